@@ -1,0 +1,198 @@
+"""Every setting, stated once: its type, its default, what it may be, and one line that explains it.
+
+The text under a field is what ``headwater config`` prints beside its value. Reading this file needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, Within
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: Annotated[str, NotEmpty("name the run, for example 'quickstart'")] = "run"
+    """Name of the run directory; a second run of the same name gets a number of its own."""
+    root: Annotated[str, NotEmpty()] = "runs"
+    """Folder that holds the run directories."""
+    seed: Annotated[int, AtLeast(0)] = 0
+    """Decides initial weights, data order and every sampled token."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: Annotated[str, NotEmpty("give a folder, a hub id, 'tiny:<preset>' or 'smollm2'")] = "tiny:qwen3"
+    """A local folder, a hub id, tiny:<preset> (built offline), or smollm2 (see `headwater fetch smollm2`)."""
+    dtype: Dtype = "float32"
+    """Number type of weights and activations; float32 is the fast one on most CPUs."""
+    device: str = "auto"
+    """Where the model runs: auto (CUDA when there is one), cpu, cuda or cuda:N."""
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    num_steps: Annotated[int, AtLeast(0, "use 0 for no warm start")] = 0
+    """Supervised steps on the training rows' demonstrations before the first policy update; 0 turns it off."""
+    num_sequences_per_step: Annotated[int, AtLeast(1)] = 64
+    """Demonstrations in each supervised step."""
+    learning_rate: Annotated[float, MoreThan(0)] = 1e-3
+    """Peak learning rate of the supervised steps."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: Annotated[tuple[str, ...], NotEmpty("name a task or at least one file")] = ("arithmetic",)
+    """Where prompts come from: a task (arithmetic, countdown, gsm8k, reasoning_gym:<name>) or .parquet/.json/.jsonl files."""
+    eval: tuple[str, ...] = ()
+    """Held-out prompts, named like data.train; empty means the held-out split of the same task."""
+    task_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the task, for example {max_operand: 99}; gsm8k takes {folder: ...}."""
+    dataset: str = ""
+    """Your own dataset class, as 'package.module:Class' or 'path/to/file.py:Class'; empty means RLHFDataset."""
+    num_train_rows: Annotated[int, AtLeast(1)] = 2048
+    """Rows a generated task makes for training; files are used whole."""
+    num_eval_rows: Annotated[int, AtLeast(1)] = 256
+    """Rows a generated task makes for evaluation; files are used whole."""
+    prompt_key: Annotated[str, NotEmpty()] = "prompt"
+    """Column that holds the chat (a list of messages) or a plain string."""
+    image_key: Annotated[str, NotEmpty()] = "images"
+    """Column that holds the images behind <image> placeholders."""
+    video_key: Annotated[str, NotEmpty()] = "videos"
+    """Column that holds the videos behind <video> placeholders."""
+    system_prompt: str = ""
+    """Put before every chat that has no system message; empty adds none."""
+    chat_template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Extra arguments of the chat template, for example {enable_thinking: false}."""
+    max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
+    """Longest prompt, in tokens, after the chat template."""
+    overlong: Literal["filter", "left", "right", "middle", "error"] = "filter"
+    """What to do with a longer prompt: filter the row out, cut on the left, right or in the middle, or stop with an error."""
+    num_filter_workers: Annotated[int, AtLeast(0, "use 0 to choose by the number of rows and cores")] = 0
+    """Processes that measure prompt lengths; 0 chooses by the number of rows and cores."""
+    shuffle: bool = True
+    """Visit the rows in a new random order every epoch; false keeps the file order."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    backend: Annotated[str, Extension("headwater.backends")] = "hf"
+    """The inference engine that generates responses."""
+    workflow: Annotated[str, Extension("headwater.workflows")] = "rlvr"
+    """How one episode runs, from prompt to scored trajectory."""
+    workflow_args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the workflow class."""
+    num_samples_per_prompt: Annotated[int, AtLeast(1)] = 8
+    """Responses drawn for each prompt: the group that advantages compare."""
+    max_new_tokens: Annotated[int, AtLeast(1)] = 256
+    """Longest response, in tokens."""
+    temperature: Annotated[float, MoreThan(0, "training needs randomness; greedy decoding is for eval.temperature")] = 1.0
+    """Sampling temperature; the learner applies the same one."""
+    top_k: Annotated[int, AtLeast(0, "use 0 to keep all tokens")] = 0
+    """Sample among the k likeliest tokens; 0 keeps all."""
+    top_p: Annotated[float, MoreThan(0, "use 1.0 to keep all tokens"), Within(0, 1)] = 1.0
+    """Sample among the likeliest tokens that hold this much probability; 1.0 keeps all."""
+    max_batch_sequences: Annotated[int, AtLeast(1)] = 256
+    """Most sequences the engine generates at a time."""
+    max_staleness: Annotated[int, AtLeast(0, "use 0 for synchronous training")] = 0
+    """How many policy versions a trained token may lag behind; 0 is synchronous."""
+    placement: Literal["colocated"] = "colocated"
+    """Where generation runs: colocated shares this process and device with training."""
+    timeout_s: Annotated[float, MoreThan(0)] = 1800.0
+    """Hard limit on the wait for one batch of rollouts."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    manager: Annotated[str, Extension("headwater.rewards.managers")] = "naive"
+    """How responses are handed to the scorer."""
+    function: str = ""
+    """Your own compute_score, as 'package.module:function' or 'path/to/file.py:function'; empty chooses by data_source."""
+    function_args: Mapping[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments of the scoring function."""
+    timeout_s: Annotated[float, MoreThan(0)] = 60.0
+    """Longest time one response may take to score; longer is a failure."""
+    on_failure: Literal["stop", "drop"] = "stop"
+    """When a reward raises or times out: stop the run with the cause, or drop the group, count it and draw another."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    advantage: Annotated[str, Extension("headwater.algorithms.advantages")] = "grpo"
+    """Advantage estimator."""
+    advantage_args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the advantage estimator, for example {normalize_by_std: false}."""
+    policy_loss: Annotated[str, Extension("headwater.algorithms.policy_losses")] = "ppo"
+    """Policy loss."""
+    policy_loss_args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the policy loss, for example {clip_high: 0.28}."""
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """Where the loss's old log-probs come from: the engine that sampled, or a forward pass of the trainer at the step's start."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    learning_rate: Annotated[float, MoreThan(0)] = 1e-6
+    """Peak learning rate of AdamW."""
+    num_warmup_steps: Annotated[int, AtLeast(0)] = 0
+    """Optimiser steps over which the learning rate rises from zero."""
+    weight_decay: Annotated[float, AtLeast(0)] = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Annotated[float, MoreThan(0)] = 1.0
+    """Gradients are scaled down to this norm."""
+    num_minibatches: Annotated[int, AtLeast(1)] = 1
+    """Optimiser steps per pass over a batch; must divide the prompts of a step."""
+    num_epochs: Annotated[int, AtLeast(1)] = 1
+    """Passes over each batch."""
+    max_tokens_per_microbatch: Annotated[int, AtLeast(1)] = 16384
+    """Tokens in one forward and backward pass; lower it if memory runs out, the gradient stays the same."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every_steps: Annotated[int, AtLeast(0, "use 0 to evaluate only before and after training")] = 0
+    """Evaluate on held-out prompts every so many steps, besides before and after; 0 means only those two."""
+    before: bool = True
+    """Evaluate before the first step."""
+    after: bool = True
+    """Evaluate after the last step."""
+    num_prompts: Annotated[int, AtLeast(1)] = 256
+    """Held-out prompts to evaluate, at most."""
+    num_samples_per_prompt: Annotated[int, AtLeast(1)] = 1
+    """Responses drawn for each held-out prompt."""
+    temperature: Annotated[float, AtLeast(0)] = 0.0
+    """Sampling temperature of evaluation; 0 is greedy."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    total_steps: Annotated[int, AtLeast(1)] = 100
+    """Training steps of the run."""
+    num_prompts_per_step: Annotated[int, AtLeast(1)] = 32
+    """Prompts, and so groups, trained on in each step."""
+    checkpoint_every_steps: Annotated[int, AtLeast(0, "use 0 to save only at the end")] = 0
+    """Save a resumable checkpoint every so many steps, besides the one at the end or at Ctrl-C; 0 means only that one."""
+    keep_checkpoints: Annotated[int, AtLeast(1)] = 2
+    """Newest checkpoints to keep."""
+    save_rollouts_every_steps: Annotated[int, AtLeast(0, "use 0 to save none")] = 1
+    """Write all rollouts of every so many steps to rollouts/*.parquet; 0 writes none."""
+    num_threads: Annotated[int, AtLeast(0, "use 0 for torch's choice")] = 0
+    """CPU threads of torch; 0 leaves the choice to torch."""
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

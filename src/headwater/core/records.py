@@ -1,0 +1,188 @@
+"""The typed records that cross folder boundaries.
+
+They hold plain Python values, so reading or checking one needs no torch. Lengths are checked at construction: a record
+that exists is consistent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+StopReason = Literal["stop", "length", "tool_calls", "abort"]
+
+NOT_SAMPLED = -1
+"""Policy version of a token that the policy did not produce: prompt, template and tool tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of a dataset, rendered and tokenised."""
+
+    uid: str
+    """Stable name of the row, for example ``arithmetic/train/17``."""
+    messages: tuple[Mapping[str, Any], ...]
+    """The chat before rendering; ``content`` is a string, or a list of parts when the row has images or videos."""
+    text: str
+    """The chat template's output."""
+    tokens: tuple[int, ...]
+    data_source: str
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    multi_modal: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """``images`` and ``videos`` in the order of their placeholders."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError(f"prompt {self.uid!r} has no tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one response is drawn. ``temperature`` 0 is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the response, besides the model's own end token."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be >= 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature = {self.temperature}: must be finite and >= 0")
+        if self.top_k < 0:
+            raise ValueError(f"top_k = {self.top_k}: must be >= 0; use 0 to keep all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p}: must be in (0, 1]; use 1 to keep all tokens")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p = {self.min_p}: must be in [0, 1); use 0 to keep all tokens")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(f"min_new_tokens = {self.min_new_tokens}: must be in [0, max_new_tokens]")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """Tokens in; one response out. ``rng_key`` alone decides the sampled randomness, whatever else is in the batch."""
+
+    request_id: str
+    input_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    rng_key: int
+
+    def __post_init__(self) -> None:
+        if not self.input_tokens:
+            raise ValueError(f"request {self.request_id!r} has an empty prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResponse:
+    """What the engine made of a request: every token with its log-prob and the policy version that produced it."""
+
+    input_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    output_logprobs: tuple[float, ...]
+    output_versions: tuple[int, ...]
+    stop_reason: StopReason
+    queue_s: float = 0.0
+    generate_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        count = len(self.output_tokens)
+        if len(self.output_logprobs) != count or len(self.output_versions) != count:
+            raise ValueError(
+                f"response has {count} tokens, {len(self.output_logprobs)} logprobs and "
+                f"{len(self.output_versions)} versions; the three must be equally long"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward and whatever its scorer wants to show beside it."""
+
+    value: float
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ValueError(f"reward = {self.value}: must be a finite number")
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished episode, token by token.
+
+    ``loss_mask`` is 1 exactly on tokens the policy sampled and should learn from; ``versions`` is -1 and ``logprobs`` is
+    0.0 on the others.
+    """
+
+    uid: str
+    """The prompt's uid: trajectories with equal uid form a group."""
+    sample: int
+    """Index within the group."""
+    tokens: tuple[int, ...]
+    prompt_length: int
+    """Number of leading tokens that are the prompt."""
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reward: float
+    stop_reason: StopReason
+    turn_rewards: tuple[float, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.tokens), len(self.loss_mask), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"trajectory {self.uid}#{self.sample}: tokens, loss_mask, logprobs and versions have lengths "
+                f"{len(self.tokens)}, {len(self.loss_mask)}, {len(self.logprobs)}, {len(self.versions)}; must be equal"
+            )
+        if not 0 < self.prompt_length <= len(self.tokens):
+            raise ValueError(
+                f"trajectory {self.uid}#{self.sample}: prompt_length = {self.prompt_length} outside 1..{len(self.tokens)}"
+            )
+        if any(self.loss_mask[: self.prompt_length]):
+            raise ValueError(f"trajectory {self.uid}#{self.sample}: loss_mask is set inside the prompt")
+        if any(mask not in (0, 1) for mask in self.loss_mask):
+            raise ValueError(f"trajectory {self.uid}#{self.sample}: loss_mask holds values other than 0 and 1")
+        if any(mask and version < 0 for mask, version in zip(self.loss_mask, self.versions, strict=True)):
+            raise ValueError(f"trajectory {self.uid}#{self.sample}: a trained token has no policy version")
+        if not math.isfinite(self.reward):
+            raise ValueError(f"trajectory {self.uid}#{self.sample}: reward = {self.reward}, must be finite")
+
+    @property
+    def response_tokens(self) -> tuple[int, ...]:
+        return self.tokens[self.prompt_length :]
+
+    @classmethod
+    def from_response(
+        cls,
+        prompt: Prompt,
+        sample: int,
+        response: ModelResponse,
+        score: Score,
+        info: Mapping[str, Any] | None = None,
+    ) -> Trajectory:
+        """The single-turn case: the whole response is trained, nothing of the prompt is."""
+        num_prompt, num_output = len(response.input_tokens), len(response.output_tokens)
+        return cls(
+            uid=prompt.uid,
+            sample=sample,
+            tokens=response.input_tokens + response.output_tokens,
+            prompt_length=num_prompt,
+            loss_mask=(0,) * num_prompt + (1,) * num_output,
+            logprobs=(0.0,) * num_prompt + response.output_logprobs,
+            versions=(NOT_SAMPLED,) * num_prompt + response.output_versions,
+            reward=score.value,
+            stop_reason=response.stop_reason,
+            info={**score.info, **(info or {})},
+        )

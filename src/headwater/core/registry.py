@@ -1,0 +1,123 @@
+"""Extensions by name: one file in a folder, or a dotted path.
+
+A folder such as ``headwater/algorithms/advantages`` is a registry: the config name ``grpo`` is its file ``grpo.py``, and
+that file marks the function or class it offers:
+
+    ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages")
+
+    @ADVANTAGES.register          # in headwater/algorithms/advantages/grpo.py
+    def grpo(...): ...
+
+    ADVANTAGES.resolve("grpo")
+    ADVANTAGES.resolve("my_package.my_module:my_advantage")
+    ADVANTAGES.resolve("path/to/file.py:my_advantage")
+
+Nothing is imported before it is resolved, so names can be checked without loading torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from headwater.core.errors import HeadwaterError, UnknownName
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+
+T = TypeVar("T")
+
+
+def is_path(name: str) -> bool:
+    """Whether a config value is an extension path (``module:Thing`` or ``file.py:Thing``) and not a built-in name."""
+    return ":" in name
+
+
+def known_names(package: str) -> list[str]:
+    """The names a registry folder offers: its files, read off the disk without importing them."""
+    folder = PACKAGE_ROOT.joinpath(*package.split(".")[1:])
+    return sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint for an unknown name: the closest known one, then all of them."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {matches[0]!r}? " if matches else ""
+    return f"{hint}known: {', '.join(known) or 'none'}"
+
+
+def load_object(path: str) -> Any:
+    """Import what ``package.module:Thing`` or ``path/to/file.py:Thing`` names."""
+    module_name, _, attribute = path.rpartition(":")
+    if not module_name or not attribute:
+        raise UnknownName(f"{path!r}: write an extension as 'package.module:Thing' or 'path/to/file.py:Thing'")
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
+    if not hasattr(module, attribute):
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise UnknownName(f"{path!r}: {module_name} has no {attribute!r}; {nearest(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise UnknownName(f"cannot import {name!r}: {error}; is it installed, or on PYTHONPATH?") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise UnknownName(f"{path}: no such file; give the path of an existing Python file")
+    # The same file must be the same module each time, or its classes would not compare equal.
+    name = f"headwater_extension_{path.stem}_{abs(hash(str(path)))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UnknownName(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise HeadwaterError(f"{path}: failed to import: {type(error).__name__}: {error}") from error
+    return module
+
+
+class Registry:
+    """Objects of one kind, named by the files of one folder."""
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind = kind
+        self.package = package
+        self._objects: dict[str, Any] = {}
+
+    def register(self, thing: T) -> T:
+        """Offer ``thing`` under the name of the file it stands in."""
+        module: str = thing.__module__
+        name = module.rpartition(".")[2]
+        if name in self._objects and self._objects[name] is not thing:
+            raise ValueError(f"{module} registers two {self.kind}s; one file offers one")
+        self._objects[name] = thing
+        return thing
+
+    def names(self) -> list[str]:
+        return known_names(self.package)
+
+    def resolve(self, name: str) -> Any:
+        if is_path(name):
+            return load_object(name)
+        if name not in self.names():
+            raise UnknownName(f"unknown {self.kind} {name!r}; {nearest(name, self.names())}")
+        importlib.import_module(f"{self.package}.{name}")
+        if name not in self._objects:
+            raise UnknownName(f"{self.package}.{name} registers no {self.kind}")
+        return self._objects[name]
+
+
