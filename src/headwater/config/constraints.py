@@ -24,9 +24,9 @@ class AtLeast(Constraint):
     remedy: str = ""
 
     def broken_by(self, value: Any) -> str | None:
-        if math.isfinite(value) and value >= self.minimum:
+        if _is_finite(value) and value >= self.minimum:
             return None
-        return _with_remedy(f"must be >= {self.minimum}", self.remedy)
+        return _with_remedy(f"must be >= {self.minimum}{_finite_rule(value)}", self.remedy)
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class MoreThan(Constraint):
     remedy: str = ""
 
     def broken_by(self, value: Any) -> str | None:
-        if math.isfinite(value) and value > self.minimum:
+        if _is_finite(value) and value > self.minimum:
             return None
-        return _with_remedy(f"must be > {self.minimum}", self.remedy)
+        return _with_remedy(f"must be > {self.minimum}{_finite_rule(value)}", self.remedy)
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,15 @@ class Extension(Constraint):
         if is_path(value) or value in known:
             return None
         return f"no such name; {nearest(value, known)}; or give your own as 'package.module:Thing'"
+
+
+def _is_finite(value: float) -> bool:
+    # math.isfinite cannot take an int beyond the largest float.
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def _finite_rule(value: float) -> str:
+    return "" if _is_finite(value) else " and finite"
 
 
 def _with_remedy(rule: str, remedy: str) -> str:

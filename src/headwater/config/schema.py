@@ -41,13 +41,15 @@ class WarmStartConfig:
     num_sequences_per_step: Annotated[int, AtLeast(1)] = 64
     """Demonstrations in each supervised step."""
     learning_rate: Annotated[float, MoreThan(0)] = 1e-3
-    """Peak learning rate of the supervised steps."""
+    """Learning rate of the supervised steps."""
+    until_reward: Annotated[float, AtLeast(0, "use 0 to take all num_steps")] = 0.0
+    """Stop early once sampled responses to training prompts reach this mean reward; 0 takes all steps."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     train: Annotated[tuple[str, ...], NotEmpty("name a task or at least one file")] = ("arithmetic",)
-    """Where prompts come from: a task (arithmetic, countdown, gsm8k, reasoning_gym:<name>) or .parquet/.json/.jsonl files."""
+    """Source of prompts: a task (arithmetic, countdown, gsm8k, reasoning_gym:<name>) or .parquet/.json/.jsonl files."""
     eval: tuple[str, ...] = ()
     """Held-out prompts, named like data.train; empty means the held-out split of the same task."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class DataConfig:
     max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
     """Longest prompt, in tokens, after the chat template."""
     overlong: Literal["filter", "left", "right", "middle", "error"] = "filter"
-    """What to do with a longer prompt: filter the row out, cut on the left, right or in the middle, or stop with an error."""
+    """What to do with a longer prompt: filter the row out, cut it left, right or in the middle, or stop with an error."""
     num_filter_workers: Annotated[int, AtLeast(0, "use 0 to choose by the number of rows and cores")] = 0
     """Processes that measure prompt lengths; 0 chooses by the number of rows and cores."""
     shuffle: bool = True
@@ -90,7 +92,9 @@ class RolloutConfig:
     """Responses drawn for each prompt: the group that advantages compare."""
     max_new_tokens: Annotated[int, AtLeast(1)] = 256
     """Longest response, in tokens."""
-    temperature: Annotated[float, MoreThan(0, "training needs randomness; greedy decoding is for eval.temperature")] = 1.0
+    temperature: Annotated[float, MoreThan(0, "training needs randomness; greedy decoding is for eval.temperature")] = (
+        1.0
+    )
     """Sampling temperature; the learner applies the same one."""
     top_k: Annotated[int, AtLeast(0, "use 0 to keep all tokens")] = 0
     """Sample among the k likeliest tokens; 0 keeps all."""
@@ -111,7 +115,7 @@ class RewardConfig:
     manager: Annotated[str, Extension("headwater.rewards.managers")] = "naive"
     """How responses are handed to the scorer."""
     function: str = ""
-    """Your own compute_score, as 'package.module:function' or 'path/to/file.py:function'; empty chooses by data_source."""
+    """Your own compute_score, as 'package.module:function' or 'file.py:function'; empty chooses by data_source."""
     function_args: Mapping[str, Any] = field(default_factory=dict)
     """Extra keyword arguments of the scoring function."""
     timeout_s: Annotated[float, MoreThan(0)] = 60.0
@@ -131,7 +135,7 @@ class AlgorithmConfig:
     policy_loss_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the policy loss, for example {clip_high: 0.28}."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """Where the loss's old log-probs come from: the engine that sampled, or a forward pass of the trainer at the step's start."""
+    """Old log-probs of the loss: those of the engine that sampled, or a forward pass before the update."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,10 @@ class TrainingConfig:
     """Optimiser steps over which the learning rate rises from zero."""
     weight_decay: Annotated[float, AtLeast(0)] = 0.0
     """Decoupled weight decay."""
+    adam_beta1: Annotated[float, Within(0, 0.9999)] = 0.9
+    """AdamW's decay of the gradient average."""
+    adam_beta2: Annotated[float, Within(0, 0.9999)] = 0.95
+    """AdamW's decay of the squared-gradient average."""
     max_grad_norm: Annotated[float, MoreThan(0)] = 1.0
     """Gradients are scaled down to this norm."""
     num_minibatches: Annotated[int, AtLeast(1)] = 1
@@ -175,7 +183,7 @@ class TrainerConfig:
     num_prompts_per_step: Annotated[int, AtLeast(1)] = 32
     """Prompts, and so groups, trained on in each step."""
     checkpoint_every_steps: Annotated[int, AtLeast(0, "use 0 to save only at the end")] = 0
-    """Save a resumable checkpoint every so many steps, besides the one at the end or at Ctrl-C; 0 means only that one."""
+    """Save a checkpoint every so many steps, besides the one at the end or at Ctrl-C; 0 means only that one."""
     keep_checkpoints: Annotated[int, AtLeast(1)] = 2
     """Newest checkpoints to keep."""
     save_rollouts_every_steps: Annotated[int, AtLeast(0, "use 0 to save none")] = 1

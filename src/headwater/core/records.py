@@ -120,8 +120,8 @@ class Score:
 class Trajectory:
     """One finished episode, token by token.
 
-    ``loss_mask`` is 1 exactly on tokens the policy sampled and should learn from; ``versions`` is -1 and ``logprobs`` is
-    0.0 on the others.
+    ``loss_mask`` is 1 exactly on tokens the policy sampled and should learn from; ``versions`` is -1 and ``logprobs``
+    is 0.0 on the others.
     """
 
     uid: str
@@ -148,7 +148,8 @@ class Trajectory:
             )
         if not 0 < self.prompt_length <= len(self.tokens):
             raise ValueError(
-                f"trajectory {self.uid}#{self.sample}: prompt_length = {self.prompt_length} outside 1..{len(self.tokens)}"
+                f"trajectory {self.uid}#{self.sample}: prompt_length = {self.prompt_length}, "
+                f"must be in 1..{len(self.tokens)}"
             )
         if any(self.loss_mask[: self.prompt_length]):
             raise ValueError(f"trajectory {self.uid}#{self.sample}: loss_mask is set inside the prompt")

@@ -1,7 +1,7 @@
 """Extensions by name: one file in a folder, or a dotted path.
 
-A folder such as ``headwater/algorithms/advantages`` is a registry: the config name ``grpo`` is its file ``grpo.py``, and
-that file marks the function or class it offers:
+A folder such as ``headwater/algorithms/advantages`` is a registry: the config name ``grpo`` is its file ``grpo.py``,
+and that file marks the function or class it offers:
 
     ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages")
 
@@ -119,5 +119,3 @@ class Registry:
         if name not in self._objects:
             raise UnknownName(f"{self.package}.{name} registers no {self.kind}")
         return self._objects[name]
-
-

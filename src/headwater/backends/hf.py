@@ -1,0 +1,229 @@
+"""Generation with transformers' own ``generate``: the plainest engine, and the one others are checked against.
+
+Requests that arrive together are generated together. Tokens are drawn by our sampler inside the generation loop, so a
+request's randomness does not depend on its neighbours and the log-prob of every token is recorded as it is drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from headwater.backends import BACKENDS
+from headwater.core.errors import RolloutFailed
+from headwater.core.protocols import WeightUpdate
+from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.core.waits import named_wait
+from headwater.engine.sampler import SamplingBatch, sample
+from headwater.models.load import end_token_ids
+from headwater.models.weights import copy_weights
+from headwater.observe.spans import Spans
+
+_GATHER_S = 0.002
+_PAUSE_LIMIT_S = 600.0
+
+
+@dataclass(eq=False)
+class _Pending:
+    request: ModelRequest
+    future: asyncio.Future[ModelResponse]
+    arrived: float
+
+
+class _Draw(LogitsProcessor):  # type: ignore[misc]
+    """Draws the next tokens with our sampler and leaves ``generate`` no other choice than to take them."""
+
+    def __init__(self, batch: SamplingBatch, prompt_width: int) -> None:
+        self._batch = batch
+        self._prompt_width = prompt_width
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        position = input_ids.shape[1] - self._prompt_width
+        tokens, logprobs = sample(scores, self._batch, torch.full_like(self._batch.keys, position))
+        self.logprobs.append(logprobs)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
+
+
+@BACKENDS.register
+class HfEngine:
+    """Batches concurrent requests into calls of ``model.generate`` on a thread of its own."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, max_batch_sequences: int, spans: Spans) -> None:
+        self._model = model.eval()
+        self._pad_token_id = tokenizer.pad_token_id
+        self._end_token_ids = end_token_ids(model, tokenizer)
+        self._max_batch_sequences = max_batch_sequences
+        self._spans = spans
+        self._version = 0
+        self._pending: list[_Pending] = []
+        self._batcher: asyncio.Task[None] | None = None
+        self._running = threading.Event()
+        self._running.set()
+        # Held while weights are read by a generate call or written by an update, so that no response mixes versions.
+        self._weights_lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="hf-engine")
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        self._check(request)
+        future: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
+        self._pending.append(_Pending(request, future, time.perf_counter()))
+        if self._batcher is None or self._batcher.done():
+            self._batcher = asyncio.ensure_future(self._serve_pending())
+        return await future
+
+    def pause(self) -> None:
+        """Start no further batch. The batch being generated is finished."""
+        self._running.clear()
+
+    def resume(self) -> None:
+        self._running.set()
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Wait for the batch being generated, then take the new weights whole or refuse them whole."""
+        with self._weights_lock:
+            copy_weights(self._model, update.tensors)
+            self._version = update.version
+
+    def get_version(self) -> int:
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    async def _serve_pending(self) -> None:
+        # Episodes that start together ask within the same moment; a short pause lets them share a batch.
+        await asyncio.sleep(_GATHER_S)
+        while self._pending:
+            if not self._running.is_set():
+                await named_wait(
+                    asyncio.to_thread(self._running.wait, _PAUSE_LIMIT_S),
+                    lambda: f"{len(self._pending)} requests wait for the paused hf engine to resume",
+                    hard_limit_s=_PAUSE_LIMIT_S,
+                )
+            batch = self._next_batch()
+            if not batch:
+                continue
+            try:
+                loop = asyncio.get_running_loop()
+                responses = await loop.run_in_executor(self._executor, self._generate, batch)
+            except Exception as error:  # whatever generate raises belongs to the requests of this batch
+                self._fail(batch, error)
+                continue
+            for pending, response in zip(batch, responses, strict=True):
+                if not pending.future.done():
+                    pending.future.set_result(response)
+
+    def _next_batch(self) -> list[_Pending]:
+        """The oldest request and all others with its sampling settings, which one ``generate`` call can serve."""
+        first = self._pending[0].request.sampling
+        batch = [each for each in self._pending if each.request.sampling == first][: self._max_batch_sequences]
+        taken = set(map(id, batch))
+        self._pending = [each for each in self._pending if id(each) not in taken]
+        # A caller that was cancelled no longer waits for its response.
+        return [each for each in batch if not each.future.done()]
+
+    def _fail(self, batch: list[_Pending], error: Exception) -> None:
+        for pending in batch:
+            if not pending.future.done():
+                failure = RolloutFailed(f"hf engine failed on {len(batch)} sequences: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                pending.future.set_exception(failure)
+
+    def _check(self, request: ModelRequest) -> None:
+        vocabulary = self._model.config.get_text_config().vocab_size
+        wrong = next((token for token in request.input_tokens if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise RolloutFailed(
+                f"request {request.request_id}: token id {wrong} is outside the vocabulary of {vocabulary}; "
+                "use the tokenizer the model was trained with"
+            )
+        limit = self._model.config.get_text_config().max_position_embeddings
+        num_prompt, num_new = len(request.input_tokens), request.sampling.max_new_tokens
+        if num_prompt + num_new > limit:
+            raise RolloutFailed(
+                f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens exceed the model's "
+                f"{limit} positions; lower data.max_prompt_tokens or rollout.max_new_tokens"
+            )
+
+    @torch.inference_mode()
+    def _generate(self, batch: list[_Pending]) -> list[ModelResponse]:
+        requests = [pending.request for pending in batch]
+        params = requests[0].sampling
+        started = time.perf_counter()
+        with self._spans.span("generate"), self._weights_lock:
+            version = self._version
+            input_ids, attention_mask = self._pad(requests)
+            width = input_ids.shape[1]
+            settings = SamplingBatch.build(
+                [request.sampling for request in requests], [request.rng_key for request in requests], input_ids.device
+            )
+            draw = _Draw(settings, width)
+            sequences = self._model.generate(
+                input_ids,
+                attention_mask=attention_mask,
+                logits_processor=LogitsProcessorList([draw]),
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                max_new_tokens=params.max_new_tokens,
+                min_new_tokens=params.min_new_tokens or None,
+                eos_token_id=list(self._stop_ids(params)),
+                pad_token_id=self._pad_token_id,
+            )
+            outputs = sequences[:, width:].tolist()
+            logprobs = torch.stack(draw.logprobs, dim=1).tolist()
+        elapsed = time.perf_counter() - started
+        return [
+            self._respond(pending, outputs[row], logprobs[row], version, started - pending.arrived, elapsed)
+            for row, pending in enumerate(batch)
+        ]
+
+    def _pad(self, requests: list[ModelRequest]) -> tuple[Tensor, Tensor]:
+        width = max(len(request.input_tokens) for request in requests)
+        shape = (len(requests), width)
+        input_ids = torch.full(shape, self._pad_token_id, dtype=torch.int64)
+        attention_mask = torch.zeros(shape, dtype=torch.int64)
+        for row, request in enumerate(requests):
+            input_ids[row, width - len(request.input_tokens) :] = torch.tensor(request.input_tokens)
+            attention_mask[row, width - len(request.input_tokens) :] = 1
+        device = self._model.device
+        return input_ids.to(device), attention_mask.to(device)
+
+    def _respond(
+        self,
+        pending: _Pending,
+        output: list[int],
+        logprobs: list[float],
+        version: int,
+        queue_s: float,
+        generate_s: float,
+    ) -> ModelResponse:
+        # generate pads a row after its end token; the end token itself belongs to the response.
+        stop_ids = self._stop_ids(pending.request.sampling)
+        end = next((place + 1 for place, token in enumerate(output) if token in stop_ids), None)
+        count = end if end is not None else len(output)
+        return ModelResponse(
+            input_tokens=pending.request.input_tokens,
+            output_tokens=tuple(output[:count]),
+            output_logprobs=tuple(logprobs[:count]),
+            output_versions=(version,) * count,
+            stop_reason="length" if end is None else "stop",
+            queue_s=queue_s,
+            generate_s=generate_s,
+        )
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        return (*self._end_token_ids, *params.stop_token_ids)

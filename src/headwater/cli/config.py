@@ -1,0 +1,88 @@
+"""``headwater config``: what a recipe amounts to, and where each value comes from."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from headwater.config.explain import Explained
+
+NAME = "config"
+HELP = "show every setting of a recipe: its value, where it was set, and what it does"
+PIPE_WIDTH = 180
+WIDE = 110
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", help="YAML file; leave it out for the defaults")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of the recipe")
+    parser.add_argument("--plain", action="store_true", help="print the resolved recipe as YAML")
+    parser.add_argument("--only", metavar="SECTION", default="", help="print one section, for example rollout")
+
+
+def run(args: argparse.Namespace) -> int:
+    from headwater.config.explain import explain, to_yaml
+    from headwater.config.load import load_config
+
+    recipe, overrides = args.recipe, list(args.overrides)
+    # The recipe may be left out, and then the first override stands in its place.
+    if recipe is not None and "=" in recipe and not Path(recipe).exists():
+        recipe, overrides = None, [recipe, *overrides]
+    _check_section(args.only)
+    loaded = load_config(None if recipe is None else Path(recipe), overrides)
+    if args.plain:
+        print(to_yaml(loaded.config, args.only), end="")
+        return 0
+
+    from rich.console import Console
+
+    rows = [row for row in explain(loaded) if not args.only or row.key.startswith(f"{args.only}.")]
+    console = Console()
+    if not console.is_terminal:
+        # A pipe has no width; the narrow one rich assumes would cut keys and file names that someone greps for.
+        console = Console(width=max(console.width, PIPE_WIDTH))
+    for section in dict.fromkeys(row.key.partition(".")[0] for row in rows):
+        grouped = [row for row in rows if row.key.startswith(f"{section}.")]
+        console.print(_table(section, grouped, wide=console.width >= WIDE))
+    return 0
+
+
+def _check_section(name: str) -> None:
+    from headwater.config.keys import sections
+    from headwater.config.schema import Config
+    from headwater.core.errors import ConfigError
+    from headwater.core.registry import nearest
+
+    known = sorted(section for section in sections(Config) if section and "." not in section)
+    if name and name not in known:
+        raise ConfigError([f"--only {name}: no such section; {nearest(name, known)}"], "the command line")
+
+
+def _table(section: str, rows: list[Explained], *, wide: bool) -> Table:
+    """One section; a terminal that is not ``wide`` gets each explanation below its value, not beside it."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from headwater.config.tree import DEFAULT, show
+
+    table = Table(title=Text(section, style="bold"), title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=32 if wide else None)
+    for row in rows:
+        given = row.origin != DEFAULT
+        value = show(list(row.value) if isinstance(row.value, tuple) else row.value)
+        # Text objects, because a value such as [arithmetic] would be read as markup.
+        cells = [
+            Text(value, style="bold green" if given else "dim"),
+            Text(row.origin, style="green" if given else "dim"),
+            Text(row.help, style="" if given else "dim"),
+        ]
+        if not wide:
+            cells = [Text.assemble(cells[0], "  ", cells[1], "\n", cells[2])]
+        table.add_row(Text(row.key.partition(".")[2], style="bold" if given else ""), *cells)
+    return table

@@ -1,0 +1,209 @@
+"""Settings that are fine alone and wrong together. Each check yields what clashes, why, and what to do about it.
+
+A setting that nothing would read is an error as well: a run must not look configured when it is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from headwater.config.keys import settings, value_at
+from headwater.config.schema import Config
+from headwater.config.tree import DEFAULT, show
+
+FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
+
+# A group of one response is its own baseline, so these would train on zeros.
+GROUP_ADVANTAGES = frozenset({"grpo"})
+
+Layers = Mapping[str, int]
+"""Given key → the layer that had the last word on it; a key that is not in it has its default."""
+
+
+@dataclass(frozen=True)
+class Clash:
+    """``keys[0]`` is the one to blame; the others are those it clashes with."""
+
+    keys: tuple[str, ...]
+    reason: str
+
+    def line(self, config: Config, origins: Mapping[str, str]) -> str:
+        key = self.keys[0]
+        return f"{key} = {show(value_at(config, key))} ({origins.get(key, DEFAULT)}): {self.reason}"
+
+
+Check = Callable[[Config, Layers], Iterator[Clash]]
+
+
+def find_clashes(config: Config, layers: Layers) -> list[Clash]:
+    """Every clash in ``config``; ``layers`` tells what was given from what is a default."""
+    return [clash for check in CHECKS for clash in check(config, layers)]
+
+
+def minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash]:
+    prompts, parts = config.trainer.num_prompts_per_step, config.training.num_minibatches
+    if prompts % parts:
+        fitting = max(divisor for divisor in range(1, min(parts, prompts) + 1) if prompts % divisor == 0)
+        yield Clash(
+            ("training.num_minibatches", "trainer.num_prompts_per_step"),
+            f"must divide trainer.num_prompts_per_step = {prompts}; use {fitting}, "
+            f"or trainer.num_prompts_per_step={prompts // parts * parts or parts}",
+        )
+
+
+def sequence_fits_microbatch(config: Config, layers: Layers) -> Iterator[Clash]:
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if config.training.max_tokens_per_microbatch < longest:
+        yield Clash(
+            ("training.max_tokens_per_microbatch", "data.max_prompt_tokens", "rollout.max_new_tokens"),
+            f"a whole sequence must fit: data.max_prompt_tokens + rollout.max_new_tokens = {longest}; "
+            f"use at least {longest}, or shorten one of the two",
+        )
+
+
+def group_has_baseline(config: Config, layers: Layers) -> Iterator[Clash]:
+    advantage, samples = config.algorithm.advantage, config.rollout.num_samples_per_prompt
+    if advantage in GROUP_ADVANTAGES and samples < 2:
+        yield Clash(
+            ("rollout.num_samples_per_prompt", "algorithm.advantage"),
+            f"algorithm.advantage = {advantage} compares the responses to one prompt, and a group of one has no "
+            "baseline; use at least 2",
+        )
+
+
+def synchronous_only(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.rollout.max_staleness > 0:
+        yield Clash(("rollout.max_staleness",), "this version trains synchronously; use 0")
+
+
+def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
+    total = config.trainer.total_steps
+    never = {
+        "eval.every_steps": "would never evaluate between the first step and the last",
+        "trainer.checkpoint_every_steps": "would never save before the end",
+    }
+    for key, consequence in never.items():
+        if value_at(config, key) > total:
+            yield Clash(
+                (key, "trainer.total_steps"),
+                f"is more than trainer.total_steps = {total}, so it {consequence}; "
+                f"use at most {total}, or 0 to turn it off",
+            )
+
+
+def recomputed_logprobs_match_sampling(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.algorithm.old_logprobs != "recompute":
+        return
+    for key, keeps_all in (("rollout.top_k", 0), ("rollout.top_p", 1.0)):
+        if value_at(config, key) != keeps_all:
+            yield Clash(
+                (key, "algorithm.old_logprobs"),
+                "samples from a cut distribution, but algorithm.old_logprobs = recompute gives log-probs of the full "
+                f"one; use {keeps_all}, or algorithm.old_logprobs=rollout",
+            )
+
+
+def task_fills_a_step(config: Config, layers: Layers) -> Iterator[Clash]:
+    if any(is_file(source) for source in config.data.train) or config.data.dataset:
+        return
+    prompts = config.trainer.num_prompts_per_step
+    needed = math.ceil(prompts / len(config.data.train))
+    if config.data.num_train_rows < needed:
+        yield Clash(
+            ("data.num_train_rows", "trainer.num_prompts_per_step"),
+            f"is too few for one step of trainer.num_prompts_per_step = {prompts}; use at least {needed}",
+        )
+
+
+def float16_needs_loss_scaling(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.model.dtype == "float16":
+        yield Clash(
+            ("model.dtype",), "small gradients vanish in float16 and there is no loss scaling; use bfloat16 or float32"
+        )
+
+
+def greedy_samples_differ(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.eval.temperature == 0 and config.eval.num_samples_per_prompt > 1:
+        yield Clash(
+            ("eval.num_samples_per_prompt", "eval.temperature"),
+            "eval.temperature = 0 is greedy, so all samples would be the same; use 1, or a temperature above 0",
+        )
+
+
+def files_have_no_task_settings(config: Config, layers: Layers) -> Iterator[Clash]:
+    # Compared with the default, not with what was given: a resolved recipe gives every key, and must load again.
+    evaluated = config.data.eval or config.data.train
+    readers = {
+        "data.task_args": (*config.data.train, *config.data.eval),
+        "data.num_train_rows": config.data.train,
+        "data.num_eval_rows": evaluated,
+    }
+    if config.data.dataset:
+        return
+    for key, sources in readers.items():
+        default = settings(Config)[key].default()
+        if value_at(config, key) != default and all(is_file(source) for source in sources):
+            named = "data.eval" if key == "data.num_eval_rows" and config.data.eval else "data.train"
+            yield Clash(
+                (key, named),
+                f"only a task reads this, and {named} = {show(list(value_at(config, named)))} is used whole; "
+                f"remove it, or set it back to {show(default)}",
+            )
+
+
+def files_evaluate_on_something(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.eval.every_steps and not config.data.eval and all(is_file(source) for source in config.data.train):
+        yield Clash(
+            ("eval.every_steps", "data.eval", "data.train"),
+            "there is nothing to evaluate on: data.eval is empty and the files of data.train have no held-out split; "
+            "name files or a task in data.eval, or use 0",
+        )
+
+
+def warm_start_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.warm_start.num_steps == 0:
+        switch = ("warm_start.num_steps",)
+        yield from _unread("warm_start", switch, "warm_start.num_steps = 0 means no warm start; set it too", layers)
+
+
+def eval_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    if not (config.eval.before or config.eval.after or config.eval.every_steps):
+        switches = ("eval.before", "eval.after", "eval.every_steps")
+        yield from _unread("eval", switches, f"{', '.join(switches)} are all off; turn one on", layers)
+
+
+def _unread(section: str, switches: tuple[str, ...], why: str, layers: Layers) -> Iterator[Clash]:
+    """Settings of a part that is off, unless it was switched off in the same place or later.
+
+    Switching a part off on the command line is fine although the recipe sets it up; asking on the command line for
+    what the recipe has off is not. One file may say both, as resolved recipes do.
+    """
+    switched_off = max(layers.get(key, -1) for key in switches)
+    for key, layer in layers.items():
+        if key.startswith(f"{section}.") and key not in switches and layer > switched_off:
+            yield Clash((key, *switches), f"nothing reads this, because {why}, or remove this")
+
+
+def is_file(source: str) -> bool:
+    """Whether a data source names a file and not a task."""
+    return PurePath(source).suffix in FILE_SUFFIXES
+
+
+CHECKS: tuple[Check, ...] = (
+    minibatches_divide_prompts,
+    sequence_fits_microbatch,
+    group_has_baseline,
+    synchronous_only,
+    periods_end_within_run,
+    recomputed_logprobs_match_sampling,
+    task_fills_a_step,
+    float16_needs_loss_scaling,
+    greedy_samples_differ,
+    files_have_no_task_settings,
+    files_evaluate_on_something,
+    warm_start_settings_are_read,
+    eval_settings_are_read,
+)

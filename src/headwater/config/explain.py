@@ -1,0 +1,71 @@
+"""A config for people: every value with its origin and the line under its field, and the recipe it amounts to."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from headwater.config import yaml12
+from headwater.config.keys import settings, value_at
+from headwater.config.load import LoadedConfig
+from headwater.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One setting; ``help`` is what the schema says under its field."""
+
+    key: str
+    value: Any
+    origin: str
+    help: str
+
+
+def explain(loaded: LoadedConfig) -> list[Explained]:
+    """Every setting, in the order of the schema."""
+    return [
+        Explained(key, value_at(loaded.config, key), loaded.origins[key], explanation(key)) for key in settings(Config)
+    ]
+
+
+def explanation(key: str) -> str:
+    """The line under the field of ``key``; empty if the schema has none."""
+    setting = settings(Config)[key]
+    return _field_texts(setting.owner).get(setting.field.name, "")
+
+
+def to_yaml(config: Config, section: str = "") -> str:
+    """The resolved recipe: every key, defaults too, so that it stays the same run when defaults change.
+
+    Loading it gives an equal config. ``section`` keeps only that one.
+    """
+    values = _plain(config)
+    return yaml12.dump({section: values[section]} if section else values)
+
+
+@cache
+def _field_texts(schema: type) -> dict[str, str]:
+    """Field name → the string literal that stands under it. Python drops these, so they are read off the source."""
+    (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(schema))).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for statement, below in zip(definition.body, definition.body[1:], strict=False):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            texts[statement.target.id] = " ".join(below.value.value.split())
+    return texts
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

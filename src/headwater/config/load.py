@@ -1,0 +1,92 @@
+"""One config from a recipe and the command line.
+
+    loaded = load_config(Path("recipes/quickstart.yaml"), ["trainer.total_steps=20"])
+    loaded.config.trainer.total_steps    # 20
+    loaded.origins["trainer.total_steps"]    # 'command line'
+
+Every problem of the recipe, of the recipes it extends and of the overrides is reported in one ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwater.config.checks import find_clashes
+from headwater.config.convert import Converter
+from headwater.config.keys import sections, settings
+from headwater.config.override import parse_override
+from headwater.config.recipe import RecipeReader, display
+from headwater.config.schema import Config
+from headwater.config.tree import COMMAND_LINE, DEFAULT, Branch, Origin, Tree, merge, origins, where
+from headwater.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config, and for each dotted key where its value was written.
+
+    Keys inside a free-form mapping have origins of their own; the mapping itself lists all of theirs.
+    """
+
+    config: Config
+    origins: Mapping[str, str]
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The keys that a recipe or the command line set."""
+        return frozenset(key for key, origin in self.origins.items() if origin != DEFAULT)
+
+
+def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read ``recipe`` (None: all defaults) and what it extends, put ``overrides`` on top, and check the whole."""
+    known_sections = sections(Config)
+    reader = RecipeReader(known_sections)
+    tree: Tree = reader.read(recipe) if recipe is not None else Branch({}, Origin(COMMAND_LINE, 0))
+    problems = list(reader.problems)
+    for text in overrides:
+        override = parse_override(text, reader.next_layer, problems)
+        if override is not None:
+            tree = merge(tree, override, known_sections)
+    unread = bool(problems)
+
+    assert isinstance(tree, Branch)
+    converter = Converter(Config)
+    config = converter.build(tree)
+    problems.extend(converter.problems)
+    given = _given(tree)
+    origins_by_key = _origins(given)
+    # What could not be read would stand in these checks as a default, and the user would be told of clashes with it.
+    if not unread:
+        layers = {key: max(place.layer for place in origins(part)) for key, part in given.items()}
+        clashes = find_clashes(config, layers)
+        problems.extend(
+            clash.line(config, origins_by_key) for clash in clashes if converter.doubtful.isdisjoint(clash.keys)
+        )
+    if problems:
+        raise ConfigError(problems, COMMAND_LINE if recipe is None else display(recipe))
+    return LoadedConfig(config, origins_by_key)
+
+
+def _given(tree: Branch) -> dict[str, Tree]:
+    """The parts of the tree that belong to a setting, by its key."""
+    found: dict[str, Tree] = {}
+    for key in settings(Config):
+        part: Tree | None = tree
+        for name in key.split("."):
+            part = part.children.get(name) if isinstance(part, Branch) else None
+        if part is not None:
+            found[key] = part
+    return found
+
+
+def _origins(given: Mapping[str, Tree]) -> dict[str, str]:
+    result: dict[str, str] = {}
+    for key in settings(Config):
+        part = given.get(key)
+        result[key] = DEFAULT if part is None else where(part)
+        if isinstance(part, Branch):
+            for name, child in part.children.items():
+                result[f"{key}.{name}"] = where(child)
+    return result

@@ -1,0 +1,161 @@
+"""Reads recipe files and what they extend into one tree. Problems are collected, so a user sees all of them at once."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from headwater.config import yaml12
+from headwater.config.tree import Branch, Leaf, Origin, Tree, merge, plain
+
+EXTENDS = "extends"
+
+
+def display(path: Path) -> str:
+    """A path as messages show it: from the working directory if it lies below it."""
+    resolved = path.expanduser().resolve()
+    cwd = Path.cwd()
+    return str(resolved.relative_to(cwd)) if resolved.is_relative_to(cwd) else str(resolved)
+
+
+class RecipeReader:
+    """Reads one recipe after another; ``problems`` says what was wrong with any of them.
+
+    Files are numbered in the order they are merged: a recipe's layer is above those of the recipes it extends.
+    """
+
+    def __init__(self, sections: frozenset[str]) -> None:
+        self.problems: list[str] = []
+        self.next_layer = 0
+        self._sections = sections
+
+    def read(self, path: Path) -> Branch:
+        return self._read(path, ())
+
+    def _read(self, path: Path, chain: tuple[Path, ...]) -> Branch:
+        """The merged tree of ``path``, which is extended by the recipes in ``chain``, outermost first."""
+        path = path.expanduser().resolve()
+        if path in chain:
+            names = " extends ".join(display(link) for link in (*chain[chain.index(path) :], path))
+            self.problems.append(f"{names}: a recipe cannot extend itself; remove one of these extends")
+            return Branch({}, Origin(display(path), self.next_layer))
+        text = self._text(path, chain)
+        node = self._compose(text, display(path))
+        merged: Tree = Branch({}, Origin(display(path), self.next_layer))
+        # What it extends is read first, and so gets the lower layers.
+        for base in self._bases(node, path):
+            merged = merge(merged, self._read(base, (*chain, path)), self._sections)
+        builder = TreeBuilder(Origin(display(path), self.next_layer))
+        self.next_layer += 1
+        merged = merge(merged, builder.root(node), self._sections)
+        self.problems.extend(f"{origin}: {text}" for origin, text in builder.problems)
+        assert isinstance(merged, Branch)
+        return merged
+
+    def _text(self, path: Path, chain: tuple[Path, ...]) -> str:
+        by = f" (extended by {display(chain[-1])})" if chain else ""
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            names = [other.name for other in sorted(path.parent.glob("*.y*ml"))]
+            matches = difflib.get_close_matches(path.name, names, n=1)
+            hint = f"did you mean {display(path.parent / matches[0])}?" if matches else "give the path of a YAML file"
+            self.problems.append(f"{display(path)}{by}: no such recipe; {hint}")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            self.problems.append(f"{display(path)}{by}: cannot be read: {why}")
+        return ""
+
+    def _compose(self, text: str, source: str) -> yaml.Node | None:
+        try:
+            return yaml12.compose(text)
+        except yaml.YAMLError as error:
+            where, why = yaml12.reason(error)
+            self.problems.append(f"{source}{where}: not valid YAML: {why}")
+            return None
+
+    def _bases(self, node: yaml.Node | None, path: Path) -> list[Path]:
+        if not isinstance(node, yaml.MappingNode):
+            return []
+        for key_node, value_node in node.value:
+            if key_node.value == EXTENDS:
+                value = plain(TreeBuilder(Origin(display(path), 0)).tree(value_node))
+                names = value if isinstance(value, list) else [value]
+                if names and all(isinstance(name, str) and name for name in names):
+                    return [path.parent / Path(name).expanduser() for name in names]
+                where = f"{display(path)}:{key_node.start_mark.line + 1}"
+                self.problems.append(f"{where}: {EXTENDS}: must be the path of a recipe, or a list of paths")
+        return []
+
+
+class TreeBuilder:
+    """Turns YAML nodes of one origin into a tree; ``problems`` says what in them no recipe can have, and where."""
+
+    def __init__(self, origin: Origin, *, lines: bool = True) -> None:
+        self.problems: list[tuple[Origin, str]] = []
+        self._source = origin
+        self._lines = lines
+        # An anchor may contain its own alias; such a value has no end.
+        self._open: set[int] = set()
+
+    def root(self, node: yaml.Node | None) -> Branch:
+        tree = self.tree(node) if node is not None else Branch({}, self._origin(None))
+        if isinstance(tree, Leaf):
+            if tree.value is not None:
+                self._problem(node, "a recipe must be a mapping of sections, such as 'rollout:' with its keys below")
+            return Branch({}, tree.origin)
+        return Branch({name: child for name, child in tree.children.items() if name != EXTENDS}, tree.origin)
+
+    def tree(self, node: yaml.Node, line_node: yaml.Node | None = None) -> Tree:
+        """``line_node`` is the key in front of the value: its line is the one a reader looks for."""
+        origin = self._origin(line_node or node)
+        if isinstance(node, yaml.ScalarNode):
+            try:
+                return Leaf(yaml12.scalar(node), origin)
+            except ValueError as error:
+                self._problem(node, str(error))
+                return Leaf(None, origin)
+        if node.tag.removeprefix(yaml12.TAG_PREFIX) not in ("map", "seq"):
+            self._problem(node, f"{node.tag!r} is not a kind of value that recipes have; remove the tag")
+            return Leaf(None, origin)
+        if id(node) in self._open:
+            self._problem(node, "this value contains itself; remove the alias")
+            return Leaf(None, origin)
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return Branch(self._children(node), origin)
+            return Leaf([plain(self.tree(item)) for item in node.value], origin)
+        finally:
+            self._open.discard(id(node))
+
+    def _children(self, node: yaml.MappingNode) -> dict[str, Tree]:
+        children: dict[str, Tree] = {}
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            name = key_node.value
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != f"{yaml12.TAG_PREFIX}str":
+                self._problem(key_node, f"key {name!s}: must be text; put it in quotes")
+                continue
+            if name == "<<":
+                self._problem(
+                    key_node, "merge keys (<<) are not part of recipes; put shared settings in a file to extend"
+                )
+                continue
+            if name in children:
+                self._problem(key_node, f"{name!r} is given twice; the first is in line {lines[name]}; remove one")
+                continue
+            children[name] = self.tree(value_node, key_node)
+            lines[name] = key_node.start_mark.line + 1
+        return children
+
+    def _origin(self, node: yaml.Node | None) -> Origin:
+        if node is None or not self._lines:
+            return self._source
+        return replace(self._source, line=node.start_mark.line + 1)
+
+    def _problem(self, node: yaml.Node | None, text: str) -> None:
+        self.problems.append((self._origin(node), text))

@@ -1,0 +1,395 @@
+"""DataProto, the batch that every step of training takes and returns.
+
+Only this file and those it imports need torch; ``headwater.core`` itself does not.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from headwater.core import dispatch as ranks
+from headwater.core.batch_file import StoredBatch, read_batch, write_batch
+from headwater.core.columns import (
+    ObjectArray,
+    check_joinable,
+    check_known,
+    check_names,
+    check_object_column,
+    check_tensor_column,
+    compact,
+    describe,
+    merge_equal,
+    object_column,
+    values_equal,
+)
+from headwater.core.rows import RowIndex, epoch_order, is_row_number, row_number, row_positions
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+ObjectValues: TypeAlias = Sequence[Any] | npt.NDArray[Any]
+Objects: TypeAlias = Mapping[str, ObjectValues]
+Meta: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DataProtoItem:
+    """One row of a DataProto."""
+
+    tensors: dict[str, torch.Tensor]
+    non_tensors: dict[str, Any]
+    meta_info: dict[str, Any]
+
+
+class DataProto:
+    """Rows of a batch: tensor columns, object columns, and facts about the batch as a whole.
+
+        data = DataProto.from_dict(
+            tensors={"input_ids": torch.zeros(4, 16, dtype=torch.long)},
+            non_tensors={"uid": ["a", "b", "c", "d"], "turns": [[1], [1, 2], [], [3]]},
+            meta_info={"temperature": 1.0},
+        )
+        len(data)                                         # 4
+        data[0].non_tensors["uid"]                        # "a"
+        data[[3, 0]], data[1:], data[mask]                # DataProtos
+        prompts = data.pop(batch_keys=["input_ids"])      # leaves uid and turns behind
+        data = data.union(prompts).repeat(8)              # rows a a a ... b b b ...
+        data = data.with_columns(tensors={"rewards": torch.zeros(32)})
+        for batch in data.minibatches(size=8, epochs=2, seed=0): ...
+        outputs = [work(part) for part in data.dispatch(num_ranks=3)]
+        data = DataProto.collect(outputs)                 # 32 rows again, padding removed
+
+    ``batch`` is a TensorDict of one dimension, the rows. ``non_tensor_batch`` maps names to one-dimensional object
+    arrays, so a row may hold anything: a string, a ragged list, a dict, an image. A name is one column, of one kind.
+
+    Operations return new DataProtos and leave this one as it was; only ``pop`` changes it. A new DataProto may share
+    memory with the old one, as slices of tensors do, so do not write into tensors in place. After changing ``batch`` or
+    ``non_tensor_batch`` by hand, call ``check_consistency``. A batch of 0 rows is valid everywhere but in
+    ``pad_to_divisor``.
+    """
+
+    batch: TensorDict
+    non_tensor_batch: dict[str, ObjectArray]
+    meta_info: dict[str, Any]
+
+    def __init__(
+        self, batch: TensorDict | None = None, non_tensor_batch: Objects | None = None, meta_info: Meta | None = None
+    ) -> None:
+        if batch is not None and not isinstance(batch, TensorDictBase):
+            raise TypeError(f"batch is a {type(batch).__name__}; pass a TensorDict, or use DataProto.from_dict")
+        if batch is not None and len(batch.batch_size) != 1:
+            raise ValueError(f"batch_size = {tuple(batch.batch_size)}: a DataProto has one dimension, the rows")
+        tensors = {} if batch is None else dict(batch.items())
+        num_rows = None if batch is None else batch.batch_size[0]
+        self._set_columns(tensors, non_tensor_batch or {}, meta_info or {}, num_rows)
+
+    def _set_columns(self, tensors: Tensors, non_tensors: Objects, meta_info: Meta, num_rows: int | None) -> None:
+        check_names(tensors, non_tensors)
+        for name, tensor in tensors.items():
+            check_tensor_column(name, tensor, num_rows)
+            num_rows = tensor.shape[0]
+        arrays = {name: object_column(name, values) for name, values in non_tensors.items()}
+        for name, array in arrays.items():
+            num_rows = len(array) if num_rows is None else num_rows
+            check_object_column(name, array, num_rows)
+        self.batch = TensorDict(dict(tensors), batch_size=[num_rows or 0])
+        self.non_tensor_batch = arrays
+        self.meta_info = dict(meta_info)
+
+    @classmethod
+    def _of(cls, tensors: Tensors, non_tensors: Objects, meta_info: Meta, num_rows: int | None) -> DataProto:
+        data = cls.__new__(cls)
+        data._set_columns(tensors, non_tensors, meta_info, num_rows)
+        return data
+
+    @classmethod
+    def from_dict(
+        cls, tensors: Tensors | None = None, non_tensors: Objects | None = None, meta_info: Meta | None = None
+    ) -> DataProto:
+        """A batch of the given columns, which must all have the same number of rows."""
+        return cls._of(tensors or {}, non_tensors or {}, meta_info or {}, None)
+
+    @classmethod
+    def from_single_dict(
+        cls, columns: Mapping[str, torch.Tensor | ObjectValues], meta_info: Meta | None = None
+    ) -> DataProto:
+        """A batch of mixed columns, as a collate function returns them: tensors stay tensors, the rest is objects."""
+        tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+        others = {name: column for name, column in columns.items() if not isinstance(column, torch.Tensor)}
+        return cls._of(tensors, others, meta_info or {}, None)
+
+    @classmethod
+    def concat(cls, parts: Sequence[DataProto]) -> DataProto:
+        """The rows of all parts in turn. Parts have the same columns; ``meta_info`` is merged and must not conflict."""
+        if not parts:
+            raise ValueError("concat got no parts, so the columns are unknown; pass at least one DataProto")
+        first = parts[0]
+        meta_info: dict[str, Any] = {}
+        for number, part in enumerate(parts):
+            check_joinable(first._columns(), part._columns(), f"part {number}")
+            remedy = f"make part {number} agree with the parts before it, or drop the key with select(meta_keys=...)"
+            meta_info = merge_equal(meta_info, part.meta_info, "concat: meta_info", remedy)
+        tensors = {name: torch.cat([part.batch[name] for part in parts]) for name in first._tensors()}
+        arrays = {
+            name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in first.non_tensor_batch
+        }
+        return cls._of(tensors, arrays, meta_info, sum(map(len, parts)))
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self.batch.items())
+
+    def _columns(self) -> dict[str, torch.Tensor | ObjectArray]:
+        return {**self._tensors(), **self.non_tensor_batch}
+
+    def __len__(self) -> int:
+        return int(self.batch.batch_size[0])
+
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return (self[row] for row in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, index: RowIndex) -> DataProto: ...
+    def __getitem__(self, index: int | RowIndex) -> DataProtoItem | DataProto:
+        if is_row_number(index):
+            row = row_number(index, len(self))
+            return DataProtoItem(
+                tensors={name: tensor[row] for name, tensor in self.batch.items()},
+                non_tensors={name: array[row] for name, array in self.non_tensor_batch.items()},
+                meta_info=dict(self.meta_info),
+            )
+        assert not isinstance(index, int)
+        if isinstance(index, slice) and (index.step is None or index.step > 0):
+            return self._take(index)
+        return self._take(row_positions(index, len(self)))
+
+    def _take(self, rows: slice | torch.Tensor) -> DataProto:
+        array_rows: Any
+        if isinstance(rows, slice):
+            array_rows, num_rows = rows, len(range(*rows.indices(len(self))))
+        else:
+            array_rows, num_rows = rows.numpy(), len(rows)
+        tensors = {name: tensor[rows] for name, tensor in self.batch.items()}
+        arrays = {name: array[array_rows] for name, array in self.non_tensor_batch.items()}
+        return self._of(tensors, arrays, self.meta_info, num_rows)
+
+    def with_columns(
+        self, tensors: Tensors | None = None, non_tensors: Objects | None = None, meta_info: Meta | None = None
+    ) -> DataProto:
+        """This batch with columns and ``meta_info`` entries added; those of the same name are replaced."""
+        return self._of(
+            {**self._tensors(), **(tensors or {})},
+            {**self.non_tensor_batch, **(non_tensors or {})},
+            {**self.meta_info, **(meta_info or {})},
+            # An empty DataProto() has no rows to match yet; one whose columns were popped still has.
+            len(self) if len(self) or self._columns() else None,
+        )
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_keys: Sequence[str] | None = None,
+        meta_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """Only the named columns and ``meta_info`` entries; ``None`` keeps all of a kind.
+
+        With ``deepcopy`` the result shares no memory with this batch.
+        """
+        tensors = _subset(self._tensors(), batch_keys, "batch_keys")
+        arrays = _subset(self.non_tensor_batch, non_tensor_keys, "non_tensor_keys")
+        meta_info = _subset(self.meta_info, meta_keys, "meta_keys")
+        if deepcopy:
+            # torch refuses to deepcopy a tensor that autograd computed, and clones it.
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            arrays, meta_info = copy.deepcopy((arrays, meta_info))
+        return self._of(tensors, arrays, meta_info, len(self))
+
+    def pop(
+        self, batch_keys: Sequence[str] = (), non_tensor_keys: Sequence[str] = (), meta_keys: Sequence[str] = ()
+    ) -> DataProto:
+        """Take the named columns and ``meta_info`` entries out of this batch, and return them as another.
+
+        The one operation that changes its batch; it changes nothing where a name is unknown.
+        """
+        popped = self.select(batch_keys, non_tensor_keys, meta_keys)
+        for name in popped.batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+            del self.batch[name]
+        for name in popped.non_tensor_batch:
+            del self.non_tensor_batch[name]
+        for key in popped.meta_info:
+            del self.meta_info[key]
+        return popped
+
+    def union(self, other: DataProto) -> DataProto:
+        """The columns and ``meta_info`` of both. What both have must be equal."""
+        if len(self) != len(other):
+            raise ValueError(f"union of {len(self)} and {len(other)} rows; both batches need the same rows")
+        remedy = "pop or rename it on one side before the union"
+        return self._of(
+            merge_equal(self._tensors(), other._tensors(), "union: tensor column", remedy),
+            merge_equal(self.non_tensor_batch, other.non_tensor_batch, "union: object column", remedy),
+            merge_equal(self.meta_info, other.meta_info, "union: meta_info", remedy),
+            len(self),
+        )
+
+    def rename(self, old: str, new: str) -> DataProto:
+        """The column ``old``, of either kind, under the name ``new``."""
+        columns = self._columns()
+        check_known([old], columns, "rename")
+        if new in columns and new != old:
+            raise ValueError(f"rename {old!r} to {new!r}: there is a column {new!r} already; pop it first")
+        tensors = {new if name == old else name: tensor for name, tensor in self.batch.items()}
+        arrays = {new if name == old else name: array for name, array in self.non_tensor_batch.items()}
+        return self._of(tensors, arrays, self.meta_info, len(self))
+
+    def repeat(self, times: int, interleave: bool = True) -> DataProto:
+        """Every row ``times`` times: ``a a b b`` interleaved, ``a b a b`` otherwise. Objects are shared, not copied."""
+        _check_positive("times", times)
+        rows = torch.arange(len(self))
+        return self._take(rows.repeat_interleave(times) if interleave else rows.repeat(times))
+
+    def chunk(self, num_chunks: int) -> list[DataProto]:
+        """``num_chunks`` parts of equally many rows."""
+        _check_positive("num_chunks", num_chunks)
+        size, remainder = divmod(len(self), num_chunks)
+        if remainder:
+            raise ValueError(
+                f"num_chunks = {num_chunks}: does not divide {len(self)} rows; "
+                f"call pad_to_divisor({num_chunks}) first and unpad the result, or use split"
+            )
+        return [self[start * size : (start + 1) * size] for start in range(num_chunks)]
+
+    def split(self, size: int) -> list[DataProto]:
+        """Parts of ``size`` rows, the last perhaps shorter. 0 rows give one part, so that ``concat`` restores them."""
+        _check_positive("size", size)
+        return [self[start : start + size] for start in range(0, max(len(self), 1), size)]
+
+    def reorder(self, indices: RowIndex) -> DataProto:
+        """The rows in the order of ``indices``, which must name each row once; ``data[indices]`` picks any rows."""
+        positions = row_positions(indices, len(self))
+        if not torch.equal(positions.sort().values, torch.arange(len(self))):
+            raise ValueError(
+                f"reorder: {len(positions)} indices do not name each of {len(self)} rows once; use data[indices] "
+                "to leave out or repeat rows"
+            )
+        return self._take(positions)
+
+    def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
+        """Rows repeated from the first on until ``divisor`` divides their number, and how many were added."""
+        _check_positive("divisor", divisor)
+        if not len(self):
+            raise ValueError(f"pad_to_divisor({divisor}): 0 rows leave nothing to pad with; skip empty batches")
+        pad_size = -len(self) % divisor
+        return self._take(torch.arange(len(self) + pad_size) % len(self)), pad_size
+
+    def unpad(self, pad_size: int) -> DataProto:
+        """Without the last ``pad_size`` rows."""
+        if not 0 <= pad_size <= len(self):
+            raise ValueError(f"pad_size = {pad_size}: must be in 0..{len(self)}, the number of rows")
+        return self[: len(self) - pad_size]
+
+    def minibatches(
+        self, size: int, epochs: int = 1, seed: int | None = None, drop_last: bool = False
+    ) -> Iterator[DataProto]:
+        """``epochs`` passes over the rows in batches of ``size``; the last of a pass is shorter, or left out.
+
+        With a seed each pass has an order of its own, which depends on the seed, the pass and the number of rows only;
+        without one the rows keep their order.
+        """
+        _check_positive("size", size)
+        _check_positive("epochs", epochs)
+        if seed is not None and seed < 0:
+            raise ValueError(f"seed = {seed}: must be >= 0; use None to keep the rows in order")
+        stop = len(self) - len(self) % size if drop_last else len(self)
+        return (
+            self._take(order[start : min(start + size, stop)])
+            for order in (epoch_order(len(self), seed, epoch) for epoch in range(epochs))
+            for start in range(0, stop, size)
+        )
+
+    def dispatch(self, num_ranks: int) -> list[DataProto]:
+        """One part per rank, all of equally many rows, padded where needed; ``collect`` is the way back."""
+        return ranks.dispatch(self, num_ranks)
+
+    @staticmethod
+    def collect(parts: Sequence[DataProto], num_rows: int | None = None) -> DataProto:
+        """What the ranks return for ``dispatch``, joined in rank order and without the padding.
+
+        Each rank returns one row per row it was given and keeps the ``meta_info``. A rank that builds a new batch, or
+        one of several rows per row given, needs ``num_rows``: how many of the joined rows, the first ones, to keep.
+        """
+        return ranks.collect(parts, num_rows)
+
+    def to(self, device: torch.device | str | int) -> DataProto:
+        """The same batch with its tensor columns on ``device``."""
+        tensors = {name: tensor.to(device) for name, tensor in self.batch.items()}
+        return self._of(tensors, self.non_tensor_batch, self.meta_info, len(self))
+
+    def save(self, path: str | os.PathLike[str], allow_pickle: bool = False) -> None:
+        """Write one file, whole or not at all; ``core/batch_file.py`` describes it.
+
+        Objects without a plain form (other than numbers, strings, containers, arrays and tensors) are an error, or
+        pickled with ``allow_pickle``.
+        """
+        write_batch(path, StoredBatch(len(self), self._tensors(), self.non_tensor_batch, self.meta_info), allow_pickle)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], allow_pickle: bool = False) -> DataProto:
+        """Read what ``save`` wrote, onto the CPU. ``allow_pickle`` runs code from the file: only where you trust it."""
+        stored = read_batch(path, allow_pickle)
+        return cls._of(stored.tensors, stored.arrays, stored.meta_info, stored.num_rows)
+
+    def check_consistency(self) -> None:
+        """Raise unless every column is of its kind, has a name of its own and as many rows as the batch."""
+        if len(self.batch.batch_size) != 1:
+            raise ValueError(f"batch_size = {tuple(self.batch.batch_size)}: a DataProto has one dimension, the rows")
+        check_names(self.batch.keys(), self.non_tensor_batch)
+        for name, tensor in self.batch.items():
+            check_tensor_column(name, tensor, len(self))
+        for name, array in self.non_tensor_batch.items():
+            check_object_column(name, array, len(self))
+
+    def equals(self, other: DataProto) -> bool:
+        """Whether both have the same rows, columns and ``meta_info``; dtypes count, devices and column order do not."""
+        return (
+            len(self) == len(other)
+            and values_equal(self._tensors(), other._tensors())
+            and values_equal(self.non_tensor_batch, other.non_tensor_batch)
+            and values_equal(self.meta_info, other.meta_info)
+        )
+
+    def __repr__(self) -> str:
+        lines = [f"DataProto({len(self)} rows)"]
+        lines += [f"  {describe(name, column)}" for name, column in self._columns().items()]
+        lines.append(f"  meta_info: {', '.join(map(str, self.meta_info)) or 'none'}")
+        return "\n".join(lines)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Plain columns, without gradients; a part of a batch pickles as its own rows only."""
+        return {
+            "tensors": {name: compact(tensor) for name, tensor in self.batch.items()},
+            "non_tensors": self.non_tensor_batch,
+            "meta_info": self.meta_info,
+            "num_rows": len(self),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set_columns(**state)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} = {value}: must be >= 1")
+
+
+def _subset(entries: Mapping[str, Any], keys: Sequence[str] | None, kind: str) -> dict[str, Any]:
+    return dict(entries) if keys is None else {key: entries[key] for key in check_known(keys, entries, kind)}

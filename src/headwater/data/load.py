@@ -1,0 +1,73 @@
+"""The datasets of a run, as the config names them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+from headwater.config.schema import DataConfig
+from headwater.core.errors import DataError
+from headwater.core.protocols import Tokenizer
+from headwater.core.records import Prompt
+from headwater.core.registry import load_object
+from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.data.sources import is_task
+from headwater.data.task import Split
+
+
+class PromptDataset(Protocol):
+    """What training needs of a dataset. A class of your own (``data.dataset``) is made with the keyword arguments of
+    ``RLHFDataset``: sources, config, tokenizer, split, seed, num_rows, processor."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Prompt: ...
+
+
+def load_dataset(
+    config: DataConfig, tokenizer: Tokenizer, split: Split, seed: int, processor: Any = None
+) -> PromptDataset | None:
+    """The train or eval prompts; None when there are no eval prompts: files without ``data.eval``."""
+    sources = sources_of(config, split)
+    if not sources:
+        return None
+    arguments: dict[str, Any] = {
+        "sources": sources,
+        "config": config,
+        "tokenizer": tokenizer,
+        "split": split,
+        "seed": seed,
+        "num_rows": None,
+        "processor": processor,
+    }
+    return _custom_dataset(config.dataset, arguments) if config.dataset else RLHFDataset(**arguments)
+
+
+def sources_of(config: DataConfig, split: Split) -> list[str]:
+    """Without ``data.eval``, the tasks among ``data.train`` are evaluated on their held-out problems."""
+    if split == "train":
+        return list(config.train)
+    return list(config.eval) or [source for source in config.train if is_task(source)]
+
+
+def _custom_dataset(path: str, arguments: dict[str, Any]) -> PromptDataset:
+    label = f"data.dataset = {path!r}"
+    cls = load_object(path)
+    if not callable(cls):
+        raise DataError(f"{label}: is a {type(cls).__name__}; name a class")
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        names = ", ".join(arguments)
+        raise DataError(f"{label}: {error}; it is made with the keyword arguments {names}") from error
+    dataset: PromptDataset = cls(**arguments)
+    for method in ("__len__", "__getitem__"):
+        if not hasattr(dataset, method):
+            raise DataError(f"{label}: has no {method}; a dataset has __len__ and __getitem__, which returns a Prompt")
+    if len(dataset) == 0:
+        raise DataError(f"{label}: has no rows; check data.train and data.eval")
+    first: object = dataset[0]
+    if not isinstance(first, Prompt):
+        raise DataError(
+            f"{label}: row 0 is a {type(first).__name__}; __getitem__ must return headwater.core.records.Prompt"
+        )
+    return dataset

@@ -1,0 +1,149 @@
+"""Prompt lengths of all rows, by one process or several; the result and the first error do not depend on how many."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+
+from headwater.core.errors import DataError
+from headwater.data.prompt_builder import PromptBuilder
+from headwater.data.row_store import PlacedRow
+
+ROWS_PER_CHUNK = 256
+MIN_ROWS_FOR_WORKERS = 20_000
+"""Below this, starting processes takes longer than measuring in one."""
+MAX_AUTO_WORKERS = 8
+MIN_ROWS_FOR_BAR = 2_000
+
+ReadRow = Callable[[int], PlacedRow]
+Measured = tuple[list[int], DataError | None]
+"""Lengths up to the first bad row of a chunk, and what was wrong with it."""
+
+
+def choose_num_workers(num_asked: int, num_rows: int) -> int:
+    """``num_asked`` 0 chooses by rows and cores; there are never more workers than chunks of rows."""
+    num_chunks = -(-num_rows // ROWS_PER_CHUNK)
+    if num_asked == 0:
+        num_asked = 1 if num_rows < MIN_ROWS_FOR_WORKERS else min(_num_cores(), MAX_AUTO_WORKERS)
+    return max(1, min(num_asked, num_chunks))
+
+
+def measure_lengths(read_row: ReadRow, num_rows: int, builder: PromptBuilder, num_workers: int) -> list[int]:
+    """Number of prompt tokens of rows 0..num_rows-1. Raises the error of the first row that cannot be built."""
+    chunks = _measure_here if num_workers == 1 else _measure_in_workers
+    lengths: list[int] = []
+    with _progress_bar(num_rows) as show:
+        for measured, error in chunks(read_row, num_rows, builder, num_workers):
+            if error is not None:
+                raise error
+            lengths += measured
+            show(len(lengths))
+    return lengths
+
+
+def _measure_here(read_row: ReadRow, num_rows: int, builder: PromptBuilder, _: int) -> Iterator[Measured]:
+    for rows, read_error in _read_chunks(read_row, num_rows):
+        yield _first_error(_measure_rows(builder, rows), read_error)
+
+
+def _measure_in_workers(
+    read_row: ReadRow, num_rows: int, builder: PromptBuilder, num_workers: int
+) -> Iterator[Measured]:
+    """This process reads rows and hands them out, so that any kind of source works and memory stays bounded."""
+    pool = ProcessPoolExecutor(
+        num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(_pickled(builder),)
+    )
+    in_flight: deque[tuple[Future[Measured], DataError | None]] = deque()
+    try:
+        for rows, read_error in _read_chunks(read_row, num_rows):
+            in_flight.append((pool.submit(_measure_in_worker, rows), read_error))
+            if len(in_flight) > 2 * num_workers:
+                future, error_of_oldest = in_flight.popleft()
+                yield _first_error(future.result(), error_of_oldest)
+        for future, read_error in in_flight:
+            yield _first_error(future.result(), read_error)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "data.num_filter_workers: the processes that measure prompt lengths died; start your script's work under "
+            "if __name__ == '__main__', or set data.num_filter_workers=1"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _read_chunks(read_row: ReadRow, num_rows: int) -> Iterator[tuple[list[PlacedRow], DataError | None]]:
+    """Chunks of rows; a row that cannot be read ends them, and its error travels behind the rows before it."""
+    for start in range(0, num_rows, ROWS_PER_CHUNK):
+        rows: list[PlacedRow] = []
+        for index in range(start, min(start + ROWS_PER_CHUNK, num_rows)):
+            try:
+                rows.append(read_row(index))
+            except DataError as error:
+                yield rows, error
+                return
+        yield rows, None
+
+
+def _measure_rows(builder: PromptBuilder, rows: list[PlacedRow]) -> Measured:
+    lengths: list[int] = []
+    for placed in rows:
+        try:
+            lengths.append(len(builder.build(placed).tokens))
+        except DataError as error:
+            return lengths, error
+    return lengths, None
+
+
+def _first_error(measured: Measured, read_error: DataError | None) -> Measured:
+    lengths, error = measured
+    return lengths, error or read_error
+
+
+_worker_builder: PromptBuilder | None = None
+"""Set once in each worker process, so that the tokenizer is not sent with every chunk."""
+
+
+def _start_worker(pickled_builder: bytes) -> None:
+    global _worker_builder
+    _worker_builder = pickle.loads(pickled_builder)
+
+
+def _measure_in_worker(rows: list[PlacedRow]) -> Measured:
+    assert _worker_builder is not None, "the pool was started without its initializer"
+    return _measure_rows(_worker_builder, rows)
+
+
+def _pickled(builder: PromptBuilder) -> bytes:
+    try:
+        return pickle.dumps(builder)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"data.num_filter_workers: the tokenizer or processor cannot be sent to another process ({error}); "
+            "set data.num_filter_workers=1"
+        ) from error
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def _progress_bar(num_rows: int) -> Iterator[Callable[[int], None]]:
+    """Shown on a terminal, for datasets that keep a person waiting."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = num_rows <= MIN_ROWS_FOR_BAR or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task("Measuring prompts", total=num_rows)
+        yield lambda completed: progress.update(task, completed=completed)

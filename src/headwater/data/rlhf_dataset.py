@@ -1,0 +1,147 @@
+"""Prompts from tasks, files and dataset objects, rendered by the model's chat template.
+
+    dataset = RLHFDataset(["data/train.parquet"], config.data, tokenizer)
+    dataset[0].tokens
+
+A row is read, rendered and tokenised when it is asked for. With ``data.overlong`` filter or error every row is built
+once at construction, so that a bad row stops the run before it starts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from headwater.config.schema import DataConfig
+from headwater.core.errors import DataError
+from headwater.core.protocols import Tokenizer
+from headwater.core.records import Prompt
+from headwater.data.measure import choose_num_workers, measure_lengths
+from headwater.data.overlong import cut_tokens
+from headwater.data.prompt_builder import PromptBuilder
+from headwater.data.row_store import PlacedRow, Rows, SupportsRows
+from headwater.data.sources import open_source, task_labels
+from headwater.data.task import Split
+
+
+class RLHFDataset:
+    """All rows of all sources, one after the other, less those that are filtered out."""
+
+    def __init__(
+        self,
+        sources: Sequence[str | SupportsRows],
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        split: Split = "train",
+        seed: int = 0,
+        num_rows: int | None = None,
+        processor: Any = None,
+    ) -> None:
+        """``num_rows`` and ``seed`` are for tasks, which make their rows; files and dataset objects are used whole."""
+        self._config = config
+        self._split = split
+        self._builder = PromptBuilder(config, tokenizer, processor)
+        self._stores = _open_all(sources, config, split, seed, num_rows)
+        self._names = _unique_names(self._stores)
+        self._starts = [0, *itertools.accumulate(len(store) for store in self._stores)]
+        self._kept = self._check_lengths()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Prompt:
+        placed = self._read_row(self._kept[index])
+        prompt = self._builder.build(placed)
+        limit, overlong = self._config.max_prompt_tokens, self._config.overlong
+        if len(prompt.tokens) <= limit:
+            return prompt
+        if overlong == "filter" or overlong == "error":
+            raise self._too_long(placed, len(prompt.tokens), "was shorter when the dataset was built; start again")
+        if prompt.multi_modal:
+            # A cut through the tokens of an image leaves the model with half an image.
+            raise self._too_long(
+                placed, len(prompt.tokens), "has images or videos, which cannot be cut; filter instead"
+            )
+        return dataclasses.replace(prompt, tokens=cut_tokens(prompt.tokens, limit, overlong))
+
+    @property
+    def num_filtered(self) -> int:
+        """Rows left out because their prompt is longer than ``data.max_prompt_tokens``."""
+        return self._starts[-1] - len(self._kept)
+
+    def _read_row(self, number: int) -> PlacedRow:
+        """Row ``number`` of all sources taken together."""
+        source = bisect.bisect_right(self._starts, number) - 1
+        store, row = self._stores[source], number - self._starts[source]
+        return PlacedRow(
+            row=store[row],
+            place=store.place(row),
+            uid=f"{self._names[source]}/{self._split}/{row}",
+            source_name=store.name,
+            folder=store.folder,
+        )
+
+    def _check_lengths(self) -> Sequence[int]:
+        """The numbers of the rows to use."""
+        num_rows, limit, overlong = self._starts[-1], self._config.max_prompt_tokens, self._config.overlong
+        if overlong not in ("filter", "error"):
+            return range(num_rows)
+        num_workers = choose_num_workers(self._config.num_filter_workers, num_rows)
+        lengths = measure_lengths(self._read_row, num_rows, self._builder, num_workers)
+        kept = [number for number, length in enumerate(lengths) if length <= limit]
+        if overlong == "error" and len(kept) < num_rows:
+            first = next(number for number, length in enumerate(lengths) if length > limit)
+            count = f"{num_rows - len(kept)} of {num_rows} rows are too long"
+            raise self._too_long(self._read_row(first), lengths[first], f"stops the run ({count})")
+        if not kept:
+            raise DataError(
+                f"{_names(self._stores)}: all {num_rows} rows are longer than data.max_prompt_tokens = {limit} "
+                f"(the shortest has {min(lengths)}); raise it, or set data.overlong to left, right or middle"
+            )
+        return kept
+
+    def _too_long(self, placed: PlacedRow, length: int, what: str) -> DataError:
+        return DataError(
+            f"{placed.place}: prompt of {length} tokens, data.max_prompt_tokens = {self._config.max_prompt_tokens}, "
+            f"data.overlong = {self._config.overlong}: {what}; raise max_prompt_tokens, or set overlong to filter"
+        )
+
+
+def _open_all(
+    sources: Sequence[str | SupportsRows], config: DataConfig, split: Split, seed: int, num_rows: int | None
+) -> list[Rows]:
+    if isinstance(sources, str):
+        raise DataError(f"sources = {sources!r}: must be a list; write [{sources!r}]")
+    if not sources:
+        raise DataError("no data sources; name a task or at least one file in data.train")
+    if num_rows is None:
+        num_rows = config.num_train_rows if split == "train" else config.num_eval_rows
+    labels = task_labels([*sources, *config.train, *config.eval])
+    if config.task_args and not labels:
+        raise DataError(f"data.task_args = {dict(config.task_args)!r}: no data source is a task; leave it out")
+    return [
+        rows
+        for source in sources
+        for rows in open_source(
+            source, split=split, num_rows=num_rows, seed=seed, task_args=config.task_args, labels=labels
+        )
+    ]
+
+
+def _unique_names(stores: Sequence[Rows]) -> list[str]:
+    """Two files of one name must not share uids: the second ``train`` becomes ``train#2``."""
+    seen: Counter[str] = Counter()
+    names = []
+    for store in stores:
+        seen[store.name] += 1
+        names.append(store.name if seen[store.name] == 1 else f"{store.name}#{seen[store.name]}")
+    return names
+
+
+def _names(stores: Sequence[Rows]) -> str:
+    return ", ".join(dict.fromkeys(store.name for store in stores))

@@ -1,0 +1,229 @@
+"""Models and tokenizers by name: a folder, a hub id, ``tiny:<preset>`` or ``smollm2``.
+
+    source = resolve_model("tiny:qwen3")
+    tokenizer = load_tokenizer("tiny:qwen3")
+    model = load_model("tiny:qwen3", dtype="float32", device="auto", seed=0)
+
+Whatever is wrong with the files is a ``ModelError``; weights that the files do not hold are never made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from headwater.core.errors import ModelError
+from headwater.models import folder as folder_checks
+from headwater.models.device import resolve_device, resolve_dtype
+from headwater.models.quiet import quiet
+from headwater.models.save import save_model
+from headwater.models.smollm2 import fetched_folder
+from headwater.models.source import ModelSource, resolve_model
+from headwater.models.tiny import build_model
+from headwater.models.tokenizer import build_tokenizer
+
+__all__ = [
+    "ModelSource",
+    "end_token_ids",
+    "load_model",
+    "load_processor",
+    "load_tokenizer",
+    "resolve_device",
+    "resolve_dtype",
+    "resolve_model",
+    "save_model",
+]
+
+_NUM_KEYS_SHOWN = 3
+
+
+def load_tokenizer(path: str) -> Any:
+    """The model's tokenizer, padding on the left, with a pad token."""
+    source = resolve_model(path)
+    if source.kind == "tiny":
+        return build_tokenizer()
+    location = _locate(source)
+    if isinstance(location, Path):
+        folder_checks.check_tokenizer(location)
+    config = _read_config(location)
+    plain = isinstance(location, Path) and folder_checks.is_self_described(location)
+    loader = PreTrainedTokenizerFast if plain else AutoTokenizer
+    try:
+        tokenizer = loader.from_pretrained(location, padding_side="left")
+    except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot use
+        raise _cannot_read(location, "tokenizer", error) from error
+    if tokenizer.pad_token_id is None:
+        # Padding is masked everywhere, so which token fills it does not matter.
+        tokenizer.pad_token = tokenizer.eos_token
+    _check_vocabulary(location, tokenizer, config)
+    return tokenizer
+
+
+def load_model(path: str, *, dtype: str, device: str, seed: int) -> Any:
+    """A language model in eval mode. ``seed`` decides the weights of ``tiny:`` models and is not used by others."""
+    target, number_type = resolve_device(device), resolve_dtype(dtype)
+    source = resolve_model(path)
+    if source.kind == "tiny":
+        model = build_model(path, seed=seed).to(number_type)
+        model.config.dtype = number_type
+    else:
+        model = _load_pretrained(_locate(source), number_type)
+    try:
+        return model.to(target)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"model.device = {device}: too little memory for {path}; free some or use another device"
+        ) from error
+
+
+def load_processor(path: str) -> Any | None:
+    """What turns images and videos into model inputs; ``None`` for a model that takes only text."""
+    source = resolve_model(path)
+    if source.kind in ("tiny", "smollm2"):
+        return None
+    location = _locate(source)
+    config = _read_config(location)
+    if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(location)
+    except ImportError as error:
+        raise ModelError(
+            f"{location}: its processor needs another package: {error}; pip install 'headwater[vision]'"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _cannot_read(location, "processor", error) from error
+    return None if isinstance(processor, PreTrainedTokenizerBase) else processor
+
+
+def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response: the generation config's, then the tokenizer's where that is another one."""
+    listed = model.generation_config.eos_token_id if model.generation_config is not None else None
+    candidates = [*(listed if isinstance(listed, list | tuple) else [listed]), tokenizer.eos_token_id]
+    ids = tuple(dict.fromkeys(int(token) for token in candidates if token is not None))
+    if not ids:
+        raise ModelError(
+            f"{model.config.name_or_path or 'the model'}: names no end token, so every response would run to its "
+            "length limit; set eos_token_id in generation_config.json"
+        )
+    return ids
+
+
+def _locate(source: ModelSource) -> Path | str:
+    """A checked folder, or the hub id."""
+    if source.kind == "hub":
+        return source.path
+    location = fetched_folder() if source.kind == "smollm2" else source.folder
+    folder_checks.check_config(location)
+    return location
+
+
+def _read_config(location: Path | str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(location)
+    except Exception as error:  # a wrong value in config.json surfaces as whatever the architecture's config raises
+        raise _cannot_read(location, "config", error) from error
+
+
+def _load_pretrained(location: Path | str, dtype: torch.dtype) -> Any:
+    config = _read_config(location)
+    auto_class = _auto_class(location, config)
+    if isinstance(location, Path):
+        folder_checks.check_weights(location)
+    # A hub model keeps its progress bars: they show the download.
+    silence = quiet() if isinstance(location, Path) else nullcontext()
+    try:
+        with silence:
+            model, report = auto_class.from_pretrained(
+                location, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except Exception as error:  # architectures raise what they like when a shape in config.json makes no sense
+        raise _cannot_read(location, "weights", error) from error
+    _check_report(location, report)
+    return model.eval()
+
+
+def _auto_class(location: Path | str, config: Any) -> Any:
+    """The transformers class to load with; only models that continue text are accepted."""
+    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    vision = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    for class_name, auto_class in ((vision, AutoModelForImageTextToText), (text, AutoModelForCausalLM)):
+        if class_name is not None and class_name in (config.architectures or [class_name]):
+            return auto_class
+    named = ", ".join(config.architectures or [config.model_type])
+    raise ModelError(
+        f"{_config_name(location)}: architecture {named} is no causal language model; "
+        "give a model whose architecture ends in ForCausalLM"
+    )
+
+
+def _check_report(location: Path | str, report: dict[str, Any]) -> None:
+    """Refuse weights that do not fit: transformers would fill the gaps with random numbers and go on."""
+    problems = []
+    if report["missing_keys"]:
+        problems.append(f"missing {_first(report['missing_keys'])}")
+    if report["unexpected_keys"]:
+        problems.append(f"unexpected {_first(report['unexpected_keys'])}")
+    if report["mismatched_keys"]:
+        shapes = (
+            f"{key} has shape {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in report["mismatched_keys"]
+        )
+        problems.append(f"wrong shape: {_first(shapes)}")
+    if report["error_msgs"]:
+        problems.append(_first(report["error_msgs"]))
+    if problems:
+        raise ModelError(
+            f"{location}: the weights do not fit config.json: {'; '.join(problems)}; "
+            "use the config.json the weights were saved with, or save the model again"
+        )
+
+
+def _check_vocabulary(location: Path | str, tokenizer: Any, config: Any) -> None:
+    num_embeddings = config.get_text_config(decoder=True).vocab_size
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest < 0:
+        raise ModelError(
+            f"{location}: the tokenizer has no tokens; copy the tokenizer files of the model into the folder"
+        )
+    if largest >= num_embeddings:
+        raise ModelError(
+            f"{location}: the tokenizer has token id {largest}, but the model has only {num_embeddings} embeddings "
+            "(vocab_size in config.json); use the tokenizer the model was trained with"
+        )
+
+
+def _cannot_read(location: Path | str, what: str, error: Exception) -> ModelError:
+    cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    if isinstance(location, Path):
+        return ModelError(f"{location}: cannot read the {what} ({cause}); copy or save the model folder again")
+    return ModelError(
+        f"model.path = {location}: no such folder here, and the hub gave no usable {what} ({cause}); "
+        "check the name and the network, or give a local folder, tiny:<preset> or smollm2"
+    )
+
+
+def _config_name(location: Path | str) -> str:
+    return str(location / "config.json") if isinstance(location, Path) else f"model.path = {location}"
+
+
+def _first(items: Iterable[Any]) -> str:
+    shown = sorted(str(item) for item in items)
+    rest = len(shown) - _NUM_KEYS_SHOWN
+    return ", ".join(shown[:_NUM_KEYS_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

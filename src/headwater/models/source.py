@@ -1,0 +1,56 @@
+"""What ``model.path`` means, decided without torch and without touching the network."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from headwater.core.errors import ModelError
+from headwater.models.presets import TINY_PREFIX, find_preset
+
+SMOLLM2 = "smollm2"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+ModelKind = Literal["folder", "hub", "tiny", "smollm2"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from: ``resolve_model("tiny:qwen3")`` is ``ModelSource("tiny:qwen3", "tiny")``."""
+
+    path: str
+    """As written in the config."""
+    kind: ModelKind
+
+    @property
+    def folder(self) -> Path:
+        """The local folder; only a source of kind ``folder`` has one."""
+        if self.kind != "folder":
+            raise ValueError(f"{self.path} is a {self.kind} model, not a folder")
+        return Path(self.path).expanduser()
+
+
+def resolve_model(path: str) -> ModelSource:
+    """Tell folders, hub ids, presets and ``smollm2`` apart; the model itself is looked at when it is loaded."""
+    if path.startswith(TINY_PREFIX):
+        find_preset(path)
+        return ModelSource(path, "tiny")
+    if path == SMOLLM2:
+        return ModelSource(path, "smollm2")
+    if _looks_like_folder(path):
+        return ModelSource(path, "folder")
+    if _HUB_ID.fullmatch(path):
+        return ModelSource(path, "hub")
+    raise ModelError(
+        f"model.path = {path!r}: neither a folder nor a hub id; "
+        f"give ./folder, org/name, {TINY_PREFIX}<preset> or {SMOLLM2}"
+    )
+
+
+def _looks_like_folder(path: str) -> bool:
+    separators = path.count("/") + (path.count(os.sep) if os.sep != "/" else 0)
+    return path.startswith((".", "/", "~")) or separators > 1 or (path != "" and Path(path).is_dir())

@@ -1,0 +1,57 @@
+"""One response at a time, each as soon as it is there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from headwater.config.schema import RewardConfig
+from headwater.core.errors import RewardFailed, UnknownName
+from headwater.core.records import Prompt, Score
+from headwater.core.registry import load_object
+from headwater.observe.spans import Spans
+from headwater.rewards.function import ScoreFunction, call_score_function
+from headwater.rewards.managers import REWARD_MANAGERS
+from headwater.rewards.scorers import SCORERS
+
+_NUM_THREADS = 8
+
+
+@REWARD_MANAGERS.register
+class NaiveRewardManager:
+    """Calls ``reward.function``, or the built-in scorer named by the row's ``data_source``."""
+
+    def __init__(self, config: RewardConfig, spans: Spans) -> None:
+        self._config = config
+        self._spans = spans
+        self._custom: ScoreFunction | None = load_object(config.function) if config.function else None
+        if self._custom is not None and not callable(self._custom):
+            raise RewardFailed(f"reward.function = {config.function}: not callable; name a function")
+        self._executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
+
+    async def score(self, prompt: Prompt, response_text: str) -> Score:
+        function = self._custom or self._built_in(prompt)
+        with self._spans.span("reward"):
+            return await call_score_function(
+                function,
+                prompt,
+                response_text,
+                self._config.function_args,
+                timeout_s=self._config.timeout_s,
+                executor=self._executor,
+            )
+
+    def close(self) -> None:
+        # A hung scoring function must not hold up the end of the run.
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _built_in(self, prompt: Prompt) -> ScoreFunction:
+        # "reasoning_gym:leg_counting" and "openai/gsm8k" name the scorers reasoning_gym and gsm8k.
+        name = prompt.data_source.partition(":")[0].rpartition("/")[2]
+        try:
+            function: ScoreFunction = SCORERS.resolve(name)
+        except UnknownName as error:
+            raise RewardFailed(
+                f"row {prompt.uid}: no built-in scorer for data_source {prompt.data_source!r} ({error}); "
+                "set reward.function to your own compute_score"
+            ) from error
+        return function

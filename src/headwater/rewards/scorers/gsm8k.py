@@ -1,0 +1,39 @@
+"""The final number of a GSM8K solution."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
+
+from headwater.rewards.scorers import SCORERS
+
+_NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
+_MARKED = re.compile(r"####\s*(" + _NUMBER + ")")
+_ANY = re.compile(_NUMBER)
+
+
+@SCORERS.register
+def gsm8k(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any],
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+) -> float:
+    """1.0 when the last number after ``####`` equals the answer; ``flexible`` takes the last number of the text."""
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"reward.function_args.method = {method!r}: use 'strict' or 'flexible'")
+    found = (_MARKED if method == "strict" else _ANY).findall(solution_str)
+    if not found:
+        return 0.0
+    return float(_number(found[-1]) == _number(str(ground_truth)))
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.replace(",", "").replace("$", ""))
+    except InvalidOperation:
+        return None

@@ -1,0 +1,32 @@
+"""reasoning-gym's own score of an answer to one of its tasks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from headwater.core.errors import RewardFailed
+from headwater.rewards.scorers import SCORERS
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@SCORERS.register
+def reasoning_gym(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
+    """The gym's verdict, 0.0 to 1.0, on the text in the last <answer>, or on the whole response where there is none."""
+    answers = _ANSWER.findall(solution_str)
+    answer = (answers[-1] if answers else solution_str).strip()
+    entry = extra_info["reasoning_gym"]["entry"]
+    return float(_dataset(extra_info["reasoning_gym"]["task"]).score_answer(answer=answer, entry=entry))
+
+
+@lru_cache(maxsize=64)
+def _dataset(task: str) -> Any:
+    try:
+        import reasoning_gym as gym
+    except ImportError as error:
+        raise RewardFailed("reasoning-gym is not installed; run: pip install 'headwater[tasks]'") from error
+    # Scoring needs the task's rules only; one row is the smallest dataset the package builds.
+    return gym.create_dataset(task, size=1, seed=0)

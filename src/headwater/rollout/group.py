@@ -1,0 +1,39 @@
+"""A group: the trajectories of one prompt, complete or not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headwater.core.records import Prompt, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        strangers = [each.uid for each in self.trajectories if each.uid != self.prompt.uid]
+        if strangers:
+            raise ValueError(f"group of prompt {self.prompt.uid} holds a trajectory of {strangers[0]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A group that ended without being trained on, and why."""
+
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """What one training step consumes, and what was dropped on the way to it."""
+
+    groups: tuple[Group, ...]
+    dropped: tuple[Dropped, ...] = ()
+
+    @property
+    def trajectories(self) -> Sequence[Trajectory]:
+        return [trajectory for group in self.groups for trajectory in group.trajectories]

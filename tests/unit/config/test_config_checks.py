@@ -1,0 +1,133 @@
+"""Settings that clash with one another, and settings that nothing would read."""
+
+from __future__ import annotations
+
+import pytest
+
+from headwater.config.load import load_config
+
+FILES = "data.train=[rows.parquet]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blamed", "mentions"),
+    [
+        (
+            ["training.num_minibatches=5"],
+            "training.num_minibatches = 5 (command line)",
+            ["trainer.num_prompts_per_step = 32; use 4, or trainer.num_prompts_per_step=30"],
+        ),
+        (
+            ["training.num_minibatches=64"],
+            "training.num_minibatches = 64",
+            ["use 32, or trainer.num_prompts_per_step=64"],
+        ),
+        (
+            ["training.max_tokens_per_microbatch=767"],
+            "training.max_tokens_per_microbatch = 767",
+            ["data.max_prompt_tokens", "rollout.max_new_tokens", "768"],
+        ),
+        (
+            ["rollout.num_samples_per_prompt=1"],
+            "rollout.num_samples_per_prompt = 1",
+            ["algorithm.advantage = grpo", "at least 2"],
+        ),
+        (["rollout.max_staleness=1"], "rollout.max_staleness = 1", ["use 0"]),
+        (
+            ["eval.every_steps=11", "trainer.total_steps=10"],
+            "eval.every_steps = 11",
+            ["trainer.total_steps = 10", "0 to turn it off"],
+        ),
+        (["trainer.checkpoint_every_steps=101"], "trainer.checkpoint_every_steps = 101", ["trainer.total_steps = 100"]),
+        (
+            ["algorithm.old_logprobs=recompute", "rollout.top_k=5"],
+            "rollout.top_k = 5",
+            ["algorithm.old_logprobs = recompute"],
+        ),
+        (
+            ["algorithm.old_logprobs=recompute", "rollout.top_p=0.9"],
+            "rollout.top_p = 0.9",
+            ["use 1.0, or algorithm.old_logprobs=rollout"],
+        ),
+        (["data.num_train_rows=31"], "data.num_train_rows = 31", ["trainer.num_prompts_per_step = 32"]),
+        (["model.dtype=float16"], "model.dtype = 'float16'", ["loss scaling", "bfloat16 or float32"]),
+        (
+            ["eval.num_samples_per_prompt=2"],
+            "eval.num_samples_per_prompt = 2",
+            ["eval.temperature = 0", "above 0"],
+        ),
+        ([FILES, "data.task_args.max_operand=9"], "data.task_args = {max_operand: 9}", ["data.train", "back to {}"]),
+        ([FILES, "data.num_train_rows=100"], "data.num_train_rows = 100", ["[rows.parquet]", "back to 2048"]),
+        ([FILES, "data.num_eval_rows=100"], "data.num_eval_rows = 100", ["data.train", "back to 256"]),
+        (["data.eval=held.jsonl", "data.num_eval_rows=100"], "data.num_eval_rows = 100", ["data.eval = [held.jsonl]"]),
+        ([FILES, "eval.every_steps=5"], "eval.every_steps = 5", ["data.eval is empty", "data.train"]),
+        (["warm_start.learning_rate=1e-3"], "warm_start.learning_rate = 0.001", ["warm_start.num_steps = 0"]),
+    ],
+)
+def test_a_clash_names_both_keys_and_the_remedy(problems, overrides, blamed, mentions):
+    (line,) = problems(None, *overrides)
+    assert line.startswith(blamed)
+    for mention in mentions:
+        assert mention in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.num_minibatches=8"],
+        ["training.max_tokens_per_microbatch=768"],
+        ["eval.every_steps=10", "trainer.checkpoint_every_steps=10", "trainer.total_steps=10"],
+        ["algorithm.old_logprobs=recompute"],
+        ["rollout.top_k=5", "rollout.top_p=0.9"],
+        ["data.num_train_rows=32"],
+        ["data.num_train_rows=16", "data.train=[arithmetic, countdown]"],
+        ["eval.num_samples_per_prompt=2", "eval.temperature=0.5"],
+        [FILES, "data.num_train_rows=2048", "data.task_args={}"],
+        [FILES, "data.eval=arithmetic", "data.task_args.max_operand=9", "data.num_eval_rows=10"],
+        [FILES, "trainer.num_prompts_per_step=4096"],
+        [FILES, "eval.every_steps=5", "data.eval=held.parquet"],
+        ["data.train=[rows.parquet, arithmetic]", "data.num_train_rows=100"],
+        ["warm_start.num_steps=5", "warm_start.learning_rate=1e-3"],
+        ["eval.before=false", "eval.num_prompts=8"],
+    ],
+)
+def test_settings_that_go_together_load(overrides):
+    load_config(None, overrides)
+
+
+def test_a_sampled_advantage_of_ones_own_may_have_groups_of_one():
+    load_config(None, ["algorithm.advantage=my.module:baseline", "rollout.num_samples_per_prompt=1"])
+
+
+def test_switching_off_over_a_recipe_that_sets_up_is_fine(write):
+    recipe = write("r.yaml", "warm_start: {num_steps: 5, learning_rate: 3e-3}\neval: {num_prompts: 8}\n")
+    config = load_config(recipe, ["warm_start.num_steps=0", "eval.before=false", "eval.after=false"]).config
+    assert config.warm_start.num_steps == 0
+    assert config.eval.num_prompts == 8
+
+
+def test_asking_for_what_the_recipe_has_off_is_a_problem(write, problems):
+    recipe = write("r.yaml", "warm_start: {num_steps: 0}\neval: {before: false, after: false}\n")
+    lines = problems(recipe, "warm_start.learning_rate=3e-3", "eval.num_prompts=8")
+    assert [line.split(":")[0] for line in lines] == [
+        "warm_start.learning_rate = 0.003 (command line)",
+        "eval.num_prompts = 8 (command line)",
+    ]
+    assert "eval.before, eval.after, eval.every_steps are all off" in lines[1]
+
+
+def test_all_clashes_come_together_with_all_wrong_values(problems):
+    lines = problems(None, "run.seed=x", "model.dtype=float16", "training.num_minibatches=5")
+    assert sorted(line.split(" ")[0] for line in lines) == ["model.dtype", "run.seed", "training.num_minibatches"]
+
+
+def test_no_clash_is_reported_with_a_value_that_was_wrong_itself(problems):
+    (line,) = problems(None, "trainer.total_steps=x", "eval.every_steps=500")
+    assert line.startswith("trainer.total_steps")
+    (line,) = problems(None, "trainer.total_step=1000", "eval.every_steps=500")
+    assert line.startswith("trainer.total_step ")
+
+
+def test_a_clash_of_a_default_says_so(problems):
+    (line,) = problems(None, "rollout.max_new_tokens=20000")
+    assert line.startswith("training.max_tokens_per_microbatch = 16384 (default): a whole sequence must fit")

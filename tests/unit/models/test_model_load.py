@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from headwater.core.errors import ModelError
+from headwater.models.load import end_token_ids, load_model, load_processor, load_tokenizer, resolve_device, save_model
+from headwater.models.presets import PRESETS
+from headwater.models.tiny import build_config
+
+
+def load(folder: Path | str) -> Any:
+    return load_model(str(folder), dtype="float32", device="cpu", seed=0)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = load_model("tiny:llama", dtype="float32", device="cpu", seed=7)
+    return save_model(model, load_tokenizer("tiny:llama"), tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy that the test may damage."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
+def test_saving_and_loading_keeps_logits_and_tokens(name: str, tmp_path: Path) -> None:
+    model = load_model(f"tiny:{name}", dtype="float32", device="cpu", seed=7)
+    tokenizer = load_tokenizer(f"tiny:{name}")
+    save_model(model, tokenizer, tmp_path / name)
+    loaded, loaded_tokenizer = load(tmp_path / name), load_tokenizer(str(tmp_path / name))
+    text = "  What is 12 + 34?\n<|end|> é"
+    tokens = torch.tensor([tokenizer.encode(text)])
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, loaded(tokens).logits)
+    # For qwen2, AutoTokenizer would exchange the pre-tokenizer and add a token.
+    assert loaded_tokenizer.encode(text) == tokenizer.encode(text)
+    assert len(loaded_tokenizer) == len(tokenizer)
+    assert loaded_tokenizer.chat_template == tokenizer.chat_template
+    assert (loaded_tokenizer.pad_token_id, loaded_tokenizer.padding_side) == (0, "left")
+    assert end_token_ids(loaded, loaded_tokenizer) == (1,)
+    assert not loaded.training
+    assert load_processor(str(tmp_path / name)) is None
+
+
+def test_dtype_is_converted(saved: Path) -> None:
+    model = load_model(str(saved), dtype="bfloat16", device="cpu", seed=0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_tokenizer_without_pad_token_pads_with_its_end_token(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["pad_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(str(folder)).pad_token_id == 1
+
+
+@pytest.mark.parametrize("loader", [load, lambda folder: load_tokenizer(str(folder))])
+def test_missing_folder(loader: Callable[[Path], Any], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"nowhere: no such folder; check the path"):
+        loader(tmp_path / "nowhere")
+
+
+def test_file_instead_of_folder(folder: Path) -> None:
+    with pytest.raises(ModelError, match="is a file; give the folder"):
+        load(folder / "config.json")
+
+
+def test_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no config\.json; give a folder in the Hugging Face format"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
+def test_unreadable_config(folder: Path, text: str) -> None:
+    (folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ModelError, match=r"config\.json: "):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model_type": "no-such"}, {"hidden_size": "wide"}, {"num_attention_heads": 7}, {"hidden_act": "none"}]
+)
+def test_nonsense_in_config(folder: Path, changes: dict[str, Any]) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(ModelError, match=str(folder)):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("bert", "BertForMaskedLM"), ("llama", "LlamaForSequenceClassification"), ("t5", "T5ForConditionalGeneration")],
+)
+def test_architecture_that_continues_no_text(folder: Path, model_type: str, architecture: str) -> None:
+    edit_config(folder, model_type=model_type, architectures=[architecture])
+    with pytest.raises(ModelError, match=rf"config\.json: architecture {architecture} is no causal language model"):
+        load(folder)
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no weights; model\.safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 100, 100_000])
+def test_truncated_weights(folder: Path, num_bytes: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    with pytest.raises(ModelError, match=r"model\.safetensors: damaged or cut short .*; copy the model folder again"):
+        load(folder)
+
+
+def test_missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors: missing"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', "{"])
+def test_unusable_index(folder: Path, text: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
+        load(folder)
+
+
+def test_sharded_weights_load(saved: Path, tmp_path: Path) -> None:
+    model = load(saved)
+    model.save_pretrained(tmp_path, max_shard_size="500KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = load(tmp_path).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
+
+
+def test_missing_key_is_not_made_up(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"do not fit config\.json: missing model\.layers\.2\.mlp\.up_proj\.weight;"):
+        load(folder)
+
+
+def test_many_missing_keys_are_summed_up(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=5)
+    with pytest.raises(ModelError, match=r"missing model\.layers\.4\.[\w.]+, [\w.]+, [\w.]+ and 6 more"):
+        load(folder)
+
+
+def test_unexpected_key(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 2)}))
+    with pytest.raises(ModelError, match=r"unexpected score\.weight"):
+        load(folder)
+
+
+def test_wrong_shape(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64)}))
+    with pytest.raises(ModelError, match=r"wrong shape: model\.norm\.weight has shape \(64,\), not \(128,\)"):
+        load(folder)
+
+
+def test_no_tokenizer(folder: Path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).unlink()
+    load(folder)
+    with pytest.raises(ModelError, match="has no tokenizer; copy the tokenizer files"):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"model": {"type": "Unheard"}}'])
+def test_damaged_tokenizer(folder: Path, text: str) -> None:
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelError, match=str(folder)):
+        load_tokenizer(str(folder))
+
+
+def test_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
+    config = build_config(PRESETS["llama"])
+    config.vocab_size = 300
+    save_model(LlamaForCausalLM(config), load_tokenizer("tiny:llama"), tmp_path / "model")
+    with pytest.raises(ModelError, match="token id 511, but the model has only 300 embeddings"):
+        load_tokenizer(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("loader", [load, load_tokenizer, load_processor])
+def test_hub_model_that_cannot_be_had(loader: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"nobody/nothing: no such folder here, and the hub gave .* check the name"):
+        loader("nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("device", "complaint"),
+    [
+        ("gpu", "model.device = gpu: not a device; use auto, cpu, cuda or cuda:N"),
+        ("meta", "model.device = meta: not supported"),
+        ("cuda:99", "model.device = cuda:99: "),
+    ],
+)
+def test_bad_device(device: str, complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        load_model("tiny:qwen3", dtype="float32", device=device, seed=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_devices_without_cuda() -> None:
+    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
+    with pytest.raises(ModelError, match=r"model\.device = cuda: no CUDA device is available; use cpu or auto"):
+        resolve_device("cuda")
+
+
+def test_bad_dtype() -> None:
+    with pytest.raises(ModelError, match=r"model\.dtype = int8: unknown; use one of float32, bfloat16, float16"):
+        load_model("tiny:qwen3", dtype="int8", device="cpu", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("listed", "of_tokenizer", "merged"),
+    [(1, 1, (1,)), ([5, 1], 1, (5, 1)), (5, 1, (5, 1)), (None, 1, (1,)), ([5], None, (5,))],
+)
+def test_end_tokens_are_merged(listed: Any, of_tokenizer: int | None, merged: tuple[int, ...]) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=listed))
+    assert end_token_ids(model, SimpleNamespace(eos_token_id=of_tokenizer)) == merged
+
+
+def test_a_model_without_end_token_is_refused() -> None:
+    model = SimpleNamespace(generation_config=None, config=SimpleNamespace(name_or_path="mine"))
+    with pytest.raises(ModelError, match="mine: names no end token"):
+        end_token_ids(model, SimpleNamespace(eos_token_id=None))
