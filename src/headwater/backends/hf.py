@@ -118,7 +118,7 @@ class HfEngine:
             try:
                 loop = asyncio.get_running_loop()
                 responses = await loop.run_in_executor(self._executor, self._generate, batch)
-            except Exception as error:  # whatever generate raises belongs to the requests of this batch
+            except Exception as error:  # noqa: BLE001  whatever generate raises belongs to the requests of this batch
                 self._fail(batch, error)
                 continue
             for pending, response in zip(batch, responses, strict=True):

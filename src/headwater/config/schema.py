@@ -73,7 +73,7 @@ class DataConfig:
     max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
     """Longest prompt, in tokens, after the chat template."""
     overlong: Literal["filter", "left", "right", "middle", "error"] = "filter"
-    """What to do with a longer prompt: filter the row out, cut it left, right or in the middle, or stop with an error."""
+    """A longer prompt is filtered out, cut on the left, right or in the middle, or stops the run with an error."""
     num_filter_workers: Annotated[int, AtLeast(0, "use 0 to choose by the number of rows and cores")] = 0
     """Processes that measure prompt lengths; 0 chooses by the number of rows and cores."""
     shuffle: bool = True

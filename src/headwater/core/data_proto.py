@@ -311,7 +311,7 @@ class DataProto:
             raise ValueError(f"seed = {seed}: must be >= 0; use None to keep the rows in order")
         stop = len(self) - len(self) % size if drop_last else len(self)
         return (
-            self._take(order[start : min(start + size, stop)])
+            self._take(order[start : start + size])
             for order in (epoch_order(len(self), seed, epoch) for epoch in range(epochs))
             for start in range(0, stop, size)
         )

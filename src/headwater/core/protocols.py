@@ -70,6 +70,7 @@ class RewardManager(Protocol):
     """Scores a finished response. Raises ``RewardFailed`` where it cannot; never invents a number."""
 
     async def score(self, prompt: Prompt, response_text: str) -> Score: ...
+    def close(self) -> None: ...
 
 
 class TrainEngine(Protocol):

@@ -64,9 +64,7 @@ class RLHFDataset:
             raise self._too_long(placed, len(prompt.tokens), "was shorter when the dataset was built; start again")
         if prompt.multi_modal:
             # A cut through the tokens of an image leaves the model with half an image.
-            raise self._too_long(
-                placed, len(prompt.tokens), "has images or videos, which cannot be cut; filter instead"
-            )
+            raise self._too_long(placed, len(prompt.tokens), "has images or videos, which cannot be cut")
         return dataclasses.replace(prompt, tokens=cut_tokens(prompt.tokens, limit, overlong))
 
     @property

@@ -111,7 +111,7 @@ class JsonRows:
             hint = "write one array of objects; a file with one object per line is named .jsonl"
             raise DataError(f"{path}: not JSON ({error}); {hint}") from error
         if not isinstance(rows, list):
-            raise DataError(f"{path}: holds one {_kind(rows)}; must be an array of objects: [{{...}}, ...]")
+            raise DataError(f"{path}: holds {_kind(rows)}; must be an array of objects: [{{...}}, ...]")
         self._rows = rows
         self._path = path
         self.name = path.stem
@@ -164,13 +164,13 @@ def check_not_empty(rows: Rows, label: str) -> None:
 
 def check_object(row: Any, place: str) -> Mapping[str, Any]:
     if not isinstance(row, Mapping):
-        raise DataError(f"{place}: is a {_kind(row)}; must be an object such as {{'prompt': ...}}")
+        raise DataError(f"{place}: is {_kind(row)}; must be an object such as {{'prompt': ...}}")
     return row
 
 
 def _kind(value: Any) -> str:
     name = type(value).__name__
-    return {"dict": "object", "list": "array", "str": "string"}.get(name, name)
+    return {"dict": "an object", "list": "an array", "str": "a string"}.get(name, f"a {name}")
 
 
 def _first_line(error: Exception) -> str:

@@ -78,7 +78,7 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> tuple[Ten
 
 def _inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     cumulative = logprobs.exp().to(torch.float64).cumsum(dim=-1)
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     index = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
     # Rounding may push the product up to the total; the last token with any probability is the answer then.
     last = torch.searchsorted(cumulative, total, right=False)

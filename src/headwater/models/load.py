@@ -104,11 +104,7 @@ def load_processor(path: str) -> Any | None:
         return None
     try:
         processor = AutoProcessor.from_pretrained(location)
-    except ImportError as error:
-        raise ModelError(
-            f"{location}: its processor needs another package: {error}; pip install 'headwater[vision]'"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise _cannot_read(location, "processor", error) from error
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
@@ -210,9 +206,12 @@ def _check_vocabulary(location: Path | str, tokenizer: Any, config: Any) -> None
 
 
 def _cannot_read(location: Path | str, what: str, error: Exception) -> ModelError:
-    cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"
+    if isinstance(error, ImportError):
+        return ModelError(f"{location}: its {what} needs a package that is not installed ({cause}); install it")
     if isinstance(location, Path):
-        return ModelError(f"{location}: cannot read the {what} ({cause}); copy or save the model folder again")
+        return ModelError(f"{location}: cannot use its {what} ({cause}); copy or save the model folder again")
     return ModelError(
         f"model.path = {location}: no such folder here, and the hub gave no usable {what} ({cause}); "
         "check the name and the network, or give a local folder, tiny:<preset> or smollm2"

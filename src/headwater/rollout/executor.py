@@ -8,13 +8,14 @@ from typing import Literal, TypeVar
 
 from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
 from headwater.core.protocols import EpisodeInput, InferenceEngine, RolloutWorkflow
+from headwater.core.randomness import derive_key
 from headwater.core.records import Prompt, Trajectory
 from headwater.core.waits import named_wait
-from headwater.rollout.group import Dropped, Group, RolloutBatch
+from headwater.rollout.group import Dropped, Group, PromptDraw, RolloutBatch
 
 T = TypeVar("T")
-KeyOf = Callable[[Prompt, int], int]
-"""Randomness key of the k-th sample of a prompt."""
+DrawPrompts = Callable[[int], Sequence[PromptDraw]]
+"""Gives the next so many prompts; fewer when there are no more."""
 
 _ROUNDS_WITHOUT_ANY_GROUP = 2
 """Whole batches of prompts that may fail in a row before the run stops instead of looping."""
@@ -45,46 +46,42 @@ class WorkflowExecutor:
     def rollout_batch(
         self,
         num_groups: int,
-        draw_prompts: Callable[[int], Sequence[Prompt]],
-        key_of: KeyOf,
-        on_group: Callable[[], None] = lambda: None,
+        draw_prompts: DrawPrompts,
     ) -> RolloutBatch:
-        """Draw prompts and run them until ``num_groups`` groups are complete. ``on_group`` is called at each one."""
+        """Draw prompts and run them until ``num_groups`` groups are complete, or until there are no more prompts."""
         # A Runner turns Ctrl-C into a cancellation, so episodes end in order and nothing keeps running behind our back.
         with asyncio.Runner() as runner:
-            return runner.run(self._gather(num_groups, draw_prompts, key_of, on_group))
+            return runner.run(self._gather(num_groups, draw_prompts))
 
     async def _gather(
         self,
         num_groups: int,
-        draw_prompts: Callable[[int], Sequence[Prompt]],
-        key_of: KeyOf,
-        on_group: Callable[[], None],
+        draw_prompts: DrawPrompts,
     ) -> RolloutBatch:
         groups: list[Group] = []
         dropped: list[Dropped] = []
-        while len(groups) < num_groups:
-            prompts = draw_prompts(num_groups - len(groups))
-            finished = [0]
+        while len(groups) < num_groups and (draws := draw_prompts(num_groups - len(groups))):
+            tasks = [asyncio.ensure_future(self._run_group(draw)) for draw in draws]
 
-            def progress(prompts: Sequence[Prompt] = prompts, finished: list[int] = finished) -> str:
-                return f"the trainer waits for rollouts: {finished[0]} of {len(prompts)} groups are complete"
+            def progress(tasks: list[asyncio.Task[Group | Dropped]] = tasks) -> str:
+                return f"the trainer waits for rollouts: {sum(task.done() for task in tasks)} of {len(tasks)} are done"
 
-            def group_done(finished: list[int] = finished) -> None:
-                finished[0] += 1
-                on_group()
-
-            running = _all_or_first_error(self._run_group(prompt, key_of, group_done) for prompt in prompts)
-            for outcome in await named_wait(running, progress, hard_limit_s=self._timeout_s):
-                (groups if isinstance(outcome, Group) else dropped).append(outcome)  # type: ignore[arg-type]
+            for outcome in await named_wait(_all_or_first_error(tasks), progress, hard_limit_s=self._timeout_s):
+                if isinstance(outcome, Group):
+                    groups.append(outcome)
+                else:
+                    dropped.append(outcome)
             if not groups and len(dropped) >= _ROUNDS_WITHOUT_ANY_GROUP * num_groups:
-                causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
-                raise RolloutFailed(f"all {len(dropped)} groups of this step were dropped; the first causes:\n{causes}")
+                break
+        if not groups:
+            causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
+            raise RolloutFailed(f"all {len(dropped)} groups of this step were dropped; the first causes:\n{causes}")
         return RolloutBatch(tuple(groups), tuple(dropped))
 
-    async def _run_group(self, prompt: Prompt, key_of: KeyOf, done: Callable[[], None]) -> Group | Dropped:
+    async def _run_group(self, draw: PromptDraw) -> Group | Dropped:
+        prompt = draw.prompt
         episodes = (
-            self._workflow.arun_episode(self._engine, EpisodeInput(prompt, sample, key_of(prompt, sample)))
+            self._workflow.arun_episode(self._engine, EpisodeInput(prompt, sample, derive_key(draw.rng_key, sample)))
             for sample in range(self._num_samples)
         )
         try:
@@ -101,7 +98,6 @@ class WorkflowExecutor:
             if self._on_failure == "stop":
                 raise RolloutFailed(message) from error
             return Dropped(prompt.uid, message)
-        done()
         return self._to_group(prompt, results)
 
     def _to_group(self, prompt: Prompt, results: Sequence[object]) -> Group | Dropped:
@@ -110,13 +106,14 @@ class WorkflowExecutor:
             if result is None:
                 return Dropped(prompt.uid, "rejected by the workflow")
             parts = result if isinstance(result, list) else [result]
-            wrong = next((part for part in parts if not isinstance(part, Trajectory)), None)
-            if wrong is not None:
-                raise RolloutFailed(
-                    f"workflow {type(self._workflow).__name__} returned a {type(wrong).__name__} for row {prompt.uid}; "
-                    "return a Trajectory, a list of them, or None to reject the episode"
-                )
-            trajectories.extend(parts)
+            for part in parts:
+                if not isinstance(part, Trajectory):
+                    name = type(self._workflow).__name__
+                    raise RolloutFailed(
+                        f"workflow {name} returned a {type(part).__name__} for row {prompt.uid}; "
+                        "return a Trajectory, a list of them, or None to reject the episode"
+                    )
+                trajectories.append(part)
         return Group(prompt, tuple(trajectories))
 
 

@@ -1,4 +1,4 @@
-"""A group: the trajectories of one prompt, complete or not trained on."""
+"""Groups: the trajectories of one prompt, complete or not trained on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headwater.core.records import Prompt, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDraw:
+    """A prompt to run, and the key from which its samples' randomness is derived."""
+
+    prompt: Prompt
+    rng_key: int
 
 
 @dataclass(frozen=True, slots=True)

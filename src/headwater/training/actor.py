@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -12,7 +10,8 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.core.data_proto import DataProto
 from headwater.training.engine import LocalTrainEngine
 
-PolicyLossFunction = Callable[..., PolicyLoss]
+PolicyLossFunction = Callable[[Tensor, Tensor, Tensor], PolicyLoss]
+"""From current log-probs, old log-probs and advantages to a loss per token."""
 
 
 class Actor:
@@ -20,13 +19,12 @@ class Actor:
         self,
         engine: LocalTrainEngine,
         policy_loss: PolicyLossFunction,
-        policy_loss_args: Mapping[str, Any],
         *,
         num_minibatches: int,
         num_epochs: int,
     ) -> None:
         self.engine = engine
-        self._policy_loss = partial(policy_loss, **policy_loss_args)
+        self._policy_loss = policy_loss
         self._num_minibatches = num_minibatches
         self._num_epochs = num_epochs
 

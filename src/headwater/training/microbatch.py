@@ -13,7 +13,7 @@ _FULL_WIDTH = ("input_ids", "attention_mask", "position_ids")
 
 
 def plan_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Row numbers of each micro-batch: rows of like length together, at most ``max_tokens`` once padded to the longest."""
+    """Row numbers of each micro-batch: like lengths together, at most ``max_tokens`` once padded to the longest."""
     longest = max(lengths, default=0)
     if longest > max_tokens:
         row = lengths.index(longest)

@@ -186,6 +186,12 @@ def test_a_union_that_cannot_be_is_explained(other: DataProto, message: str) -> 
         example().union(other)
 
 
+def test_batches_without_columns_differ_by_their_rows() -> None:
+    two, three = (DataProto(TensorDict({}, batch_size=[num_rows])) for num_rows in (2, 3))
+    assert two.equals(three[:2])
+    assert not two.equals(three)
+
+
 def test_to_moves_tensors_only() -> None:
     moved = example().to("meta")
     assert {tensor.device.type for _, tensor in moved.batch.items()} == {"meta"}

@@ -22,7 +22,8 @@ def test_a_part_pickles_as_its_own_rows_and_contiguous() -> None:
     assert len(content) < 10_000
     loaded = pickle.loads(content)
     assert loaded.equals(part)
-    assert all(tensor.is_contiguous() for _, tensor in loaded.batch.items())
+    for batch in (loaded, pickle.loads(pickle.dumps(data))):
+        assert all(tensor.is_contiguous() for _, tensor in batch.batch.items())
 
 
 def test_copies_and_pickles_take_tensors_that_autograd_computed() -> None:

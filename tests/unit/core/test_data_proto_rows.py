@@ -79,6 +79,10 @@ def test_repeat() -> None:
     assert uids(data.repeat(2, interleave=False)) == "abab"
 
 
+def test_reorder_counts_negative_rows_from_the_end() -> None:
+    assert uids(example().reorder([-1, 0, -2, 1])) == "dacb"
+
+
 def test_chunk_and_split() -> None:
     assert [uids(part) for part in example().chunk(2)] == ["ab", "cd"]
     assert [uids(part) for part in example().split(3)] == ["abc", "d"]

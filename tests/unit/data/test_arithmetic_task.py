@@ -85,11 +85,18 @@ def test_seed_decides_the_rows_in_every_process():
         for _ in range(2)
     ]
     assert runs[0] == runs[1] == f"{arithmetic('eval', 5, 3, max_operand=999)}\n"
-    assert arithmetic("eval", 5, 3) != arithmetic("eval", 5, 4)
+
+
+@pytest.mark.parametrize("max_operand", [9, 9999])
+def test_seeds_differ_in_small_and_large_spaces(max_operand):
+    first, second = (questions(arithmetic("train", 30, seed, max_operand=max_operand)) for seed in (3, 4))
+    assert set(first) != set(second)
 
 
 def test_too_many_rows_says_how_many_exist_and_what_to_raise():
-    with pytest.raises(DataError, match=r"data.num_train_rows = 300.*there are only \d+ distinct.*task_args.max_operand"):
+    with pytest.raises(
+        DataError, match=r"data.num_train_rows = 300.*there are only \d+ distinct.*task_args.max_operand"
+    ):
         arithmetic("train", 300, 0, max_operand=9)
 
 

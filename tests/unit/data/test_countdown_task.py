@@ -17,7 +17,10 @@ def problem(row):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    num_numbers=st.integers(2, 5), max_number=st.integers(15, 50), max_target=st.integers(50, 300), seed=st.integers(0, 99)
+    num_numbers=st.integers(2, 5),
+    max_number=st.integers(15, 50),
+    max_target=st.integers(50, 300),
+    seed=st.integers(0, 99),
 )
 def test_every_demonstration_solves_its_problem(num_numbers, max_number, max_target, seed):
     rows = countdown("train", 10, seed, num_numbers=num_numbers, max_number=max_number, max_target=max_target)
@@ -48,7 +51,9 @@ def test_deterministic_in_seed():
 
 
 def test_too_many_rows():
-    with pytest.raises(DataError, match=r"num_eval_rows = 500.*found only \d+ distinct eval problems.*max_number"):
+    with pytest.raises(
+        DataError, match=r"num_eval_rows = 500.*there seem to be only \d+ distinct eval problems.*max_number"
+    ):
         countdown("eval", 500, 0, num_numbers=2, max_number=3)
 
 

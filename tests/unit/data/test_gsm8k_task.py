@@ -30,9 +30,7 @@ def test_rows_are_the_published_ones(split, name):
 def test_demonstration_has_no_calculator_marks():
     first = gsm8k("train", 20, 0, folder=EXCERPT)[0]
     assert first["extra_info"]["demonstration"] == (
-        "Natalia sold 48/2 = 24 clips in May.\n"
-        "Natalia sold 48+24 = 72 clips altogether in April and May.\n"
-        "#### 72"
+        "Natalia sold 48/2 = 24 clips in May.\nNatalia sold 48+24 = 72 clips altogether in April and May.\n#### 72"
     )
     assert first["reward_model"]["ground_truth"] == "72"
 

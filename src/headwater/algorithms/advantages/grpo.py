@@ -28,4 +28,5 @@ def grpo(
         squares = torch.zeros_like(counts).index_add_(0, group, centred.square())
         std = (squares / (counts - 1).clamp(min=1)).sqrt().masked_fill(single, 1.0)
         centred = centred / (std[group] + epsilon)
-    return centred[:, None] * mask
+    advantages: Tensor = centred[:, None] * mask
+    return advantages

@@ -1,0 +1,47 @@
+# make quickstart   set up, then train the quickstart recipe
+# make test         set up, then lint, type check and run the tests (minutes)
+# make test-all     set up, then the long tests too
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+
+.PHONY: quickstart test test-all lint setup setup-dev clean
+
+quickstart: setup
+	@$(BIN)/headwater train recipes/quickstart.yaml
+
+test: setup-dev lint
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup-dev
+	@$(BIN)/python -m pytest -m slow
+
+lint: setup-dev
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy --no-error-summary
+
+setup: $(STAMP)
+
+setup-dev: $(DEV_STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Headwater needs Python 3.11 or newer; this is {v.major}.{v.minor}. Try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	@echo "Creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml | $(BIN)/python
+	@echo "Installing Headwater and its dependencies into $(VENV) (a few minutes the first time)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml | $(BIN)/python
+	@echo "Installing Headwater and its development tools into $(VENV) (a few minutes the first time)"
+	@$(PIP) --editable '.[dev]'
+	@touch $@ $(STAMP)
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

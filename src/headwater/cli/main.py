@@ -1,0 +1,84 @@
+"""The command line. Each command is one file here; it is imported only when its name was typed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import headwater
+from headwater.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from headwater.core.errors import HeadwaterError
+
+COMMANDS = {
+    "train": "train a model by a recipe, or resume a run",
+    "eval": "mean reward of a run's model on held-out prompts",
+    "config": "show a recipe's settings: values, where they came from, what they mean",
+    "fetch": "download a model that recipes can name",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _top_parser()
+    options, rest = parser.parse_known_args(_until_command(arguments))
+    if options.command is None:
+        parser.print_help()
+        return EXIT_USER_ERROR
+    rest = arguments[arguments.index(options.command) + 1 :]
+    return _run_command(options.command, rest)
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    listing = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="headwater",
+        description="Reinforcement-learning post-training of language models.",
+        epilog=f"commands:\n{listing}\n\nStart with:  headwater train recipes/quickstart.yaml\n"
+        "Help on one: headwater COMMAND --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"headwater {headwater.__version__}")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND")
+    return parser
+
+
+def _until_command(arguments: list[str]) -> list[str]:
+    """The arguments up to the command: what follows belongs to the command's own parser."""
+    for place, argument in enumerate(arguments):
+        if not argument.startswith("-"):
+            return arguments[: place + 1]
+    return arguments
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
+    module = importlib.import_module(f"headwater.cli.{name}")
+    parser = argparse.ArgumentParser(prog=f"headwater {name}", description=module.HELP)
+    module.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show a traceback for every error, and debug logs")
+    options = parser.parse_intermixed_args(arguments)
+    logging.basicConfig(level=logging.DEBUG if options.debug else logging.WARNING, format="%(levelname)s %(message)s")
+    # Libraries that fork or print on their own make progress bars unreadable.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        code: int = module.run(options)
+    except HeadwaterError as error:
+        if options.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away, as `| head` does; that is not an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""``headwater train``: run a recipe, or go on with a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headwater.cli.exit_codes import EXIT_INTERRUPTED
+from headwater.core.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from headwater.config.schema import Config
+    from headwater.observe.run_directory import RunDirectory
+
+NAME = "train"
+HELP = "Train a model by a recipe, or resume a run. Ctrl-C stops after the current update and leaves a resumable run."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", help="YAML recipe, for example recipes/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run directory instead of a recipe")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="with --resume: the checkpoint to resume; default the latest"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    overrides = list(args.overrides)
+    if args.resume is not None and args.recipe is not None:
+        # After --resume the first positional word is an override, not a recipe.
+        overrides.insert(0, args.recipe)
+    if args.resume is None and args.recipe is None:
+        raise HeadwaterError("give a recipe, for example: headwater train recipes/quickstart.yaml")
+    if args.resume is None and args.step is not None:
+        raise HeadwaterError("--step goes with --resume RUN")
+    return _resume(args.resume, args.step, overrides) if args.resume else _start(Path(args.recipe), overrides)
+
+
+def _start(recipe: Path, overrides: list[str]) -> int:
+    from headwater.config.load import load_config
+
+    loaded = load_config(recipe, overrides)
+    return _fit(loaded.config, run=None, checkpoint=None)
+
+
+def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
+    from headwater.config.load import load_config
+    from headwater.observe.run_directory import RunDirectory
+    from headwater.trainer.checkpoint import Checkpoints
+
+    run = RunDirectory.open(path)
+    config = load_config(run.config_file, overrides).config
+    checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
+    checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
+    return _fit(config, run, checkpoint)
+
+
+def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> int:
+    import torch
+
+    from headwater.config.explain import to_yaml
+    from headwater.observe.progress import Display
+    from headwater.observe.run_directory import RunDirectory
+    from headwater.trainer.loop import Trainer
+    from headwater.trainer.setup import build_rollout, build_training
+    from headwater.trainer.summary import summarise
+
+    if config.trainer.num_threads:
+        torch.set_num_threads(config.trainer.num_threads)
+    display = Display()
+    model_path = str(checkpoint / "model") if checkpoint else config.model.path
+    # Whatever can fail by bad input is built first: only a run that can start gets a directory.
+    rollout = build_rollout(config, model_path)
+    try:
+        training = build_training(config, model_path, rollout.tokenizer)
+        run = run or RunDirectory.create(Path(config.run.root), config.run.name)
+        run.write_config(to_yaml(config))
+        trainer = Trainer(config, rollout, training, run, display)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+            display.say(f"Resuming {run.path} after step {trainer.step}")
+        else:
+            display.say(f"Run directory {run.path}")
+        outcome = trainer.fit()
+    finally:
+        rollout.close()
+    summarise(run, display)
+    if outcome.interrupted:
+        display.say(f"Interrupted after step {outcome.step}. Go on with:  headwater train --resume {run.path}")
+        return EXIT_INTERRUPTED
+    return 0

@@ -1,0 +1,102 @@
+"""The folder of one run: everything it writes, and nothing it overwrites."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headwater.core.errors import RunError
+
+
+class RunDirectory:
+    """``runs/<name>/``: config.yaml, metrics.jsonl, reward.png and the folders rollouts, eval and checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> RunDirectory:
+        """A new folder: ``name``, or ``name-2``, ``name-3``, ... where that exists."""
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            number = 1
+            while True:
+                path = root / (name if number == 1 else f"{name}-{number}")
+                try:
+                    path.mkdir()
+                    return cls(path)
+                except FileExistsError:
+                    number += 1
+        except OSError as error:
+            raise RunError(f"run.root = {root}: cannot create {name!r} there: {error.strerror or error}") from error
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        if not (path / "config.yaml").is_file():
+            raise RunError(
+                f"{path}: no run there (config.yaml is missing); give a folder that `headwater train` made, "
+                "for example runs/quickstart"
+            )
+        return cls(path)
+
+    @property
+    def config_file(self) -> Path:
+        """The settings the run goes by now: ``config.yaml``, or the newest of those a resume wrote beside it."""
+        later = sorted(self.path.glob("config-*.yaml"), key=lambda path: int(path.stem.partition("-")[2]))
+        return later[-1] if later else self.path / "config.yaml"
+
+    def write_config(self, text: str) -> None:
+        """Keep ``text`` as the run's settings; earlier ones stay beside it."""
+        if not self.config_file.exists() or self.config_file.read_text(encoding="utf-8") != text:
+            _write_text(self.free_file(".", "config", ".yaml"), text)
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def curve_file(self) -> Path:
+        return self.path / "reward.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def free_file(self, folder: str, stem: str, suffix: str) -> Path:
+        """A path in ``folder`` that does not exist yet; a second file of the same stem gets a number."""
+        parent = self.path / folder
+        parent.mkdir(exist_ok=True)
+        path, number = parent / f"{stem}{suffix}", 1
+        while path.exists():
+            number += 1
+            path = parent / f"{stem}-{number}{suffix}"
+        return path
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """One line, flushed at once, so that a run that is killed loses none of its history."""
+        line = json.dumps(record, allow_nan=True)
+        with self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def read_metrics(self) -> Iterator[dict[str, Any]]:
+        """Every record. A step that was run twice, after a resume, counts as its last record."""
+        if not self.metrics_file.exists():
+            return
+        latest: dict[tuple[str, int], dict[str, Any]] = {}
+        for number, line in enumerate(self.metrics_file.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise RunError(f"{self.metrics_file}:{number}: not JSON ({error.msg}); remove that line") from error
+            latest[record["kind"], record["step"]] = record
+        yield from latest.values()
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write a whole file or none of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

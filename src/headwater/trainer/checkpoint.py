@@ -1,0 +1,69 @@
+"""Checkpoints: all that a run needs to go on exactly where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headwater.core.errors import RunError
+from headwater.models.save import save_model
+from headwater.training.engine import LocalTrainEngine
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where a run stands, between two steps."""
+
+    step: int
+    """Steps done; also the policy version."""
+    sampler: dict[str, Any]
+
+
+class Checkpoints:
+    """``checkpoints/step_000100/``: ``model/`` in Hugging Face format, ``optimizer.pt`` and ``state.json``."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    def save(self, state: TrainerState, engine: LocalTrainEngine, tokenizer: Any) -> Path:
+        """Written beside its place and moved there when it is whole, so a checkpoint that exists is complete."""
+        target = self._folder / f"step_{state.step:06d}"
+        if target.exists():
+            return target
+        temporary = self._folder / f".{target.name}.{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_model(engine.model, tokenizer, temporary / "model")
+        engine.save(temporary)
+        (temporary / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
+        temporary.replace(target)
+        for old in self.all()[: -self._keep]:
+            shutil.rmtree(old)
+        return target
+
+    def all(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return sorted(self._folder.glob("step_*"))
+
+    def latest(self) -> Path | None:
+        found = self.all()
+        return found[-1] if found else None
+
+    def at(self, step: int) -> Path:
+        path = self._folder / f"step_{step:06d}"
+        if not path.is_dir():
+            known = ", ".join(str(int(each.name.partition("_")[2])) for each in self.all()) or "none"
+            raise RunError(f"{path}: no such checkpoint; saved steps: {known}")
+        return path
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    try:
+        return TrainerState(**json.loads((checkpoint / "state.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{checkpoint}: damaged checkpoint ({error}); resume from an older one with --step") from error

@@ -1,0 +1,53 @@
+"""Mean reward on held-out prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from headwater.core.randomness import derive_key
+from headwater.core.records import Prompt, Trajectory
+from headwater.data.load import PromptDataset
+from headwater.rollout.executor import WorkflowExecutor
+from headwater.rollout.group import PromptDraw
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    reward_mean: float
+    num_prompts: int
+    num_dropped: int
+    """Prompts without a result: rejected by the workflow, or failed under ``reward.on_failure: drop``."""
+    num_samples: int
+    response_length_mean: float
+    stopped_fraction: float
+    """Responses that ended by themselves rather than at the length limit."""
+    rollouts: tuple[tuple[Prompt, Trajectory], ...]
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "reward/mean": self.reward_mean,
+            "response_length/mean": self.response_length_mean,
+            "stopped_fraction": self.stopped_fraction,
+            "num_prompts": self.num_prompts,
+            "num_dropped": self.num_dropped,
+            "num_samples": self.num_samples,
+        }
+
+
+def evaluate(executor: WorkflowExecutor, dataset: PromptDataset, num_prompts: int, seed: int) -> Evaluation:
+    """Run the first ``num_prompts`` rows. The same seed draws the same responses from the same weights."""
+    prompts = [dataset[row] for row in range(min(num_prompts, len(dataset)))]
+    waiting = iter([PromptDraw(prompt, derive_key(seed, "eval", prompt.uid)) for prompt in prompts])
+    batch = executor.rollout_batch(len(prompts), lambda count: list(islice(waiting, count)))
+    rollouts = [(group.prompt, trajectory) for group in batch.groups for trajectory in group.trajectories]
+    count = len(rollouts)
+    return Evaluation(
+        reward_mean=sum(each.reward for _, each in rollouts) / count,
+        num_prompts=len(batch.groups),
+        num_dropped=len(batch.dropped),
+        num_samples=count,
+        response_length_mean=sum(len(each.response_tokens) for _, each in rollouts) / count,
+        stopped_fraction=sum(each.stop_reason == "stop" for _, each in rollouts) / count,
+        rollouts=tuple(rollouts),
+    )

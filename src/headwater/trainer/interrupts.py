@@ -1,0 +1,54 @@
+"""Ctrl-C and termination, taken only where the run is in a consistent state."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class Interrupts:
+    """Turns SIGINT and SIGTERM into KeyboardInterrupt: at once, or at the end of a ``deferred`` block.
+
+    A second signal is never deferred, so that a person is always obeyed.
+    """
+
+    def __init__(self, on_deferred: Callable[[], None]) -> None:
+        self._on_deferred = on_deferred
+        self._depth = 0
+        self._waiting = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python lets only the main thread handle signals
+            return
+        previous: dict[int, Any] = {
+            number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Finish this block before an interrupt is raised."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._waiting and self._depth == 0:
+            self._waiting = False
+            raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._depth == 0 or self._waiting:
+            raise KeyboardInterrupt
+        self._waiting = True
+        self._on_deferred()

@@ -1,0 +1,73 @@
+"""What a finished run tells its owner: how far it came, where the time went, what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from headwater.observe.curve import draw_reward_curve
+from headwater.observe.progress import Display
+from headwater.observe.run_directory import RunDirectory
+
+_Record = dict[str, Any]
+
+
+def summarise(run: RunDirectory, display: Display) -> None:
+    """Draw the curve and print the summary, both from the run directory alone."""
+    records = list(run.read_metrics())
+    train = [record for record in records if record["kind"] == "train"]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    draw_reward_curve(run.curve_file, _points(train), _points(evaluations), f"Reward of {run.path.name}")
+    if train:
+        display.console.print(_table(train, evaluations))
+    display.say(f"Reward curve   {run.curve_file}")
+    display.say(f"Run directory  {run.path}")
+    for line in suggestions(run, train, evaluations):
+        display.say(f"  → {line}")
+
+
+def _points(records: Sequence[_Record]) -> list[tuple[int, float]]:
+    return [(record["step"], record["reward/mean"]) for record in records]
+
+
+def _table(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Table:
+    table = Table(title="Summary", title_justify="left", show_header=False)
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        table.add_row("held-out reward", f"{first['reward/mean']:.3f} → [bold]{last['reward/mean']:.3f}[/]")
+    table.add_row("training reward", f"{train[0]['reward/mean']:.3f} → {train[-1]['reward/mean']:.3f}")
+    lengths = [record["response_length/mean"] for record in train]
+    table.add_row("response length", f"{lengths[0]:.1f} → {lengths[-1]:.1f} tokens")
+    total_s = sum(record["time/step_s"] for record in train)
+    table.add_row("steps", f"{len(train)} in {total_s:.0f} s, {total_s / len(train):.2f} s each")
+    for name in ("generate", "reward", "train", "publish"):
+        spent = sum(record.get(f"time/{name}_s", 0.0) for record in train)
+        table.add_row(f"  {name}", f"{100 * spent / total_s:.0f}%")
+    dropped = sum(record["groups/dropped"] for record in train)
+    if dropped:
+        table.add_row("[red]dropped groups[/]", f"{dropped:.0f}")
+    return table
+
+
+def suggestions(run: RunDirectory, train: Sequence[_Record], evaluations: Sequence[_Record]) -> list[str]:
+    """Advice that follows from what the metrics show; at least one line."""
+    lines = []
+    if train:
+        tail = train[-max(1, len(train) // 5) :]
+        reward = sum(record["reward/mean"] for record in tail) / len(tail)
+        informative = sum(record["groups/informative_fraction"] for record in tail) / len(tail)
+        stopped = sum(record["stopped_fraction"] for record in tail) / len(tail)
+        if stopped < 0.5:
+            lines.append("Most responses hit the length limit: raise rollout.max_new_tokens.")
+        if informative < 0.2 and reward < 0.1:
+            lines.append("Nearly every group scored the same low reward: try an easier task or a longer warm_start.")
+        elif informative < 0.2:
+            lines.append("Most groups are all right already: try a harder task, for example larger data.task_args.")
+        elif reward - train[0]["reward/mean"] < 0.05:
+            lines.append("Reward barely moved: try a higher training.learning_rate or more trainer.total_steps.")
+    if not evaluations:
+        lines.append("No held-out prompts were evaluated: name some in data.eval.")
+    lines.append(f"Look at responses: headwater eval {run.path} --show 5")
+    return lines

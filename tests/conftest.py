@@ -1,0 +1,14 @@
+"""Shared by all tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# Test helpers are importable by their path below tests/unit, for example ``algorithms.oracle``.
+sys.path.insert(0, str(Path(__file__).parent / "unit"))
+
+# Nothing here may reach a model hub, and two cores are better used without a thread pool per library.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

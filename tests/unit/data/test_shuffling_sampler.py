@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.core.errors import DataError
+from headwater.data.sampler import Draw, ShufflingSampler
+
+sizes, seeds = st.integers(1, 30), st.integers(0, 2**40)
+
+
+@given(sizes, seeds, st.booleans(), st.integers(0, 100), st.integers(0, 100))
+def test_resumed_equals_uninterrupted(num_rows, seed, shuffle, before, after):
+    whole = ShufflingSampler(num_rows, seed, shuffle).take(before + after)
+    first = ShufflingSampler(num_rows, seed, shuffle)
+    head = first.take(before)
+    second = ShufflingSampler(num_rows, seed, shuffle)
+    second.take(3)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert head + second.take(after) == whole
+    assert first.take(after) == whole[before:]
+
+
+@given(sizes, seeds, st.lists(st.integers(0, 40), max_size=8))
+def test_chunk_sizes_do_not_matter(num_rows, seed, counts):
+    chunked, whole = ShufflingSampler(num_rows, seed), ShufflingSampler(num_rows, seed)
+    assert [draw for count in counts for draw in chunked.take(count)] == whole.take(sum(counts))
+    assert chunked.state_dict() == whole.state_dict()
+
+
+@given(sizes, seeds, st.booleans())
+def test_every_epoch_visits_every_row_once(num_rows, seed, shuffle):
+    draws = ShufflingSampler(num_rows, seed, shuffle).take(3 * num_rows)
+    for epoch in range(3):
+        part = draws[epoch * num_rows : (epoch + 1) * num_rows]
+        assert sorted(draw.index for draw in part) == list(range(num_rows))
+        assert {draw.epoch for draw in part} == {epoch}
+
+
+def test_epochs_and_seeds_differ():
+    draws = ShufflingSampler(50, 0).take(100)
+    first, second = ([draw.index for draw in part] for part in (draws[:50], draws[50:]))
+    assert first != second
+    assert first != [draw.index for draw in ShufflingSampler(50, 1).take(50)]
+    assert first != list(range(50))
+
+
+def test_file_order_without_shuffling():
+    assert ShufflingSampler(2, 0, shuffle=False).take(3) == [Draw(0, 0), Draw(1, 0), Draw(0, 1)]
+
+
+def test_order_is_numpys_permutation_of_seed_and_epoch():
+    sampler = ShufflingSampler(10, 7)
+    sampler.take(10)
+    expected = np.random.Generator(np.random.PCG64([7, 1])).permutation(10).tolist()
+    assert [draw.index for draw in sampler.take(10)] == expected
+
+
+def test_state_is_tiny_for_any_dataset():
+    sampler = ShufflingSampler(1_000_000, 3)
+    sampler.take(10)
+    expected = {"seed": 3, "num_rows": 1_000_000, "shuffle": True, "epoch": 0, "position": 10}
+    assert sampler.state_dict() == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_rows": 9}, "num_rows = 9 in the checkpoint, 10 now; the data, its filter or the tokenizer changed"),
+        ({"seed": 4}, "seed = 4 in the checkpoint, 0 now; set run.seed"),
+        ({"shuffle": False}, "shuffle = False in the checkpoint, True now"),
+        ({"position": 10}, "position = 10 with 10 rows; the checkpoint is damaged"),
+        ({"epoch": -1}, "epoch = -1"),
+    ],
+)
+def test_state_of_another_dataset(change, message):
+    sampler = ShufflingSampler(10, 0)
+    before = sampler.state_dict()
+    with pytest.raises(DataError, match=message):
+        sampler.load_state_dict({**before, **change})
+    assert sampler.state_dict() == before
+
+
+def test_incomplete_state():
+    with pytest.raises(DataError, match="sampler state: shuffle, epoch, position missing"):
+        ShufflingSampler(10, 0).load_state_dict({"seed": 0, "num_rows": 10})
+
+
+def test_bad_arguments():
+    with pytest.raises(DataError, match="num_rows = 0"):
+        ShufflingSampler(0, 0)
+    with pytest.raises(DataError, match="seed = -1"):
+        ShufflingSampler(1, -1)
+    with pytest.raises(ValueError, match="count = -1"):
+        ShufflingSampler(1, 0).take(-1)

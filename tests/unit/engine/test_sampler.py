@@ -1,0 +1,95 @@
+"""Drawing tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.core.records import SamplingParams
+from headwater.engine.sampler import SamplingBatch, sample, uniforms
+
+CPU = torch.device("cpu")
+
+
+def batch_of(rows: int, **settings) -> SamplingBatch:
+    params = SamplingParams(max_new_tokens=1, **settings)
+    return SamplingBatch.build([params] * rows, [17 * row for row in range(rows)], CPU)
+
+
+def draw(logits: torch.Tensor, rows: int, **settings):
+    batch = batch_of(rows, **settings)
+    return sample(logits.expand(rows, -1), batch, torch.zeros(rows, dtype=torch.int64))
+
+
+def test_uniforms_match_splitmix64_in_plain_python():
+    def reference(key: int, position: int) -> float:
+        wrap = (1 << 64) - 1
+        state = (key + (position + 1) * 0x9E3779B97F4A7C15) & wrap
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & wrap
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & wrap
+        return ((state ^ (state >> 31)) >> 11) * 2.0**-53
+
+    keys, positions = [0, 1, -1, 2**63 - 1, -(2**63), 123456789], [0, 5, 7, 1000, 3, 2]
+    actual = uniforms(torch.tensor(keys), torch.tensor(positions)).tolist()
+    assert actual == [reference(key, position) for key, position in zip(keys, positions, strict=True)]
+
+
+def test_uniforms_are_uniform():
+    values = uniforms(torch.arange(10_000), torch.zeros(10_000, dtype=torch.int64))
+    counts = torch.histc(values.float(), bins=20, min=0, max=1)
+    assert ((counts - 500) ** 2 / 500).sum() < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_follow_the_distribution(temperature):
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5]])
+    rows = 20_000
+    tokens, logprobs = draw(logits, rows, temperature=temperature)
+    probabilities = (logits[0] / temperature).softmax(-1)
+    expected = probabilities * rows
+    counts = torch.bincount(tokens, minlength=5)
+    assert ((counts - expected) ** 2 / expected).sum() < 18.5  # 4 degrees of freedom, p = 0.001
+    torch.testing.assert_close(logprobs, probabilities.log()[tokens])
+
+
+def test_greedy_takes_the_likeliest():
+    tokens, logprobs = draw(torch.tensor([[0.0, 3.0, 1.0]]), 4, temperature=0.0)
+    assert tokens.tolist() == [1] * 4
+    torch.testing.assert_close(logprobs[0], torch.tensor([0.0, 3.0, 1.0]).log_softmax(-1)[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [({"top_k": 2}, {3, 0}), ({"top_p": 0.5}, {3}), ({"top_p": 0.75}, {3, 0}), ({"min_p": 0.3}, {3, 0}), ({"top_k": 1}, {3})],
+)
+def test_truncation_keeps_exactly_these(settings, kept):
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])  # probabilities .24 .09 .03 .64
+    tokens, logprobs = draw(logits, 2000, **settings)
+    assert set(tokens.tolist()) == kept
+    alone = torch.full((4,), -torch.inf)
+    alone[list(kept)] = logits[0, list(kept)]
+    torch.testing.assert_close(logprobs, alone.log_softmax(-1)[tokens])
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**31), st.integers(1, 40))
+def test_a_row_does_not_depend_on_its_neighbours(seed, rows):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, 50, generator=generator)
+    params = [SamplingParams(1, temperature=0.7, top_p=0.9 if row % 2 else 1.0) for row in range(rows)]
+    keys = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    positions = torch.arange(rows)
+    together, _ = sample(logits, SamplingBatch.build(params, keys.tolist(), CPU), positions)
+    for row in range(rows):
+        batch = SamplingBatch.build([params[row]], [int(keys[row])], CPU)
+        alone, _ = sample(logits[row : row + 1], batch, positions[row : row + 1])
+        assert alone.item() == together[row].item()
+
+
+def test_a_token_without_probability_is_never_drawn():
+    logits = torch.full((1, 6), -torch.inf)
+    logits[0, [1, 4]] = 0.0
+    tokens, _ = draw(logits, 5000)
+    assert set(tokens.tolist()) == {1, 4}

@@ -1,0 +1,73 @@
+"""The shape of the code: who may import whom, and how light importing is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "headwater"
+
+ORDER = [
+    "core", "config", "observe", "data", "models", "algorithms", "tools", "rewards", "engine", "training", "backends",
+    "workflows", "rollout", "weights", "cluster", "trainer", "dashboard", "cli",
+]  # fmt: skip
+FORBIDDEN = {
+    "training": {"engine"},
+    "dashboard": set(ORDER) - {"core", "config", "observe", "dashboard"},
+}
+ONLY_IN = {"ray": "cluster/ray.py", "vllm": "backends/vllm.py", "sglang": "backends/sglang.py"}
+
+
+def files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            found.add(node.module or "")
+    return found
+
+
+def test_every_folder_has_a_place_in_the_order():
+    folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= set(ORDER)
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_flow_one_way(path):
+    folder = path.relative_to(SOURCE).parts[0]
+    if folder == "__init__.py":
+        return
+    allowed = set(ORDER[: ORDER.index(folder) + 1]) - FORBIDDEN.get(folder, set())
+    for module in imported_modules(path):
+        parts = module.split(".")
+        if parts[0] == "headwater" and len(parts) > 1:
+            assert parts[1] in allowed, f"{folder} must not import {module}"
+        elif parts[0] in ONLY_IN:
+            assert str(path.relative_to(SOURCE)) == ONLY_IN[parts[0]], f"only {ONLY_IN[parts[0]]} may import {parts[0]}"
+
+
+@pytest.mark.parametrize("module", ["headwater", "headwater.core.records", "headwater.config.load", "headwater.cli.main"])
+def test_importing_is_light(module):
+    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy', 'rich') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_help_answers_at_once():
+    def seconds() -> float:
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "headwater.cli.main", "--help"], capture_output=True, check=True)
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(5)) < 0.5
