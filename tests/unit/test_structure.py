@@ -57,7 +57,9 @@ def test_imports_flow_one_way(path):
             assert str(path.relative_to(SOURCE)) == ONLY_IN[parts[0]], f"only {ONLY_IN[parts[0]]} may import {parts[0]}"
 
 
-@pytest.mark.parametrize("module", ["headwater", "headwater.core.records", "headwater.config.load", "headwater.cli.main"])
+@pytest.mark.parametrize(
+    "module", ["headwater", "headwater.core.records", "headwater.config.load", "headwater.cli.main"]
+)
 def test_importing_is_light(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy', 'rich') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

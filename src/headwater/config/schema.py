@@ -156,6 +156,8 @@ class TrainingConfig:
     """Optimiser steps per pass over a batch; must divide the prompts of a step."""
     num_epochs: Annotated[int, AtLeast(1)] = 1
     """Passes over each batch."""
+    skip_zero_advantages: bool = True
+    """Spend nothing on samples whose advantage is zero; turn off for a loss that has terms without the advantage."""
     max_tokens_per_microbatch: Annotated[int, AtLeast(1)] = 16384
     """Tokens in one forward and backward pass; lower it if memory runs out, the gradient stays the same."""
 

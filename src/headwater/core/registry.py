@@ -18,6 +18,7 @@ Nothing is imported before it is resolved, so names can be checked without loadi
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -74,7 +75,8 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UnknownName(f"{path}: no such file; give the path of an existing Python file")
     # The same file must be the same module each time, or its classes would not compare equal.
-    name = f"headwater_extension_{path.stem}_{abs(hash(str(path)))}"
+    digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
+    name = f"headwater_extension_{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

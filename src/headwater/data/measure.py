@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing import get_context
 
 from headwater.core.errors import DataError
@@ -38,8 +38,9 @@ def measure_lengths(read_row: ReadRow, num_rows: int, builder: PromptBuilder, nu
     """Number of prompt tokens of rows 0..num_rows-1. Raises the error of the first row that cannot be built."""
     chunks = _measure_here if num_workers == 1 else _measure_in_workers
     lengths: list[int] = []
-    with _progress_bar(num_rows) as show:
-        for measured, error in chunks(read_row, num_rows, builder, num_workers):
+    # Closed here, so that worker processes end with the first error, not when its traceback is forgotten.
+    with _progress_bar(num_rows) as show, closing(chunks(read_row, num_rows, builder, num_workers)) as results:
+        for measured, error in results:
             if error is not None:
                 raise error
             lengths += measured
@@ -47,14 +48,14 @@ def measure_lengths(read_row: ReadRow, num_rows: int, builder: PromptBuilder, nu
     return lengths
 
 
-def _measure_here(read_row: ReadRow, num_rows: int, builder: PromptBuilder, _: int) -> Iterator[Measured]:
+def _measure_here(read_row: ReadRow, num_rows: int, builder: PromptBuilder, _: int) -> Generator[Measured, None, None]:
     for rows, read_error in _read_chunks(read_row, num_rows):
         yield _first_error(_measure_rows(builder, rows), read_error)
 
 
 def _measure_in_workers(
     read_row: ReadRow, num_rows: int, builder: PromptBuilder, num_workers: int
-) -> Iterator[Measured]:
+) -> Generator[Measured, None, None]:
     """This process reads rows and hands them out, so that any kind of source works and memory stays bounded."""
     pool = ProcessPoolExecutor(
         num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(_pickled(builder),)

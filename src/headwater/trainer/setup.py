@@ -110,6 +110,7 @@ def build_training(config: Config, model_path: str, tokenizer: Any) -> TrainingP
         policy_loss,
         num_minibatches=training.num_minibatches,
         num_epochs=training.num_epochs,
+        skip_zero_advantages=training.skip_zero_advantages,
     )
     experience = ExperienceMaker(
         advantage,

@@ -56,12 +56,17 @@ class LocalTrainEngine:
             result[rows, : logprobs.shape[1]] = logprobs.to(result.device)
         return result
 
-    def train_step(self, batch: DataProto, loss_fn: LossFunction) -> dict[str, float]:
-        """One optimiser step on the whole batch. A gradient that is not finite is skipped and counted, not applied."""
-        num_tokens = float(batch.batch["response_mask"].sum())
+    def train_step(self, batch: DataProto, loss_fn: LossFunction, num_tokens: float | None = None) -> dict[str, float]:
+        """One optimiser step on the whole batch. A gradient that is not finite is skipped and counted, not applied.
+
+        ``num_tokens`` is the token count that losses are averaged over: the batch's own, unless rows without a gradient
+        were left out of it.
+        """
+        num_tokens = float(batch.batch["response_mask"].sum()) if num_tokens is None else num_tokens
         if num_tokens == 0:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
         self.model.train()
+        total_loss, num_seen = 0.0, 0.0
         totals: dict[str, Tensor] = {}
         for _, micro in self._microbatches(batch):
             mask = micro.batch["response_mask"]
@@ -69,12 +74,14 @@ class LocalTrainEngine:
             loss = loss_fn(logprobs, micro)
             scaled = token_mean(loss.token_losses, mask, num_tokens)
             scaled.backward()  # type: ignore[no-untyped-call]
-            shown = {"loss": loss.token_losses.detach(), "entropy": entropy, **loss.diagnostics}
-            for name, values in shown.items():
-                totals[name] = totals.get(name, 0.0) + masked_sum(values, mask)
+            num_seen += float(mask.sum())
+            for name, values in {"entropy": entropy, **loss.diagnostics}.items():
+                totals[name] = totals.get(name, torch.zeros(())) + masked_sum(values, mask).cpu()
+            total_loss += scaled.item()
+        learning_rate = self._learning_rate()
         grad_norm = self._apply_gradient()
-        stats = {name: float(total) / num_tokens for name, total in totals.items()}
-        return {**stats, "grad_norm": grad_norm, "learning_rate": self._learning_rate()}
+        stats = {name: float(total) / num_seen for name, total in totals.items()}
+        return {"loss": total_loss, **stats, "grad_norm": grad_norm, "learning_rate": learning_rate}
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name."""

@@ -43,7 +43,9 @@ def test_ppo(case):
     inputs, args = case["inputs"], case["args"]
     logprobs = tensor(inputs["log_prob"]).requires_grad_()
     mask = tensor(inputs["response_mask"])
-    low, high = (args[key] if args[key] is not None else args["clip_ratio"] for key in ("clip_ratio_low", "clip_ratio_high"))
+    low, high = (
+        args[key] if args[key] is not None else args["clip_ratio"] for key in ("clip_ratio_low", "clip_ratio_high")
+    )
     loss = ppo(
         logprobs,
         tensor(inputs["old_log_prob"]),

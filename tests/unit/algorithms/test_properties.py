@@ -26,8 +26,7 @@ def test_token_mean_does_not_depend_on_the_cut(batch, size):
     num_tokens = max(float(mask.sum()), 1.0)
     whole = token_mean(losses, mask, num_tokens)
     parts = sum(
-        token_mean(part, kept, num_tokens)
-        for part, kept in zip(losses.split(size), mask.split(size), strict=True)
+        token_mean(part, kept, num_tokens) for part, kept in zip(losses.split(size), mask.split(size), strict=True)
     )
     torch.testing.assert_close(parts, whole)
 

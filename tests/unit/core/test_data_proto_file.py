@@ -107,6 +107,20 @@ def test_empty_columns_that_numpy_made_can_be_saved(file: Path) -> None:
     assert_same(DataProto.load(file), data)
 
 
+def test_tensors_that_autograd_computed_can_be_saved(file: Path) -> None:
+    data = DataProto.from_dict({"x": torch.ones(2, requires_grad=True) * 2})
+    data.save(file)
+    assert_same(DataProto.load(file), data)
+
+
+def test_a_loaded_batch_does_not_change_with_its_file(file: Path) -> None:
+    small().save(file)
+    loaded = DataProto.load(file)
+    with file.open("r+b") as opened:
+        opened.write(bytes([255]) * file.stat().st_size)
+    assert_same(loaded, small())
+
+
 def test_a_part_takes_the_room_of_its_own_rows(file: Path) -> None:
     DataProto.from_dict({"x": torch.zeros(1000, 100)})[:2].save(file)
     assert file.stat().st_size < 4000

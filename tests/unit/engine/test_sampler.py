@@ -62,7 +62,13 @@ def test_greedy_takes_the_likeliest():
 
 @pytest.mark.parametrize(
     ("settings", "kept"),
-    [({"top_k": 2}, {3, 0}), ({"top_p": 0.5}, {3}), ({"top_p": 0.75}, {3, 0}), ({"min_p": 0.3}, {3, 0}), ({"top_k": 1}, {3})],
+    [
+        ({"top_k": 2}, {3, 0}),
+        ({"top_p": 0.5}, {3}),
+        ({"top_p": 0.75}, {3, 0}),
+        ({"min_p": 0.3}, {3, 0}),
+        ({"top_k": 1}, {3}),
+    ],
 )
 def test_truncation_keeps_exactly_these(settings, kept):
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])  # probabilities .24 .09 .03 .64

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from headwater.core.errors import RewardFailed
+from headwater.data.tasks.reasoning_gym import gym_entry
 from headwater.rewards.scorers import SCORERS
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -18,15 +20,15 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: Any, extra_
     """The gym's verdict, 0.0 to 1.0, on the text in the last <answer>, or on the whole response where there is none."""
     answers = _ANSWER.findall(solution_str)
     answer = (answers[-1] if answers else solution_str).strip()
-    entry = extra_info["reasoning_gym"]["entry"]
-    return float(_dataset(extra_info["reasoning_gym"]["task"]).score_answer(answer=answer, entry=entry))
+    gym = extra_info["gym"]
+    rules = _rules(gym["dataset"], json.dumps(gym["options"], sort_keys=True))
+    return float(rules.score_answer(answer=answer, entry=gym_entry(extra_info)))
 
 
 @lru_cache(maxsize=64)
-def _dataset(task: str) -> Any:
+def _rules(dataset: str, options: str) -> Any:
     try:
         import reasoning_gym as gym
     except ImportError as error:
         raise RewardFailed("reasoning-gym is not installed; run: pip install 'headwater[tasks]'") from error
-    # Scoring needs the task's rules only; one row is the smallest dataset the package builds.
-    return gym.create_dataset(task, size=1, seed=0)
+    return gym.create_dataset(dataset, **json.loads(options))

@@ -1,0 +1,40 @@
+"""The real command line in a real process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = [
+    "recipes/quickstart.yaml", "warm_start.num_steps=0", "warm_start.until_reward=0", "trainer.total_steps=2",
+    "trainer.num_prompts_per_step=4", "rollout.num_samples_per_prompt=2", "data.num_train_rows=50",
+    "data.num_eval_rows=10", "eval.num_prompts=10", "eval.every_steps=0",
+]  # fmt: skip
+"""The quickstart recipe cut down to seconds."""
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    stdout: str
+    stderr: str
+
+
+def headwater(*arguments: object, timeout_s: float = 240.0) -> Result:
+    command = [sys.executable, "-m", "headwater.cli.main", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def train_small(root: Path, *arguments: object) -> Result:
+    return headwater("train", *SMALL, f"run.root={root}", *arguments)
+
+
+def metrics(run: Path, kind: str) -> list[dict]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == kind]

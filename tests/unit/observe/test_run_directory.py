@@ -1,0 +1,81 @@
+"""Run directories: nothing overwritten, nothing lost."""
+
+from __future__ import annotations
+
+import pyarrow.parquet as pq
+import pytest
+import tiny
+
+from headwater.core.errors import RunError
+from headwater.observe.curve import draw_reward_curve
+from headwater.observe.rollout_file import write_rollouts
+from headwater.observe.run_directory import RunDirectory
+
+
+def test_runs_of_the_same_name_get_their_own_folder(tmp_path):
+    names = [RunDirectory.create(tmp_path, "run").path.name for _ in range(3)]
+    assert names == ["run", "run-2", "run-3"]
+
+
+def test_a_root_that_is_a_file_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"run\.root = .*file"):
+        RunDirectory.create(tmp_path / "file", "run")
+
+
+def test_opening_something_else_is_an_error(tmp_path):
+    with pytest.raises(RunError, match="no run there"):
+        RunDirectory.open(tmp_path)
+
+
+def test_settings_of_a_resume_stand_beside_the_first(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    for text in ("a: 1", "a: 1", "a: 2", "a: 3"):
+        run.write_config(text)
+    assert sorted(path.name for path in run.path.iterdir()) == ["config-2.yaml", "config-3.yaml", "config.yaml"]
+    assert (run.path / "config.yaml").read_text() == "a: 1"
+    assert RunDirectory.open(run.path).config_file.read_text() == "a: 3"
+
+
+def test_the_last_record_of_a_repeated_step_counts(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    for kind, step, value in (("train", 1, 0.1), ("train", 2, 0.2), ("eval", 2, 0.5), ("train", 2, 0.3)):
+        run.append_metrics({"kind": kind, "step": step, "value": value})
+    assert [record["value"] for record in run.read_metrics()] == [0.1, 0.3, 0.5]
+    assert len(run.metrics_file.read_text().splitlines()) == 4
+
+
+def test_a_broken_metrics_line_is_named(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    run.metrics_file.write_text('{"kind": "train", "step": 1}\nhalf a li')
+    with pytest.raises(RunError, match=r"metrics\.jsonl:2: not JSON"):
+        list(run.read_metrics())
+
+
+def test_files_are_never_overwritten(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    for content in ("one", "two", "three"):
+        run.free_file("eval", "step_1", ".txt").write_text(content)
+    assert {path.name: path.read_text() for path in (run.path / "eval").iterdir()} == {
+        "step_1.txt": "one", "step_1-2.txt": "two", "step_1-3.txt": "three",
+    }  # fmt: skip
+
+
+def test_rollouts_can_be_read_back(tmp_path):
+    trajectories = [tiny.trajectory(seed, uid="row", sample=seed) for seed in range(3)]
+    write_rollouts(tmp_path / "r.parquet", 4, [(tiny.prompt(), each) for each in trajectories])
+    rows = pq.read_table(tmp_path / "r.parquet").to_pylist()
+    for row, each in zip(rows, trajectories, strict=True):
+        assert (row["step"], row["uid"], row["sample"]) == (4, "row", each.sample)
+        assert row["tokens"] == list(each.tokens)
+        assert row["loss_mask"] == list(each.loss_mask)
+        assert row["versions"] == list(each.versions)
+        assert row["logprobs"] == pytest.approx(each.logprobs)
+        assert row["reward"] == each.reward
+
+
+def test_the_curve_is_a_picture(tmp_path):
+    draw_reward_curve(tmp_path / "c.png", [(1, 0.1), (2, 0.4)], [(0, 0.1), (2, 0.5)], "title")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    draw_reward_curve(tmp_path / "empty.png", [], [], "no steps yet")
+    assert (tmp_path / "empty.png").stat().st_size > 1000

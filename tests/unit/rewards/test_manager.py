@@ -1,0 +1,111 @@
+"""The naive manager: any function, any result, and no invented numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import tiny
+
+from headwater.config.schema import RewardConfig
+from headwater.core.errors import RewardFailed, UnknownName
+from headwater.observe.spans import Spans
+from headwater.rewards.managers.naive import NaiveRewardManager
+
+FUNCTIONS = """
+import asyncio, time
+
+def number(data_source, solution_str, ground_truth, extra_info):
+    return int(solution_str == ground_truth)
+
+def details(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
+    return {"score": 0.5 + bonus, "length": len(solution_str)}
+
+async def slow_but_async(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0.01)
+    return 0.25
+
+def raises(data_source, solution_str, ground_truth, extra_info):
+    return {}["missing"]
+
+def nothing(data_source, solution_str, ground_truth, extra_info):
+    return None
+
+def not_a_number(data_source, solution_str, ground_truth, extra_info):
+    return float("nan")
+
+def no_score(data_source, solution_str, ground_truth, extra_info):
+    return {"points": 1}
+
+def hangs(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(5)
+
+CONSTANT = 3
+"""
+
+
+@pytest.fixture
+def score(tmp_path):
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+
+    def call(name: str, text: str = "46", **settings):
+        path = f"{file}:{name}" if name else ""
+        manager = NaiveRewardManager(RewardConfig(function=path, **settings), Spans())
+        try:
+            return asyncio.run(manager.score(tiny.prompt(uid="row7"), text))
+        finally:
+            manager.close()
+
+    return call
+
+
+def test_results_of_every_kind(score):
+    assert score("number").value == 1.0
+    result = score("details", function_args={"bonus": 0.25})
+    assert (result.value, result.info) == (0.75, {"length": 2})
+    assert score("slow_but_async").value == 0.25
+    assert score("").value == 1.0  # no function: the built-in scorer of the row's data_source
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", r"reward raises on row row7 .*raised KeyError: 'missing' at .*functions\.py:\d+; mend the function"),
+        ("nothing", "returned None; return a finite number"),
+        ("not_a_number", "returned nan; return a finite number"),
+        ("no_score", r"returned a dict without 'score'; its keys are \['points'\]"),
+    ],
+)
+def test_failures_are_never_numbers(score, name, message):
+    with pytest.raises(RewardFailed, match=message):
+        score(name)
+
+
+def test_a_hanging_function_is_cut_off(score):
+    started = time.monotonic()
+    with pytest.raises(RewardFailed, match=r"no result within 0.2 s; make it faster or raise reward\.timeout_s"):
+        score("hangs", timeout_s=0.2)
+    assert time.monotonic() - started < 4
+
+
+def test_bad_paths_are_named(score):
+    with pytest.raises(UnknownName, match="has no 'nubmer'; did you mean 'number'"):
+        score("nubmer")
+    with pytest.raises(RewardFailed, match="not callable"):
+        score("CONSTANT")
+
+
+def test_an_unknown_data_source_says_what_to_set():
+    manager = NaiveRewardManager(RewardConfig(), Spans())
+    with pytest.raises(RewardFailed, match=r"no built-in scorer for data_source 'mine'.*set reward\.function"):
+        asyncio.run(manager.score(tiny.prompt(data_source="mine"), "x"))
+    manager.close()
+
+
+@pytest.mark.parametrize("name", ["openai/gsm8k", "gsm8k"])
+def test_data_sources_with_an_owner_find_their_scorer(name):
+    manager = NaiveRewardManager(RewardConfig(), Spans())
+    assert asyncio.run(manager.score(tiny.prompt(data_source=name, ground_truth="5"), "#### 5")).value == 1.0
+    manager.close()

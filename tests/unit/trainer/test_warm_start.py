@@ -1,0 +1,43 @@
+"""The supervised start."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+
+from headwater.config.schema import TrainingConfig, WarmStartConfig
+from headwater.core.errors import DataError
+from headwater.observe.progress import Display
+from headwater.trainer.warm_start import warm_start
+
+
+def run(rewards, dataset, **settings):
+    asked = iter(rewards)
+    return warm_start(
+        WarmStartConfig(**{"num_steps": 30, "num_sequences_per_step": 4, **settings}),
+        TrainingConfig(),
+        tiny.model(),
+        tiny.tokenizer(),
+        dataset,
+        seed=0,
+        temperature=1.0,
+        sampled_reward=lambda: next(asked),
+        display=Display(),
+    )
+
+
+ROWS = [tiny.prompt(f"{n}+1=", uid=f"row{n}", extra_info={"demonstration": str(n + 1)}) for n in range(8)]
+
+
+def test_the_likelihood_of_demonstrations_rises():
+    assert run([], ROWS, num_steps=25).loss < 0.5 * run([], ROWS, num_steps=1).loss
+
+
+def test_it_stops_once_the_sampled_reward_is_reached():
+    assert run([0.1, 0.3], ROWS, until_reward=0.25).num_steps == 20
+    assert run([0.1, 0.1, 0.1], ROWS, until_reward=0.25).num_steps == 30
+
+
+def test_a_row_without_demonstration_says_what_to_do():
+    with pytest.raises(DataError, match=r"row bare: no extra_info\.demonstration.*warm_start\.num_steps=0"):
+        run([], [tiny.prompt(uid="bare")])
