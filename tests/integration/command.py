@@ -14,8 +14,9 @@ SMALL = [
     "recipes/quickstart.yaml", "warm_start.num_steps=0", "warm_start.until_reward=0", "trainer.total_steps=2",
     "trainer.num_prompts_per_step=4", "rollout.num_samples_per_prompt=2", "data.num_train_rows=50",
     "data.num_eval_rows=10", "eval.num_prompts=10", "eval.every_steps=0",
+    "reward.function=tests/integration/varied_reward.py:compute_score",
 ]  # fmt: skip
-"""The quickstart recipe cut down to seconds."""
+"""The quickstart recipe cut down to seconds, with a reward under which every step changes the weights."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Display:
         self.console = console or Console()
 
     def say(self, message: str) -> None:
-        self.console.print(message, highlight=False)
+        self.console.print(message, highlight=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str, total: int, start: int = 0) -> Iterator[Reporter]:

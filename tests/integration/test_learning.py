@@ -1,0 +1,34 @@
+"""The quickstart learns, on every seed, as the README promises."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command import headwater, metrics
+
+
+def learns(tmp_path, seed: int) -> None:
+    result = headwater("train", "recipes/quickstart.yaml", f"run.root={tmp_path}", f"run.seed={seed}", timeout_s=600)
+    assert result.code == 0, result.stderr
+    run = tmp_path / "quickstart"
+    evaluations = metrics(run, "eval")
+    assert evaluations[0]["step"] == 0
+    assert evaluations[0]["reward/mean"] < 0.3
+    assert evaluations[-1]["reward/mean"] > 0.8
+    report = headwater("eval", run)
+    assert report.code == 0, report.stderr
+    file = next((run / "eval").glob("report_*.json"))
+    assert json.loads(file.read_text())["reward/mean"] == evaluations[-1]["reward/mean"]
+
+
+@pytest.mark.timeout(900)
+def test_reward_rises(tmp_path):
+    learns(tmp_path, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_reward_rises_on_other_seeds(tmp_path, seed):
+    learns(tmp_path, seed)
