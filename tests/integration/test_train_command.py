@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,10 +77,24 @@ def test_resuming_is_exact(finished, tmp_path):
     assert (run / "config-2.yaml").exists()
 
 
+def test_what_cannot_be_resumed_says_why(finished):
+    absent = headwater("train", "--resume", finished, "--step", 3)
+    assert absent.code == 2
+    assert "no such checkpoint; saved steps: 2, 4" in absent.stderr
+    done = headwater("train", "--resume", finished)
+    assert done.code == 2
+    assert "all 4 steps are done; to go on, add for example trainer.total_steps=8" in done.stderr
+
+
 def test_an_older_checkpoint_can_be_resumed(finished, tmp_path):
-    result = headwater("train", "--resume", finished, "--step", 3)
-    assert result.code == 2
-    assert "no such checkpoint; saved steps: 2, 4" in result.stderr
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_000004")
+    assert headwater("train", "--resume", copy, "--step", 2).code == 0
+    assert same_weights(weights(copy, 4), weights(finished, 4))
+    # Steps 3 and 4 ran twice; both records and both rollout files are kept.
+    assert [record["step"] for record in metrics(copy, "train")] == [1, 2, 3, 4, 3, 4]
+    assert (copy / "rollouts" / "step_000003-2.parquet").exists()
 
 
 def test_a_second_run_of_the_same_name_gets_its_own_folder(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.cli.exit_codes import EXIT_INTERRUPTED
-from headwater.core.errors import HeadwaterError
+from headwater.core.errors import HeadwaterError, RunError
 
 if TYPE_CHECKING:
     from headwater.config.schema import Config
@@ -76,13 +76,18 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     try:
         training = build_training(config, model_path, rollout.tokenizer)
         run = run or RunDirectory.create(Path(config.run.root), config.run.name)
-        run.write_config(to_yaml(config))
         trainer = Trainer(config, rollout, training, run, display)
         if checkpoint is not None:
             trainer.restore(checkpoint)
+            if trainer.step >= config.trainer.total_steps:
+                raise RunError(
+                    f"{run.path}: all {trainer.step} steps are done; to go on, add for example "
+                    f"trainer.total_steps={2 * trainer.step}"
+                )
             display.say(f"Resuming {run.path} after step {trainer.step}")
         else:
             display.say(f"Run directory {run.path}")
+        run.write_config(to_yaml(config))
         outcome = trainer.fit()
     finally:
         rollout.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-_SMOOTHING = 0.9
+_SMOOTHING = 0.8
 
 
 def draw_reward_curve(
