@@ -89,8 +89,8 @@ def test_what_cannot_be_resumed_says_why(finished):
 def test_an_older_checkpoint_can_be_resumed(finished, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
-    shutil.rmtree(copy / "checkpoints" / "step_000004")
     assert headwater("train", "--resume", copy, "--step", 2).code == 0
+    assert (copy / "checkpoints" / "superseded-1_step_000004").exists()
     assert same_weights(weights(copy, 4), weights(finished, 4))
     # Steps 3 and 4 ran twice; both records and both rollout files are kept.
     assert [record["step"] for record in metrics(copy, "train")] == [1, 2, 3, 4, 3, 4]
@@ -127,6 +127,27 @@ def test_ctrl_c_ends_cleanly_and_resumes(tmp_path):
     straight = train_small(tmp_path, "run.name=straight", f"trainer.total_steps={done + 1}")
     assert straight.code == 0
     assert same_weights(weights(run, done + 1), weights(tmp_path / "straight", done + 1))
+
+
+def test_ctrl_c_during_the_supervised_start_begins_anew(tmp_path):
+    arguments = [*SMALL, f"run.root={tmp_path}", "run.name=early", "warm_start.num_steps=100000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headwater.cli.main", "train", *arguments],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("warm start"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    run = tmp_path / "early"
+    assert not (run / "checkpoints").exists()
+    resumed = headwater("train", "--resume", run, "warm_start.num_steps=2", "trainer.total_steps=1")
+    assert resumed.code == 0, resumed.stderr
+    straight = train_small(tmp_path, "run.name=late", "warm_start.num_steps=2", "trainer.total_steps=1")
+    assert straight.code == 0
+    assert same_weights(weights(run, 1), weights(tmp_path / "late", 1))
 
 
 def test_eval_reports_what_training_reported(finished):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import RunError
+
+logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -76,23 +79,35 @@ class RunDirectory:
         return path
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """One line, flushed at once, so that a run that is killed loses none of its history."""
-        line = json.dumps(record, allow_nan=True)
-        with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        """One line, written at once, so that a run that is killed loses none of its history."""
+        line = json.dumps(record) + "\n"
+        with self.metrics_file.open("a+b") as file:
+            # A process killed in mid-line leaves it open; the next record must not be glued to it.
+            if file.tell() > 0 and not self._ends_with_newline():
+                line = "\n" + line
+            file.write(line.encode())
 
-    def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Every record. A step that was run twice, after a resume, counts as its last record."""
-        if not self.metrics_file.exists():
-            return
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The records of the run as it stands: what a resume went back behind is left out."""
         latest: dict[tuple[str, int], dict[str, Any]] = {}
+        if not self.metrics_file.exists():
+            return []
         for number, line in enumerate(self.metrics_file.read_text(encoding="utf-8").splitlines(), start=1):
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise RunError(f"{self.metrics_file}:{number}: not JSON ({error.msg}); remove that line") from error
-            latest[record["kind"], record["step"]] = record
-        yield from latest.values()
+            except json.JSONDecodeError:
+                logger.warning("%s:%d is cut off, as a killed process leaves it; skipped", self.metrics_file, number)
+                continue
+            if record["kind"] == "resume":
+                latest = {key: each for key, each in latest.items() if each["step"] <= record["step"]}
+            else:
+                latest[record["kind"], record["step"]] = record
+        return list(latest.values())
+
+    def _ends_with_newline(self) -> bool:
+        with self.metrics_file.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -21,6 +21,8 @@ class TrainerState:
     step: int
     """Steps done; also the policy version."""
     sampler: dict[str, Any]
+    warm_started: bool
+    """Whether the supervised start is behind us, or there is none."""
 
 
 class Checkpoints:
@@ -46,6 +48,15 @@ class Checkpoints:
             shutil.rmtree(old)
         return target
 
+    def set_aside_after(self, step: int) -> None:
+        """Rename checkpoints later than ``step``: the run goes on from there and will make its own."""
+        for later in self.all():
+            if _step_of(later) > step:
+                number = 1
+                while (aside := later.with_name(f"superseded-{number}_{later.name}")).exists():
+                    number += 1
+                later.rename(aside)
+
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         return sorted(self._folder.glob("step_*"))
@@ -57,9 +68,13 @@ class Checkpoints:
     def at(self, step: int) -> Path:
         path = self._folder / f"step_{step:06d}"
         if not path.is_dir():
-            known = ", ".join(str(int(each.name.partition("_")[2])) for each in self.all()) or "none"
+            known = ", ".join(str(_step_of(each)) for each in self.all()) or "none"
             raise RunError(f"{path}: no such checkpoint; saved steps: {known}")
         return path
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def read_state(checkpoint: Path) -> TrainerState:

@@ -16,7 +16,7 @@ _Record = dict[str, Any]
 
 def summarise(run: RunDirectory, display: Display) -> None:
     """Draw the curve and print the summary, both from the run directory alone."""
-    records = list(run.read_metrics())
+    records = run.read_metrics()
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]
     draw_reward_curve(run.curve_file, _points(train), _points(evaluations), f"Reward of {run.path.name}")

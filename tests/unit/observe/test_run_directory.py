@@ -45,11 +45,23 @@ def test_the_last_record_of_a_repeated_step_counts(tmp_path):
     assert len(run.metrics_file.read_text().splitlines()) == 4
 
 
-def test_a_broken_metrics_line_is_named(tmp_path):
+def test_records_behind_a_resume_no_longer_count(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
-    run.metrics_file.write_text('{"kind": "train", "step": 1}\nhalf a li')
-    with pytest.raises(RunError, match=r"metrics\.jsonl:2: not JSON"):
-        list(run.read_metrics())
+    for step in (1, 2, 3, 4):
+        run.append_metrics({"kind": "train", "step": step})
+    run.append_metrics({"kind": "resume", "step": 2})
+    run.append_metrics({"kind": "train", "step": 3, "again": True})
+    assert run.read_metrics() == [
+        {"kind": "train", "step": 1}, {"kind": "train", "step": 2}, {"kind": "train", "step": 3, "again": True},
+    ]  # fmt: skip
+
+
+def test_a_line_cut_off_by_a_kill_costs_only_itself(tmp_path, caplog):
+    run = RunDirectory.create(tmp_path, "run")
+    run.metrics_file.write_text('{"kind": "train", "step": 1}\n{"kind": "tra')
+    run.append_metrics({"kind": "train", "step": 2})
+    assert [record["step"] for record in run.read_metrics()] == [1, 2]
+    assert "metrics.jsonl:2 is cut off" in caplog.text
 
 
 def test_files_are_never_overwritten(tmp_path):
