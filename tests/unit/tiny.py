@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
+from pathlib import Path
 
 from headwater.core.records import Prompt, Trajectory
 from headwater.models.load import load_model, load_tokenizer
+
+ROOT = Path(__file__).parents[2]
 
 
 def model(seed: int = 0):

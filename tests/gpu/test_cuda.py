@@ -1,0 +1,69 @@
+"""The same code on a CUDA device."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import tiny
+import torch
+
+from headwater.algorithms.policy_losses import PolicyLoss
+from headwater.backends.hf import HfEngine
+from headwater.cli.main import main
+from headwater.config.schema import TrainingConfig
+from headwater.core.records import ModelRequest, SamplingParams, Score, Trajectory
+from headwater.engine.sampler import SamplingBatch, sample, uniforms
+from headwater.models.load import load_model
+from headwater.observe.run_directory import RunDirectory
+from headwater.observe.spans import Spans
+from headwater.rollout.padding import pad_trajectories
+from headwater.training.engine import LocalTrainEngine
+
+
+def test_uniforms_are_the_same_bits_as_on_the_cpu():
+    keys = torch.randint(-(2**62), 2**62, (10_000,), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(10_000)
+    assert torch.equal(uniforms(keys, positions), uniforms(keys.cuda(), positions.cuda()).cpu())
+
+
+def test_tokens_are_drawn_as_on_the_cpu():
+    logits = torch.randn(500, 300, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(1, temperature=0.8, top_p=0.95 if row % 2 else 1.0) for row in range(500)]
+    keys, positions = list(range(500)), torch.arange(500)
+    cpu, _ = sample(logits, SamplingBatch.build(params, keys, torch.device("cpu")), positions)
+    cuda, _ = sample(logits.cuda(), SamplingBatch.build(params, keys, torch.device("cuda")), positions.cuda())
+    assert (cpu != cuda.cpu()).sum() <= 1  # a draw on the very border between two tokens may round the other way
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("bfloat16", 0.3)])
+def test_engine_and_trainer_agree(dtype, tolerance):
+    model = load_model("tiny:qwen3", dtype=dtype, device="auto", seed=0)
+    assert model.device.type == "cuda"
+    engine = HfEngine(model, tiny.tokenizer(), max_batch_sequences=64, spans=Spans())
+    prompts = [tiny.prompt(f"{number}+1=", uid=str(number)) for number in range(16)]
+    requests = [ModelRequest(each.uid, each.tokens, SamplingParams(8), row) for row, each in enumerate(prompts)]
+
+    async def generate():
+        return await asyncio.gather(*(engine.agenerate(request) for request in requests))
+
+    responses = asyncio.run(generate())
+    engine.close()
+    pairs = zip(prompts, responses, strict=True)
+    trajectories = [Trajectory.from_response(prompt, 0, response, Score(1.0)) for prompt, response in pairs]
+    data = pad_trajectories(trajectories, tiny.tokenizer().pad_token_id)
+    trainer = LocalTrainEngine(copy.deepcopy(model), TrainingConfig(learning_rate=1e-3), temperature=1.0)
+    gap = (trainer.logprobs(data) - data.batch["rollout_logprobs"]).abs() * data.batch["response_mask"]
+    assert gap.max() < tolerance
+    before = trainer.train_step(data, lambda logprobs, batch: PolicyLoss(-logprobs))["loss"]
+    after = trainer.train_step(data, lambda logprobs, batch: PolicyLoss(-logprobs))["loss"]
+    assert after < before
+
+
+def test_the_quickstart_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tiny.ROOT)
+    assert main(["train", "recipes/quickstart.yaml", f"run.root={tmp_path}", "trainer.total_steps=40"]) == 0
+    evaluations = [each for each in RunDirectory.open(tmp_path / "quickstart").read_metrics() if each["kind"] == "eval"]
+    assert evaluations[0]["reward/mean"] < 0.3
+    assert evaluations[-1]["reward/mean"] > 0.7
