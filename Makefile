@@ -1,6 +1,6 @@
 # make quickstart   set up, then train the quickstart recipe
 # make test         set up, then lint, type check and run the tests (minutes)
-# make test-all     set up, then the long tests too
+# make test-all     set up, then the long tests
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

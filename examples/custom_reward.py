@@ -3,8 +3,8 @@
     headwater train recipes/quickstart.yaml reward.function=examples/custom_reward.py:compute_score
 
 It may be `async`, may take settings of its own (reward.function_args), and may return a number or a dict with `score`.
-If it raises or takes too long, the run stops with the cause, or drops and counts the row (reward.on_failure): a failure
-never becomes a reward of 0.
+If it raises or takes too long, the run stops with the cause, or drops and counts the row (rollout.on_failure): a
+failure never becomes a reward of 0.
 """
 
 from __future__ import annotations

@@ -67,3 +67,24 @@ def test_the_quickstart_learns(tmp_path, monkeypatch):
     evaluations = [each for each in RunDirectory.open(tmp_path / "quickstart").read_metrics() if each["kind"] == "eval"]
     assert evaluations[0]["reward/mean"] < 0.3
     assert evaluations[-1]["reward/mean"] > 0.7
+
+
+def test_training_computes_in_bfloat16_but_keeps_float32_weights():
+    """In bfloat16 weights an update of this size would be rounded away."""
+    model = load_model("tiny:qwen3", dtype="float32", device="cuda", seed=0)
+    config = TrainingConfig(learning_rate=1e-6)
+    trainer = LocalTrainEngine(model, config, temperature=1.0, compute_dtype=torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    data = pad_trajectories([tiny.trajectory(seed) for seed in range(8)], pad_token_id=0)
+    trainer.train_step(data, lambda logprobs, batch: PolicyLoss(-logprobs))
+    changed = [(tensor != before[name]).float().mean() for name, tensor in trainer.export_weights()]
+    assert all(tensor.dtype == torch.float32 for _, tensor in trainer.export_weights())
+    assert torch.stack(changed).mean() > 0.8
+
+
+def test_a_bfloat16_run_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tiny.ROOT)
+    settings = ["recipes/quickstart.yaml", f"run.root={tmp_path}", "trainer.total_steps=40", "model.dtype=bfloat16"]
+    assert main(["train", *settings]) == 0
+    evaluations = [each for each in RunDirectory.open(tmp_path / "quickstart").read_metrics() if each["kind"] == "eval"]
+    assert evaluations[-1]["reward/mean"] > 0.7

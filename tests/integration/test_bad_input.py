@@ -73,7 +73,7 @@ def test_a_row_without_a_prompt(fails, tmp_path):
 def test_a_prompt_over_the_limit(fails, tmp_path):
     long = {**ROW, "prompt": "1+" * 200}
     file = write_rows(tmp_path / "rows.jsonl", [ROW, long])
-    message = fails(*FILES, f"data.train={file}", "data.overlong=error")
+    message = fails(*FILES, f"data.train={file}", "data.truncation=error")
     assert "rows.jsonl" in message
     assert "data.max_prompt_tokens" in message
 
@@ -99,7 +99,7 @@ def test_a_reward_that_raises_keeps_what_was_written(tmp_path):
     assert result.code == 2
     assert "reward compute_score on row largest_digit/train/" in result.stderr
     assert "ValueError: cannot judge this" in result.stderr
-    assert "reward.on_failure=drop" in result.stderr
+    assert "rollout.on_failure=drop" in result.stderr
     assert "Traceback" not in result.stderr
     run = tmp_path / "runs" / "broken"
     steps = (run / "metrics.jsonl").read_text().splitlines()
@@ -111,7 +111,7 @@ def test_rewards_that_always_fail_stop_the_run_under_drop_too(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text("def compute_score(**row):\n    raise ValueError('never')\n")
     result = train_small(
-        tmp_path, f"reward.function={file}:compute_score", "reward.on_failure=drop", "eval.before=false"
+        tmp_path, f"reward.function={file}:compute_score", "rollout.on_failure=drop", "eval.before=false"
     )
     assert result.code == 2
     assert "were dropped; the first causes" in result.stderr

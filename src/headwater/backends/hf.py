@@ -15,19 +15,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from headwater.backends import BACKENDS
-from headwater.core.errors import RolloutFailed
+from headwater.backends import BACKENDS, BackendContext
+from headwater.core.errors import ConfigError, RolloutFailed
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.core.waits import named_wait
 from headwater.engine.sampler import SamplingBatch, sample
-from headwater.models.load import end_token_ids
+from headwater.models.load import end_token_ids, load_model
 from headwater.models.weights import copy_weights
 from headwater.observe.spans import Spans
 
 _GATHER_S = 0.002
+_POLL_S = 0.01
 _PAUSE_LIMIT_S = 600.0
 
 
@@ -53,6 +60,17 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
+class _Abandoned(StoppingCriteria):  # type: ignore[misc]
+    """Ends a ``generate`` call whose responses nobody waits for any more, as after Ctrl-C."""
+
+    def __init__(self, batch: list[_Pending]) -> None:
+        self._batch = batch
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        abandoned = all(pending.future.done() for pending in self._batch)
+        return torch.full((input_ids.shape[0],), abandoned, device=input_ids.device)
+
+
 @BACKENDS.register
 class HfEngine:
     """Batches concurrent requests into calls of ``model.generate`` on a thread of its own."""
@@ -61,6 +79,8 @@ class HfEngine:
         self._model = model.eval()
         self._pad_token_id = tokenizer.pad_token_id
         self._end_token_ids = end_token_ids(model, tokenizer)
+        # A model's own generation settings (a repetition penalty, say) would change the distribution we sample from.
+        model.generation_config = GenerationConfig()
         self._max_batch_sequences = max_batch_sequences
         self._spans = spans
         self._version = 0
@@ -71,6 +91,25 @@ class HfEngine:
         # Held while weights are read by a generate call or written by an update, so that no response mixes versions.
         self._weights_lock = threading.Lock()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="hf-engine")
+
+    @classmethod
+    def from_context(cls, context: BackendContext) -> HfEngine:
+        config = context.config
+        model = load_model(
+            context.model_path, dtype=config.model.dtype, device=config.model.device, seed=config.run.seed
+        )
+        limit = model.config.get_text_config().max_position_embeddings
+        needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        if needed > limit:
+            raise ConfigError(
+                [
+                    f"data.max_prompt_tokens + rollout.max_new_tokens = {needed}: over the {limit} positions of "
+                    f"{context.model_path}; lower one of them"
+                ]
+            )
+        return cls(
+            model, context.tokenizer, max_batch_sequences=config.rollout.max_batch_sequences, spans=context.spans
+        )
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         self._check(request)
@@ -106,24 +145,31 @@ class HfEngine:
         # Episodes that start together ask within the same moment; a short pause lets them share a batch.
         await asyncio.sleep(_GATHER_S)
         while self._pending:
-            if not self._running.is_set():
-                await named_wait(
-                    asyncio.to_thread(self._running.wait, _PAUSE_LIMIT_S),
-                    lambda: f"{len(self._pending)} requests wait for the paused hf engine to resume",
-                    hard_limit_s=_PAUSE_LIMIT_S,
-                )
-            batch = self._next_batch()
-            if not batch:
-                continue
+            batch: list[_Pending] = []
             try:
-                loop = asyncio.get_running_loop()
-                responses = await loop.run_in_executor(self._executor, self._generate, batch)
-            except Exception as error:  # noqa: BLE001  whatever generate raises belongs to the requests of this batch
-                self._fail(batch, error)
-                continue
-            for pending, response in zip(batch, responses, strict=True):
-                if not pending.future.done():
-                    pending.future.set_result(response)
+                await self._until_running()
+                batch = self._next_batch()
+                if batch:
+                    loop = asyncio.get_running_loop()
+                    responses = await loop.run_in_executor(self._executor, self._generate, batch)
+                    _answer(batch, responses)
+            except Exception as error:  # noqa: BLE001  whatever went wrong belongs to the requests that waited for it
+                waiting = batch or self._pending
+                _fail(waiting, error)
+                self._pending = [each for each in self._pending if not each.future.done()]
+
+    async def _until_running(self) -> None:
+        async def poll() -> None:
+            while not self._running.is_set():  # noqa: ASYNC110  resume() may be called from any thread
+                await asyncio.sleep(_POLL_S)
+
+        if not self._running.is_set():
+            waiting = len(self._pending)
+            await named_wait(
+                poll(),
+                lambda: f"{waiting} requests wait for the paused hf engine to resume",
+                hard_limit_s=_PAUSE_LIMIT_S,
+            )
 
     def _next_batch(self) -> list[_Pending]:
         """The oldest request and all others with its sampling settings, which one ``generate`` call can serve."""
@@ -133,13 +179,6 @@ class HfEngine:
         self._pending = [each for each in self._pending if id(each) not in taken]
         # A caller that was cancelled no longer waits for its response.
         return [each for each in batch if not each.future.done()]
-
-    def _fail(self, batch: list[_Pending], error: Exception) -> None:
-        for pending in batch:
-            if not pending.future.done():
-                failure = RolloutFailed(f"hf engine failed on {len(batch)} sequences: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                pending.future.set_exception(failure)
 
     def _check(self, request: ModelRequest) -> None:
         vocabulary = self._model.config.get_text_config().vocab_size
@@ -174,6 +213,7 @@ class HfEngine:
                 input_ids,
                 attention_mask=attention_mask,
                 logits_processor=LogitsProcessorList([draw]),
+                stopping_criteria=StoppingCriteriaList([_Abandoned(batch)]),
                 do_sample=False,
                 temperature=None,
                 top_p=None,
@@ -227,3 +267,17 @@ class HfEngine:
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return (*self._end_token_ids, *params.stop_token_ids)
+
+
+def _answer(batch: list[_Pending], responses: list[ModelResponse]) -> None:
+    for pending, response in zip(batch, responses, strict=True):
+        if not pending.future.done():
+            pending.future.set_result(response)
+
+
+def _fail(batch: list[_Pending], error: Exception) -> None:
+    for pending in batch:
+        if not pending.future.done():
+            failure = RolloutFailed(f"hf engine failed on {len(batch)} sequences: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            pending.future.set_exception(failure)

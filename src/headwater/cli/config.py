@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
     from headwater.config.explain import Explained
 
-NAME = "config"
 HELP = "show every setting of a recipe: its value, where it was set, and what it does"
 PIPE_WIDTH = 180
 WIDE = 110

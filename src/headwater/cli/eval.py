@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.evaluate import Evaluation
 
-NAME = "eval"
 HELP = "Mean reward of a run's model on held-out prompts, beside what it was before training."
 
 
@@ -26,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import torch
     from rich.console import Console
 
     from headwater.config.load import load_config
@@ -36,7 +36,10 @@ def run(args: argparse.Namespace) -> int:
     from headwater.trainer.setup import build_rollout
 
     run = RunDirectory.open(args.run)
-    config = load_config(run.config_file, args.overrides).config
+    # This command evaluates whatever the run itself did, so its eval settings are read.
+    config = load_config(run.config_file, [*args.overrides, "eval.after=true"]).config
+    if config.trainer.num_threads:
+        torch.set_num_threads(config.trainer.num_threads)
     checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
     checkpoint = checkpoints.latest() if args.step is None else checkpoints.at(args.step)
     if checkpoint is None:

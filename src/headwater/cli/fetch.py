@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-NAME = "fetch"
 HELP = "Download a model that recipes can name, convert it once and keep it in the cache ($HEADWATER_CACHE)."
 
 

@@ -21,15 +21,18 @@ COMMANDS = {
 }
 
 
+_DEBUG_HELP = "show a traceback for every error, and debug logs"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _top_parser()
-    options, rest = parser.parse_known_args(_until_command(arguments))
+    before, rest = _split_at_command(arguments)
+    options = parser.parse_args(before)
     if options.command is None:
         parser.print_help()
         return EXIT_USER_ERROR
-    rest = arguments[arguments.index(options.command) + 1 :]
-    return _run_command(options.command, rest)
+    return _run_command(options.command, [*rest, "--debug"] if options.debug else rest)
 
 
 def _top_parser() -> argparse.ArgumentParser:
@@ -42,30 +45,35 @@ def _top_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"headwater {headwater.__version__}")
+    parser.add_argument("--debug", action="store_true", help=_DEBUG_HELP)
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND")
     return parser
 
 
-def _until_command(arguments: list[str]) -> list[str]:
-    """The arguments up to the command: what follows belongs to the command's own parser."""
+def _split_at_command(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What stands up to the command, and what belongs to the command's own parser."""
     for place, argument in enumerate(arguments):
         if not argument.startswith("-"):
-            return arguments[: place + 1]
-    return arguments
+            return arguments[: place + 1], arguments[place + 1 :]
+    return arguments, []
 
 
 def _run_command(name: str, arguments: list[str]) -> int:
     module = importlib.import_module(f"headwater.cli.{name}")
     parser = argparse.ArgumentParser(prog=f"headwater {name}", description=module.HELP)
     module.add_arguments(parser)
-    parser.add_argument("--debug", action="store_true", help="show a traceback for every error, and debug logs")
+    parser.add_argument("--debug", action="store_true", help=_DEBUG_HELP)
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.DEBUG if options.debug else logging.WARNING, format="%(levelname)s %(message)s")
     # Libraries that fork or print on their own make progress bars unreadable.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         code: int = module.run(options)
-    except HeadwaterError as error:
+    except BrokenPipeError:
+        # The reader of our output went away, as `| head` does; that is not an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (HeadwaterError, OSError) as error:  # OSError: a full disk, a folder that may not be written
         if options.debug:
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -73,10 +81,6 @@ def _run_command(name: str, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output went away, as `| head` does; that is not an error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return code
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from headwater.config.schema import Config
     from headwater.observe.run_directory import RunDirectory
 
-NAME = "train"
 HELP = "Train a model by a recipe, or resume a run. Ctrl-C stops after the current update and leaves a resumable run."
 
 
@@ -64,12 +63,13 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.loop import Trainer
-    from headwater.trainer.setup import build_rollout, build_training
+    from headwater.trainer.setup import build_rollout, build_training, describe
     from headwater.trainer.summary import summarise
 
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
     display = Display()
+    resuming = run is not None
     model_path = str(checkpoint / "model") if checkpoint else config.model.path
     # Whatever can fail by bad input is built first: only a run that can start gets a directory.
     rollout = build_rollout(config, model_path)
@@ -85,14 +85,17 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
                     f"trainer.total_steps={2 * trainer.step}"
                 )
             display.say(f"Resuming {run.path} after step {trainer.step}")
+        elif resuming:
+            display.say(f"{run.path} has no checkpoint yet: starting anew")
         else:
             display.say(f"Run directory {run.path}")
         run.write_config(to_yaml(config))
-        outcome = trainer.fit()
+        display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
+        finished = trainer.fit()
     finally:
         rollout.close()
     summarise(run, display)
-    if outcome.interrupted:
-        display.say(f"Interrupted after step {outcome.step}. Go on with:  headwater train --resume {run.path}")
+    if not finished:
+        display.say(f"Interrupted after step {trainer.step}. Go on with:  headwater train --resume {run.path}")
         return EXIT_INTERRUPTED
     return 0

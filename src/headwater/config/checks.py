@@ -94,15 +94,16 @@ def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
             )
 
 
-def recomputed_logprobs_match_sampling(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.algorithm.old_logprobs != "recompute":
+def truncated_sampling_needs_recomputed_logprobs(config: Config, layers: Layers) -> Iterator[Clash]:
+    """The engine's log-probs are of the cut distribution, the learner's of the full one: their ratio would be wrong."""
+    if config.algorithm.old_logprobs == "recompute":
         return
     for key, keeps_all in (("rollout.top_k", 0), ("rollout.top_p", 1.0)):
         if value_at(config, key) != keeps_all:
             yield Clash(
                 (key, "algorithm.old_logprobs"),
-                "samples from a cut distribution, but algorithm.old_logprobs = recompute gives log-probs of the full "
-                f"one; use {keeps_all}, or algorithm.old_logprobs=rollout",
+                "samples from a cut distribution, whose log-probs the learner's full one cannot be compared with; "
+                f"use {keeps_all}, or algorithm.old_logprobs=recompute",
             )
 
 
@@ -198,7 +199,7 @@ CHECKS: tuple[Check, ...] = (
     group_has_baseline,
     synchronous_only,
     periods_end_within_run,
-    recomputed_logprobs_match_sampling,
+    truncated_sampling_needs_recomputed_logprobs,
     task_fills_a_step,
     float16_needs_loss_scaling,
     greedy_samples_differ,

@@ -63,6 +63,16 @@ class NotEmpty(Constraint):
 
 
 @dataclass(frozen=True)
+class PlainName(Constraint):
+    """The name of one file or folder, not a path."""
+
+    def broken_by(self, value: Any) -> str | None:
+        if value and value not in (".", "..") and not set(value) & set("/\\\0"):
+            return None
+        return "must be a plain name without slashes, for example 'quickstart'"
+
+
+@dataclass(frozen=True)
 class Extension(Constraint):
     """The name of a file in a registry folder, or a ``module:Thing`` path."""
 

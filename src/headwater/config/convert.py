@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from headwater.config.constraints import Constraint
 from headwater.config.keys import hints, nearest_keys, nearest_section, settings
-from headwater.config.tree import Branch, Leaf, Tree, leaves, plain, show, where
+from headwater.config.tree import Branch, Leaf, Origin, Tree, leaves, plain, show, where
 from headwater.core.registry import nearest
 
 
@@ -98,6 +98,13 @@ def convert(hint: Any, tree: Tree) -> Any:
     if origin is Literal:
         return _choice(get_args(hint), tree)
     return _scalar(hint, tree)
+
+
+def convert_value(hint: Any, value: Any) -> Any:
+    """As ``convert``, for a value that was read as part of a free-form mapping."""
+    if hint is Any or isinstance(value, Mapping):
+        return value
+    return convert(hint, Leaf(value, Origin("", 0)))
 
 
 def _optional(hint: Any, tree: Tree) -> Any:

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, Within
+from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, PlainName, Within
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    name: Annotated[str, NotEmpty("name the run, for example 'quickstart'")] = "run"
+    name: Annotated[str, PlainName()] = "run"
     """Name of the run directory; a second run of the same name gets a number of its own."""
     root: Annotated[str, NotEmpty()] = "runs"
     """Folder that holds the run directories."""
@@ -29,7 +29,7 @@ class ModelConfig:
     path: Annotated[str, NotEmpty("give a folder, a hub id, 'tiny:<preset>' or 'smollm2'")] = "tiny:qwen3"
     """A local folder, a hub id, tiny:<preset> (built offline), or smollm2 (see `headwater fetch smollm2`)."""
     dtype: Dtype = "float32"
-    """Number type of weights and activations; float32 is the fast one on most CPUs."""
+    """Number type of generation and of training's passes (its weights stay float32); CPUs are fast in float32."""
     device: str = "auto"
     """Where the model runs: auto (CUDA when there is one), cpu, cuda or cuda:N."""
 
@@ -49,7 +49,7 @@ class WarmStartConfig:
 @dataclass(frozen=True)
 class DataConfig:
     train: Annotated[tuple[str, ...], NotEmpty("name a task or at least one file")] = ("arithmetic",)
-    """Source of prompts: a task (arithmetic, countdown, gsm8k, reasoning_gym:<name>) or .parquet/.json/.jsonl files."""
+    """Source of prompts: tasks (see headwater/data/tasks, and reasoning_gym:<name>) or .parquet/.json/.jsonl files."""
     eval: tuple[str, ...] = ()
     """Held-out prompts, named like data.train; empty means the held-out split of the same task."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class DataConfig:
     """Extra arguments of the chat template, for example {enable_thinking: false}."""
     max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
     """Longest prompt, in tokens, after the chat template."""
-    overlong: Literal["filter", "left", "right", "middle", "error"] = "filter"
+    truncation: Literal["filter", "left", "right", "middle", "error"] = "filter"
     """A longer prompt is filtered out, cut on the left, right or in the middle, or stops the run with an error."""
     num_filter_workers: Annotated[int, AtLeast(0, "use 0 to choose by the number of rows and cores")] = 0
     """Processes that measure prompt lengths; 0 chooses by the number of rows and cores."""
@@ -108,6 +108,8 @@ class RolloutConfig:
     """Where generation runs: colocated shares this process and device with training."""
     timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """Hard limit on the wait for one batch of rollouts."""
+    on_failure: Literal["stop", "drop"] = "stop"
+    """When an episode or its reward fails: stop the run with the cause, or drop its group, count it, draw another."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,11 @@ class RewardConfig:
     manager: Annotated[str, Extension("headwater.rewards.managers")] = "naive"
     """How responses are handed to the scorer."""
     function: str = ""
-    """Your own compute_score, as 'package.module:function' or 'file.py:function'; empty chooses by data_source."""
+    """A scorer's name or your own compute_score, as 'file.py:function'; empty chooses by the row's data_source."""
     function_args: Mapping[str, Any] = field(default_factory=dict)
     """Extra keyword arguments of the scoring function."""
     timeout_s: Annotated[float, MoreThan(0)] = 60.0
     """Longest time one response may take to score; longer is a failure."""
-    on_failure: Literal["stop", "drop"] = "stop"
-    """When a reward raises or times out: stop the run with the cause, or drop the group, count it and draw another."""
 
 
 @dataclass(frozen=True)

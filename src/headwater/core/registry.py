@@ -68,6 +68,8 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise UnknownName(f"cannot import {name!r}: {error}; is it installed, or on PYTHONPATH?") from error
+    except Exception as error:  # code that is not ours may raise anything when it is imported
+        raise HeadwaterError(f"{name}: failed to import: {type(error).__name__}: {error}") from error
 
 
 def _load_file(path: Path) -> ModuleType:

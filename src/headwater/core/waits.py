@@ -1,4 +1,4 @@
-"""Waiting, with a name and two limits. Nothing in the framework waits any other way."""
+"""Waiting for rollouts and engines, with a name and two limits: one at which the wait speaks, one at which it ends."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import inspect
 from typing import Any, Protocol
 
 from headwater.config.schema import DataConfig
-from headwater.core.errors import DataError
+from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.core.registry import load_object
@@ -59,7 +59,14 @@ def _custom_dataset(path: str, arguments: dict[str, Any]) -> PromptDataset:
     except TypeError as error:
         names = ", ".join(arguments)
         raise DataError(f"{label}: {error}; it is made with the keyword arguments {names}") from error
-    dataset: PromptDataset = cls(**arguments)
+    try:
+        dataset: PromptDataset = cls(**arguments)
+    except HeadwaterError:
+        raise
+    except Exception as error:  # a class of the user's may raise anything
+        raise DataError(
+            f"{label}: making it raised {type(error).__name__}: {error}; run with --debug to see where"
+        ) from error
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise DataError(f"{label}: has no {method}; a dataset has __len__ and __getitem__, which returns a Prompt")

@@ -3,7 +3,7 @@
     dataset = RLHFDataset(["data/train.parquet"], config.data, tokenizer)
     dataset[0].tokens
 
-A row is read, rendered and tokenised when it is asked for. With ``data.overlong`` filter or error every row is built
+A row is read, rendered and tokenised when it is asked for. With ``data.truncation`` filter or error every row is built
 once at construction, so that a bad row stops the run before it starts.
 """
 
@@ -21,11 +21,11 @@ from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.data.measure import choose_num_workers, measure_lengths
-from headwater.data.overlong import cut_tokens
 from headwater.data.prompt_builder import PromptBuilder
 from headwater.data.row_store import PlacedRow, Rows, SupportsRows
 from headwater.data.sources import open_source, task_labels
 from headwater.data.task import Split
+from headwater.data.truncation import cut_tokens
 
 
 class RLHFDataset:
@@ -57,7 +57,7 @@ class RLHFDataset:
     def __getitem__(self, index: int) -> Prompt:
         placed = self._read_row(self._kept[index])
         prompt = self._builder.build(placed)
-        limit, overlong = self._config.max_prompt_tokens, self._config.overlong
+        limit, overlong = self._config.max_prompt_tokens, self._config.truncation
         if len(prompt.tokens) <= limit:
             return prompt
         if overlong == "filter" or overlong == "error":
@@ -86,7 +86,7 @@ class RLHFDataset:
 
     def _check_lengths(self) -> Sequence[int]:
         """The numbers of the rows to use."""
-        num_rows, limit, overlong = self._starts[-1], self._config.max_prompt_tokens, self._config.overlong
+        num_rows, limit, overlong = self._starts[-1], self._config.max_prompt_tokens, self._config.truncation
         if overlong not in ("filter", "error"):
             return range(num_rows)
         num_workers = choose_num_workers(self._config.num_filter_workers, num_rows)
@@ -99,14 +99,14 @@ class RLHFDataset:
         if not kept:
             raise DataError(
                 f"{_names(self._stores)}: all {num_rows} rows are longer than data.max_prompt_tokens = {limit} "
-                f"(the shortest has {min(lengths)}); raise it, or set data.overlong to left, right or middle"
+                f"(the shortest has {min(lengths)}); raise it, or set data.truncation to left, right or middle"
             )
         return kept
 
     def _too_long(self, placed: PlacedRow, length: int, what: str) -> DataError:
         return DataError(
             f"{placed.place}: prompt of {length} tokens, data.max_prompt_tokens = {self._config.max_prompt_tokens}, "
-            f"data.overlong = {self._config.overlong}: {what}; raise max_prompt_tokens, or set overlong to filter"
+            f"data.truncation = {self._config.truncation}: {what}; raise max_prompt_tokens, or set truncation to filter"
         )
 
 

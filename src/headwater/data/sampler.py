@@ -90,4 +90,6 @@ class ShufflingSampler:
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         if not self.shuffle:
             return np.arange(self.num_rows)
-        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.num_rows)
+        # RandomState, not Generator: numpy freezes its stream, so a resumed run keeps its order after an upgrade.
+        bits = np.random.MT19937(np.random.SeedSequence((self.seed, epoch)))
+        return np.random.RandomState(bits).permutation(self.num_rows)

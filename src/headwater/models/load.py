@@ -153,7 +153,19 @@ def _load_pretrained(location: Path | str, dtype: torch.dtype) -> Any:
     except Exception as error:  # architectures raise what they like when a shape in config.json makes no sense
         raise _cannot_read(location, "weights", error) from error
     _check_report(location, report)
+    _mend_generation_config(model)
     return model.eval()
+
+
+def _mend_generation_config(model: Any) -> None:
+    """Some models ship a temperature without ``do_sample``; transformers reads that but refuses to save it."""
+    config = model.generation_config
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True
 
 
 def _auto_class(location: Path | str, config: Any) -> Any:

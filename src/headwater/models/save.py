@@ -30,6 +30,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path | str) -> Path:
         os.rename(temporary, target)
     except OSError as error:
         raise ModelError(f"cannot save the model to {target}: {error}; check free space and permissions") from error
+    except ValueError as error:
+        raise ModelError(f"cannot save the model to {target}: {error}; mend its generation_config.json") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target

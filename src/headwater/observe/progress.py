@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 _LOG_EVERY_S = 10.0
 
@@ -35,14 +37,13 @@ class Display:
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=24),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[shown]}"),
                 TimeElapsedColumn(),
                 TextColumn("eta"),
                 TimeRemainingColumn(),
             )
-            with Progress(*columns, console=self.console) as progress:
-                task = progress.add_task(name, total=total, completed=start, shown="")
-                yield _Bar(progress, task)
+            bar = _Bar(Progress(*columns, console=self.console), name, total, start)
+            with Live(bar, console=self.console, refresh_per_second=8):
+                yield bar
         else:
             yield _Lines(self.console, name, total, start)
 
@@ -52,13 +53,19 @@ def _join(shown: Mapping[str, str]) -> str:
 
 
 class _Bar:
-    def __init__(self, progress: Progress, task: object) -> None:
+    """A bar, and below it the numbers, so that both fit a narrow terminal."""
+
+    def __init__(self, progress: Progress, name: str, total: int, start: int) -> None:
         self._progress = progress
-        self._task = task
+        self._task = progress.add_task(name, total=total, completed=start)
+        self._numbers = Text("")
 
     def update(self, done: int, shown: Mapping[str, str]) -> None:
-        text = "  ".join(f"[dim]{name}[/] {value}" for name, value in shown.items())
-        self._progress.update(self._task, completed=done, shown=text)  # type: ignore[arg-type]
+        self._progress.update(self._task, completed=done)
+        self._numbers = Text("  " + _join(shown))
+
+    def __rich__(self) -> Group:
+        return Group(self._progress, self._numbers)
 
 
 class _Lines:

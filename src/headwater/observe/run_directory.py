@@ -83,8 +83,9 @@ class RunDirectory:
         line = json.dumps(record) + "\n"
         with self.metrics_file.open("a+b") as file:
             # A process killed in mid-line leaves it open; the next record must not be glued to it.
-            if file.tell() > 0 and not self._ends_with_newline():
-                line = "\n" + line
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else "\n" + line
             file.write(line.encode())
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -103,11 +104,6 @@ class RunDirectory:
             else:
                 latest[record["kind"], record["step"]] = record
         return list(latest.values())
-
-    def _ends_with_newline(self) -> bool:
-        with self.metrics_file.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"
 
 
 def _write_text(path: Path, text: str) -> None:

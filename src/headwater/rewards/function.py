@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -18,13 +19,7 @@ ScoreFunction = Callable[..., Any]
 
 
 async def call_score_function(
-    function: ScoreFunction,
-    prompt: Prompt,
-    response_text: str,
-    settings: Mapping[str, Any],
-    *,
-    timeout_s: float,
-    executor: Executor,
+    function: ScoreFunction, prompt: Prompt, response_text: str, settings: Mapping[str, Any], *, timeout_s: float
 ) -> Score:
     """Score one response. Whatever goes wrong becomes ``RewardFailed`` with the function, the row and the cause."""
     call = partial(
@@ -40,8 +35,7 @@ async def call_score_function(
         if inspect.iscoroutinefunction(function):
             result = await asyncio.wait_for(call(), timeout_s)
         else:
-            loop = asyncio.get_running_loop()
-            result = await asyncio.wait_for(loop.run_in_executor(executor, call), timeout_s)
+            result = await asyncio.wait_for(in_daemon_thread(call), timeout_s)
             if inspect.isawaitable(result):
                 result = await asyncio.wait_for(result, timeout_s)
         return to_score(result)
@@ -57,8 +51,31 @@ async def call_score_function(
         raise RewardFailed(
             f"reward {name} on row {prompt.uid} (data_source {prompt.data_source!r}) raised "
             f"{type(error).__name__}: {error}{where}; "
-            "mend the function, or set reward.on_failure=drop to drop and count such rows"
+            "mend the function, or set rollout.on_failure=drop to drop and count such rows"
         ) from error
+
+
+async def in_daemon_thread(call: Callable[[], Any]) -> Any:
+    """Run a blocking call beside the event loop. One that hangs cannot hold up the end of the process, as it could in a
+    pool."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Any] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], value: Any) -> None:
+        if not outcome.done():
+            set_outcome(value)
+
+    def work() -> None:
+        try:
+            done = partial(settle, outcome.set_result, call())
+        except BaseException as error:  # noqa: BLE001  passed on to whoever awaits the call
+            done = partial(settle, outcome.set_exception, error)
+        # The loop is closed when the run ended before this call did; nobody waits for the result then.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return await outcome
 
 
 def to_score(result: Any) -> Score:

@@ -17,8 +17,8 @@ T = TypeVar("T")
 DrawPrompts = Callable[[int], Sequence[PromptDraw]]
 """Gives the next so many prompts; fewer when there are no more."""
 
-_ROUNDS_WITHOUT_ANY_GROUP = 2
-"""Whole batches of prompts that may fail in a row before the run stops instead of looping."""
+_MAX_BARREN_ROUNDS = 2
+"""Rounds of prompts in a row that may yield no group at all before the run stops instead of looping."""
 
 
 class WorkflowExecutor:
@@ -32,6 +32,7 @@ class WorkflowExecutor:
         self,
         engine: InferenceEngine,
         workflow: RolloutWorkflow,
+        loop: asyncio.Runner,
         *,
         num_samples: int,
         timeout_s: float,
@@ -39,44 +40,48 @@ class WorkflowExecutor:
     ) -> None:
         self._engine = engine
         self._workflow = workflow
+        self._loop = loop
         self._num_samples = num_samples
         self._timeout_s = timeout_s
         self._on_failure = on_failure
 
-    def rollout_batch(
-        self,
-        num_groups: int,
-        draw_prompts: DrawPrompts,
-    ) -> RolloutBatch:
+    def rollout_batch(self, num_groups: int, draw_prompts: DrawPrompts) -> RolloutBatch:
         """Draw prompts and run them until ``num_groups`` groups are complete, or until there are no more prompts."""
-        # A Runner turns Ctrl-C into a cancellation, so episodes end in order and nothing keeps running behind our back.
-        with asyncio.Runner() as runner:
-            return runner.run(self._gather(num_groups, draw_prompts))
-
-    async def _gather(
-        self,
-        num_groups: int,
-        draw_prompts: DrawPrompts,
-    ) -> RolloutBatch:
         groups: list[Group] = []
         dropped: list[Dropped] = []
+
+        def progress() -> str:
+            lost = f", {len(dropped)} were dropped" if dropped else ""
+            return f"the trainer waits for rollouts: {len(groups)} of {num_groups} groups are complete{lost}"
+
+        gathering = self._gather(num_groups, draw_prompts, groups, dropped)
+        try:
+            self._loop.run(named_wait(gathering, progress, hard_limit_s=self._timeout_s))
+        except BaseException:
+            self._loop.run(_cancel_all_others())
+            raise
+        return RolloutBatch(tuple(groups), tuple(dropped))
+
+    async def _gather(
+        self, num_groups: int, draw_prompts: DrawPrompts, groups: list[Group], dropped: list[Dropped]
+    ) -> None:
+        num_barren_rounds = 0
         while len(groups) < num_groups and (draws := draw_prompts(num_groups - len(groups))):
-            tasks = [asyncio.ensure_future(self._run_group(draw)) for draw in draws]
-
-            def progress(tasks: list[asyncio.Task[Group | Dropped]] = tasks) -> str:
-                return f"the trainer waits for rollouts: {sum(task.done() for task in tasks)} of {len(tasks)} are done"
-
-            for outcome in await named_wait(_all_or_first_error(tasks), progress, hard_limit_s=self._timeout_s):
+            num_before = len(groups)
+            for outcome in await _all_or_first_error([self._run_group(draw) for draw in draws]):
                 if isinstance(outcome, Group):
                     groups.append(outcome)
                 else:
                     dropped.append(outcome)
-            if not groups and len(dropped) >= _ROUNDS_WITHOUT_ANY_GROUP * num_groups:
+            num_barren_rounds = 0 if len(groups) > num_before else num_barren_rounds + 1
+            if num_barren_rounds == _MAX_BARREN_ROUNDS:
                 break
-        if not groups:
+        if num_barren_rounds == _MAX_BARREN_ROUNDS or not groups:
             causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
-            raise RolloutFailed(f"all {len(dropped)} groups of this step were dropped; the first causes:\n{causes}")
-        return RolloutBatch(tuple(groups), tuple(dropped))
+            raise RolloutFailed(
+                f"{len(dropped)} groups of this step were dropped and only {len(groups)} are complete; "
+                f"the first causes:\n{causes}"
+            )
 
     async def _run_group(self, draw: PromptDraw) -> Group | Dropped:
         prompt = draw.prompt
@@ -103,7 +108,7 @@ class WorkflowExecutor:
     def _to_group(self, prompt: Prompt, results: Sequence[object]) -> Group | Dropped:
         trajectories: list[Trajectory] = []
         for result in results:
-            if result is None:
+            if result is None or result == []:
                 return Dropped(prompt.uid, "rejected by the workflow")
             parts = result if isinstance(result, list) else [result]
             for part in parts:
@@ -127,3 +132,11 @@ async def _all_or_first_error(coroutines: Iterable[Awaitable[T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def _cancel_all_others() -> None:
+    """After Ctrl-C or an error nothing may go on behind our back; engines stop what nobody waits for."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

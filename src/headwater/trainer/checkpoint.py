@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,15 +36,17 @@ class Checkpoints:
         target = self._folder / f"step_{state.step:06d}"
         if target.exists():
             return target
-        temporary = self._folder / f".{target.name}.{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in self._folder.glob(".step_*"):  # of a process killed while saving
+            shutil.rmtree(leftover)
+        temporary = self._folder / f".{target.name}"
         temporary.mkdir(parents=True)
         save_model(engine.model, tokenizer, temporary / "model")
         engine.save(temporary)
         (temporary / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
         temporary.replace(target)
         for old in self.all()[: -self._keep]:
-            shutil.rmtree(old)
+            # Renamed first, so that a checkpoint that is half removed never looks like one.
+            shutil.rmtree(old.rename(old.with_name(f".{old.name}")))
         return target
 
     def set_aside_after(self, step: int) -> None:

@@ -17,7 +17,7 @@ class Evaluation:
     reward_mean: float
     num_prompts: int
     num_dropped: int
-    """Prompts without a result: rejected by the workflow, or failed under ``reward.on_failure: drop``."""
+    """Prompts without a result: rejected by the workflow, or failed under ``rollout.on_failure: drop``."""
     num_samples: int
     response_length_mean: float
     stopped_fraction: float

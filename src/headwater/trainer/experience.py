@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headwater.algorithms.advantages import AdvantageInputs
 from headwater.algorithms.masked import masked_mean
 from headwater.core.data_proto import DataProto
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import pad_trajectories
 from headwater.training.actor import Actor
 
-AdvantageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From rewards, mask and group numbers to advantages."""
+AdvantageFunction = Callable[[AdvantageInputs], Tensor]
 
 
 class ExperienceMaker:
@@ -30,9 +30,9 @@ class ExperienceMaker:
         """Adds ``old_logprobs`` and ``advantages``, both ``[samples, response]``, to the padded rollouts."""
         data = pad_trajectories(batch.trajectories, self._pad_token_id)
         groups = torch.tensor([number for number, group in enumerate(batch.groups) for _ in group.trajectories])
-        advantages = self._advantage(data.batch["rewards"], data.batch["response_mask"], groups)
+        inputs = AdvantageInputs(data.batch["rewards"], data.batch["response_mask"], groups)
         old_logprobs = self._actor.logprobs(data) if self._recompute else data.batch["rollout_logprobs"]
-        return data.with_columns(tensors={"old_logprobs": old_logprobs, "advantages": advantages})
+        return data.with_columns(tensors={"old_logprobs": old_logprobs, "advantages": self._advantage(inputs)})
 
 
 def rollout_gap(experience: DataProto) -> float:

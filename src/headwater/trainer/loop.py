@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
-from headwater.core.errors import HeadwaterError
 from headwater.observe.progress import Display
 from headwater.observe.rollout_file import write_rollouts
 from headwater.observe.run_directory import RunDirectory
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.prompt_stream import PromptStream
 from headwater.trainer.checkpoint import Checkpoints, TrainerState, read_state
-from headwater.trainer.evaluate import Evaluation, evaluate
+from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import rollout_gap
 from headwater.trainer.interrupts import Interrupts
 from headwater.trainer.setup import RolloutParts, TrainingParts
@@ -23,12 +22,8 @@ from headwater.trainer.step_metrics import shown_metrics, step_metrics
 from headwater.trainer.warm_start import warm_start
 from headwater.weights.memory import publish
 
-
-@dataclass(frozen=True)
-class Outcome:
-    step: int
-    interrupted: bool
-    checkpoint: Path | None
+NOTHING = -1
+"""The step of a run of which nothing is kept."""
 
 
 class Trainer:
@@ -64,8 +59,6 @@ class Trainer:
         self._training.actor.engine.load(checkpoint)
         self._stream.load_state_dict(state.sampler)
         self._parts.engine.set_version(state.step)
-        self._checkpoints.set_aside_after(state.step)
-        self._run.append_metrics({"kind": "resume", "step": state.step, "time": time.time()})
         self._state = state
         self._consistent = True
 
@@ -74,26 +67,38 @@ class Trainer:
         """Steps done so far."""
         return self._state.step
 
-    def fit(self) -> Outcome:
-        """Train to ``trainer.total_steps``. Ctrl-C ends early with a checkpoint and ``interrupted=True``."""
+    def fit(self) -> bool:
+        """Train to ``trainer.total_steps``; whether it got there. Ctrl-C ends early, with a checkpoint."""
         with self._interrupts.installed():
             try:
                 self._prepare()
                 self._train()
+                self._save()
             except KeyboardInterrupt:
-                return Outcome(self._state.step, True, self._save_if_consistent())
-            except HeadwaterError:
+                self._save_if_consistent()
+                return self._state.step == self._config.trainer.total_steps
+            except Exception:
                 self._save_if_consistent()
                 raise
-            return Outcome(self._state.step, False, self._save_if_consistent())
+            return True
 
     def _prepare(self) -> None:
-        if self._state.step > 0:
-            return
+        if self._run.metrics_file.exists():
+            # What an earlier process wrote beyond this point belongs to a course that is not taken again.
+            kept = self._state.step if self._consistent else NOTHING
+            self._checkpoints.set_aside_after(kept)
+            self._run.append_metrics({"kind": "resume", "step": kept, "time": time.time()})
         if not self._state.warm_started:
             self._warm_start()
-        if self._config.eval.before:
+        if self._evaluation_missing():
             self._evaluate()
+
+    def _evaluation_missing(self) -> bool:
+        """Whether the evaluation that belongs to the present step was not made, or was broken off."""
+        step, settings = self._state.step, self._config.eval
+        if any(each["kind"] == "eval" and each["step"] == step for each in self._run.read_metrics()):
+            return False
+        return settings.before if step == 0 else _due(step, settings.every_steps)
 
     def _train(self) -> None:
         total = self._config.trainer.total_steps
@@ -148,9 +153,9 @@ class Trainer:
             write_rollouts(self._run.free_file("rollouts", f"step_{step:06d}", ".parquet"), step, rollouts)
         return metrics
 
-    def _evaluate(self) -> Evaluation | None:
+    def _evaluate(self) -> None:
         if self._parts.eval_data is None:
-            return None
+            return
         settings = self._config.eval
         result = evaluate(self._parts.eval_rollouts, self._parts.eval_data, settings.num_prompts, self._config.run.seed)
         step = self._state.step
@@ -160,7 +165,6 @@ class Trainer:
         self._display.say(
             f"held-out reward at step {step}: {result.reward_mean:.3f} ({result.num_prompts} prompts{dropped})"
         )
-        return result
 
     def _warm_start(self) -> None:
         config = self._config
@@ -172,12 +176,10 @@ class Trainer:
 
         result = warm_start(
             config.warm_start,
-            config.training,
-            self._training.actor.engine.model,
+            self._training.actor.engine,
             self._parts.tokenizer,
             self._training.train_data,
             seed=config.run.seed,
-            temperature=config.rollout.temperature,
             sampled_reward=sampled_reward,
             display=self._display,
         )
@@ -186,13 +188,14 @@ class Trainer:
         self._state = replace(self._state, warm_started=True)
         self._consistent = True
 
-    def _save_if_consistent(self) -> Path | None:
+    def _save_if_consistent(self) -> None:
         """The weights are mid-way between two versions when an update was broken off; saving them would not resume."""
-        return self._save() if self._consistent else self._checkpoints.latest()
+        if self._consistent:
+            self._save()
 
-    def _save(self) -> Path:
-        with self._parts.spans.span("checkpoint"):
-            return self._checkpoints.save(self._state, self._training.actor.engine, self._parts.tokenizer)
+    def _save(self) -> None:
+        with self._interrupts.deferred():
+            self._checkpoints.save(self._state, self._training.actor.engine, self._parts.tokenizer)
 
 
 def _due(step: int, every: int) -> bool:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from headwater.algorithms.advantages import ADVANTAGES
 from headwater.algorithms.policy_losses import POLICY_LOSSES
-from headwater.backends import BACKENDS
+from headwater.backends import BACKENDS, BackendContext
+from headwater.config.convert import WrongValue, convert_value
 from headwater.config.schema import Config
-from headwater.core.errors import ConfigError
-from headwater.core.protocols import InferenceEngine, RewardManager
+from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.protocols import InferenceEngine
 from headwater.core.records import SamplingParams
-from headwater.core.registry import Registry
+from headwater.core.registry import Registry, is_path
 from headwater.data.load import PromptDataset, load_dataset
-from headwater.models.load import load_model, load_processor, load_tokenizer
+from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.models.load import load_model, load_processor, load_tokenizer, resolve_dtype
 from headwater.observe.spans import Spans
 from headwater.rewards.managers import REWARD_MANAGERS
 from headwater.rollout.executor import WorkflowExecutor
@@ -32,17 +35,18 @@ class RolloutParts:
 
     tokenizer: Any
     engine: InferenceEngine
-    reward: RewardManager
     spans: Spans
     train_rollouts: WorkflowExecutor
     probe_rollouts: WorkflowExecutor
     """As training samples, but one response per prompt: a cheap look at where the policy stands."""
     eval_rollouts: WorkflowExecutor
     eval_data: PromptDataset | None
+    loop: asyncio.Runner
+    """The one event loop that all episodes run on."""
 
     def close(self) -> None:
+        self.loop.close()
         self.engine.close()
-        self.reward.close()
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,7 @@ def build_rollout(config: Config, model_path: str) -> RolloutParts:
     spans = Spans()
     tokenizer = load_tokenizer(model_path)
     eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, load_processor(model_path))
-    model = load_model(model_path, dtype=config.model.dtype, device=config.model.device, seed=config.run.seed)
-    engine = BACKENDS.resolve(config.rollout.backend)(
-        model, tokenizer, max_batch_sequences=config.rollout.max_batch_sequences, spans=spans
-    )
+    engine = BACKENDS.resolve(config.rollout.backend).from_context(BackendContext(config, model_path, tokenizer, spans))
     reward = REWARD_MANAGERS.resolve(config.reward.manager)(config.reward, spans)
     make_workflow = with_arguments(
         WORKFLOWS, config.rollout.workflow, config.rollout.workflow_args, "rollout.workflow_args"
@@ -74,24 +75,27 @@ def build_rollout(config: Config, model_path: str) -> RolloutParts:
     )
     eval_sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=config.eval.temperature)
 
+    loop = asyncio.Runner()
+
     def executor(sampling: SamplingParams, num_samples: int) -> WorkflowExecutor:
         return WorkflowExecutor(
             engine,
             make_workflow(WorkflowContext(tokenizer, reward, sampling)),
+            loop,
             num_samples=num_samples,
             timeout_s=config.rollout.timeout_s,
-            on_failure=config.reward.on_failure,
+            on_failure=config.rollout.on_failure,
         )
 
     return RolloutParts(
         tokenizer=tokenizer,
         engine=engine,
-        reward=reward,
         spans=spans,
         train_rollouts=executor(train_sampling, config.rollout.num_samples_per_prompt),
         probe_rollouts=executor(train_sampling, 1),
         eval_rollouts=executor(eval_sampling, config.eval.num_samples_per_prompt),
         eval_data=eval_data,
+        loop=loop,
     )
 
 
@@ -104,9 +108,11 @@ def build_training(config: Config, model_path: str, tokenizer: Any) -> TrainingP
         POLICY_LOSSES, algorithm.policy_loss, algorithm.policy_loss_args, "algorithm.policy_loss_args"
     )
     advantage = with_arguments(ADVANTAGES, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
-    model = load_model(model_path, dtype=config.model.dtype, device=config.model.device, seed=config.run.seed)
+    # The learner keeps float32 weights whatever it computes in: small updates would vanish in a narrower type.
+    model = load_model(model_path, dtype="float32", device=config.model.device, seed=config.run.seed)
+    compute_dtype = resolve_dtype(config.model.dtype)
     actor = Actor(
-        LocalTrainEngine(model, training, temperature=config.rollout.temperature),
+        LocalTrainEngine(model, training, temperature=config.rollout.temperature, compute_dtype=compute_dtype),
         policy_loss,
         num_minibatches=training.num_minibatches,
         num_epochs=training.num_epochs,
@@ -121,18 +127,50 @@ def build_training(config: Config, model_path: str, tokenizer: Any) -> TrainingP
     return TrainingParts(train_data, actor, experience)
 
 
+def describe(dataset: PromptDataset | None, kind: str) -> str:
+    """``4096 training prompts``, and how many were left out for their length."""
+    if dataset is None:
+        return f"no {kind} prompts"
+    num_filtered = dataset.num_filtered if isinstance(dataset, RLHFDataset) else 0
+    left_out = f" ({num_filtered} over data.max_prompt_tokens left out)" if num_filtered else ""
+    return f"{len(dataset)} {kind} prompts{left_out}"
+
+
 def with_arguments(registry: Registry, name: str, arguments: Mapping[str, Any], key: str) -> Callable[..., Any]:
     """The extension with its configured keyword arguments bound; one it does not take is an error naming the key."""
     thing = registry.resolve(name)
+    if not callable(thing):
+        raise ConfigError([f"{key.removesuffix('_args')} = {name}: not callable; name a function or a class"])
+    hints = get_type_hints(thing.__init__ if inspect.isclass(thing) else thing)
     parameters = inspect.signature(thing).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-        unknown = [argument for argument in arguments if argument not in known]
-        if unknown:
-            takes = f"{registry.kind} {name!r} takes {', '.join(known) or 'no arguments'}"
-            raise ConfigError([f"{key}.{each}: no such argument; {takes}" for each in unknown])
+    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    problems, values = [], {}
+    for argument, value in arguments.items():
+        if argument in known:
+            try:
+                values[argument] = convert_value(hints.get(argument, Any), value)
+            except WrongValue as error:
+                problems.append(f"{key}.{argument} = {value!r}: {error}")
+        elif takes_any:
+            values[argument] = value
+        else:
+            takes = ", ".join(known) or "no arguments"
+            problems.append(f"{key}.{argument}: no such argument; {registry.kind} {name!r} takes {takes}")
+    if problems:
+        raise ConfigError(problems)
 
     def call(*args: Any) -> Any:
-        return thing(*args, **arguments)
+        try:
+            return thing(*args, **values)
+        except HeadwaterError:
+            raise
+        except Exception as error:
+            if not is_path(name):
+                raise
+            setting = f"{key.removesuffix('_args')} = {name}"
+            raise HeadwaterError(
+                f"{setting}: raised {type(error).__name__}: {error}; run with --debug to see where"
+            ) from error
 
     return call

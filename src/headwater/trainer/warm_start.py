@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from headwater.algorithms.policy_losses import PolicyLoss
-from headwater.config.schema import TrainingConfig, WarmStartConfig
+from headwater.config.schema import WarmStartConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError
 from headwater.core.records import Prompt, Trajectory
@@ -31,13 +31,11 @@ class WarmStartResult:
 
 def warm_start(
     config: WarmStartConfig,
-    training: TrainingConfig,
-    model: Any,
+    learner: LocalTrainEngine,
     tokenizer: Any,
     dataset: PromptDataset,
     *,
     seed: int,
-    temperature: float,
     sampled_reward: Callable[[], float],
     display: Display,
 ) -> WarmStartResult:
@@ -46,8 +44,8 @@ def warm_start(
     ``sampled_reward`` measures the model as it stands; it is asked every few steps when ``until_reward`` is set.
     """
     # An optimiser of its own: the averages of supervised gradients would mislead the first policy updates.
-    settings = replace(training, learning_rate=config.learning_rate, num_warmup_steps=_NUM_WARMUP_STEPS)
-    engine = LocalTrainEngine(model, settings, temperature=temperature)
+    settings = replace(learner.config, learning_rate=config.learning_rate, num_warmup_steps=_NUM_WARMUP_STEPS)
+    engine = learner.sibling(settings)
     sampler = ShufflingSampler(len(dataset), seed)
     step, loss = 0, 0.0
     with display.stage("warm start", config.num_steps) as reporter:

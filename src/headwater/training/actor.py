@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor
 
-from headwater.algorithms.policy_losses import PolicyLoss
+from headwater.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from headwater.core.data_proto import DataProto
 from headwater.training.engine import LocalTrainEngine
 
-PolicyLossFunction = Callable[[Tensor, Tensor, Tensor], PolicyLoss]
-"""From current log-probs, old log-probs and advantages to a loss per token."""
+PolicyLossFunction = Callable[[PolicyLossInputs], PolicyLoss]
 
 
 class Actor:
     """Updates the policy.
 
     With ``skip_zero_advantages`` a sample whose advantage is zero everywhere is not computed: its gradient is zero, and
-    it still counts among the tokens that the loss is averaged over. The update is the same, for less work.
+    it still counts among the tokens that the loss is averaged over, so the step is the same for less work. A mini-batch
+    of nothing but such samples takes no step at all.
     """
 
     def __init__(
@@ -47,8 +47,12 @@ class Actor:
             for minibatch in self._minibatches(experience)
             if (stats := self._step(minibatch)) is not None
         ]
-        means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]} if steps else {}
-        return {**means, "optimizer_steps": len(steps)}
+        means = {}
+        for name in dict.fromkeys(name for step in steps for name in step):
+            values = [step[name] for step in steps if name in step]
+            means[name] = sum(values) / len(values)
+        skipped = sum(step["skipped_steps"] for step in steps)
+        return {**means, "skipped_steps": skipped, "optimizer_steps": len(steps) - skipped}
 
     def _step(self, minibatch: DataProto) -> dict[str, float] | None:
         """One optimiser step; None where no sample has anything to teach."""
@@ -61,14 +65,10 @@ class Actor:
         return self.engine.train_step(minibatch, self._token_losses, num_tokens)
 
     def _token_losses(self, logprobs: Tensor, batch: DataProto) -> PolicyLoss:
-        return self._policy_loss(logprobs, batch.batch["old_logprobs"], batch.batch["advantages"])
+        tensors = batch.batch
+        return self._policy_loss(
+            PolicyLossInputs(logprobs, tensors["old_logprobs"], tensors["advantages"], tensors["response_mask"])
+        )
 
-    def _minibatches(self, experience: DataProto) -> Iterator[DataProto]:
-        """Whole groups only: a mini-batch that held half a group would see a biased baseline."""
-        rows_of: dict[str, list[int]] = {}
-        for row, uid in enumerate(experience.non_tensor_batch["uid"]):
-            rows_of.setdefault(uid, []).append(row)
-        groups = list(rows_of.values())
-        size = -(-len(groups) // self._num_minibatches)
-        for start in range(0, len(groups), size):
-            yield experience[[row for group in groups[start : start + size] for row in group]]
+    def _minibatches(self, experience: DataProto) -> list[DataProto]:
+        return experience.split(-(-len(experience) // self._num_minibatches))

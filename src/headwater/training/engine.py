@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ from headwater.config.schema import TrainingConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import RunError
 from headwater.training.logprobs import response_logprobs
-from headwater.training.microbatch import plan_microbatches, sequence_lengths, trim
+from headwater.training.microbatch import part_lengths, plan_microbatches, trim
+
+logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[Tensor, DataProto], PolicyLoss]
 """From the current log-probs and the micro-batch to a loss per token."""
@@ -30,12 +33,16 @@ class LocalTrainEngine:
     """Trains ``model`` on padded batches (see ``rollout.padding``).
 
     Every micro-batch's loss is divided by the token count of the whole step, so how a batch is cut never changes the
-    gradient.
+    gradient. The weights are float32; ``compute_dtype`` is what the forward and backward passes compute in. Dropout
+    stays off: the policy that is trained is the one that sampled.
     """
 
-    def __init__(self, model: Any, config: TrainingConfig, *, temperature: float) -> None:
-        self.model = model
-        self._config = config
+    def __init__(
+        self, model: Any, config: TrainingConfig, *, temperature: float, compute_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.model = model.eval()
+        self._compute_dtype = compute_dtype
+        self.config = config
         self._temperature = temperature
         self._optimizer = torch.optim.AdamW(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -46,13 +53,16 @@ class LocalTrainEngine:
         self._num_steps = 0
         self._num_bad_steps = 0
 
+    def sibling(self, config: TrainingConfig) -> LocalTrainEngine:
+        """Another engine on the same weights, with an optimiser of its own."""
+        return LocalTrainEngine(self.model, config, temperature=self._temperature, compute_dtype=self._compute_dtype)
+
     @torch.no_grad()
     def logprobs(self, batch: DataProto) -> Tensor:
         """Log-probs of the responses, ``[samples, response]``, zero where a row has no token."""
-        self.model.eval()
         result = torch.zeros_like(batch.batch["response_mask"])
         for rows, micro in self._microbatches(batch):
-            logprobs, _ = response_logprobs(self.model, micro, self._temperature)
+            logprobs, _ = self._forward(micro)
             result[rows, : logprobs.shape[1]] = logprobs.to(result.device)
         return result
 
@@ -65,12 +75,11 @@ class LocalTrainEngine:
         num_tokens = float(batch.batch["response_mask"].sum()) if num_tokens is None else num_tokens
         if num_tokens == 0:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
-        self.model.train()
         total_loss, num_seen = 0.0, 0.0
         totals: dict[str, Tensor] = {}
         for _, micro in self._microbatches(batch):
             mask = micro.batch["response_mask"]
-            logprobs, entropy = response_logprobs(self.model, micro, self._temperature)
+            logprobs, entropy = self._forward(micro)
             loss = loss_fn(logprobs, micro)
             scaled = token_mean(loss.token_losses, mask, num_tokens)
             scaled.backward()  # type: ignore[no-untyped-call]
@@ -78,10 +87,8 @@ class LocalTrainEngine:
             for name, values in {"entropy": entropy, **loss.diagnostics}.items():
                 totals[name] = totals.get(name, torch.zeros(())) + masked_sum(values, mask).cpu()
             total_loss += scaled.item()
-        learning_rate = self._learning_rate()
-        grad_norm = self._apply_gradient()
-        stats = {name: float(total) / num_seen for name, total in totals.items()}
-        return {"loss": total_loss, **stats, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        means = {name: float(total) / num_seen for name, total in totals.items()}
+        return {"loss": total_loss, **means, **self._apply_gradient()}
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name."""
@@ -94,33 +101,42 @@ class LocalTrainEngine:
         torch.save(state, folder / "optimizer.pt")
 
     def load(self, folder: Path) -> None:
-        state = torch.load(folder / "optimizer.pt", map_location=self.model.device, weights_only=True)
+        state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
         self._optimizer.load_state_dict(state["optimizer"])
         self._num_steps = state["num_steps"]
 
+    def _forward(self, micro: DataProto) -> tuple[Tensor, Tensor]:
+        low_precision = self._compute_dtype != torch.float32
+        with torch.autocast(self.model.device.type, dtype=self._compute_dtype, enabled=low_precision):
+            return response_logprobs(self.model, micro, self._temperature)
+
     def _microbatches(self, batch: DataProto) -> Iterator[tuple[list[int], DataProto]]:
-        for rows in plan_microbatches(sequence_lengths(batch), self._config.max_tokens_per_microbatch):
+        for rows in plan_microbatches(*part_lengths(batch), self.config.max_tokens_per_microbatch):
             yield rows, trim(batch[rows]).to(self.model.device)
 
-    def _apply_gradient(self) -> float:
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm))
+    def _apply_gradient(self) -> dict[str, float]:
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        stats = {"learning_rate": self._learning_rate(), "skipped_steps": 0.0}
         if math.isfinite(norm):
             for group in self._optimizer.param_groups:
-                group["lr"] = self._learning_rate()
+                group["lr"] = stats["learning_rate"]
             self._optimizer.step()
             self._num_steps += 1
             self._num_bad_steps = 0
+            stats["grad_norm"] = norm
         else:
+            logger.warning("the gradient is not finite: this optimiser step is skipped")
             self._num_bad_steps += 1
+            stats["skipped_steps"] = 1.0
         self._optimizer.zero_grad(set_to_none=True)
         if self._num_bad_steps >= _MAX_BAD_STEPS:
             raise RunError(
                 f"the gradient was not finite {_MAX_BAD_STEPS} steps in a row; lower training.learning_rate "
-                f"(= {self._config.learning_rate:g}) or training.max_grad_norm (= {self._config.max_grad_norm:g})"
+                f"(= {self.config.learning_rate:g}) or training.max_grad_norm (= {self.config.max_grad_norm:g})"
             )
-        return norm
+        return stats
 
     def _learning_rate(self) -> float:
         """Linear warm-up, then constant."""
-        warmup = self._config.num_warmup_steps
-        return self._config.learning_rate * min(1.0, (self._num_steps + 1) / (warmup + 1))
+        warmup = self.config.num_warmup_steps
+        return self.config.learning_rate * min(1.0, (self._num_steps + 1) / (warmup + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headwater.core.errors import RolloutFailed
 from headwater.core.protocols import EpisodeInput, InferenceEngine
 from headwater.core.records import ModelRequest, Trajectory
 from headwater.workflows import WORKFLOWS, WorkflowContext
@@ -13,6 +14,11 @@ class RlvrWorkflow:
         self._context = context
 
     async def arun_episode(self, engine: InferenceEngine, data: EpisodeInput) -> Trajectory:
+        if data.prompt.multi_modal:
+            raise RolloutFailed(
+                f"row {data.prompt.uid}: has {', '.join(data.prompt.multi_modal)}, and workflow rlvr is for text; "
+                "leave those columns out, or set rollout.workflow to one that hands them to the model"
+            )
         request = ModelRequest(
             request_id=f"{data.prompt.uid}#{data.sample}",
             input_tokens=data.prompt.tokens,

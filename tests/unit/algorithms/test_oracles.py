@@ -6,9 +6,11 @@ import pytest
 import torch
 from algorithms.oracle import cases, check, tensor
 
+from headwater.algorithms.advantages import AdvantageInputs
 from headwater.algorithms.advantages.grpo import grpo
 from headwater.algorithms.aggregate import token_mean
 from headwater.algorithms.masked import masked_mean, masked_sum
+from headwater.algorithms.policy_losses import PolicyLossInputs
 from headwater.algorithms.policy_losses.ppo import ppo
 
 
@@ -21,9 +23,11 @@ def test_grpo(case):
     inputs, args = case["inputs"], case["args"]
     numbers = {uid: number for number, uid in enumerate(dict.fromkeys(inputs["index"]))}
     advantages = grpo(
-        tensor(inputs["token_level_rewards"]),
-        tensor(inputs["response_mask"]),
-        torch.tensor([numbers[uid] for uid in inputs["index"]]),
+        AdvantageInputs(
+            tensor(inputs["token_level_rewards"]),
+            tensor(inputs["response_mask"]),
+            torch.tensor([numbers[uid] for uid in inputs["index"]]),
+        ),
         normalize_by_std=bool(args["norm_adv_by_std_in_grpo"]),
         epsilon=args["epsilon"],
     )
@@ -47,9 +51,7 @@ def test_ppo(case):
         args[key] if args[key] is not None else args["clip_ratio"] for key in ("clip_ratio_low", "clip_ratio_high")
     )
     loss = ppo(
-        logprobs,
-        tensor(inputs["old_log_prob"]),
-        tensor(inputs["advantages"]),
+        PolicyLossInputs(logprobs, tensor(inputs["old_log_prob"]), tensor(inputs["advantages"]), mask),
         clip_low=low,
         clip_high=high,
         dual_clip=args["clip_ratio_c"],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwater.algorithms.advantages import AdvantageInputs
 from headwater.algorithms.advantages.grpo import grpo
 from headwater.algorithms.aggregate import token_mean
 from headwater.algorithms.masked import masked_sum
@@ -37,18 +39,21 @@ def test_permuting_samples_permutes_grpo_advantages(batch):
     rewards, mask, generator = batch
     groups = torch.randint(0, 3, (len(rewards),), generator=generator)
     order = torch.randperm(len(rewards), generator=generator)
-    torch.testing.assert_close(grpo(rewards[order], mask[order], groups[order]), grpo(rewards, mask, groups)[order])
+    permuted = grpo(AdvantageInputs(rewards[order], mask[order], groups[order]))
+    torch.testing.assert_close(permuted, grpo(AdvantageInputs(rewards, mask, groups))[order])
 
 
-def test_grpo_of_equal_rewards_is_zero():
-    advantages = grpo(torch.ones(4, 1), torch.ones(4, 1), torch.zeros(4))
-    assert advantages.tolist() == [[0.0]] * 4
+@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1.0, -2.3])
+@pytest.mark.parametrize("count", [2, 8, 16, 100])
+def test_grpo_of_equal_rewards_is_exactly_zero(reward, count):
+    ones = torch.ones(count, 1)
+    assert not grpo(AdvantageInputs(reward * ones, ones, torch.zeros(count))).any()
 
 
 def test_grpo_by_hand():
     # Rewards 1, 0, 0, 1: mean 0.5, unbiased deviation sqrt(1/3).
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
-    advantages = grpo(rewards, torch.ones(4, 2), torch.zeros(4))
+    advantages = grpo(AdvantageInputs(rewards, torch.ones(4, 2), torch.zeros(4)))
     torch.testing.assert_close(advantages[0], torch.full((2,), 0.5 / ((1 / 3) ** 0.5 + 1e-6)))
     torch.testing.assert_close(advantages[1], -advantages[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import tiny
@@ -57,6 +58,27 @@ def test_logprobs_match_a_full_forward_pass(engine, temperature):
         torch.testing.assert_close(torch.tensor(response.output_logprobs), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_the_models_own_generation_settings_change_nothing(engine):
+    model = tiny.model()
+    model.generation_config.repetition_penalty = 1.5
+    model.generation_config.suppress_tokens = [40, 41]
+    other = HfEngine(model, tiny.tokenizer(), max_batch_sequences=64, spans=Spans())
+    requests = [request(text, key) for key, text in enumerate(PROMPTS)]
+    assert [each.output_logprobs for each in generate(other, requests)] == [
+        each.output_logprobs for each in generate(engine, requests)
+    ]
+    other.close()
+
+
+def test_a_wait_that_ends_fails_the_requests_that_waited(engine, monkeypatch):
+    monkeypatch.setattr("headwater.backends.hf._PAUSE_LIMIT_S", 0.1)
+    engine.pause()
+    with pytest.raises(RolloutFailed, match="1 requests wait for the paused hf engine to resume"):
+        generate(engine, [request("1+2=")])
+    engine.resume()
+    assert generate(engine, [request("1+2=")])
+
+
 def test_a_sample_does_not_depend_on_its_batch(engine):
     requests = [request(text, key) for text in PROMPTS for key in range(6)]
     together = generate(engine, requests)
@@ -80,9 +102,12 @@ def test_a_response_ends_at_the_end_token_or_the_limit(engine):
 
 def test_batches_are_bounded_and_mixed_settings_are_served():
     engine = HfEngine(tiny.model(), tiny.tokenizer(), max_batch_sequences=3, spans=Spans())
+    sizes, serve = [], engine._generate
+    engine._generate = lambda batch: sizes.append(len(batch)) or serve(batch)
     requests = [request("1+2=", key, max_new_tokens=2 + key % 2) for key in range(10)]
     responses = generate(engine, requests)
     engine.close()
+    assert sorted(sizes) == [2, 2, 3, 3]
     assert [len(each.output_tokens) <= 2 + key % 2 for key, each in enumerate(responses)] == [True] * 10
 
 
@@ -131,6 +156,18 @@ def test_bad_requests_name_what_is_wrong(engine):
         generate(engine, [ModelRequest("r", (99999,), params, 0)])
     with pytest.raises(RolloutFailed, match=r"3 prompt tokens \+ 5000 new tokens exceed the model's 2048 positions"):
         generate(engine, [ModelRequest("r", (7, 8, 9), SamplingParams(max_new_tokens=5000), 0)])
+
+
+def test_generation_that_nobody_waits_for_ends_early(engine):
+    async def scenario():
+        long = asyncio.ensure_future(engine.agenerate(request("1+2=", max_new_tokens=2000, min_new_tokens=2000)))
+        await asyncio.sleep(0.5)
+        long.cancel()
+        started = time.monotonic()
+        await engine.agenerate(request("1+2=", max_new_tokens=1))
+        return time.monotonic() - started
+
+    assert asyncio.run(scenario()) < 2.0
 
 
 def test_a_cancelled_caller_does_not_disturb_the_next(engine):

@@ -88,7 +88,7 @@ def test_image_tokens_count_towards_the_limit(tokenizer, processor):
     dataset = build(rows, tokenizer, processor, max_prompt_tokens=60)
     assert dataset.num_filtered == 1
     assert [len(prompt.multi_modal["images"]) for prompt in dataset] == [1, 2]
-    cut = build(rows, tokenizer, processor, max_prompt_tokens=60, overlong="left")
+    cut = build(rows, tokenizer, processor, max_prompt_tokens=60, truncation="left")
     with pytest.raises(DataError, match=r"row 2: prompt of .*cannot be cut"):
         cut[2]
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.data.measure import ROWS_PER_CHUNK, choose_num_workers
-from headwater.data.overlong import cut_tokens
 from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.data.truncation import cut_tokens
 
 OVERHEAD = len("[user][assistant]") + 1
 """Tokens the chat template adds to a message; ``<|end|>`` is one."""
@@ -53,7 +53,7 @@ def test_all_rows_filtered(tokenizer, write_jsonl):
 @pytest.mark.parametrize("cut", ["left", "right", "middle"])
 def test_truncation(tokenizer, write_jsonl, cut):
     path = write_jsonl(rows_of(30, 50))
-    dataset = RLHFDataset([path], DataConfig(max_prompt_tokens=40, overlong=cut), tokenizer)
+    dataset = RLHFDataset([path], DataConfig(max_prompt_tokens=40, truncation=cut), tokenizer)
     full = RLHFDataset([path], DataConfig(max_prompt_tokens=99), tokenizer)
     assert dataset.num_filtered == 0
     assert dataset[0] == full[0]
@@ -64,18 +64,18 @@ def test_truncation(tokenizer, write_jsonl, cut):
 def test_error_mode_stops_at_construction(tokenizer, write_jsonl):
     path = write_jsonl(rows_of(30, 41, 30, 90))
     with pytest.raises(DataError) as caught:
-        RLHFDataset([path], DataConfig(max_prompt_tokens=40, overlong="error"), tokenizer)
+        RLHFDataset([path], DataConfig(max_prompt_tokens=40, truncation="error"), tokenizer)
     message = str(caught.value)
     assert f"{path}, line 2: prompt of 41 tokens, data.max_prompt_tokens = 40" in message
     assert "2 of 4 rows are too long" in message
-    assert "set overlong to filter" in message
-    assert len(RLHFDataset([path], DataConfig(max_prompt_tokens=90, overlong="error"), tokenizer)) == 4
+    assert "set truncation to filter" in message
+    assert len(RLHFDataset([path], DataConfig(max_prompt_tokens=90, truncation="error"), tokenizer)) == 4
 
 
 def test_cutting_modes_read_rows_only_when_asked(tokenizer, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "fine"}\nbroken\n')
-    dataset = RLHFDataset([str(path)], DataConfig(overlong="left"), tokenizer)
+    dataset = RLHFDataset([str(path)], DataConfig(truncation="left"), tokenizer)
     assert dataset[0].messages[0]["content"] == "fine"
     with pytest.raises(DataError, match="line 2: not JSON"):
         dataset[1]

@@ -74,7 +74,7 @@ def test_keys_that_parquet_filled_with_none_are_dropped(tokenizer, write_parquet
         {"role": "tool", "content": "4"},
     ]
     rows = [{"prompt": chat, "tools_kwargs": {"a": {"x": 1}}}, {"prompt": CHAT, "tools_kwargs": {"b": {"y": 2}}}]
-    dataset = RLHFDataset([write_parquet(rows)], DataConfig(overlong="left"), tokenizer)
+    dataset = RLHFDataset([write_parquet(rows)], DataConfig(truncation="left"), tokenizer)
     second = dataset[1]
     assert second.messages == tuple(CHAT)
     assert second.tools_kwargs == {"b": {"y": 2}}

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,11 +52,30 @@ def test_file_order_without_shuffling():
     assert ShufflingSampler(2, 0, shuffle=False).take(3) == [Draw(0, 0), Draw(1, 0), Draw(0, 1)]
 
 
-def test_order_is_numpys_permutation_of_seed_and_epoch():
-    sampler = ShufflingSampler(10, 7)
-    sampler.take(10)
-    expected = np.random.Generator(np.random.PCG64([7, 1])).permutation(10).tolist()
-    assert [draw.index for draw in sampler.take(10)] == expected
+def test_the_order_is_pinned():
+    """A numpy that shuffled otherwise would break the resume of every earlier run."""
+    assert [draw.index for draw in ShufflingSampler(10, 7).take(20)] == [
+        4,
+        5,
+        9,
+        8,
+        1,
+        7,
+        6,
+        0,
+        2,
+        3,
+        8,
+        6,
+        9,
+        5,
+        0,
+        7,
+        3,
+        4,
+        1,
+        2,
+    ]
 
 
 def test_state_is_tiny_for_any_dataset():

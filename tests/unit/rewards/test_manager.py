@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import pytest
@@ -53,10 +55,7 @@ def score(tmp_path):
     def call(name: str, text: str = "46", **settings):
         path = f"{file}:{name}" if name else ""
         manager = NaiveRewardManager(RewardConfig(function=path, **settings), Spans())
-        try:
-            return asyncio.run(manager.score(tiny.prompt(uid="row7"), text))
-        finally:
-            manager.close()
+        return asyncio.run(manager.score(tiny.prompt(uid="row7"), text))
 
     return call
 
@@ -90,6 +89,37 @@ def test_a_hanging_function_is_cut_off(score):
     assert time.monotonic() - started < 4
 
 
+def test_waiting_in_the_queue_does_not_count_as_time(tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ndef compute_score(**row):\n    time.sleep(0.2)\n    return 1.0\n")
+    manager = NaiveRewardManager(RewardConfig(function=f"{file}:compute_score", timeout_s=0.8), Spans())
+
+    async def many():
+        return await asyncio.gather(*(manager.score(tiny.prompt(), "x") for _ in range(48)))
+
+    assert [score.value for score in asyncio.run(many())] == [1.0] * 48
+
+
+def test_a_hanging_function_does_not_hold_up_the_end_of_the_process(tmp_path):
+    file = tmp_path / "hang.py"
+    file.write_text("import time\ndef compute_score(**row):\n    time.sleep(600)\n")
+    code = f"""
+import asyncio
+from headwater.config.schema import RewardConfig
+from headwater.core.errors import RewardFailed
+from headwater.core.records import Prompt
+from headwater.observe.spans import Spans
+from headwater.rewards.managers.naive import NaiveRewardManager
+manager = NaiveRewardManager(RewardConfig(function={str(file) + ":compute_score"!r}, timeout_s=0.2), Spans())
+try:
+    asyncio.run(manager.score(Prompt("row", (), "text", (1,), "mine"), "x"))
+except RewardFailed:
+    print("failed as it should")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "failed as it should"
+
+
 def test_bad_paths_are_named(score):
     with pytest.raises(UnknownName, match="has no 'nubmer'; did you mean 'number'"):
         score("nubmer")
@@ -101,11 +131,9 @@ def test_an_unknown_data_source_says_what_to_set():
     manager = NaiveRewardManager(RewardConfig(), Spans())
     with pytest.raises(RewardFailed, match=r"no built-in scorer for data_source 'mine'.*set reward\.function"):
         asyncio.run(manager.score(tiny.prompt(data_source="mine"), "x"))
-    manager.close()
 
 
 @pytest.mark.parametrize("name", ["openai/gsm8k", "gsm8k"])
 def test_data_sources_with_an_owner_find_their_scorer(name):
     manager = NaiveRewardManager(RewardConfig(), Spans())
     assert asyncio.run(manager.score(tiny.prompt(data_source=name, ground_truth="5"), "#### 5")).value == 1.0
-    manager.close()

@@ -36,10 +36,10 @@ def ok(data: EpisodeInput) -> Trajectory:
 
 def run(outcome, num_groups=3, on_failure="stop", timeout_s=30.0, num_prompts=100):
     workflow = Scripted(outcome)
-    executor = WorkflowExecutor(None, workflow, num_samples=2, timeout_s=timeout_s, on_failure=on_failure)
     waiting = iter([PromptDraw(tiny.prompt(uid=f"row{number}"), number) for number in range(num_prompts)])
-    batch = executor.rollout_batch(num_groups, lambda count: list(islice(waiting, count)))
-    return batch, workflow
+    with asyncio.Runner() as loop:
+        executor = WorkflowExecutor(None, workflow, loop, num_samples=2, timeout_s=timeout_s, on_failure=on_failure)
+        return executor.rollout_batch(num_groups, lambda count: list(islice(waiting, count))), workflow
 
 
 def fails_on(*uids: str, error: type[Exception] = RewardFailed):
@@ -74,8 +74,48 @@ def test_a_failed_episode_stops_the_run_or_drops_its_group(error):
 
 
 def test_a_run_whose_rollouts_all_fail_stops_with_the_first_causes():
-    with pytest.raises(RolloutFailed, match=r"all 6 groups of this step were dropped(.|\n)*row0: no reward for row0"):
+    with pytest.raises(
+        RolloutFailed, match=r"6 groups of this step were dropped and only 0 are(.|\n)*row0: no reward for row0"
+    ):
         run(fails_on(*(f"row{number}" for number in range(100))), on_failure="drop")
+
+
+def test_one_good_group_does_not_make_it_loop_for_ever():
+    drawn = []
+
+    def outcome(data):
+        drawn.append(data.prompt.uid)
+        if data.prompt.uid != "row1":
+            raise RewardFailed("never")
+        return ok(data)
+
+    with pytest.raises(RolloutFailed, match="only 1 are complete"):
+        run(outcome, on_failure="drop", num_prompts=10_000)
+    assert len(set(drawn)) < 20
+
+
+def test_an_empty_list_is_a_rejection():
+    batch, _ = run(lambda data: [] if data.prompt.uid == "row0" else ok(data))
+    assert [each.uid for each in batch.dropped] == ["row0"]
+
+
+def test_nothing_goes_on_after_an_error():
+    ended = []
+
+    async def slow(data):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(data.prompt.uid)
+
+    def outcome(data):
+        if data.prompt.uid == "row2":
+            raise RewardFailed("first")
+        return slow(data)
+
+    with pytest.raises(RewardFailed, match="first"):
+        run(outcome)
+    assert sorted(ended) == ["row0", "row0", "row1", "row1"]
 
 
 def test_it_stops_when_there_are_no_more_prompts():
@@ -89,7 +129,7 @@ def test_nonsense_from_a_workflow_is_named():
 
 
 def test_a_workflow_that_never_returns_hits_the_named_limit():
-    with pytest.raises(WaitTimeout, match="the trainer waits for rollouts: 0 of 3 are done"):
+    with pytest.raises(WaitTimeout, match="the trainer waits for rollouts: 0 of 3 groups are complete"):
         run(lambda data: asyncio.sleep(3600), timeout_s=0.3)
 
 

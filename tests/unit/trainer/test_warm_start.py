@@ -9,18 +9,17 @@ from headwater.config.schema import TrainingConfig, WarmStartConfig
 from headwater.core.errors import DataError
 from headwater.observe.progress import Display
 from headwater.trainer.warm_start import warm_start
+from headwater.training.engine import LocalTrainEngine
 
 
 def run(rewards, dataset, **settings):
     asked = iter(rewards)
     return warm_start(
         WarmStartConfig(**{"num_steps": 30, "num_sequences_per_step": 4, **settings}),
-        TrainingConfig(),
-        tiny.model(),
+        LocalTrainEngine(tiny.model(), TrainingConfig(), temperature=1.0),
         tiny.tokenizer(),
         dataset,
         seed=0,
-        temperature=1.0,
         sampled_reward=lambda: next(asked),
         display=Display(),
     )

@@ -9,6 +9,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.algorithms.policy_losses.ppo import ppo
@@ -51,9 +52,9 @@ def gradient(data, max_tokens: int) -> torch.Tensor:
     train_engine = engine(max_tokens_per_microbatch=max_tokens)
     taken = {}
 
-    def keep() -> float:
+    def keep() -> dict[str, float]:
         taken["gradient"] = torch.cat([parameter.grad.flatten() for parameter in train_engine.model.parameters()])
-        return 0.0
+        return {"skipped_steps": 0.0}
 
     train_engine._apply_gradient = keep
     actor(train_engine).update(data)
@@ -96,11 +97,10 @@ def test_a_batch_that_teaches_nothing_changes_nothing():
     assert torch.equal(weights(train_engine), before)
 
 
-def test_minibatches_hold_whole_groups_and_take_one_step_each():
+def test_minibatches_cover_the_batch_and_take_one_step_each():
     data = experience(5)
     learner = actor(engine(), num_minibatches=3, num_epochs=2)
-    uids = [set(part.non_tensor_batch["uid"]) for part in learner._minibatches(data)]
-    assert uids == [{"row0"}, {"row1"}, {"row2"}]
+    assert [len(part) for part in learner._minibatches(data)] == [4, 4, 4]
     assert learner.update(data)["optimizer_steps"] == 6
 
 
@@ -129,7 +129,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_then_stops_the_run():
         return PolicyLoss(logprobs * float("nan"))
 
     for _ in range(2):
-        train_engine.train_step(experience(8), broken)
+        stats = train_engine.train_step(experience(8), broken)
+        assert stats["skipped_steps"] == 1
+        assert "grad_norm" not in stats
     assert torch.equal(weights(train_engine), before)
     with pytest.raises(RunError, match=r"not finite 3 steps in a row; lower training\.learning_rate"):
         train_engine.train_step(experience(8), broken)
@@ -155,18 +157,30 @@ def test_save_and_load_continue_bitwise(tmp_path):
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(50, 200))
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), max_size=40), st.integers(100, 400))
 def test_microbatch_plans_cover_every_row_once_within_the_budget(lengths, budget):
-    plan = plan_microbatches(lengths, budget)
+    prompts, responses = [prompt for prompt, _ in lengths], [response for _, response in lengths]
+    plan = plan_microbatches(prompts, responses, budget)
     assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
-    assert all(len(rows) * max(lengths[row] for row in rows) <= budget for rows in plan)
+    for rows in plan:
+        width = max(prompts[row] for row in rows) + max(responses[row] for row in rows)
+        assert len(rows) * width <= budget
+
+
+@pytest.mark.parametrize("budget", [40, 60, 100])
+def test_the_padded_batch_itself_keeps_the_budget(budget):
+    widths = [
+        micro.batch["input_ids"].numel()
+        for _, micro in engine(max_tokens_per_microbatch=budget)._microbatches(experience(12))
+    ]
+    assert max(widths) <= budget
 
 
 def test_a_row_over_the_budget_names_the_key():
     with pytest.raises(
         DataError, match=r"row 1 of the batch has 60 tokens, over training\.max_tokens_per_microbatch = 50"
     ):
-        plan_microbatches([10, 60], 50)
+        plan_microbatches([5, 30], [5, 30], 50)
 
 
 def test_trim_drops_only_padding():
@@ -185,3 +199,11 @@ def test_no_trained_token_is_an_error():
     data = data.with_columns(tensors={"response_mask": torch.zeros_like(data.batch["response_mask"])})
     with pytest.raises(RunError, match="no token of the batch is trained"):
         engine().train_step(data, lambda logprobs, batch: PolicyLoss(-logprobs))
+
+
+def test_dropout_stays_off():
+    config = GPT2Config(vocab_size=512, n_positions=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5, embd_pdrop=0.5)
+    train_engine = LocalTrainEngine(GPT2LMHeadModel(config), TrainingConfig(), temperature=1.0)
+    data = experience(14)
+    data = data.with_columns(tensors={"old_logprobs": train_engine.logprobs(data)})
+    assert abs(actor(train_engine).update(data)["approx_kl"]) < 1e-6

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from headwater.algorithms.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES, PolicyLoss
+from headwater.algorithms.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES, PolicyLoss, PolicyLossInputs
 
 
 @POLICY_LOSSES.register
 def ppo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
+    inputs: PolicyLossInputs,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float = 3.0,
 ) -> PolicyLoss:
     """``max(-A·r, -A·clip(r, 1-low, 1+high))``; for ``A < 0`` at most ``-A·dual_clip``."""
-    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    advantages = inputs.advantages
+    log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)

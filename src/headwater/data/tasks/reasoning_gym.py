@@ -15,6 +15,7 @@ from headwater.data.json_safe import from_json_safe
 from headwater.data.task import TASKS, Row, Split, make_row, too_few_problems
 
 NAME = "reasoning_gym"
+TIME_LIMIT_S = 600
 
 
 @TASKS.register
@@ -68,7 +69,14 @@ def _in_child_process(label: str, request: Mapping[str, Any]) -> tuple[list[dict
         raise DataError(f"task {label}: data.task_args = {request['options']!r}: {error}; use plain values") from error
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "headwater.data.tasks._gym_process"]
-    child = subprocess.run(command, input=payload, env=environment, capture_output=True, text=True, check=False)
+    try:
+        child = subprocess.run(
+            command, input=payload, env=environment, capture_output=True, text=True, check=False, timeout=TIME_LIMIT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DataError(
+            f"task {label}: no rows within {TIME_LIMIT_S} s; ask for fewer, or set data.task_args"
+        ) from error
     if child.returncode != 0:
         raise DataError(f"task {label}: the gym failed:\n{child.stderr.strip()[-2000:]}")
     answer = json.loads(child.stdout)

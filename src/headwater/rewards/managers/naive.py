@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
 
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, UnknownName
 from headwater.core.records import Prompt, Score
-from headwater.core.registry import load_object
 from headwater.observe.spans import Spans
 from headwater.rewards.function import ScoreFunction, call_score_function
 from headwater.rewards.managers import REWARD_MANAGERS
 from headwater.rewards.scorers import SCORERS
 
-_NUM_THREADS = 8
+_MAX_CONCURRENT = 8
+"""Scoring calls at a time. The clock of reward.timeout_s starts when a call does, not while it waits its turn."""
 
 
 @REWARD_MANAGERS.register
@@ -23,26 +23,18 @@ class NaiveRewardManager:
     def __init__(self, config: RewardConfig, spans: Spans) -> None:
         self._config = config
         self._spans = spans
-        self._custom: ScoreFunction | None = load_object(config.function) if config.function else None
+        self._custom: ScoreFunction | None = SCORERS.resolve(config.function) if config.function else None
         if self._custom is not None and not callable(self._custom):
             raise RewardFailed(f"reward.function = {config.function}: not callable; name a function")
-        self._executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
+        self._free = asyncio.Semaphore(_MAX_CONCURRENT)
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
         function = self._custom or self._built_in(prompt)
-        with self._spans.span("reward"):
-            return await call_score_function(
-                function,
-                prompt,
-                response_text,
-                self._config.function_args,
-                timeout_s=self._config.timeout_s,
-                executor=self._executor,
-            )
-
-    def close(self) -> None:
-        # A hung scoring function must not hold up the end of the run.
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        async with self._free:
+            with self._spans.span("reward"):
+                return await call_score_function(
+                    function, prompt, response_text, self._config.function_args, timeout_s=self._config.timeout_s
+                )
 
     def _built_in(self, prompt: Prompt) -> ScoreFunction:
         # "reasoning_gym:leg_counting" and "openai/gsm8k" name the scorers reasoning_gym and gsm8k.
