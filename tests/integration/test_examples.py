@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from command import ROOT, metrics, train_small
+from command import ROOT, SMALL, metrics, train_small
+
+from headwater.cli.main import main
 
 EXAMPLES = {
     "custom_reward.py": [
@@ -55,7 +56,10 @@ CHECKS = {
 }
 
 
-def test_a_dotted_path_works_too(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(ROOT)))
-    result = train_small(tmp_path, "run.name=dotted", "reward.function=examples.custom_reward:compute_score")
-    assert result.code == 0, result.stderr
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_dotted_path_works_too(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+    settings = [each.replace("examples/", "examples.").replace(".py:", ":") for each in EXAMPLES[name]]
+    assert main(["train", *SMALL, f"run.root={tmp_path}", "run.name=dotted", *settings]) == 0
+    CHECKS[name](pq.read_table(tmp_path / "dotted" / "rollouts" / "step_000001.parquet").to_pylist())

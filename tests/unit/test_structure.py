@@ -35,6 +35,8 @@ def imported_modules(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write imports in full"
             found.add(node.module or "")
+            # `from headwater import trainer` names a folder too.
+            found.update(f"{node.module}.{alias.name}" for alias in node.names if node.module == "headwater")
     return found
 
 

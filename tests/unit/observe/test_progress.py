@@ -1,0 +1,31 @@
+"""What a person sees: in a narrow terminal, and in a log."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from headwater.observe.progress import Display
+
+NUMBERS = {"reward": "0.420", "length": "12.0", "tok/s": "1034", "gen/rew/train": "0.28/0.06/0.09 s"}
+
+
+def test_bar_and_numbers_fit_eighty_columns():
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=80, color_system=None)
+    with Display(console).stage("train", 80) as reporter:
+        reporter.update(40, NUMBERS)
+    shown = output.getvalue()
+    assert "40/80" in shown
+    assert "reward 0.420  length 12.0  tok/s 1034  gen/rew/train 0.28/0.06/0.09 s" in shown
+
+
+def test_a_log_gets_the_first_and_the_last_line_whole():
+    output = io.StringIO()
+    with Display(Console(file=output, width=40)).stage("train", 50) as reporter:
+        for step in range(1, 51):
+            reporter.update(step, NUMBERS)
+    lines = output.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/50", "50/50"]
+    assert lines[0].endswith("0.28/0.06/0.09 s")
