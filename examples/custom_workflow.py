@@ -35,5 +35,5 @@ class BestOfTwo:
         response = await engine.agenerate(request)
         text = self._context.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         score = await self._context.reward.score(data.prompt, text)
-        info = {"response_text": text, "attempts": attempt + 1}
+        info = {"response_text": text, "attempt": attempt}
         return Trajectory.from_response(data.prompt, data.sample, response, score, info)

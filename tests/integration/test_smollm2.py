@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command import ROOT, headwater, metrics
 
 from headwater.models.load import end_token_ids, load_model, load_processor, load_tokenizer
 from headwater.models.smollm2 import fetch_smollm2, is_fetched
@@ -69,3 +71,18 @@ def test_text_survives_and_digits_stand_alone(loaded: tuple[Any, Any]) -> None:
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
     assert [tokenizer.decode([token]) for token in tokenizer.encode("12345")] == list("12345")
+
+
+def test_the_gsm8k_recipe_trains(tmp_path: Path) -> None:
+    fetch_smollm2()
+    excerpt = ROOT / "tests" / "unit" / "data" / "gsm8k"
+    result = headwater(
+        "train", "recipes/gsm8k.yaml", f"run.root={tmp_path}", f"data.task_args.folder={excerpt}",
+        "data.num_train_rows=8", "data.num_eval_rows=2", "eval.num_prompts=2", "eval.every_steps=0",
+        "trainer.checkpoint_every_steps=0", "trainer.total_steps=1", "trainer.num_prompts_per_step=2",
+        "rollout.num_samples_per_prompt=2", "rollout.max_new_tokens=24",
+        "reward.function=tests/integration/varied_reward.py:compute_score",
+        timeout_s=600,
+    )  # fmt: skip
+    assert result.code == 0, result.stderr
+    assert metrics(tmp_path / "gsm8k", "train")[0]["actor/optimizer_steps"] == 1
