@@ -193,6 +193,15 @@ def is_file(source: str) -> bool:
     return PurePath(source).suffix in FILE_SUFFIXES
 
 
+def lengths_are_measured(config: Config, layers: Layers) -> Iterator[Clash]:
+    cut = config.data.truncation in ("left", "right", "middle")
+    if cut and config.data.num_filter_workers:
+        yield Clash(
+            ("data.num_filter_workers", "data.truncation"),
+            f"nothing is measured ahead with data.truncation = {config.data.truncation}; set it back to 0",
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     minibatches_divide_prompts,
     sequence_fits_microbatch,
@@ -203,6 +212,7 @@ CHECKS: tuple[Check, ...] = (
     task_fills_a_step,
     float16_needs_loss_scaling,
     greedy_samples_differ,
+    lengths_are_measured,
     files_have_no_task_settings,
     files_evaluate_on_something,
     warm_start_settings_are_read,

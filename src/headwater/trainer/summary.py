@@ -68,6 +68,6 @@ def suggestions(run: RunDirectory, train: Sequence[_Record], evaluations: Sequen
         elif reward - train[0]["reward/mean"] < 0.05:
             lines.append("Reward barely moved: try a higher training.learning_rate or more trainer.total_steps.")
     if not evaluations:
-        lines.append("No held-out prompts were evaluated: name some in data.eval.")
+        lines.append("No held-out prompts were evaluated: see data.eval, and the eval settings.")
     lines.append(f"Look at responses: headwater eval {run.path} --show 5")
     return lines

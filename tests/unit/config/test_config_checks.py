@@ -49,6 +49,11 @@ FILES = "data.train=[rows.parquet]"
             "rollout.top_p = 0.9",
             ["use 1.0, or algorithm.old_logprobs=recompute"],
         ),
+        (
+            ["data.num_filter_workers=4", "data.truncation=left"],
+            "data.num_filter_workers = 4",
+            ["data.truncation = left", "set it back to 0"],
+        ),
         (["data.num_train_rows=31"], "data.num_train_rows = 31", ["trainer.num_prompts_per_step = 32"]),
         (["model.dtype=float16"], "model.dtype = 'float16'", ["loss scaling", "bfloat16 or float32"]),
         (
