@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,8 @@ from transformers import (
 )
 
 from headwater.backends import BACKENDS, BackendContext
-from headwater.core.errors import ConfigError, RolloutFailed
-from headwater.core.protocols import WeightUpdate
+from headwater.core.errors import ConfigError, RolloutFailed, WeightsError
+from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.core.waits import named_wait
 from headwater.engine.sampler import SamplingBatch, sample
@@ -36,6 +37,7 @@ from headwater.observe.spans import Spans
 _GATHER_S = 0.002
 _POLL_S = 0.01
 _PAUSE_LIMIT_S = 600.0
+_MAX_SEQUENCES = 256
 
 
 @dataclass(eq=False)
@@ -77,6 +79,7 @@ class HfEngine:
 
     def __init__(self, model: Any, tokenizer: Any, *, max_batch_sequences: int, spans: Spans) -> None:
         self._model = model.eval()
+        self._device = model.device
         self._pad_token_id = tokenizer.pad_token_id
         self._end_token_ids = end_token_ids(model, tokenizer)
         # A model's own generation settings (a repetition penalty, say) would change the distribution we sample from.
@@ -108,7 +111,7 @@ class HfEngine:
                 ]
             )
         return cls(
-            model, context.tokenizer, max_batch_sequences=config.rollout.max_batch_sequences, spans=context.spans
+            model, context.tokenizer, max_batch_sequences=config.engine.max_sequences or _MAX_SEQUENCES, spans=context.spans
         )
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
@@ -126,17 +129,37 @@ class HfEngine:
     def resume(self) -> None:
         self._running.set()
 
-    def update_weights(self, update: WeightUpdate) -> None:
+    def update_weights(self, update: WeightUpdate) -> Future[None]:
         """Wait for the batch being generated, then take the new weights whole or refuse them whole."""
-        with self._weights_lock:
-            copy_weights(self._model, update.tensors)
-            self._version = update.version
+        done: Future[None] = Future()
+        try:
+            with self._weights_lock:
+                copy_weights(self._model, update.tensors)
+                self._version = update.version
+        except WeightsError as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        return done
 
     def get_version(self) -> int:
         return self._version
 
     def set_version(self, version: int) -> None:
         self._version = version
+
+    def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        """Start no further batch; with the tag ``weights`` the model moves to the CPU. No KV outlives a batch."""
+        self.pause()
+        if "weights" in tags:
+            with self._weights_lock:
+                self._model.to("cpu")
+
+    def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        if "weights" in tags:
+            with self._weights_lock:
+                self._model.to(self._device)
+        self.resume()
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)

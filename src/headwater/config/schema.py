@@ -100,8 +100,6 @@ class RolloutConfig:
     """Sample among the k likeliest tokens; 0 keeps all."""
     top_p: Annotated[float, MoreThan(0, "use 1.0 to keep all tokens"), Within(0, 1)] = 1.0
     """Sample among the likeliest tokens that hold this much probability; 1.0 keeps all."""
-    max_batch_sequences: Annotated[int, AtLeast(1)] = 256
-    """Most sequences the engine generates at a time."""
     max_staleness: Annotated[int, AtLeast(0, "use 0 for synchronous training")] = 0
     """How many policy versions a trained token may lag behind; 0 is synchronous."""
     placement: Literal["colocated"] = "colocated"
@@ -110,6 +108,35 @@ class RolloutConfig:
     """Hard limit on the wait for one batch of rollouts."""
     on_failure: Literal["stop", "drop"] = "stop"
     """When an episode or its reward fails: stop the run with the cause, or drop its group, count it, draw another."""
+
+
+UpdateMode = Literal["interrupt", "in_flight", "drain"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    max_sequences: Annotated[int, AtLeast(0, "use 0 for 256 on a CPU and 1024 on a GPU")] = 0
+    """Most sequences generated at a time; 0 means 256 on a CPU and 1024 on a GPU."""
+    max_queue: Annotated[int, AtLeast(1)] = 65536
+    """Requests that may wait or run; one more is refused."""
+    max_prefill_tokens: Annotated[int, AtLeast(0, "use 0 for 1024 on a CPU and 8192 on a GPU")] = 0
+    """Prompt tokens computed at a time; longer prompts are computed in chunks; 0 means 1024 on a CPU, 8192 on a GPU."""
+    decode_steps: Annotated[int, AtLeast(1)] = 8
+    """Tokens made for every sequence between two looks at what has finished or arrived."""
+    overlap: bool = True
+    """On a GPU, queue the next steps before reading the last ones; turn off to follow the engine in a debugger."""
+    page_tokens: Annotated[int, AtLeast(0, "use 0 for 16 on a CPU and 64 on a GPU")] = 0
+    """Tokens in one page of the KV cache; 0 means 16 on a CPU and 64 on a GPU."""
+    kv_cache_gib: Annotated[float, AtLeast(0, "use 0 to size it from free memory")] = 0.0
+    """Size of the KV cache; 0 sizes it from what is free, and never larger than all sequences could fill."""
+    memory_fraction: Annotated[float, AtLeast(0, "use 0 for the default"), Within(0, 1)] = 0.0
+    """Share of free memory for the KV cache; 0 means 0.85 for a server on a GPU, 0.4 beside a learner or on a CPU."""
+    prefix_cache: bool = True
+    """Keep the pages of finished sequences, so that a prompt that starts alike is not computed again."""
+    update_mode: UpdateMode = "interrupt"
+    """New weights: running requests start again from their tokens, go on with their KV (in_flight), or end first."""
+    deterministic: bool = False
+    """A request's tokens and log-probs do not depend on what else runs, to the last bit; slower."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +228,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

@@ -46,6 +46,14 @@ class RolloutFailed(HeadwaterError):
     """A rollout could not be completed."""
 
 
+class RequestError(RolloutFailed):
+    """A request that no engine could serve as it stands: an empty prompt, an unknown token, too many tokens."""
+
+
+class QueueFull(RolloutFailed):
+    """The engine's queue is at its limit; the request may be sent again later."""
+
+
 class RunError(HeadwaterError):
     """A run directory that cannot be used or resumed."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from headwater.core.records import ModelRequest, ModelResponse, Prompt, Score, Trajectory
 
@@ -37,15 +38,26 @@ class WeightUpdate:
     tensors: Iterable[tuple[str, torch.Tensor]]
 
 
+MemoryTag = Literal["kv_cache", "weights"]
+"""What an engine can give back to the device while it sleeps."""
+
+ALL_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
+
+
 class InferenceEngine(Protocol):
-    """Generates responses, tags every token with the policy version that made it, and takes new weights."""
+    """Generates responses, tags every token with the policy version that made it, and takes new weights.
+
+    ``pause`` stops the making of tokens and keeps every request; ``sleep`` also gives memory back until ``wake``.
+    """
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse: ...
     def pause(self) -> None: ...
     def resume(self) -> None: ...
-    def update_weights(self, update: WeightUpdate) -> None: ...
+    def update_weights(self, update: WeightUpdate) -> Future[None]: ...
     def get_version(self) -> int: ...
     def set_version(self, version: int) -> None: ...
+    def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None: ...
+    def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None: ...
     def close(self) -> None: ...
 
 

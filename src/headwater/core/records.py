@@ -53,6 +53,10 @@ class SamplingParams:
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the response, besides the model's own end token."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end the response; the token that completes one is the response's last."""
+    ignore_end: bool = False
+    """Go on to ``max_new_tokens`` whatever the model says, as benchmarks do; stop tokens and strings still end it."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -67,6 +71,8 @@ class SamplingParams:
             raise ValueError(f"min_p = {self.min_p}: must be in [0, 1); use 0 to keep all tokens")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ValueError(f"min_new_tokens = {self.min_new_tokens}: must be in [0, max_new_tokens]")
+        if "" in self.stop_strings:
+            raise ValueError("stop_strings holds an empty text, which would end every response at once; remove it")
 
 
 @dataclass(frozen=True, slots=True)
