@@ -16,6 +16,7 @@ from headwater.core.errors import HeadwaterError
 COMMANDS = {
     "train": "train a model by a recipe, or resume a run",
     "eval": "mean reward of a run's model on held-out prompts",
+    "serve": "answer requests over HTTP: OpenAI's and SGLang's dialects",
     "config": "show a recipe's settings: values, where they came from, what they mean",
     "fetch": "download a model that recipes can name",
 }

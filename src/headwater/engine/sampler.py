@@ -6,13 +6,16 @@ an interrupted request goes on exactly where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwater.core.records import SamplingParams
+
+_CHUNK = 256
 
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed 64-bit number
 _MIX_1 = -4658895280553007687
@@ -44,6 +47,10 @@ class SamplingBatch:
     min_p: Tensor
     truncates: bool
     """Whether any row cuts its distribution; sorting the vocabulary is skipped otherwise."""
+    scales: bool = True
+    """Whether any row has a temperature other than 1; without one a pass over the logits is saved."""
+    has_greedy: bool = True
+    """Whether any row takes the likeliest token; finding it is skipped otherwise."""
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], keys: Sequence[int], device: torch.device) -> SamplingBatch:
@@ -57,6 +64,19 @@ class SamplingBatch:
             top_p=column([each.top_p for each in params], torch.float32),
             min_p=column([each.min_p for each in params], torch.float32),
             truncates=any(each.top_k > 0 or each.top_p < 1 or each.min_p > 0 for each in params),
+            scales=any(each.temperature not in (0.0, 1.0) for each in params),
+            has_greedy=any(each.temperature == 0 for each in params),
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> SamplingBatch:
+        """The same settings with every column changed alike."""
+        return replace(
+            self,
+            keys=change(self.keys),
+            temperature=change(self.temperature),
+            top_k=change(self.top_k),
+            top_p=change(self.top_p),
+            min_p=change(self.min_p),
         )
 
 
@@ -67,22 +87,45 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> tuple[Ten
     applied). Greedy rows report the log-prob at temperature 1.
     """
     greedy = batch.temperature == 0
-    temperature = torch.where(greedy, 1.0, batch.temperature)
-    logprobs = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
+    scaled = logits.float()
+    if batch.scales:
+        scaled = scaled / torch.where(greedy, 1.0, batch.temperature)[:, None]
     if batch.truncates:
-        logprobs = torch.where(greedy[:, None], logprobs, _truncate(logprobs, batch))
-    drawn = _inverse_cdf(logprobs, uniforms(batch.keys, positions))
-    tokens = torch.where(greedy, logprobs.argmax(dim=-1), drawn)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+        # Rows that cut nothing keep their very bits, whatever their neighbours ask for.
+        cuts = ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)) & ~greedy
+        scaled = torch.where(cuts[:, None], _truncate(scaled.log_softmax(dim=-1), batch), scaled)
+    highest = scaled.amax(dim=-1, keepdim=True)
+    tokens, total = _inverse_cdf((scaled - highest).exp_(), uniforms(batch.keys, positions))
+    if batch.has_greedy:
+        tokens = torch.where(greedy, scaled.argmax(dim=-1), tokens)
+    logprobs = scaled.gather(-1, tokens[:, None]) - highest - total.log()
+    return tokens, logprobs[:, 0].float()
 
 
-def _inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    cumulative = logprobs.exp().to(torch.float64).cumsum(dim=-1)
+def _inverse_cdf(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row the first place where the running sum passes ``uniform`` times the total, and the total.
+
+    The sum runs over chunks first and then inside one chunk, so that only a small part of a large vocabulary is summed
+    in steps. In float64: the smallest probability must still move the sum.
+    """
+    num_rows, vocabulary = weights.shape
+    if vocabulary % _CHUNK:
+        weights = F.pad(weights, (0, -vocabulary % _CHUNK))
+    chunks = weights.view(num_rows, -1, _CHUNK)
+    cumulative = chunks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
-    index = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
-    # Rounding may push the product up to the total; the last token with any probability is the answer then.
-    last = torch.searchsorted(cumulative, total, right=False)
-    return torch.minimum(index, last)[:, 0]
+    target = uniform[:, None] * total
+    chunk = _first_beyond(cumulative, target)
+    before = F.pad(cumulative, (1, 0)).gather(1, chunk)
+    inside = chunks.gather(1, chunk[:, :, None].expand(-1, -1, _CHUNK))[:, 0].to(torch.float64).cumsum(dim=-1)
+    return (chunk * _CHUNK + _first_beyond(inside, target - before))[:, 0], total
+
+
+def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
+    index = torch.searchsorted(cumulative, target, right=True)
+    # Rounding may push the target up to the total; the last place that adds anything is the answer then.
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
+    return torch.minimum(index, last)
 
 
 def _truncate(logprobs: Tensor, batch: SamplingBatch) -> Tensor:

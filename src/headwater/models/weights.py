@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,12 +10,22 @@ from torch import Tensor
 
 from headwater.core.errors import WeightsError
 
+_NUM_SHOWN = 5
 
-@torch.no_grad()
+
 def copy_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy named tensors into ``model``. A missing, unknown or wrongly shaped tensor leaves the model untouched."""
+    apply_weights(model, checked_weights(model, tensors))
+
+
+def checked_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The update by name, known to fit ``model``. Tied weights may be given under each of their names."""
     targets: dict[str, Tensor] = dict(model.named_parameters())
     update = dict(tensors)
+    for alias, name in _tied_names(model, targets).items():
+        given = update.pop(alias, None)
+        if given is not None:
+            update.setdefault(name, given)
     problems = [f"missing {name}" for name in sorted(targets.keys() - update.keys())]
     problems += [f"unknown {name}" for name in sorted(update.keys() - targets.keys())]
     problems += [
@@ -24,7 +34,22 @@ def copy_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if name in update and update[name].shape != target.shape
     ]
     if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise WeightsError(f"weight update refused, the old weights stay in place: {shown}")
-    for name, target in targets.items():
-        target.copy_(update[name])
+        more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
+        raise WeightsError(
+            f"weight update refused, the old weights stay in place: {'; '.join(problems[:_NUM_SHOWN])}{more}"
+        )
+    return update
+
+
+@torch.no_grad()
+def apply_weights(model: Any, update: Mapping[str, Tensor]) -> None:
+    """Copy a checked update into the model's own memory: nothing that points there has to be told."""
+    names, targets = zip(*model.named_parameters(), strict=True)
+    torch._foreach_copy_(list(targets), [update[name] for name in names])
+
+
+def _tied_names(model: Any, targets: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names that ``named_parameters`` leaves out because they are the same tensor as another one."""
+    everything = dict(model.named_parameters(remove_duplicate=False))
+    by_identity = {id(tensor): name for name, tensor in targets.items()}
+    return {name: by_identity[id(tensor)] for name, tensor in everything.items() if name not in targets}

@@ -1,0 +1,127 @@
+"""``headwater serve``: a model behind HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+from headwater.config.convert import Converter
+from headwater.config.keys import sections
+from headwater.config.override import parse_override
+from headwater.config.schema import Dtype, EngineConfig
+from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
+from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.engine.server.options import DEFAULT_MAX_BODY_MIB, DEFAULT_PORT, ServerOptions
+
+HELP = (
+    "Serve a model over HTTP: OpenAI's /v1/completions and /v1/chat/completions, SGLang's /generate, and control calls "
+    "(pause, weights, metrics). Ctrl-C stops it. docs/server.md shows requests and answers."
+)
+
+KEY_VARIABLE = "HEADWATER_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a folder, a hub id, tiny:<preset> (for example tiny:qwen3) or smollm2")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="engine.key=value",
+        help="settings of the engine, for example engine.max_queue=64",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at; default 127.0.0.1, this machine only"
+    )
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help=f"port to listen at; default {DEFAULT_PORT}; 0 takes a free one"
+    )
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="number type; default float32")
+    parser.add_argument("--device", default="auto", help="auto (CUDA when there is one), cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"what clients must send as 'Authorization: Bearer KEY'; default ${KEY_VARIABLE}, which ps does not show",
+    )
+    parser.add_argument(
+        "--max-body-mib",
+        type=float,
+        metavar="MIB",
+        default=DEFAULT_MAX_BODY_MIB,
+        help=f"largest request taken; default {DEFAULT_MAX_BODY_MIB}",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="decides the weights of tiny: models; default 0")
+    parser.add_argument("--served-name", metavar="NAME", help="the model's name in requests and replies; default MODEL")
+
+
+def run(args: argparse.Namespace) -> int:
+    config = read_engine_config(args.overrides)
+    options = _options(args)
+    if not 0 <= args.port <= 65535:
+        raise HeadwaterError(f"--port = {args.port}: must be in 0 to 65535; 0 takes a free one")
+
+    from headwater.engine.server.listen import bind, serve
+
+    taken = bind(args.host, args.port)
+    with taken:
+        if not options.api_key and not is_loopback(taken.getsockname()[0]):
+            print(
+                f"warning: --host = {args.host} without an API key: whoever reaches this machine may generate, read "
+                f"files as weights and stop the engine; set {KEY_VARIABLE}",
+                file=sys.stderr,
+            )
+        from headwater.engine.engine import Engine
+
+        engine = Engine.load(args.model, config, dtype=args.dtype, device=args.device, seed=args.seed, colocated=False)
+        try:
+            serve(engine, options, taken, say=_say)
+        finally:
+            engine.close()
+    return 0
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the dotted settings of this command may be."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+def read_engine_config(overrides: Sequence[str]) -> EngineConfig:
+    """``engine.key=value`` settings, checked as those of a recipe are."""
+    problems: list[str] = []
+    tree: Tree = Branch({}, Origin(COMMAND_LINE, 0))
+    for text in overrides:
+        override = parse_override(text, 1, problems)
+        if override is not None:
+            tree = merge(tree, override, sections(_Settings))
+    assert isinstance(tree, Branch)
+    converter = Converter(_Settings)
+    settings: _Settings = converter.build(tree)
+    problems.extend(converter.problems)
+    if problems:
+        raise ConfigError(problems, COMMAND_LINE)
+    return settings.engine
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _options(args: argparse.Namespace) -> ServerOptions:
+    max_body_bytes = int(args.max_body_mib * 2**20) if args.max_body_mib > 0 else 0
+    if max_body_bytes < 1:
+        raise HeadwaterError(f"--max-body-mib = {args.max_body_mib}: must be > 0, for example {DEFAULT_MAX_BODY_MIB}")
+    api_key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE, "")
+    if args.api_key == "":
+        raise HeadwaterError("--api-key is empty; give a key, or leave the option out to let everyone in")
+    return ServerOptions(served_name=args.served_name or args.model, api_key=api_key, max_body_bytes=max_body_bytes)
+
+
+def _say(text: str) -> None:
+    # Flushed, because whoever started this may be waiting for the line at the other end of a pipe.
+    print(text, flush=True)

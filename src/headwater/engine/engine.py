@@ -1,0 +1,433 @@
+"""The embedded inference engine: requests in, responses out, weights that change underneath.
+
+    engine = Engine.load("tiny:qwen3", EngineConfig())
+    [response] = engine.generate([ModelRequest("r1", (5, 6, 7), SamplingParams(max_new_tokens=8), rng_key=1)])
+
+A thread of its own runs the model (``loop``). Every method here may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwater.config.schema import EngineConfig, UpdateMode
+from headwater.core.errors import ConfigError, QueueFull, RequestError, RolloutFailed, WeightsError
+from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
+from headwater.core.records import ModelRequest, ModelResponse
+from headwater.engine import weight_source
+from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
+from headwater.engine.loop import EngineLoop
+from headwater.engine.metrics import EngineMetrics
+from headwater.engine.model_spec import ModelSpec
+from headwater.engine.pages import PagePool
+from headwater.engine.rows import Rows
+from headwater.engine.runners import make_runner
+from headwater.engine.scheduler import Scheduler
+from headwater.engine.sequence import Delta
+from headwater.engine.sequence import Sequence as EngineSequence
+from headwater.models.load import end_token_ids, load_model, load_tokenizer
+from headwater.models.weights import apply_weights, checked_weights
+from headwater.observe.spans import Spans
+
+_CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
+_CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 8192
+_CONTROL_LIMIT_S = 600.0
+
+
+class Engine:
+    """A model with its cache, its queue and its thread."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, config: EngineConfig, *, shares_device: bool = False, spans: Spans | None = None
+    ) -> None:
+        spec = ModelSpec.of(model)
+        on_gpu = spec.device.type == "cuda"
+        max_sequences = config.max_sequences or (_GPU_SEQUENCES if on_gpu else _CPU_SEQUENCES)
+        page_tokens = page_tokens_for(config, spec.device)
+        num_pages = num_pages_for(spec, config, max_sequences, page_tokens, shares_device)
+        scheduler = Scheduler(
+            max_sequences=max_sequences,
+            max_prefill_tokens=config.max_prefill_tokens or (_GPU_PREFILL_TOKENS if on_gpu else _CPU_PREFILL_TOKENS),
+            max_tokens_per_sequence=spec.max_positions,
+            pool=PagePool(num_pages),
+            page_tokens=page_tokens,
+            prefix_cache=config.prefix_cache,
+        )
+        rows = Rows(max_sequences, scheduler.lanes.page_table.shape[1], config.decode_steps, spec.device)
+        self._cache = KVCache(spec, num_pages, page_tokens)
+        self._runner = make_runner(model.eval(), spec, self._cache, rows, deterministic=config.deterministic)
+        self.config = config
+        self.tokenizer = tokenizer
+        self.model_name: str = model.config.name_or_path or spec.model_type
+        self.max_model_tokens = spec.max_positions
+        self.vocab_size = spec.vocab_size
+        self._spec = spec
+        self._model = model
+        self._end_token_ids = end_token_ids(model, tokenizer)
+        self._numbers = itertools.count()
+        self._open_requests = 0
+        self._requests_lock = threading.Lock()
+        self._asleep: set[MemoryTag] = set()
+        self._parked_weights: dict[str, torch.Tensor] = {}
+        self._num_updates = 0
+        self._num_interrupted = 0
+        self._last_pause_s = 0.0
+        self._loop = EngineLoop(
+            scheduler,
+            self._runner,
+            tokenizer,
+            num_steps=config.decode_steps,
+            overlap=config.overlap and on_gpu,
+            row_buckets=self._runner.bucket_of,
+            spans=spans or Spans(),
+        )
+
+    @classmethod
+    def load(
+        cls, model_path: str, config: EngineConfig, *, dtype: str = "float32", device: str = "auto", seed: int = 0
+    ) -> Engine:
+        """An engine of its own for a folder, a hub id, ``tiny:<preset>`` or ``smollm2``."""
+        model = load_model(model_path, dtype=dtype, device=device, seed=seed)
+        engine = cls(model, load_tokenizer(model_path), config)
+        engine.model_name = model_path
+        return engine
+
+    # Requests
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """The response to one request. A caller that is cancelled ends the request."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[ModelResponse] = loop.create_future()
+
+        def deliver(ended: EngineSequence) -> None:
+            _post(loop, lambda: _settle(answer, ended))
+
+        sequence = self._submit(request, deliver)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._abandon(sequence)
+            raise
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[Delta]:
+        """New tokens as they come. Closing the iterator early ends the request."""
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+
+        def on_delta(delta: Delta) -> None:
+            _post(loop, lambda: arrived.put_nowait(delta))
+
+        def on_end(ended: EngineSequence) -> None:
+            if ended.error is not None:
+                failure = _failure_of(ended)
+                _post(loop, lambda: arrived.put_nowait(failure))
+
+        sequence = self._submit(request, on_end, on_delta)
+        try:
+            while True:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.stop_reason is not None:
+                    return
+        finally:
+            if sequence.stop_reason is None and sequence.error is None:
+                self._abandon(sequence)
+
+    def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """All responses, in order. Blocks until the last one has ended."""
+        answers: list[Future[ModelResponse]] = [Future() for _ in requests]
+
+        def deliver(answer: Future[ModelResponse]) -> Callable[[EngineSequence], None]:
+            return lambda ended: _settle(answer, ended)
+
+        for request in requests:
+            self.check(request)
+        for request, answer in zip(requests, answers, strict=True):
+            self._submit(request, deliver(answer))
+        return [answer.result() for answer in answers]
+
+    def check(self, request: ModelRequest) -> None:
+        """Raise ``RequestError`` for a request that this engine can never serve."""
+        tokens = np.asarray(request.input_tokens)
+        wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+        if len(wrong):
+            raise RequestError(
+                f"request {request.request_id}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}; "
+                "use the tokenizer the model was trained with"
+            )
+        num_prompt, num_new = len(tokens), request.sampling.max_new_tokens
+        if num_prompt + num_new > self.max_model_tokens:
+            raise RequestError(
+                f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens exceed the model's "
+                f"{self.max_model_tokens} positions; shorten the prompt or lower max_new_tokens"
+            )
+        scheduler = self._loop.scheduler
+        # One page more: the samples of a prompt each copy its last page.
+        num_pages = scheduler.num_pages_of(num_prompt + num_new - 1) + 1
+        if num_pages > scheduler.pool.num_total:
+            raise RequestError(
+                f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens need {num_pages} pages "
+                f"of the KV cache, which has {scheduler.pool.num_total}; raise engine.kv_cache_gib, or ask for less"
+            )
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; it answers with what it has and stop reason ``abort``. False when there is none of that id."""
+        return self._abort(lambda sequence: sequence.request.request_id == request_id) > 0
+
+    def abort_all(self) -> int:
+        """End every request; returns how many there were."""
+        return self._abort(lambda _: True)
+
+    def _submit(
+        self,
+        request: ModelRequest,
+        on_end: Callable[[EngineSequence], None],
+        on_delta: Callable[[Delta], None] | None = None,
+    ) -> EngineSequence:
+        self.check(request)
+        own_ends = () if request.sampling.ignore_end else self._end_token_ids
+        with self._requests_lock:
+            if self._open_requests >= self.config.max_queue:
+                raise QueueFull(
+                    f"request {request.request_id}: {self._open_requests} requests wait or run already, which is "
+                    f"engine.max_queue; send it again later, or raise the limit"
+                )
+            self._open_requests += 1
+
+        def ended(sequence: EngineSequence) -> None:
+            with self._requests_lock:
+                self._open_requests -= 1
+            on_end(sequence)
+
+        sequence = EngineSequence(
+            request,
+            stop_ids=tuple(dict.fromkeys((*own_ends, *request.sampling.stop_token_ids))),
+            order=next(self._numbers),
+            on_end=ended,
+            on_delta=on_delta,
+        )
+        try:
+            self._loop.add(sequence)
+        except RolloutFailed:
+            with self._requests_lock:
+                self._open_requests -= 1
+            raise
+        return sequence
+
+    def _abandon(self, sequence: EngineSequence) -> None:
+        """Nobody waits for this one any more; do not wait for it to be gone either."""
+        try:
+            self._loop.call(lambda: self._loop.abandon(sequence))
+        except RolloutFailed:
+            return  # the engine is closed, and with it the request
+
+    def _abort(self, wanted: Callable[[EngineSequence], bool]) -> int:
+        counts: list[int] = []
+        self._call(lambda: counts.append(self._loop.abort(wanted)))
+        return counts[0]
+
+    # Control
+
+    @property
+    def is_paused(self) -> bool:
+        return self._loop.is_paused
+
+    def pause(self) -> None:
+        """Make no further tokens until ``resume``. Requests and their caches stay; new ones queue up."""
+        self._call(lambda: self._set_paused(True))
+
+    def resume(self) -> None:
+        self._call(lambda: self._set_paused(False))
+
+    def _set_paused(self, paused: bool) -> None:
+        self._loop.is_paused = paused
+
+    def get_version(self) -> int:
+        return self._loop.scheduler.version
+
+    def set_version(self, version: int) -> None:
+        """Call the present weights ``version``, as after loading a checkpoint."""
+        self._call(lambda: self._loop.scheduler.weights_changed(version))
+
+    def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
+        """Take new weights, whole or not at all, the way ``mode`` says (``engine.update_mode`` unless given).
+
+        ``interrupt``: what runs keeps its tokens and is computed again under the new weights. ``in_flight``: what runs
+        goes on with the keys and values it has. ``drain``: what runs ends first, even while the engine is paused.
+        """
+        if mode not in (None, "interrupt", "in_flight", "drain"):
+            raise WeightsError(f"mode = {mode!r}: must be interrupt, in_flight or drain")
+        try:
+            tensors = checked_weights(self._model, update.tensors)
+        except WeightsError as error:
+            refused: Future[None] = Future()
+            refused.set_exception(error)
+            return refused
+        mode = mode or self.config.update_mode
+        return self._loop.call(lambda: self._swap(tensors, update.version, mode), after_drain=mode == "drain")
+
+    def update_weights_from_file(self, path: str, version: int, mode: UpdateMode | None = None) -> Future[None]:
+        """As ``update_weights``, from a safetensors file or a folder of them. Generation goes on while it is read."""
+        return _in_thread(
+            lambda: self.update_weights(WeightUpdate(version, weight_source.read_file(path)), mode).result(_CONTROL_LIMIT_S)
+        )
+
+    def update_weights_from_shared_memory(self, name: str, version: int, mode: UpdateMode | None = None) -> Future[None]:
+        """As ``update_weights``, from a shared-memory segment with a safetensors image (see ``weight_source``)."""
+
+        def update() -> None:
+            with weight_source.shared_tensors(name) as tensors:
+                self.update_weights(WeightUpdate(version, tensors), mode).result(_CONTROL_LIMIT_S)
+
+        return _in_thread(update)
+
+    def _swap(self, tensors: dict[str, torch.Tensor], version: int, mode: UpdateMode) -> None:
+        if "weights" in self._asleep:
+            raise WeightsError("weight update refused: the engine's weights are asleep; wake(['weights']) first")
+        started = time.perf_counter()
+        if mode == "interrupt":
+            self._num_interrupted += self._loop.scheduler.num_running
+            self._loop.interrupt()
+        apply_weights(self._model, tensors)
+        if self._spec.device.type == "cuda":
+            # The caller may change its tensors once the future is done, so the copy must be.
+            torch.cuda.synchronize(self._spec.device)
+        self._loop.scheduler.weights_changed(version)
+        self._num_updates += 1
+        self._last_pause_s = time.perf_counter() - started
+
+    def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        """Give memory back: the KV cache, the weights (kept in main memory), or both. Requests wait, tokens and all."""
+        self._check_tags(tags)
+        self._call(lambda: self._sleep(tags))
+
+    def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        """Take the memory again. Generation goes on once nothing sleeps any more."""
+        self._check_tags(tags)
+        self._call(lambda: self._wake(tags))
+
+    def _sleep(self, tags: Sequence[MemoryTag]) -> None:
+        self._loop.is_asleep = True
+        self._loop.interrupt()
+        self._loop.scheduler.pool.forget()
+        self._runner.forget_addresses()
+        if "kv_cache" in tags and "kv_cache" not in self._asleep:
+            self._cache.free()
+        if "weights" in tags and "weights" not in self._asleep:
+            self._park_weights()
+        self._asleep |= set(tags)
+        if self._spec.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _wake(self, tags: Sequence[MemoryTag]) -> None:
+        if "kv_cache" in tags and "kv_cache" in self._asleep:
+            self._cache.allocate_again()
+        if "weights" in tags and "weights" in self._asleep:
+            self._unpark_weights()
+        self._asleep -= set(tags)
+        self._loop.is_asleep = bool(self._asleep)
+
+    @torch.no_grad()
+    def _park_weights(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            self._parked_weights[name] = parameter.detach().to("cpu", copy=True)
+        for parameter in self._model.parameters():
+            parameter.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def _unpark_weights(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            storage, parked = parameter.untyped_storage(), self._parked_weights.pop(name)
+            # Merged weights share one storage: it must reach to the end of the last of them.
+            needed = (parameter.storage_offset() + parameter.numel()) * parameter.element_size()
+            if storage.nbytes() < needed:
+                storage.resize_(needed)
+            parameter.copy_(parked)
+
+    @staticmethod
+    def _check_tags(tags: Sequence[MemoryTag]) -> None:
+        unknown = [tag for tag in tags if tag not in ALL_TAGS]
+        if unknown or not tags:
+            raise ConfigError([f"tags = {list(tags)}: must be one or more of {', '.join(ALL_TAGS)}"])
+
+    def metrics(self) -> EngineMetrics:
+        loop, scheduler = self._loop, self._loop.scheduler
+        return EngineMetrics(
+            version=scheduler.version,
+            is_paused=loop.is_paused,
+            is_asleep=loop.is_asleep,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_finished=loop.num_finished,
+            num_aborted=loop.num_aborted,
+            num_preempted=scheduler.num_preempted,
+            num_interrupted=self._num_interrupted,
+            num_weight_updates=self._num_updates,
+            last_update_pause_s=self._last_pause_s,
+            kv_pages_total=scheduler.pool.num_total,
+            kv_pages_used=scheduler.pool.num_used,
+            num_tokens_generated=loop.throughput.total,
+            num_tokens_prefilled=scheduler.num_prefilled_tokens,
+            num_tokens_cached=scheduler.num_cached_tokens,
+            tokens_per_s=loop.throughput.per_second(),
+        )
+
+    def close(self) -> None:
+        """End every request with what it has, and the thread. Closing twice is fine."""
+        self._loop.close()
+
+    def _call(self, action: Callable[[], object]) -> None:
+        def run() -> None:
+            action()
+
+        self._loop.call(run).result(_CONTROL_LIMIT_S)
+
+
+def _settle(answer: Any, ended: EngineSequence) -> None:
+    """Answer an asyncio or a plain future, unless its caller has gone."""
+    if answer.done():
+        return
+    if ended.error is not None:
+        answer.set_exception(_failure_of(ended))
+    else:
+        answer.set_result(ended.response())
+
+
+def _failure_of(ended: EngineSequence) -> RolloutFailed:
+    failure = RolloutFailed(
+        f"request {ended.request.request_id}: the engine failed: {type(ended.error).__name__}: {ended.error}"
+    )
+    failure.__cause__ = ended.error
+    return failure
+
+
+def _post(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
+    """Run ``action`` on an event loop of another thread; one that is closed has nobody waiting."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(action)
+
+
+def _in_thread(action: Callable[[], None]) -> Future[None]:
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  the error belongs to the caller, who waits on the future
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="headwater-weights", daemon=True).start()
+    return done

@@ -1,0 +1,133 @@
+"""Moving every row of a decode batch on by one token, without the host."""
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_STOP_IDS = 16
+_BLOCK = 512
+
+
+@triton.jit
+def _advance(
+    tokens,
+    logprobs,
+    last_tokens,
+    positions,
+    context_lens,
+    num_generated,
+    max_new,
+    min_new,
+    stop_ids,
+    alive,
+    slots,
+    page_table,
+    out_tokens,
+    out_logprobs,
+    step_index,
+    num_rows,
+    num_steps,
+    table_stride,
+    max_pages,
+    PAGE: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    step = tl.load(step_index)
+    for first in range(0, num_rows, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        inside = rows < num_rows
+        active = inside & (tl.load(alive + rows, mask=inside, other=0) != 0)
+        token = tl.load(tokens + rows, mask=active, other=-1)
+        logprob = tl.load(logprobs + rows, mask=active, other=0.0)
+        generated = tl.load(num_generated + rows, mask=active, other=0) + 1
+        position = tl.load(positions + rows, mask=active, other=0) + 1
+        context = tl.load(context_lens + rows, mask=active, other=0) + 1
+        most = tl.load(max_new + rows, mask=active, other=0)
+        least = tl.load(min_new + rows, mask=active, other=0)
+        stops = tl.arange(0, NUM_STOPS)
+        stop = tl.load(stop_ids + rows[:, None] * NUM_STOPS + stops[None, :], mask=active[:, None], other=-1)
+        is_stop = tl.max((stop == token[:, None]).to(tl.int32), axis=1) > 0
+
+        # Padding is -1, which no sampled token is, so an active row cannot match it.
+        finished = (is_stop & (generated >= least)) | (generated >= most)
+        goes_on = active & (finished == 0)
+        page_index = position // PAGE
+        has_page = goes_on & (page_index < max_pages)
+        page = tl.load(page_table + rows.to(tl.int64) * table_stride + page_index, mask=has_page, other=0)
+        slot = tl.where(has_page, page.to(tl.int64) * PAGE + position % PAGE, 0)
+
+        record = inside & (step < num_steps)
+        place = step.to(tl.int64) * num_rows + rows
+        tl.store(out_tokens + place, token.to(tl.int32), mask=record)
+        tl.store(out_logprobs + place, logprob, mask=record)
+        tl.store(last_tokens + rows, token, mask=active)
+        tl.store(num_generated + rows, generated, mask=active)
+        tl.store(positions + rows, position, mask=active)
+        tl.store(context_lens + rows, context, mask=active)
+        tl.store(alive + rows, goes_on.to(tl.int8), mask=active)
+        tl.store(slots + rows, slot, mask=inside)
+    # Every warp must have read the old step before one of them writes the new one.
+    tl.debug_barrier()
+    tl.store(step_index, step + 1)
+
+
+def advance(
+    tokens: Tensor,
+    logprobs: Tensor,
+    *,
+    last_tokens: Tensor,
+    positions: Tensor,
+    context_lens: Tensor,
+    num_generated: Tensor,
+    max_new: Tensor,
+    min_new: Tensor,
+    stop_ids: Tensor,
+    alive: Tensor,
+    slots: Tensor,
+    page_table: Tensor,
+    out_tokens: Tensor,
+    out_logprobs: Tensor,
+    step_index: Tensor,
+    page_tokens: int,
+) -> None:
+    """Record the sampled ``tokens``, end the rows that are done, and point the others at their next cache slot.
+
+    Rows that are not alive record -1 and keep their state; their slot is 0, on the scratch page. ``step_index`` counts
+    up by one; a step beyond the ``out_tokens`` [steps, rows] is not recorded.
+    """
+    rows = tokens.shape[0]
+    assert stop_ids.shape == (rows, MAX_STOP_IDS), f"stop_ids must be [{rows}, {MAX_STOP_IDS}], padded with -1"
+    assert out_tokens.shape == out_logprobs.shape, "out_tokens and out_logprobs must have the same shape"
+    assert out_tokens.shape[1] == rows, f"out_tokens has {out_tokens.shape[1]} columns for {rows} rows"
+    block = min(_BLOCK, triton.next_power_of_2(rows))
+    # One program for all rows: it alone reads and writes the step, so no other can see it half way.
+    _advance[(1,)](
+        tokens,
+        logprobs,
+        last_tokens,
+        positions,
+        context_lens,
+        num_generated,
+        max_new,
+        min_new,
+        stop_ids,
+        alive.view(torch.int8),
+        slots,
+        page_table,
+        out_tokens,
+        out_logprobs,
+        step_index,
+        rows,
+        out_tokens.shape[0],
+        page_table.stride(0),
+        page_table.shape[1],
+        PAGE=page_tokens,
+        NUM_STOPS=MAX_STOP_IDS,
+        BLOCK=block,
+        num_warps=max(1, block // 32),
+    )

@@ -1,0 +1,52 @@
+"""Finding keys and values in the paged cache, for both attention kernels.
+
+A cache is ``[num_pages, num_kv_heads, page_tokens, head_dim]``. Keys are read in tiles of ``BLOCK_N`` tokens: a tile
+that fits a page needs one page id, which keeps addresses scalar; a larger one needs an id for every token.
+"""
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def load_page_ids(table_row, first_key, end_key, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page ids of the tile that starts at ``first_key``; the scratch page for what lies past ``end_key``."""
+    keys = first_key
+    if BLOCK_N > PAGE:
+        keys = first_key + tl.arange(0, BLOCK_N)
+    return tl.load(table_row + keys // PAGE, mask=keys < end_key, other=0).to(tl.int64)
+
+
+@triton.jit
+def tile_offsets(page_ids, first_key, page_stride, token_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Offsets ``[BLOCK_N]`` of the tile's tokens from the first page's first token of the same head."""
+    steps = tl.arange(0, BLOCK_N)
+    if BLOCK_N <= PAGE:
+        offsets = page_ids * page_stride + (first_key % PAGE) * token_stride + steps * token_stride
+    else:
+        offsets = page_ids * page_stride + ((first_key + steps) % PAGE) * token_stride
+    return offsets
+
+
+@triton.jit
+def softcap_scores(scores, softcap):
+    """``softcap * tanh(scores / softcap)``; this form of tanh cannot overflow to NaN."""
+    return softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+
+
+def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor) -> None:
+    """What both attention kernels take for granted about their inputs."""
+    head_dim = q.shape[-1]
+    assert q.is_contiguous(), "q must be contiguous"
+    assert k_cache.shape == v_cache.shape, f"caches differ: {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+    assert k_cache.stride() == v_cache.stride(), "k_cache and v_cache must have the same strides"
+    assert k_cache.stride(3) == 1, "the cache's head_dim must be its innermost, contiguous dimension"
+    assert k_cache.shape[3] == head_dim, f"head_dim is {head_dim} in q and {k_cache.shape[3]} in the cache"
+    page_tokens, kv_heads = k_cache.shape[2], k_cache.shape[1]
+    assert page_tokens & (page_tokens - 1) == 0, f"page_tokens = {page_tokens}: must be a power of two"
+    assert q.shape[1] % kv_heads == 0, f"{q.shape[1]} query heads are not a multiple of {kv_heads} kv heads"
+    assert page_table.stride(1) == 1, "page_table's rows must be contiguous"

@@ -1,0 +1,155 @@
+"""Drawing tokens on the device: the same counter-based uniforms as ``headwater.engine.sampler``, in two launches.
+
+The first reads all logits once and leaves a maximum and a sum of exponentials per chunk of the vocabulary. The second
+finds the chunk in which the cumulative probability crosses the uniform, and reads only that chunk again. All of it
+happens row by row in a fixed order, so a row's token does not depend on the batch.
+"""
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHUNK = 4096
+
+
+@triton.jit
+def _inverse_temperature(temperature, row):
+    value = tl.load(temperature + row)
+    return value, 1.0 / tl.where(value == 0, 1.0, value)
+
+
+@triton.jit
+def _summarise_chunks(
+    logits, temperature, chunk_max, chunk_sum, vocabulary, row_stride, num_chunks, CHUNK: tl.constexpr
+):
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    _, factor = _inverse_temperature(temperature, row)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    address = logits + row.to(tl.int64) * row_stride + tokens
+    scaled = tl.load(address, mask=tokens < vocabulary, other=float("-inf")).to(tl.float32) * factor
+    highest = tl.max(scaled, axis=0)
+    # A chunk without any allowed token has the maximum -inf; subtracting that would make NaN of its zeros.
+    weights = tl.exp(scaled - tl.where(highest == float("-inf"), 0.0, highest))
+    tl.store(chunk_max + row * num_chunks + chunk, highest)
+    tl.store(chunk_sum + row * num_chunks + chunk, tl.sum(weights, axis=0))
+
+
+@triton.jit
+def _uniform(key, position):
+    state = key.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    state = state ^ (state >> 31)
+    return (state >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _first_above(cumulative, target, weights, indices, NONE: tl.constexpr):
+    """First index with weight whose cumulative sum exceeds the target; the last with weight where rounding left none.
+
+    A parallel sum need not grow monotonically to the last bit, so the weight itself is asked for.
+    """
+    first = tl.min(tl.where((cumulative > target) & (weights > 0), indices, NONE), axis=0)
+    last = tl.max(tl.where(weights > 0, indices, 0), axis=0)
+    return tl.where(first < NONE, first, last)
+
+
+@triton.jit
+def _draw(
+    logits,
+    keys,
+    positions,
+    temperature,
+    chunk_max,
+    chunk_sum,
+    out_tokens,
+    out_logprobs,
+    vocabulary,
+    row_stride,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+):
+    row = tl.program_id(0)
+    value, factor = _inverse_temperature(temperature, row)
+    greedy = value == 0
+    uniform = _uniform(tl.load(keys + row), tl.load(positions + row))
+
+    chunks = tl.arange(0, CHUNKS_PAD)
+    inside = chunks < num_chunks
+    maxima = tl.load(chunk_max + row * num_chunks + chunks, mask=inside, other=float("-inf"))
+    sums = tl.load(chunk_sum + row * num_chunks + chunks, mask=inside, other=0.0)
+    highest = tl.max(maxima, axis=0)
+    safe_highest = tl.where(highest == float("-inf"), 0.0, highest)
+    chunk_weights = sums.to(tl.float64) * tl.exp((maxima - safe_highest).to(tl.float64))
+    chunk_cumulative = tl.cumsum(chunk_weights, axis=0)
+    total = tl.sum(chunk_weights, axis=0)
+    target = uniform * total
+
+    drawn_chunk = _first_above(chunk_cumulative, target, chunk_weights, chunks, CHUNKS_PAD)
+    best_chunk = tl.min(tl.where(maxima == highest, chunks, CHUNKS_PAD), axis=0)
+    chunk = tl.where(greedy, best_chunk, drawn_chunk)
+    chunk = tl.minimum(chunk, num_chunks - 1)
+    chosen = chunks == chunk
+    local_max = tl.max(tl.where(chosen, maxima, float("-inf")), axis=0)
+    safe_max = tl.where(local_max == float("-inf"), 0.0, local_max)
+    before = tl.sum(tl.where(chunks < chunk, chunk_weights, 0.0), axis=0)
+
+    steps = tl.arange(0, CHUNK)
+    tokens = chunk * CHUNK + steps
+    row_logits = logits + row.to(tl.int64) * row_stride
+    scaled = tl.load(row_logits + tokens, mask=tokens < vocabulary, other=float("-inf")).to(tl.float32) * factor
+    # Inside the chunk weights are relative to its own maximum, so that they do not underflow in an unlikely chunk.
+    weights = tl.exp(scaled - safe_max)
+    local_target = (target - before) * tl.exp((safe_highest - safe_max).to(tl.float64))
+    cumulative = tl.cumsum(weights.to(tl.float64), axis=0)
+    drawn = _first_above(cumulative, local_target, weights, steps, CHUNK)
+    best = tl.min(tl.where(scaled == local_max, steps, CHUNK), axis=0)
+    step = tl.where(greedy, best, drawn)
+    token = tl.minimum(chunk * CHUNK + step, vocabulary - 1)
+
+    logit = tl.max(tl.where(tokens == token, scaled, float("-inf")), axis=0)
+    tl.store(out_tokens + row, token.to(tl.int64))
+    tl.store(out_logprobs + row, (logit - safe_highest) - tl.log(total.to(tl.float32)))
+
+
+def sample_tokens(
+    logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, *, chunk: int = _CHUNK
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row of ``logits`` [rows, vocabulary]; temperature 0 takes the first of the likeliest tokens.
+
+    Returns tokens (int64) and the log-probs (float32) of the distribution they were drawn from; greedy rows report the
+    log-prob at temperature 1. ``chunk`` tokens are summarised at a time; it must be a power of two.
+    """
+    rows, vocabulary = logits.shape
+    assert logits.stride(1) == 1, "the vocabulary must be the contiguous dimension of logits"
+    num_chunks = triton.cdiv(vocabulary, chunk)
+    chunk_max = torch.empty((rows, num_chunks), dtype=torch.float32, device=logits.device)
+    chunk_sum = torch.empty_like(chunk_max)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _summarise_chunks[(num_chunks, rows)](
+        logits, temperature, chunk_max, chunk_sum, vocabulary, logits.stride(0), num_chunks, CHUNK=chunk, num_warps=4
+    )
+    _draw[(rows,)](
+        logits,
+        keys,
+        positions,
+        temperature,
+        chunk_max,
+        chunk_sum,
+        tokens,
+        logprobs,
+        vocabulary,
+        logits.stride(0),
+        num_chunks,
+        CHUNK=chunk,
+        CHUNKS_PAD=triton.next_power_of_2(num_chunks),
+        num_warps=8,
+    )
+    return tokens, logprobs

@@ -1,0 +1,123 @@
+"""The keys and values of everything that is being generated, in pages."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.config.schema import EngineConfig
+from headwater.core.errors import ConfigError
+from headwater.engine.model_spec import ModelSpec
+
+_GIB = 2**30
+_SERVER_FRACTION = 0.85
+_SHARED_FRACTION = 0.4
+_GPU_PAGE_TOKENS = 64
+_CPU_PAGE_TOKENS = 16
+
+
+class KVCache:
+    """Per layer, keys and values of ``num_pages`` pages.
+
+    On CUDA a page is ``[kv heads, tokens, head dim]``, so that one head of a page is one piece of memory. On the CPU it is
+    ``[tokens, kv heads, head dim]``, so that a token is one piece and pages can be read as a list of tokens.
+    """
+
+    def __init__(self, spec: ModelSpec, num_pages: int, page_tokens: int) -> None:
+        self.spec = spec
+        self.num_pages = num_pages
+        self.page_tokens = page_tokens
+        self.heads_first = spec.device.type == "cuda"
+        self._storage = self._allocate()
+
+    def _allocate(self) -> Tensor:
+        # Zeros: attention multiplies what it masks by zero, and zero times uninitialised memory may be NaN.
+        spec, page = self.spec, self.page_tokens
+        inner = (spec.num_kv_heads, page) if self.heads_first else (page, spec.num_kv_heads)
+        shape = (spec.num_layers, 2, self.num_pages, *inner, spec.head_dim)
+        if spec.device.type == "cuda":
+            return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        # numpy asks the system for zeroed memory, which takes up room only once it is written to.
+        raw = np.zeros(math.prod(shape) * spec.dtype.itemsize, np.uint8)
+        return torch.from_numpy(raw).view(spec.dtype).view(shape)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, page by page."""
+        return self._storage[index, 0], self._storage[index, 1]
+
+    def flat_layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, token slot by token slot (CPU layout only)."""
+        keys, values = self.layer(index)
+        return keys.flatten(0, 1), values.flatten(0, 1)
+
+    def store(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write ``[tokens, kv heads, head dim]`` to the tokens' slots."""
+        if self.heads_first:
+            pages, offsets = slots // self.page_tokens, slots % self.page_tokens
+            for cache, new in zip(self.layer(index), (keys, values), strict=True):
+                cache[pages, :, offsets] = new
+        else:
+            for cache, new in zip(self.flat_layer(index), (keys, values), strict=True):
+                cache.index_copy_(0, slots, new)
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """What ``sources`` hold is also in ``targets``: the copy of copy-on-write."""
+        self._storage[:, :, targets] = self._storage[:, :, sources]
+
+    def free(self) -> None:
+        """Give the memory back. What it held is gone."""
+        self._storage = self._storage.new_empty(0)
+
+    def allocate_again(self) -> None:
+        self._storage = self._allocate()
+
+
+def page_tokens_for(config: EngineConfig, device: torch.device) -> int:
+    size = config.page_tokens or (_GPU_PAGE_TOKENS if device.type == "cuda" else _CPU_PAGE_TOKENS)
+    if size & (size - 1):
+        raise ConfigError([f"engine.page_tokens = {size}: must be a power of two; use 16, 32 or 64"])
+    return size
+
+
+def num_pages_for(spec: ModelSpec, config: EngineConfig, max_sequences: int, page_tokens: int, shared: bool) -> int:
+    """How many pages fit into what is free, and no more than all sequences at full length could fill.
+
+    ``shared`` says that a learner lives on the same device and needs its part.
+    """
+    page_bytes = spec.kv_bytes_per_token * page_tokens
+    most = max_sequences * math.ceil(spec.max_positions / page_tokens)
+    if config.kv_cache_gib:
+        num_pages = int(config.kv_cache_gib * _GIB) // page_bytes
+    else:
+        on_cpu = spec.device.type == "cpu"
+        fraction = config.memory_fraction or (_SHARED_FRACTION if shared or on_cpu else _SERVER_FRACTION)
+        num_pages = int(_free_bytes(spec.device) * fraction) // page_bytes
+    num_pages = min(num_pages, most)
+    if num_pages * page_tokens < page_tokens * 2:
+        raise ConfigError(
+            [
+                f"engine.kv_cache_gib = {config.kv_cache_gib:g}: one page of {page_tokens} tokens takes "
+                f"{page_bytes / _GIB:.4f} GiB and fewer than two fit; give it more memory"
+            ]
+        )
+    return num_pages + 1  # the scratch page
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch holds and does not use can be given to the cache as well.
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return _available_ram()
+
+
+def _available_ram() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 8 * _GIB  # not Linux: assume an ordinary laptop; engine.kv_cache_gib says otherwise

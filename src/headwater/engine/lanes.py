@@ -1,0 +1,111 @@
+"""Host-side storage of the sequences that are being decoded, one lane each.
+
+Arrays over lanes, so that taking in the output of a round of steps is a handful of numpy operations however many
+sequences there are. A lane keeps its number while its sequence moves between device rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.engine.pages import Pages
+from headwater.engine.rows import SamplingNeeds
+from headwater.engine.sequence import Sequence
+
+
+class Lanes:
+    def __init__(self, capacity: int, max_pages: int) -> None:
+        self.capacity = capacity
+        self.sequence: list[Sequence | None] = [None] * capacity
+        self.row = np.full(capacity, -1, np.int64)
+        self.planned = np.zeros(capacity, np.int64)
+        """Tokens in the cache once all queued steps have run; fewer where a sequence ended early."""
+        self.end = np.zeros(capacity, np.int64)
+        """Tokens in the cache when the sequence has used its whole budget."""
+        self.num_pages = np.zeros(capacity, np.int64)
+        self.page_table = np.zeros((capacity, max_pages), np.int32)
+        self.version = np.zeros(capacity, np.int64)
+        """Policy version of the cached keys and values; -1 once they are of several."""
+        self.tenancy = np.zeros(capacity, np.int64)
+        """Counts the sequences a lane has held, so that late output of an earlier one is recognised."""
+        self.watched = np.zeros(capacity, np.bool_)
+        """Lanes whose output the host looks at while they run: streams, stop strings, many stop tokens."""
+        self.order = np.zeros(capacity, np.int64)
+        """Arrival number of the sequence."""
+        self.needs = np.zeros((capacity, len(fields(SamplingNeeds))), np.bool_)
+        """What drawing for the lane takes, field by field of ``SamplingNeeds``."""
+        self._num_out = np.zeros(capacity, np.int64)
+        self._tokens = np.zeros((capacity, 0), np.int32)
+        self._logprobs = np.zeros((capacity, 0), np.float32)
+        self._versions = np.zeros((capacity, 0), np.int32)
+        self._free = list(range(capacity - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, sequence: Sequence, row: int, num_cached: int, pages: Pages, version: int) -> int:
+        lane = self._free.pop()
+        self.sequence[lane] = sequence
+        self.row[lane] = row
+        self.planned[lane] = num_cached
+        # The last token of a response is drawn but never fed.
+        self.end[lane] = num_cached + sequence.num_left - 1
+        self.num_pages[lane] = len(pages)
+        self.page_table[lane, : len(pages)] = pages
+        self.version[lane] = version
+        self.watched[lane] = sequence.is_watched
+        self.order[lane] = sequence.order
+        self.needs[lane] = astuple(SamplingNeeds.of([sequence.request.sampling]))
+        self._num_out[lane] = 0
+        self._make_room(sequence.num_left)
+        return lane
+
+    def give_back(self, lane: int) -> None:
+        self.sequence[lane] = None
+        self.row[lane] = -1
+        self.tenancy[lane] += 1
+        self._free.append(lane)
+
+    def pages(self, lane: int) -> Pages:
+        return self.page_table[lane, : self.num_pages[lane]]
+
+    def append(
+        self,
+        lanes: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        is_valid: NDArray[np.bool_],
+        version: int,
+    ) -> None:
+        """Take in ``[steps, lanes]`` of output; entries that are not valid were drawn by rows without work."""
+        step, column = np.nonzero(is_valid)
+        lane = lanes[column]
+        place = self._num_out[lane] + step
+        self._tokens[lane, place] = tokens[step, column]
+        self._logprobs[lane, place] = logprobs[step, column]
+        self._versions[lane, place] = version
+        self._num_out[lanes] += is_valid.sum(axis=0)
+
+    def collect(self, lane: int) -> None:
+        """Move a lane's output into its sequence."""
+        sequence = self.sequence[lane]
+        assert sequence is not None
+        count = self._num_out[lane]
+        sequence.extend(
+            self._tokens[lane, :count].tolist(),
+            self._logprobs[lane, :count].tolist(),
+            self._versions[lane, :count].tolist(),
+        )
+        self._num_out[lane] = 0
+
+    def _make_room(self, num_tokens: int) -> None:
+        width = self._tokens.shape[1]
+        if num_tokens > width:
+            extra = max(num_tokens, 2 * width) - width
+            self._tokens, self._logprobs, self._versions = (
+                np.pad(each, ((0, 0), (0, extra))) for each in (self._tokens, self._logprobs, self._versions)
+            )

@@ -1,0 +1,70 @@
+"""What the engine needs to know of a model, and which models it knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headwater.core.errors import ModelError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")
+"""Model types whose output is tested against transformers' own generate."""
+
+FUSED = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types with pre-norm layers, RMS norm, rotary halves and a gated SiLU: those the fused CUDA decoder runs."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shapes of a decoder, read off its transformers config."""
+
+    model_type: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: Any) -> ModelSpec:
+        """The spec of a loaded model; a model the engine does not know is refused by name."""
+        config = model.config
+        name = config.name_or_path or config.model_type
+        if config.model_type not in SUPPORTED:
+            raise ModelError(
+                f"{name}: the embedded engine does not run {config.model_type} models; it runs {', '.join(SUPPORTED)}; "
+                "use rollout.backend=hf for this one"
+            )
+        if getattr(config, "rope_parameters", None) and _rope_type(config) not in ("default", "linear", "llama3"):
+            raise ModelError(
+                f"{name}: the embedded engine does not run {_rope_type(config)!r} rotary embeddings, which change with "
+                "the length of a sequence; use rollout.backend=hf"
+            )
+        return cls(
+            model_type=config.model_type,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+            dtype=model.dtype,
+            device=model.device,
+        )
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def _rope_type(config: Any) -> str:
+    parameters = config.rope_parameters
+    kinds = {each["rope_type"] for each in parameters.values() if isinstance(each, dict)} or {parameters["rope_type"]}
+    return next((kind for kind in sorted(kinds) if kind not in ("default", "linear", "llama3")), "default")

@@ -1,0 +1,128 @@
+"""Which pages of the KV cache are free, in use, shared, or kept because their prefix may come again.
+
+Bookkeeping only: page numbers and reference counts, no tensors. Page 0 is scratch space that rows without work write to;
+it is never handed out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pages = NDArray[np.int32]
+
+SCRATCH_PAGE = 0
+
+
+class OutOfPages(Exception):
+    """Fewer pages are available than were asked for; nothing was handed out."""
+
+
+class PagePool:
+    """Hands out pages, counts who refers to them, and remembers full pages by what they hold.
+
+        pages = pool.allocate(3)
+        pool.retain(pages)          # a second sequence reads the same prompt
+        pool.register(pages, keys)  # findable by later prompts that start alike
+        pool.release(pages)         # once per allocate, retain or match
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages = {num_pages}: must be >= 2, one of them scratch")
+        self.num_total = num_pages - 1
+        self._references = np.zeros(num_pages, np.int32)
+        self._free = np.arange(num_pages - 1, SCRATCH_PAGE, -1, dtype=np.int32)
+        self._num_free = self.num_total
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        # Remembered pages that nobody refers to, the least recently used first: free memory with a memory.
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        return self._num_free + len(self._idle)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_total - self.num_available
+
+    def allocate(self, count: int) -> Pages:
+        """``count`` pages with one reference each; idle remembered pages are forgotten when the free ones run out."""
+        if count > self.num_available:
+            raise OutOfPages(f"{count} pages asked for, {self.num_available} available")
+        while self._num_free < count:
+            page, _ = self._idle.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)]
+            self._push(np.array([page], np.int32))
+        self._num_free -= count
+        pages = self._free[self._num_free : self._num_free + count].copy()
+        self._references[pages] = 1
+        return pages
+
+    def retain(self, pages: Pages) -> None:
+        """One more reference to each of ``pages``, which must be in use."""
+        self._references[pages] += 1
+
+    def release(self, pages: Pages) -> None:
+        """One reference less; a page without any is free, or idle when it is remembered."""
+        self._references[pages] -= 1
+        unused = pages[self._references[pages] == 0]
+        if not self._key_of:
+            self._push(unused)
+            return
+        remembered = [int(page) for page in unused if int(page) in self._key_of]
+        if remembered:
+            # The end of a prefix is useless without its start, so it becomes the older, and goes first.
+            self._idle.update(dict.fromkeys(reversed(remembered)))
+            unused = unused[~np.isin(unused, remembered)]
+        self._push(unused)
+
+    def is_shared(self, page: int) -> bool:
+        return bool(self._references[page] > 1)
+
+    def match(self, keys: Iterable[bytes]) -> Pages:
+        """The pages of the longest remembered prefix, with a reference taken on each."""
+        pages: list[int] = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            pages.append(page)
+            self._idle.pop(page, None)
+        found = np.array(pages, np.int32)
+        self.retain(found)
+        return found
+
+    def register(self, pages: Pages, keys: Sequence[bytes]) -> None:
+        """Remember full pages by their prefix; where another page already holds a prefix, that one stays."""
+        for page, key in zip(pages.tolist(), keys, strict=True):
+            if key not in self._page_of and page not in self._key_of:
+                self._page_of[key] = page
+                self._key_of[page] = key
+
+    def forget(self) -> None:
+        """Remember nothing: what the pages hold was computed with weights that are gone."""
+        idle = np.fromiter(self._idle, np.int32, len(self._idle))
+        self._idle.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+        self._push(idle)
+
+    def _push(self, pages: Pages) -> None:
+        self._free[self._num_free : self._num_free + len(pages)] = pages
+        self._num_free += len(pages)
+
+
+def prefix_keys(tokens: NDArray[np.int64], page_tokens: int, salt: int) -> list[bytes]:
+    """One key per full page of ``tokens``; it stands for everything up to the page's end, computed by policy ``salt``."""
+    key = salt.to_bytes(8, "little", signed=True)
+    keys = []
+    for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
+        key = hashlib.blake2b(key + tokens[start : start + page_tokens].tobytes(), digest_size=16).digest()
+        keys.append(key)
+    return keys

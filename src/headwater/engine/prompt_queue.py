@@ -1,0 +1,91 @@
+"""Requests whose prompt is not in the cache yet, the ones with equal tokens side by side."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.engine.pages import Pages
+from headwater.engine.sequence import Sequence
+
+
+@dataclass(eq=False)
+class PromptJob:
+    """Tokens to compute once, for all ``members`` that start from them."""
+
+    tokens: NDArray[np.int64]
+    key: bytes
+    """The tokens as bytes."""
+    members: list[Sequence]
+    pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))
+    keys: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    """Tokens in the cache so far, found there or computed."""
+    version: int = 0
+    """Policy version of the cached part; -1 once it is of several."""
+
+    @property
+    def order(self) -> int:
+        return min(member.order for member in self.members)
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+
+class PromptQueue:
+    """Waiting jobs, oldest first. A request joins the job of its tokens as long as that job has not ended."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, PromptJob]] = []
+        self._waiting: dict[bytes, PromptJob] = {}
+        self._num_pushed = 0
+        self.num_sequences = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        tokens = sequence.all_tokens()
+        key = tokens.tobytes()
+        self.num_sequences += 1
+        job = self._waiting.get(key)
+        if job is None:
+            self._push(PromptJob(tokens, key, [sequence]))
+        else:
+            job.members.append(sequence)
+
+    def first(self) -> PromptJob | None:
+        while self._heap:
+            job = self._heap[0][2]
+            if job.members and self._waiting.get(job.key) is job:
+                return job
+            heapq.heappop(self._heap)
+        return None
+
+    def take(self, job: PromptJob) -> None:
+        """``job`` is no longer waiting."""
+        del self._waiting[job.key]
+        self.num_sequences -= len(job.members)
+
+    def remove(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Take out the sequences that ``wanted`` names, in order of arrival."""
+        removed: list[Sequence] = []
+        for key, job in list(self._waiting.items()):
+            gone = [member for member in job.members if wanted(member)]
+            if gone:
+                job.members = [member for member in job.members if not wanted(member)]
+                removed += gone
+                if not job.members:
+                    del self._waiting[key]
+        self.num_sequences -= len(removed)
+        return sorted(removed, key=lambda each: each.order)
+
+    def _push(self, job: PromptJob) -> None:
+        self._waiting[job.key] = job
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (job.order, self._num_pushed, job))

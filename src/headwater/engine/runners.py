@@ -1,0 +1,24 @@
+"""Which runner serves which device and mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headwater.engine.fixed_rows_runner import FixedRowsRunner
+from headwater.engine.kv_cache import KVCache
+from headwater.engine.model_spec import ModelSpec
+from headwater.engine.rows import Rows
+from headwater.engine.runner import Runner
+
+
+def make_runner(model: Any, spec: ModelSpec, cache: KVCache, rows: Rows, *, deterministic: bool) -> Runner:
+    if spec.device.type == "cuda":
+        # Needs Triton, which only CUDA builds of torch bring along.
+        from headwater.engine.cuda_runner import CudaRunner
+
+        return CudaRunner(model, spec, cache, rows, deterministic=deterministic)
+    if deterministic:
+        runner = FixedRowsRunner(model, spec, cache, rows)
+        runner.check()
+        return runner
+    return Runner(model, spec, cache, rows)

@@ -1,0 +1,380 @@
+"""Decides what runs next: which chunks of which prompts, which rows, and who makes room when pages run out.
+
+Host bookkeeping only; the loop carries the plans out. Everything that is done per token is a numpy operation over all
+lanes; Python touches a sequence when it arrives, starts, is preempted and ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.engine.lanes import Lanes
+from headwater.engine.pages import PagePool, Pages, prefix_keys
+from headwater.engine.prompt_queue import PromptJob, PromptQueue
+from headwater.engine.rows import NewRow, SamplingNeeds
+from headwater.engine.runner import PrefillBatch
+from headwater.engine.sequence import Sequence
+
+
+class NeedsRoom(Exception):
+    """The next steps need pages that are in use, and what the queued steps drew must be known before one is preempted."""
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    batch: PrefillBatch
+    started: tuple[int, ...]
+    """Lanes whose first token this batch draws, in the order of its new rows."""
+    page_updates: tuple[NDArray[np.int64], NDArray[np.int64], Pages]
+    """Rows, columns and pages for the device's page table."""
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    num_rows: int
+    num_steps: int
+    lanes: NDArray[np.int64]
+    """Lane of each row; -1 where a row has no sequence."""
+    page_updates: tuple[NDArray[np.int64], NDArray[np.int64], Pages]
+    needs: SamplingNeeds
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Rows that change places so that the rows in use are the first ones."""
+
+    sources: list[int]
+    targets: list[int]
+
+
+class Scheduler:
+    def __init__(
+        self,
+        *,
+        max_sequences: int,
+        max_prefill_tokens: int,
+        max_tokens_per_sequence: int,
+        pool: PagePool,
+        page_tokens: int,
+        prefix_cache: bool,
+    ) -> None:
+        max_pages = -(-max_tokens_per_sequence // page_tokens)
+        self.pool = pool
+        self.page_tokens = page_tokens
+        self.lanes = Lanes(max_sequences, max_pages)
+        self.version = 0
+        self.num_cached_tokens = 0
+        self.num_prefilled_tokens = 0
+        self.num_preempted = 0
+        self._max_prefill_tokens = max_prefill_tokens
+        self._prefix_cache = prefix_cache
+        self._waiting = PromptQueue()
+        self._computing: dict[bytes, PromptJob] = {}
+        self._lane_of_row = np.full(max_sequences, -1, np.int64)
+        self._free_rows = list(range(max_sequences))  # a heap: the lowest row first keeps the rows dense
+        self._num_rows = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting.num_sequences + sum(len(job.members) for job in self._computing.values())
+
+    @property
+    def num_running(self) -> int:
+        return self.lanes.capacity - self.lanes.num_free
+
+    def num_pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+    def add(self, sequence: Sequence) -> None:
+        job = self._computing.get(sequence.all_tokens().tobytes())
+        if job is not None and job.version == self.version:
+            # Its prompt is being computed at this moment: one more sample of it.
+            job.members.append(sequence)
+        else:
+            self._waiting.add(sequence)
+
+    def running(self) -> NDArray[np.int64]:
+        """Lanes in use, in the order of their rows."""
+        lanes = self._lane_of_row[: self._num_rows]
+        return lanes[lanes >= 0]
+
+    def end(self, lane: int) -> int:
+        """Free a lane whose sequence has ended or goes back to the queue; returns its row. Output is already out."""
+        lanes = self.lanes
+        row = int(lanes.row[lane])
+        self._remember(lane)
+        self.pool.release(lanes.pages(lane))
+        lanes.give_back(lane)
+        self._lane_of_row[row] = -1
+        heapq.heappush(self._free_rows, row)
+        while self._num_rows and self._lane_of_row[self._num_rows - 1] < 0:
+            self._num_rows -= 1
+        return row
+
+    def preempt(self, lane: int) -> int:
+        """The sequence gives up its pages and waits to be computed again, tokens and all; returns its row."""
+        sequence = self.lanes.sequence[lane]
+        assert sequence is not None
+        self.num_preempted += 1
+        row = self.end(lane)
+        self._waiting.add(sequence)
+        return row
+
+    def preempt_all(self) -> list[int]:
+        """Nothing stays in the cache; every sequence waits. Returns the rows that were in use."""
+        self._stop_computing()
+        return [self.preempt(int(lane)) for lane in self.running()]
+
+    def take_waiting(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Take out sequences that have not started, for good."""
+        removed = self._waiting.remove(wanted)
+        for job in list(self._computing.values()):
+            removed += [member for member in job.members if wanted(member)]
+            job.members = [member for member in job.members if not wanted(member)]
+            if not job.members:
+                del self._computing[job.key]
+                self.pool.release(job.pages)
+        return removed
+
+    def weights_changed(self, version: int) -> None:
+        """From now on tokens are of ``version``. What the cache still holds is of older weights: nothing may build on it."""
+        self.version = version
+        self.pool.forget()
+        self.lanes.version[self.running()] = -1
+        for job in self._computing.values():
+            job.version = -1
+
+    def stop_admitting(self) -> None:
+        """Prompts that are half computed wait again: only what already runs goes on."""
+        self._stop_computing()
+
+    def plan_prefill(self) -> PrefillPlan | None:
+        """The next chunks, oldest prompt first, up to the budget. A long prompt takes several turns and none overtakes."""
+        budget = self._max_prefill_tokens
+        chunks: list[tuple[PromptJob, int]] = []
+        for job in self._computing.values():
+            if budget <= 0:
+                break
+            chunks.append((job, min(budget, job.num_left)))
+            budget -= chunks[-1][1]
+        while budget > 0 and (job := self._waiting.first()) is not None and self._start(job):
+            chunks.append((job, min(budget, job.num_left)))
+            budget -= chunks[-1][1]
+        return self._pack(chunks) if chunks else None
+
+    def _start(self, job: PromptJob) -> bool:
+        """Give ``job`` its pages; False when it must wait for rows or pages."""
+        num_rows_left = self.lanes.num_free - sum(len(each.members) for each in self._computing.values())
+        if num_rows_left < 1:
+            return False
+        keys = prefix_keys(job.tokens, self.page_tokens, self.version) if self._prefix_cache else []
+        # The last token is always computed: its hidden state draws the first new one.
+        found = self.pool.match(keys[: (len(job.tokens) - 1) // self.page_tokens])
+        num_new = self.num_pages_of(len(job.tokens)) - len(found)
+        # Every sample will want a page of its own soon; without room for one it would only be preempted.
+        if num_new + 1 > self.pool.num_available:
+            self.pool.release(found)
+            return False
+        num_members = max(1, min(len(job.members), num_rows_left, self.pool.num_available - num_new))
+        self._waiting.take(job)
+        for member in job.members[num_members:]:
+            self._waiting.add(member)
+        job.members = job.members[:num_members]
+        job.keys = keys
+        job.pages = np.concatenate([found, self.pool.allocate(num_new)])
+        job.num_computed = len(found) * self.page_tokens
+        job.version = self.version
+        self.num_cached_tokens += job.num_computed
+        self._computing[job.key] = job
+        return True
+
+    def _pack(self, chunks: list[tuple[PromptJob, int]]) -> PrefillPlan:
+        table = np.zeros((len(chunks), max(len(job.pages) for job, _ in chunks)), np.int32)
+        input_ids, positions, slots = [], [], []
+        complete: list[tuple[PromptJob, int]] = []
+        num_packed = 0
+        for place, (job, count) in enumerate(chunks):
+            position = np.arange(job.num_computed, job.num_computed + count)
+            table[place, : len(job.pages)] = job.pages
+            input_ids.append(job.tokens[position])
+            positions.append(position)
+            slots.append(job.pages[position // self.page_tokens] * self.page_tokens + position % self.page_tokens)
+            job.num_computed += count
+            num_packed += count
+            if not job.num_left:
+                complete.append((job, num_packed - 1))
+        self.num_prefilled_tokens += num_packed
+        context_lens = [job.num_computed for job, _ in chunks]
+        started, last_tokens, copies, updates = self._begin_rows(complete)
+        new_rows = [self._new_row(lane) for lane in started]
+        return PrefillPlan(
+            PrefillBatch(
+                input_ids=np.concatenate(input_ids),
+                positions=np.concatenate(positions),
+                slots=np.concatenate(slots).astype(np.int64),
+                query_lens=[count for _, count in chunks],
+                context_lens=context_lens,
+                page_table=table,
+                copied_pages=copies,
+                new_rows=new_rows,
+                new_row_tokens=last_tokens,
+                needs=SamplingNeeds.of(each.sampling for each in new_rows),
+            ),
+            tuple(started),
+            updates,
+        )
+
+    def _begin_rows(
+        self, complete: list[tuple[PromptJob, int]]
+    ) -> tuple[list[int], list[int], tuple[Pages, Pages], tuple[NDArray[np.int64], NDArray[np.int64], Pages]]:
+        """Every member of a completed prompt gets a lane, a row and the prompt's pages; the last page copied on write."""
+        started: list[int] = []
+        last_tokens: list[int] = []
+        sources: list[int] = []
+        targets: list[int] = []
+        for job, last in complete:
+            del self._computing[job.key]
+            if self._prefix_cache and job.version == self.version:
+                num_full = len(job.tokens) // self.page_tokens
+                self.pool.register(job.pages[:num_full], job.keys[:num_full])
+            num_begun = 0
+            for member in job.members:
+                if not self._free_rows:
+                    break
+                pages = job.pages.copy()
+                self.pool.retain(pages)
+                # A partly filled page is written to by every sample, so all but the last one get their own.
+                if len(job.tokens) % self.page_tokens and num_begun < len(job.members) - 1:
+                    if not self.pool.num_available:
+                        self.pool.release(pages)
+                        break
+                    own = self.pool.allocate(1)
+                    sources.append(int(pages[-1]))
+                    targets.append(int(own[0]))
+                    self.pool.release(pages[-1:])
+                    pages[-1] = own[0]
+                row = heapq.heappop(self._free_rows)
+                lane = self.lanes.take(member, row, len(job.tokens), pages, job.version)
+                self._lane_of_row[row] = lane
+                self._num_rows = max(self._num_rows, row + 1)
+                started.append(lane)
+                last_tokens.append(last)
+                num_begun += 1
+            for member in job.members[num_begun:]:
+                self._waiting.add(member)
+            self.pool.release(job.pages)
+        lanes = np.array(started, np.int64)
+        updates = self._page_updates(lanes, np.zeros(len(lanes), np.int64))
+        return started, last_tokens, (np.array(sources, np.int32), np.array(targets, np.int32)), updates
+
+    def _new_row(self, lane: int) -> NewRow:
+        sequence = self.lanes.sequence[lane]
+        assert sequence is not None
+        return NewRow(
+            row=int(self.lanes.row[lane]),
+            num_tokens=int(self.lanes.planned[lane]),
+            num_generated=len(sequence.tokens),
+            sampling=sequence.request.sampling,
+            stop_ids=sequence.stop_ids,
+            rng_key=sequence.request.rng_key,
+        )
+
+    def _stop_computing(self) -> None:
+        for job in self._computing.values():
+            self.pool.release(job.pages)
+            for member in job.members:
+                self._waiting.add(member)
+        self._computing.clear()
+
+    def compact(self) -> Moves:
+        """Fill holes among the rows with the last rows."""
+        sources, targets = [], []
+        while self._free_rows and self._free_rows[0] < self._num_rows:
+            target, source = heapq.heappop(self._free_rows), self._num_rows - 1
+            lane = self._lane_of_row[source]
+            self._lane_of_row[target], self._lane_of_row[source] = lane, -1
+            self.lanes.row[lane] = target
+            heapq.heappush(self._free_rows, source)
+            sources.append(source)
+            targets.append(target)
+            while self._num_rows and self._lane_of_row[self._num_rows - 1] < 0:
+                self._num_rows -= 1
+        return Moves(sources, targets)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows up to the last one in use."""
+        return self._num_rows
+
+    def plan_decode(self, num_steps: int, *, may_preempt: bool) -> tuple[DecodePlan | None, list[int]]:
+        """Pages for the next steps of all rows, and the rows of sequences that had to make room for them.
+
+        ``None`` when every row has used its budget and only its output is still awaited. Raises ``NeedsRoom`` where a
+        sequence would have to be preempted and ``may_preempt`` is false.
+        """
+        preempted: list[int] = []
+        while True:
+            lanes = self.running()
+            left = self.lanes.end[lanes] - self.lanes.planned[lanes]
+            if not len(lanes) or left.max() <= 0:
+                return None, preempted
+            steps = int(min(num_steps, left.max()))
+            target = self.lanes.planned[lanes] + np.clip(left, 0, steps)
+            num_new = np.maximum(-(-target // self.page_tokens) - self.lanes.num_pages[lanes], 0)
+            if num_new.sum() <= self.pool.num_available:
+                break
+            if not may_preempt:
+                raise NeedsRoom
+            if self._computing:
+                self._stop_computing()
+            else:
+                preempted.append(self.preempt(self._youngest()))
+        first_new = self.lanes.num_pages[lanes].copy()
+        self._grow(lanes, num_new)
+        self.lanes.planned[lanes] = target
+        plan = DecodePlan(
+            num_rows=self._num_rows,
+            num_steps=steps,
+            lanes=self._lane_of_row[: self._num_rows].copy(),
+            page_updates=self._page_updates(lanes, first_new),
+            needs=SamplingNeeds(*self.lanes.needs[lanes].any(axis=0).tolist()),
+        )
+        return plan, preempted
+
+    def _grow(self, lanes: NDArray[np.int64], num_new: NDArray[np.int64]) -> None:
+        pages = self.pool.allocate(int(num_new.sum()))
+        lane = np.repeat(lanes, num_new)
+        # 0, 1, ... within each lane's new pages
+        offset = np.arange(len(lane)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
+        self.lanes.page_table[lane, self.lanes.num_pages[lane] + offset] = pages
+        self.lanes.num_pages[lanes] += num_new
+
+    def _page_updates(
+        self, lanes: NDArray[np.int64], first: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Pages]:
+        """Device rows, columns and values of the lanes' pages from ``first`` on."""
+        count = self.lanes.num_pages[lanes] - first
+        lane = np.repeat(lanes, count)
+        column = np.repeat(first, count) + np.arange(len(lane)) - np.repeat(np.cumsum(count) - count, count)
+        return self.lanes.row[lane], column, self.lanes.page_table[lane, column]
+
+    def _youngest(self) -> int:
+        lanes = self.running()
+        return int(lanes[self.lanes.order[lanes].argmax()])
+
+    def _remember(self, lane: int) -> None:
+        """Full pages of an ended sequence stay findable: the next turn of its conversation starts with them."""
+        lanes, sequence = self.lanes, self.lanes.sequence[lane]
+        if not self._prefix_cache or lanes.version[lane] != self.version or sequence is None:
+            return
+        # The last token drawn was never fed, and steps queued after the end wrote elsewhere.
+        tokens = sequence.all_tokens()[:-1]
+        num_full = min(len(tokens) // self.page_tokens, int(lanes.num_pages[lane]))
+        if num_full * self.page_tokens > len(sequence.request.input_tokens) - self.page_tokens:
+            keys = prefix_keys(tokens[: num_full * self.page_tokens], self.page_tokens, self.version)
+            self.pool.register(lanes.pages(lane)[:num_full], keys)

@@ -1,0 +1,102 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.core.records import ModelRequest, ModelResponse, StopReason
+from headwater.engine.rows import MAX_STOP_IDS
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of a request; the last one says why the response ended."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    stop_reason: StopReason | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request, everything generated for it so far, and who waits for it.
+
+    Tokens live here; where they live on the device (lane, row, pages) is the scheduler's business and changes when the
+    sequence is preempted or interrupted. What is here is never lost: starting again means computing these tokens anew.
+    """
+
+    request: ModelRequest
+    stop_ids: tuple[int, ...]
+    order: int
+    """Arrival number: older requests go first, younger ones make room."""
+    on_end: Callable[[Sequence], None]
+    on_delta: Callable[[Delta], None] | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    num_streamed: int = 0
+    num_checked: int = 0
+    """Tokens known to hold no stop string."""
+    has_stopped: bool = False
+    """Whether it ended by a stop token or string, and not by its budget."""
+    error: Exception | None = None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the host has to look at new tokens before the device has seen the end."""
+        return self.on_delta is not None or bool(self.request.sampling.stop_strings) or self.has_many_stop_ids
+
+    @property
+    def has_many_stop_ids(self) -> bool:
+        return len(self.stop_ids) > MAX_STOP_IDS
+
+    @property
+    def num_left(self) -> int:
+        return self.request.sampling.max_new_tokens - len(self.tokens)
+
+    def all_tokens(self) -> NDArray[np.int64]:
+        """The prompt and everything generated: what has to be in the cache for the next token."""
+        return np.array([*self.request.input_tokens, *self.tokens], np.int64)
+
+    def extend(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += versions
+
+    def truncate(self, num_tokens: int) -> None:
+        """Drop what was drawn after the response had already ended."""
+        del self.tokens[num_tokens:], self.logprobs[num_tokens:], self.versions[num_tokens:]
+
+    def stream(self) -> None:
+        """Hand out what has not been handed out yet."""
+        if self.on_delta is not None and (len(self.tokens) > self.num_streamed or self.stop_reason is not None):
+            new = slice(self.num_streamed, None)
+            self.num_streamed = len(self.tokens)
+            self.on_delta(
+                Delta(
+                    tuple(self.tokens[new]), tuple(self.logprobs[new]), tuple(self.versions[new]), self.stop_reason
+                )
+            )
+
+    def response(self) -> ModelResponse:
+        now = time.perf_counter()
+        started = self.started if self.started is not None else now
+        assert self.stop_reason is not None, "a response exists once the sequence has ended"
+        return ModelResponse(
+            input_tokens=self.request.input_tokens,
+            output_tokens=tuple(self.tokens),
+            output_logprobs=tuple(self.logprobs),
+            output_versions=tuple(self.versions),
+            stop_reason=self.stop_reason,
+            queue_s=started - self.arrived,
+            generate_s=now - started,
+        )

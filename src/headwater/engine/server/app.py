@@ -1,0 +1,24 @@
+"""The application: which path is answered by whom."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from headwater.engine.server import control_routes
+from headwater.engine.server.middleware import errors_as_json, only_with_key
+from headwater.engine.server.openai import routes as openai_routes
+from headwater.engine.server.options import ServerOptions
+from headwater.engine.server.sglang import routes as sglang_routes
+from headwater.engine.server.state import STATE, ServerState
+
+if TYPE_CHECKING:
+    from headwater.engine.engine import Engine
+
+
+def build_app(engine: Engine, options: ServerOptions) -> web.Application:
+    app = web.Application(middlewares=[errors_as_json, only_with_key], client_max_size=options.max_body_bytes)
+    app[STATE] = ServerState.build(engine, options)
+    app.add_routes([*openai_routes.ROUTES, *sglang_routes.ROUTES, *control_routes.ROUTES])
+    return app

@@ -1,0 +1,76 @@
+"""Refusals: a status code, and a message that names the field, its value and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from headwater.core.errors import (
+    HeadwaterError,
+    ModelError,
+    QueueFull,
+    RequestError,
+    RolloutFailed,
+    WaitTimeout,
+    WeightsError,
+)
+
+RETRY_AFTER_S = 1
+_NUM_CHARACTERS_SHOWN = 60
+
+
+class ApiError(HeadwaterError):
+    """An answer other than success, in the shape that OpenAI's clients read."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def wrong(field: str, value: Any, rule: str, *, code: str | None = None) -> ApiError:
+    """``max_tokens = 0: must be >= 1``"""
+    return ApiError(f"{field} = {shown(value)}: {rule}", param=field, code=code)
+
+
+def api_error(error: HeadwaterError) -> ApiError:
+    """What the rest of Headwater raised, as an answer."""
+    if isinstance(error, ApiError):
+        return error
+    message = str(error)
+    if isinstance(error, QueueFull):
+        return ApiError(message, status=429, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
+    if isinstance(error, RequestError):
+        return ApiError(message, code="bad_request")
+    if isinstance(error, WeightsError | ModelError):
+        return ApiError(message, code="weights_refused")
+    if isinstance(error, WaitTimeout):
+        return ApiError(message, status=504, code="timeout")
+    if isinstance(error, RolloutFailed):
+        return ApiError(message, status=503, code="engine_unavailable")
+    return ApiError(message, status=500, code="internal_error")
+
+
+def shown(value: Any) -> str:
+    """A JSON value for a message; never long, and never slow on a long one."""
+    if isinstance(value, dict | list) and len(value) > 8:
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    text = json.dumps(value, ensure_ascii=True)
+    return text if len(text) <= _NUM_CHARACTERS_SHOWN else f"{text[: _NUM_CHARACTERS_SHOWN - 3]}..."

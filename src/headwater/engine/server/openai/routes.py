@@ -1,0 +1,83 @@
+"""Handlers of ``/v1``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+
+from headwater.engine.server.event_stream import send_events
+from headwater.engine.server.generation import generate_all, stream_all
+from headwater.engine.server.openai.chat_reply import ChatReply
+from headwater.engine.server.openai.chat_request import read_chat
+from headwater.engine.server.openai.completion_reply import CompletionReply
+from headwater.engine.server.openai.completion_request import read_completion
+from headwater.engine.server.openai.plan import Plan
+from headwater.engine.server.output import PieceMaker, whole
+from headwater.engine.server.state import STATE, ServerState, reply
+
+Writer = CompletionReply | ChatReply
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    plan = await state.read(request, lambda body: read_completion(body, state.limits, state.options.served_name))
+    return await _answer(request, state, plan, CompletionReply(plan, state.engine.tokenizer))
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    plan = await state.read(request, lambda body: read_chat(body, state.limits, state.options.served_name))
+    return await _answer(request, state, plan, ChatReply(plan, state.engine.tokenizer))
+
+
+async def models(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    model = {
+        "id": state.options.served_name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "headwater",
+        "max_model_len": state.engine.max_model_tokens,
+    }
+    return reply({"object": "list", "data": [model]})
+
+
+async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: Writer) -> web.StreamResponse:
+    for each in plan.requests[:: plan.num_samples]:
+        state.engine.check(each)
+    with state.active.hold(plan.names, "id"):
+        if plan.shape.stream:
+            return await send_events(request, _events(state, plan, writer))
+        responses = await generate_all(state.engine, plan.requests)
+    pieces = [
+        whole(response, state.engine.tokenizer, plan.shape.rules, with_offsets=plan.shape.logprobs)
+        for response in responses
+    ]
+    versions = [version for piece in pieces for version in piece.versions]
+    return reply(writer.whole(pieces, max(versions, default=state.engine.get_version())))
+
+
+async def _events(state: ServerState, plan: Plan, writer: Writer) -> AsyncGenerator[dict[str, Any], None]:
+    shape = plan.shape
+    makers = [
+        PieceMaker(state.engine.tokenizer, shape.rules, with_offsets=shape.logprobs) for _ in range(len(plan.requests))
+    ]
+    num_tokens = 0
+    async with aclosing(stream_all(state.engine, plan.requests)) as deltas:
+        async for place, delta in deltas:
+            num_tokens += len(delta.tokens)
+            piece = makers[place].piece(delta.tokens, delta.logprobs, delta.versions, delta.stop_reason)
+            for chunk in writer.chunks(place, piece):
+                yield chunk
+    if shape.include_usage:
+        yield writer.last_chunk(num_tokens)
+
+
+ROUTES = [
+    web.post("/v1/completions", completions),
+    web.post("/v1/chat/completions", chat_completions),
+    web.get("/v1/models", models),
+]

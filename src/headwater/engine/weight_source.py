@@ -1,0 +1,67 @@
+"""Weights from elsewhere: a file, a Hugging Face folder, or memory that another process shares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
+from torch import Tensor
+
+from headwater.core.errors import WeightsError
+
+NamedTensors = list[tuple[str, Tensor]]
+
+
+def read_file(path: str) -> NamedTensors:
+    """All tensors of a safetensors file, or of all safetensors files of a folder."""
+    location = Path(path)
+    files = sorted(location.glob("*.safetensors")) if location.is_dir() else [location]
+    if not files:
+        raise WeightsError(f"{location}: holds no .safetensors file; save the model with save_pretrained")
+    tensors: NamedTensors = []
+    for file in files:
+        try:
+            tensors += load_file(file).items()
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{file}: cannot be read as safetensors ({error}); the old weights stay in place") from error
+    return tensors
+
+
+@contextmanager
+def shared_tensors(name: str) -> Iterator[NamedTensors]:
+    """Tensors of the shared-memory segment ``name``, which another process filled with ``write_shared``."""
+    try:
+        segment = shared_memory.SharedMemory(name=name)
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"shared memory {name!r}: cannot be opened ({error}); it must exist until the update has ended"
+        ) from error
+    # Python would remove the segment when this process ends, although it belongs to the process that made it.
+    resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]
+    try:
+        yield _parse(bytes(segment.buf), name)
+    finally:
+        segment.close()
+
+
+def write_shared(image: bytes) -> shared_memory.SharedMemory:
+    """A segment that holds a safetensors image (``safetensors.torch.save``); the caller closes and unlinks it."""
+    segment = shared_memory.SharedMemory(create=True, size=len(image))
+    segment.buf[: len(image)] = image
+    return segment
+
+
+def _parse(image: bytes, name: str) -> NamedTensors:
+    # The segment is rounded up to whole pages of memory; safetensors wants the exact length, which its header gives.
+    try:
+        header = int.from_bytes(image[:8], "little")
+        entries = json.loads(image[8 : 8 + header])
+        length = 8 + header + max(each["data_offsets"][1] for key, each in entries.items() if key != "__metadata__")
+        return list(load(image[:length]).items())
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise WeightsError(f"shared memory {name!r}: holds no safetensors image ({error}); the old weights stay") from error

@@ -1,0 +1,44 @@
+"""RMS norms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.kernels.support import HALF, randn
+
+from headwater.engine.kernels.norm import add_rms_norm, rms_norm
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    wide = x.float()
+    normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if offset:
+        return (normalised * (weight.float() + offset)).to(x.dtype)
+    return weight * normalised.to(x.dtype)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    # One unit in the last place: the device's reciprocal root is not correctly rounded.
+    torch.testing.assert_close(actual, expected, rtol=1e-2 if actual.dtype == HALF else 2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("hidden", [64, 576])
+def test_rms_norm(dtype, offset, hidden):
+    x, weight = randn(5, hidden, dtype=dtype), randn(hidden, dtype=dtype, seed=1)
+    close(rms_norm(x, weight, 1e-6, offset), reference(x, weight, 1e-6, offset))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_add_rms_norm_updates_the_residual_and_norms_the_rounded_sum(dtype):
+    x, residual, weight = randn(3, 96, dtype=dtype), randn(3, 96, dtype=dtype, seed=1), randn(96, dtype=dtype, seed=2)
+    total = x + residual
+    y = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    close(y, reference(total, weight, 1e-5, 0.0))
+
+
+def test_rows_may_be_a_slice_of_a_wider_tensor():
+    wide, weight = randn(4, 200), randn(64, seed=1)
+    close(rms_norm(wide[:, 100:164], weight, 1e-6), reference(wide[:, 100:164], weight, 1e-6, 0.0))

@@ -1,0 +1,92 @@
+"""Prefill attention over the paged cache, and that its bits depend on nothing but the query and its keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.kernels.support import DEVICE, HALF, PagedCache, attend, randn
+
+from headwater.engine.kernels.prefill_attention import (
+    PrefillConfig,
+    build_tiles,
+    default_config,
+    paged_prefill_attention,
+    queries_per_tile,
+)
+
+SCALE = 0.25
+
+
+def run(
+    cache: PagedCache, chunks: list[tuple[int, int, torch.Tensor]], config: PrefillConfig | None = None, **options
+) -> torch.Tensor:
+    """Attend with chunks of (row of the cache, context length, queries), packed in this order."""
+    q = torch.cat([queries for _, _, queries in chunks])
+    lengths = [len(queries) for _, _, queries in chunks]
+    config = config or default_config(q.shape[-1], q.element_size())
+    tiles = build_tiles(lengths, queries_per_tile(q.shape[1], cache.k.shape[1], config))
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+    contexts = torch.tensor([context for _, context, _ in chunks], dtype=torch.int32, device=DEVICE)
+    table = cache.table[[row for row, _, _ in chunks]]
+    return paged_prefill_attention(
+        q,
+        cache.k,
+        cache.v,
+        table,
+        torch.from_numpy(tiles).to(DEVICE),
+        starts,
+        contexts,
+        SCALE,
+        config=config,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"softcap": 3.0}])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page"), [(6, 1, 64, 64), (4, 2, 24, 16)])
+def test_matches_a_float64_reference(heads, kv_heads, head_dim, page, options):
+    cache = PagedCache([40, 3, 70], kv_heads, head_dim, page, torch.float32)
+    chunks = [(row, cache.lengths[row], randn(n, heads, head_dim, seed=row)) for row, n in ((0, 40), (1, 1), (2, 30))]
+    actual = run(cache, chunks, **options)
+    expected = [attend(q, cache.keys[row], cache.values[row], SCALE, **options) for row, _, q in chunks]
+    torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision():
+    cache = PagedCache([80], 2, 64, 64, HALF)
+    q = randn(80, 12, 64, dtype=HALF)
+    actual = run(cache, [(0, 80, q)])
+    torch.testing.assert_close(actual.double(), attend(q, cache.keys[0], cache.values[0], SCALE), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("window", [0, 21])
+def test_whole_chunked_and_single_token_prefill_agree_bit_for_bit(dtype, window):
+    length, heads = 70, 6
+    cache = PagedCache([length, 50], 1, 32, 16, dtype)
+    q = randn(length, heads, 32, dtype=dtype, seed=1)
+    other = randn(50, heads, 32, dtype=dtype, seed=2)
+    whole = run(cache, [(0, length, q)], window=window)
+    beside = run(cache, [(1, 50, other), (0, length, q)], window=window)[50:]
+    assert torch.equal(whole, beside)
+    ends = [13, 14, 45, 70]
+    pieces = [(0, end, q[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    assert torch.equal(whole, run(cache, pieces, window=window))
+    singles = [(0, end, q[end - 1 : end]) for end in range(1, length + 1)]
+    assert torch.equal(whole, run(cache, singles, window=window))
+
+
+def test_tiles_of_chunks():
+    assert build_tiles([5, 0, 2], 4).tolist() == [[0, 0], [0, 4], [2, 0]]
+    assert build_tiles([], 4).shape == (0, 2)
+
+
+def test_padded_tiles_do_nothing():
+    cache = PagedCache([10], 1, 32, 16, torch.float32)
+    q = randn(10, 2, 32)
+    config = default_config(32, 4)
+    tiles = torch.tensor([[0, 0], [-1, 0]], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 10], dtype=torch.int32, device=DEVICE)
+    contexts = torch.tensor([10], dtype=torch.int32, device=DEVICE)
+    out = paged_prefill_attention(q, cache.k, cache.v, cache.table, tiles, starts, contexts, SCALE, config=config)
+    torch.testing.assert_close(out.double(), attend(q, cache.keys[0], cache.values[0], SCALE), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,93 @@
+"""Drawing tokens on the device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from engine.kernels.support import DEVICE, randn
+
+from headwater.engine.kernels.sampling import sample_tokens as sample_in_chunks
+from headwater.engine.sampler import uniforms
+
+# Small chunks make small vocabularies span several, and the interpreter sums a chunk slowly.
+sample_tokens = partial(sample_in_chunks, chunk=64)
+
+
+def keys_and_positions(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys = torch.randint(-(2**62), 2**62, (rows,), generator=torch.Generator().manual_seed(2))
+    return keys.to(DEVICE), torch.arange(rows, device=DEVICE) * 7
+
+
+@pytest.mark.parametrize("vocabulary", [5, 64, 301])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_tokens_and_logprobs_match_the_reference_sampler(vocabulary, dtype, temperature):
+    rows = 16
+    logits = randn(rows, vocabulary, dtype=dtype, seed=1)
+    keys, positions = keys_and_positions(rows)
+    tokens, logprobs = sample_tokens(logits, keys, positions, torch.full((rows,), temperature, device=DEVICE))
+    reference = torch.log_softmax(logits.double() / temperature, dim=-1)
+    # Sums of 301 rounded numbers may put a boundary on the other side of the uniform; one row in a thousand does.
+    cumulative = reference.exp().cumsum(dim=-1)
+    drawn = torch.searchsorted(cumulative, uniforms(keys, positions)[:, None] * cumulative[:, -1:], right=True)
+    assert (tokens == drawn[:, 0]).sum() >= rows - 1
+    expected = reference.gather(-1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_greedy_takes_the_first_of_the_likeliest():
+    logits = randn(3, 300, seed=4)
+    logits[0, [17, 18, 200]] = 9.0
+    logits[1, [299, 150]] = 9.0
+    logits[2, 0] = 9.0
+    keys, positions = keys_and_positions(3)
+    tokens, logprobs = sample_tokens(logits, keys, positions, torch.zeros(3, device=DEVICE))
+    assert tokens.tolist() == [17, 150, 0]
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).gather(-1, tokens[:, None])[:, 0])
+
+
+def test_frequencies_follow_the_probabilities():
+    rows = 400
+    logits = torch.tensor([0.5, 0.3, 0.0, 0.2], device=DEVICE).log().expand(rows, -1).contiguous()
+    keys = torch.arange(rows, device=DEVICE)
+    tokens, _ = sample_tokens(logits, keys, torch.zeros_like(keys), torch.ones(rows, device=DEVICE))
+    counts = torch.bincount(tokens, minlength=4)
+    assert counts[2] == 0
+    assert (counts.cpu() / rows - torch.tensor([0.5, 0.3, 0.0, 0.2])).abs().max() < 0.08
+
+
+def test_forbidden_tokens_are_never_drawn():
+    rows, vocabulary = 40, 300
+    logits = torch.full((rows, vocabulary), -torch.inf, device=DEVICE)
+    allowed = torch.tensor([3, 63, 128], device=DEVICE)
+    # The last allowed token is so unlikely that its probability underflows in float32.
+    logits[:, allowed] = torch.tensor([0.0, -1.0, -200.0], device=DEVICE)
+    keys, positions = keys_and_positions(rows)
+    tokens, logprobs = sample_tokens(logits, keys, positions, torch.ones(rows, device=DEVICE))
+    assert torch.isin(tokens, allowed).all()
+    assert logprobs.isfinite().all()
+    only = torch.full((1, vocabulary), -torch.inf, device=DEVICE)
+    only[0, 299] = -5.0
+    token, logprob = sample_tokens(only, keys[:1], positions[:1], torch.ones(1, device=DEVICE))
+    assert (token.item(), logprob.item()) == (299, 0.0)
+
+
+def test_the_default_chunk():
+    logits = randn(1, 5000, seed=9)
+    keys, positions = keys_and_positions(1)
+    token, logprob = sample_in_chunks(logits, keys, positions, torch.ones(1, device=DEVICE))
+    torch.testing.assert_close(logprob, torch.log_softmax(logits, -1)[0, token], rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_does_not_depend_on_the_others():
+    logits = randn(6, 300, seed=8)
+    keys, positions = keys_and_positions(6)
+    temperature = torch.tensor([1.0, 0.0, 0.7, 1.3, 1.0, 0.0], device=DEVICE)
+    tokens, logprobs = sample_tokens(logits, keys, positions, temperature)
+    for row in range(6):
+        one = slice(row, row + 1)
+        token, logprob = sample_tokens(logits[one], keys[one], positions[one], temperature[one])
+        assert token == tokens[row]
+        assert torch.equal(logprob[0], logprobs[row])
