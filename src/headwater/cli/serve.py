@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             )
         from headwater.engine.engine import Engine
 
-        engine = Engine.load(args.model, config, dtype=args.dtype, device=args.device, seed=args.seed, colocated=False)
+        engine = Engine.load(args.model, config, dtype=args.dtype, device=args.device, seed=args.seed)
         try:
             serve(engine, options, taken, say=_say)
         finally:

@@ -1,7 +1,7 @@
 """Runs the model: chunks of prompts into the cache, and decode steps over the rows.
 
-This is the plain runner, for the CPU and for reading: transformers' own layers with our attention, then sampling, then
-the update of the rows. ``cuda_runner`` and ``fixed_rows_runner`` replace parts of it.
+This is the plain runner, for the CPU and for reading: the model's layers with our attention, then sampling, then the
+update of the rows. ``cuda_runner`` and ``fixed_rows_runner`` replace parts of it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from headwater.engine.attention import PagedAttention, use_paged_attention
 from headwater.engine.attention.cpu import CpuDecode, CpuPrefill
+from headwater.engine.fused_decoder import DecoderOps, FusedDecoder
 from headwater.engine.kv_cache import KVCache
-from headwater.engine.model_spec import ModelSpec
+from headwater.engine.model_spec import FUSED, ModelSpec
 from headwater.engine.rows import NewRow, Rows, SamplingNeeds
 from headwater.engine.sampler import SamplingBatch, sample
 
@@ -63,9 +64,14 @@ class Output:
 class Runner:
     """One model, its cache and its rows on one device."""
 
-    def __init__(self, model: Any, spec: ModelSpec, cache: KVCache, rows: Rows) -> None:
+    def __init__(
+        self, model: Any, spec: ModelSpec, cache: KVCache, rows: Rows, ops: DecoderOps, *, fused: bool = True
+    ) -> None:
         use_paged_attention(model)
         self._decoder = model.get_decoder()
+        # Fewer, larger operations where the architecture allows; transformers' own layers otherwise.
+        self._fused = FusedDecoder(model, spec, ops) if fused and spec.model_type in FUSED else None
+        self._ops = ops
         self._head = model.get_output_embeddings()
         self.spec = spec
         self.cache = cache
@@ -132,6 +138,8 @@ class Runner:
 
     def _hidden(self, input_ids: Tensor, positions: Tensor, slots: Tensor, attention: PagedAttention) -> Tensor:
         """Last hidden states ``[tokens, hidden]`` of tokens that know their position and their slot in the cache."""
+        if self._fused is not None:
+            return self._fused(input_ids, positions, slots, attention, self.cache)
         output = self._decoder(
             input_ids=input_ids[None],
             position_ids=positions[None],
@@ -144,8 +152,7 @@ class Runner:
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._head(hidden)
-        return logits
+        return self._ops.linear(hidden, self._head.weight, self._head.bias)
 
     def _draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> None:
         """Draw a token for each of ``rows`` and let the rows take it."""

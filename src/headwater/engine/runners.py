@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headwater.engine.cpu_ops import CpuOps
 from headwater.engine.fixed_rows_runner import FixedRowsRunner
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec
@@ -18,7 +19,7 @@ def make_runner(model: Any, spec: ModelSpec, cache: KVCache, rows: Rows, *, dete
 
         return CudaRunner(model, spec, cache, rows, deterministic=deterministic)
     if deterministic:
-        runner = FixedRowsRunner(model, spec, cache, rows)
+        runner = FixedRowsRunner(model, spec, cache, rows, CpuOps())
         runner.check()
         return runner
-    return Runner(model, spec, cache, rows)
+    return Runner(model, spec, cache, rows, CpuOps())

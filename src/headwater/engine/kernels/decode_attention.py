@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.engine.kernels.paging import check_caches, load_page_ids, softcap_scores, tile_offsets
+from headwater.engine.kernels.paging import check_caches, load_page_ids, softcap_scores, tile_offsets, tiles_per_run
 
 _LOG2_E = 1.4426950408889634
 _MIN_DOT_ROWS = 16
@@ -34,10 +34,10 @@ class DecodeConfig:
 def default_config(head_dim: int, element_bytes: int) -> DecodeConfig:
     """Tiles of about 16 KB of keys and values together, so that four programs share a multiprocessor."""
     if head_dim * element_bytes <= 128:
-        return DecodeConfig(block_n=64, num_warps=4, num_stages=3)
+        return DecodeConfig(block_n=64, num_warps=4, num_stages=4)
     if head_dim * element_bytes <= 256:
-        return DecodeConfig(block_n=32, num_warps=4, num_stages=3)
-    return DecodeConfig(block_n=16, num_warps=4, num_stages=2)
+        return DecodeConfig(block_n=32, num_warps=4, num_stages=4)
+    return DecodeConfig(block_n=16, num_warps=4, num_stages=3)
 
 
 def suggest_num_splits(rows: int, num_kv_heads: int, max_context: int, num_processors: int = 132) -> int:
@@ -68,6 +68,7 @@ def _decode(
     DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RUN: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -105,31 +106,33 @@ def _decode(
     running_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     running_sum = tl.zeros([GROUP_PAD], tl.float32)
     total = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    # The ids of a tile's pages are fetched one tile ahead: its keys' addresses must not wait for them.
-    page_ids = load_page_ids(table_row, first_tile * BLOCK_N, context, PAGE, BLOCK_N)
-    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
-        first_key = tile * BLOCK_N
-        offsets = tile_offsets(page_ids, first_key, page_stride, token_stride, PAGE, BLOCK_N)
-        page_ids = load_page_ids(table_row, first_key + BLOCK_N, context, PAGE, BLOCK_N)
-        tile_mask = (steps < context - first_key)[:, None]
-        if DIM_PAD != HEAD_DIM:
-            tile_mask = tile_mask & (dims[None, :] < HEAD_DIM)
-        key = tl.load(k_head + offsets[:, None] + dims[None, :], mask=tile_mask, other=0.0)
-        value = tl.load(v_head + offsets[:, None] + dims[None, :], mask=tile_mask, other=0.0)
+    for run in range(first_tile, end_tile, RUN):
+        run_start = run * BLOCK_N
+        page_ids = load_page_ids(table_row, run_start, context, PAGE)
+        for tile in tl.range(run, tl.minimum(run + RUN, end_tile), num_stages=STAGES):
+            first_key = tile * BLOCK_N
+            offsets = tile_offsets(
+                page_ids, run_start, first_key, table_row, context, page_stride, token_stride, PAGE, BLOCK_N
+            )
+            tile_mask = (steps < context - first_key)[:, None]
+            if DIM_PAD != HEAD_DIM:
+                tile_mask = tile_mask & (dims[None, :] < HEAD_DIM)
+            key = tl.load(k_head + offsets[:, None] + dims[None, :], mask=tile_mask, other=0.0)
+            value = tl.load(v_head + offsets[:, None] + dims[None, :], mask=tile_mask, other=0.0)
 
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * score_scale
-        if SOFTCAP:
-            scores = softcap_scores(scores, softcap) * 1.4426950408889634
-        visible = first_key + steps < context
-        if WINDOW > 0:
-            visible = visible & (first_key + steps >= first)
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        rescale = tl.exp2(running_max - new_max)
-        weights = tl.exp2(scores - new_max[:, None])
-        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
-        total = tl.dot(weights.to(value.dtype), value, total * rescale[:, None], input_precision=PRECISION)
-        running_max = new_max
+            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * score_scale
+            if SOFTCAP:
+                scores = softcap_scores(scores, softcap) * 1.4426950408889634
+            visible = first_key + steps < context
+            if WINDOW > 0:
+                visible = visible & (first_key + steps >= first)
+            scores = tl.where(visible[None, :], scores, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+            rescale = tl.exp2(running_max - new_max)
+            weights = tl.exp2(scores - new_max[:, None])
+            running_sum = running_sum * rescale + tl.sum(weights, axis=1)
+            total = tl.dot(weights.to(value.dtype), value, total * rescale[:, None], input_precision=PRECISION)
+            running_max = new_max
 
     # A row, or a split, without keys has a sum of zero: it yields zeros and a weight of zero.
     result = total / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
@@ -217,6 +220,7 @@ def paged_decode_attention(
         DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
         PAGE=page_tokens,
         BLOCK_N=config.block_n,
+        RUN=tiles_per_run(page_tokens, config.block_n),
         NUM_SPLITS=num_splits,
         WINDOW=window,
         SOFTCAP=softcap > 0,

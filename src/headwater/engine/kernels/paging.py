@@ -1,7 +1,8 @@
 """Finding keys and values in the paged cache, for both attention kernels.
 
-A cache is ``[num_pages, num_kv_heads, page_tokens, head_dim]``. Keys are read in tiles of ``BLOCK_N`` tokens: a tile
-that fits a page needs one page id, which keeps addresses scalar; a larger one needs an id for every token.
+A cache is ``[num_pages, num_kv_heads, page_tokens, head_dim]``, read in tiles of ``BLOCK_N`` tokens. A page id loaded
+inside the loop over tiles would take a stage of the compiler's pipeline before the keys, and leave fewer tiles under
+way. So the ids of a run of pages are held in registers, one per lane of a warp, and a tile's id is picked out of them.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -11,24 +12,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_RUN = 32
+PAGES_PER_RUN = tl.constexpr(_RUN)
+
+
+def tiles_per_run(page_tokens: int, block_n: int) -> int:
+    """How many tiles the ids of one run serve. The first may begin inside a page, which costs part of the last page."""
+    return max(1, (_RUN - 1) * page_tokens // block_n)
+
 
 @triton.jit
-def load_page_ids(table_row, first_key, end_key, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page ids of the tile that starts at ``first_key``; the scratch page for what lies past ``end_key``."""
-    keys = first_key
-    if BLOCK_N > PAGE:
-        keys = first_key + tl.arange(0, BLOCK_N)
-    return tl.load(table_row + keys // PAGE, mask=keys < end_key, other=0).to(tl.int64)
+def load_page_ids(table_row, first_key, end_key, PAGE: tl.constexpr):
+    """The ids of the run of pages that starts with ``first_key``'s; the scratch page for what lies past ``end_key``."""
+    pages = first_key // PAGE + tl.arange(0, PAGES_PER_RUN)
+    return tl.load(table_row + pages, mask=pages * PAGE < end_key, other=0)
 
 
 @triton.jit
-def tile_offsets(page_ids, first_key, page_stride, token_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets ``[BLOCK_N]`` of the tile's tokens from the first page's first token of the same head."""
+def tile_offsets(
+    page_ids,
+    run_start,
+    first_key,
+    table_row,
+    end_key,
+    page_stride,
+    token_stride,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Offsets ``[BLOCK_N]`` of the tile's tokens from the first token of the same head in page 0."""
     steps = tl.arange(0, BLOCK_N)
     if BLOCK_N <= PAGE:
-        offsets = page_ids * page_stride + (first_key % PAGE) * token_stride + steps * token_stride
+        index = first_key // PAGE - run_start // PAGE
+        page = tl.sum(tl.where(tl.arange(0, PAGES_PER_RUN) == index, page_ids, 0), axis=0)
+        offsets = page.to(tl.int64) * page_stride + (first_key % PAGE) * token_stride + steps * token_stride
     else:
-        offsets = page_ids * page_stride + ((first_key + steps) % PAGE) * token_stride
+        # Tiles of several pages are for small pages only, which are not used where speed matters.
+        keys = first_key + steps
+        pages = tl.load(table_row + keys // PAGE, mask=keys < end_key, other=0)
+        offsets = pages.to(tl.int64) * page_stride + (keys % PAGE) * token_stride
     return offsets
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.engine.kernels.paging import check_caches, load_page_ids, softcap_scores, tile_offsets
+from headwater.engine.kernels.paging import check_caches, load_page_ids, softcap_scores, tile_offsets, tiles_per_run
 
 _LOG2_E = 1.4426950408889634
 
@@ -85,6 +85,7 @@ def _prefill(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RUN: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -126,35 +127,38 @@ def _prefill(
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-    page_ids = load_page_ids(table_row, first_block * BLOCK_N, end_key, PAGE, BLOCK_N)
-    for block in tl.range(first_block, end_block, num_stages=STAGES):
-        first_key = block * BLOCK_N
-        offsets = tile_offsets(page_ids, first_key, page_stride, token_stride, PAGE, BLOCK_N)
-        page_ids = load_page_ids(table_row, first_key + BLOCK_N, end_key, PAGE, BLOCK_N)
-        tile_mask = (steps < end_key - first_key)[:, None]
-        if DIM_PAD != HEAD_DIM:
-            tile_mask = tile_mask & (dims[None, :] < HEAD_DIM)
-        key = tl.load(k_head + offsets[:, None] + dims[None, :], mask=tile_mask, other=0.0)
-        value = tl.load(v_head + offsets[:, None] + dims[None, :], mask=tile_mask, other=0.0)
+    for run in range(first_block, end_block, RUN):
+        run_start = run * BLOCK_N
+        page_ids = load_page_ids(table_row, run_start, end_key, PAGE)
+        for block in tl.range(run, tl.minimum(run + RUN, end_block), num_stages=STAGES):
+            first_key = block * BLOCK_N
+            offsets = tile_offsets(
+                page_ids, run_start, first_key, table_row, end_key, page_stride, token_stride, PAGE, BLOCK_N
+            )
+            tile_mask = (steps < end_key - first_key)[:, None]
+            if DIM_PAD != HEAD_DIM:
+                tile_mask = tile_mask & (dims[None, :] < HEAD_DIM)
+            key = tl.load(k_head + offsets[:, None] + dims[None, :], mask=tile_mask, other=0.0)
+            value = tl.load(v_head + offsets[:, None] + dims[None, :], mask=tile_mask, other=0.0)
 
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * score_scale
-        if SOFTCAP:
-            scores = softcap_scores(scores, softcap) * 1.4426950408889634
-        keys = first_key + steps
-        visible = keys[None, :] <= query_positions[:, None]
-        if WINDOW > 0:
-            visible = visible & (keys[None, :] > query_positions[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        subtracted = new_max
-        if WINDOW > 0:
-            # Blocks before a query's window are all -inf to it; subtracting -inf would make NaN of zeros.
-            subtracted = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2(running_max - subtracted)
-        weights = tl.exp2(scores - subtracted[:, None])
-        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
-        total = tl.dot(weights.to(value.dtype), value, total * rescale[:, None], input_precision=PRECISION)
-        running_max = new_max
+            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * score_scale
+            if SOFTCAP:
+                scores = softcap_scores(scores, softcap) * 1.4426950408889634
+            keys = first_key + steps
+            visible = keys[None, :] <= query_positions[:, None]
+            if WINDOW > 0:
+                visible = visible & (keys[None, :] > query_positions[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+            subtracted = new_max
+            if WINDOW > 0:
+                # Blocks before a query's window are all -inf to it; subtracting -inf would make NaN of zeros.
+                subtracted = tl.where(new_max == float("-inf"), 0.0, new_max)
+            rescale = tl.exp2(running_max - subtracted)
+            weights = tl.exp2(scores - subtracted[:, None])
+            running_sum = running_sum * rescale + tl.sum(weights, axis=1)
+            total = tl.dot(weights.to(value.dtype), value, total * rescale[:, None], input_precision=PRECISION)
+            running_max = new_max
 
     result = total / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
     tl.store(out + query_rows[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=query_mask)
@@ -208,6 +212,7 @@ def paged_prefill_attention(
         PAGE=page_tokens,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        RUN=tiles_per_run(page_tokens, config.block_n),
         WINDOW=window,
         SOFTCAP=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from headwater.core.records import ModelRequest, ModelResponse
 
 if TYPE_CHECKING:
-    from headwater.engine.engine import Delta, Engine
+    from headwater.engine.engine import Engine
+    from headwater.engine.sequence import Delta
 
 
 async def generate_all(engine: Engine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
@@ -29,7 +30,9 @@ async def stream_all(engine: Engine, requests: Sequence[ModelRequest]) -> AsyncG
 
     async def pump(place: int) -> None:
         try:
-            async with aclosing(engine.stream(requests[place])) as deltas:
+            # A generator, so that closing it tells the engine at once and not when it is collected.
+            stream = cast("AsyncGenerator[Delta, None]", engine.stream(requests[place]))
+            async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     arrived.put_nowait((place, delta))
         finally:

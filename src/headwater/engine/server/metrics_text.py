@@ -14,6 +14,8 @@ COUNTERS = frozenset(
         "num_tokens_prefilled",
         "num_tokens_cached",
         "num_preempted",
+        "num_interrupted",
+        "num_weight_updates",
         "num_finished",
         "num_aborted",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
@@ -9,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from headwater.core.errors import HeadwaterError
-from headwater.core.registry import nearest
 from headwater.engine.server import json_body
 from headwater.engine.server.errors import ApiError, api_error
 from headwater.engine.server.state import STATE
@@ -89,4 +89,5 @@ def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
 
 def _hint(request: web.Request) -> str:
     paths = sorted({resource.canonical for resource in request.app.router.resources()})
-    return nearest(request.path[:100], paths)
+    close = difflib.get_close_matches(request.path[:100], paths, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known paths: {', '.join(paths)}"

@@ -125,7 +125,9 @@ async def health_generate(request: web.Request) -> web.Response:
     """Whether a token comes out of the engine in time."""
     engine = request.app[STATE].engine
     if engine.is_paused:
-        raise ApiError("the engine is paused; POST /continue_generation or /control/resume", status=503, code="paused")
+        raise ApiError("the engine is paused; POST /control/resume", status=503, code="paused")
+    if engine.metrics().is_asleep:
+        raise ApiError("the engine is asleep; POST /control/wake", status=503, code="asleep")
     probe = ModelRequest("health", (0,), SamplingParams(max_new_tokens=1, temperature=0.0), rng_key=0)
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):

@@ -1,0 +1,145 @@
+"""The runner of a CUDA device: fused layers, Triton kernels, and one CUDA graph per number of rows.
+
+A decode step reads and writes only the tensors of ``Rows``, so it is captured once per bucket of rows and replayed; Python
+does nothing per token. Prompts differ in shape and are launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.core.errors import ModelError
+from headwater.engine.attention.cuda import CudaDecode, CudaPrefill
+from headwater.engine.cuda_ops import CudaOps, InvariantCudaOps
+from headwater.engine.kernels.advance import advance
+from headwater.engine.kernels.sampling import sample_tokens
+from headwater.engine.kv_cache import KVCache
+from headwater.engine.model_spec import FUSED, ModelSpec
+from headwater.engine.rows import Rows, SamplingNeeds
+from headwater.engine.runner import Output, PrefillBatch, Runner
+from headwater.engine.sampler import SamplingBatch
+
+_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_BUCKET_STEP = 64
+"""Beyond the listed buckets: few enough graphs to capture, little enough padding to compute."""
+
+
+class CudaRunner(Runner):
+    def __init__(self, model: Any, spec: ModelSpec, cache: KVCache, rows: Rows, *, deterministic: bool) -> None:
+        if deterministic and spec.model_type not in FUSED:
+            raise ModelError(
+                f"engine.deterministic = true: on a GPU it covers {', '.join(FUSED)} models, not {spec.model_type}; "
+                "use engine.deterministic=false, or model.device=cpu"
+            )
+        super().__init__(model, spec, cache, rows, InvariantCudaOps() if deterministic else CudaOps())
+        self._deterministic = deterministic
+        more = range(_BUCKETS[-1] + _BUCKET_STEP, rows.capacity + _BUCKET_STEP, _BUCKET_STEP)
+        self._buckets = [bucket for bucket in (*_BUCKETS, *more) if bucket < rows.capacity] + [rows.capacity]
+        self._graphs: dict[tuple[int, SamplingNeeds], torch.cuda.CUDAGraph] = {}
+        self._graph_memory: Any = None
+
+    def bucket_of(self, num_rows: int) -> int:
+        return self._buckets[bisect.bisect_left(self._buckets, num_rows)]
+
+    def forget_addresses(self) -> None:
+        self._graphs.clear()
+        self._graph_memory = None
+
+    @torch.inference_mode()
+    def decode(self, num_rows: int, num_steps: int, needs: SamplingNeeds) -> Output:
+        graph = self._graph(num_rows, needs)
+        self.rows.step.zero_()
+        self.rows.refresh_slots(num_rows, self.cache.page_tokens)
+        for _ in range(num_steps):
+            graph.replay()
+        return self._read(num_steps, slice(0, num_rows))
+
+    def _graph(self, num_rows: int, needs: SamplingNeeds) -> torch.cuda.CUDAGraph:
+        # The kernel handles temperature and greedy rows by itself; only the others need another graph.
+        needs = SamplingNeeds(needs.truncates, True, True, needs.has_minimum)
+        graph = self._graphs.get((num_rows, needs))
+        if graph is None:
+            with self._idle_rows(num_rows):
+                self._decode_step(num_rows, needs)  # compiles kernels, which a capture cannot
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self._graph_memory):
+                    self._decode_step(num_rows, needs)
+            self._graph_memory = graph.pool()
+            self._graphs[num_rows, needs] = graph
+        return graph
+
+    @contextmanager
+    def _idle_rows(self, num_rows: int) -> Iterator[None]:
+        """For the time of a capture no row is alive, so that the trial step changes nothing."""
+        alive, slots = self.rows.alive[:num_rows].clone(), self.rows.slots[:num_rows].clone()
+        self.rows.alive[:num_rows] = False
+        self.rows.slots[:num_rows] = 0
+        try:
+            yield
+        finally:
+            self.rows.alive[:num_rows] = alive
+            self.rows.slots[:num_rows] = slots
+
+    def _decode_step(self, num_rows: int, needs: SamplingNeeds) -> None:
+        rows, first = self.rows, slice(0, num_rows)
+        logits = self._logits(self._decode_hidden(num_rows))
+        if needs.has_minimum:
+            logits = rows.forbid_early_stops(logits, first)
+        tokens, logprobs = self._sample(logits, rows.sampling(first, needs), rows.num_generated[first])
+        advance(
+            tokens,
+            logprobs,
+            last_tokens=rows.last_tokens[first],
+            positions=rows.positions[first],
+            context_lens=rows.context_lens[first],
+            num_generated=rows.num_generated[first],
+            max_new=rows.max_new[first],
+            min_new=rows.min_new[first],
+            stop_ids=rows.stop_ids[first],
+            alive=rows.alive[first],
+            slots=rows.slots[first],
+            page_table=rows.page_table[first],
+            out_tokens=rows.out_tokens[:, first],
+            out_logprobs=rows.out_logprobs[:, first],
+            step_index=rows.step,
+            page_tokens=self.cache.page_tokens,
+        )
+
+    def _prefill_hidden(self, batch: PrefillBatch, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        page_table = self._upload(torch.from_numpy(batch.page_table))
+        attention = CudaPrefill.of_chunks(self.cache, page_table, batch.query_lens, batch.context_lens)
+        return self._hidden(input_ids, positions, slots, attention)
+
+    def _decode_hidden(self, num_rows: int) -> Tensor:
+        rows = self.rows
+        make = CudaPrefill.of_rows if self._deterministic else CudaDecode
+        attention = make(self.cache, rows.page_table[:num_rows], rows.context_lens[:num_rows])
+        return self._hidden(rows.last_tokens[:num_rows], rows.positions[:num_rows], rows.slots[:num_rows], attention)
+
+    def _sample(self, logits: Tensor, settings: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if settings.truncates:
+            return super()._sample(logits, settings, positions.to(torch.int64))
+        return sample_tokens(logits, settings.keys, positions.to(torch.int64), settings.temperature)
+
+    def _read(self, num_steps: int, rows: Tensor | slice) -> Output:
+        def fetch(values: Tensor) -> Tensor:
+            target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            return target.copy_(values, non_blocking=True)
+
+        state = self.rows
+        tokens = fetch(state.out_tokens[:num_steps, rows])
+        logprobs = fetch(state.out_logprobs[:num_steps, rows])
+        alive = fetch(state.alive[rows])
+        ready = torch.cuda.Event()
+        ready.record()
+        return Output(tokens, logprobs, alive, ready)
+
+    def _upload(self, values: Tensor) -> Tensor:
+        return values.pin_memory().to(self.spec.device, non_blocking=True)

@@ -1,0 +1,149 @@
+"""A decoder's layers as few, large operations: merged projections, and norms, rotary and activation in one pass each.
+
+The weights are those of the transformers model: projections that read the same input are laid side by side in memory and
+the model's own parameters become views of the parts, so names, checkpoints and weight updates do not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from headwater.engine.attention import PagedAttention
+from headwater.engine.kv_cache import KVCache
+from headwater.engine.model_spec import ModelSpec
+
+
+class DecoderOps(Protocol):
+    """The operations of a layer on one device."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add ``x`` to ``residual`` in place and return the norm of the sum."""
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+    def rope_and_store(
+        self, qkv: Tensor, rotary: Rotary, slots: Tensor, cache: KVCache, layer: int, norms: HeadNorms | None
+    ) -> Tensor:
+        """Rotate queries and keys, write keys and values to their slots, return the queries."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Tables over all positions, and the positions of this pass."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Norms of each query and key head, as Qwen3 has them."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Projection:
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    input_norm: Tensor
+    qkv: Projection
+    head_norms: HeadNorms | None
+    output: Projection
+    post_norm: Tensor
+    gate_up: Projection
+    down: Projection
+    eps: float
+    scale: float
+    window: int
+
+
+class FusedDecoder:
+    """Runs a Llama-like transformers decoder (see ``model_spec.FUSED``)."""
+
+    def __init__(self, model: Any, spec: ModelSpec, ops: DecoderOps) -> None:
+        decoder = model.get_decoder()
+        self._ops = ops
+        self._embedding = decoder.embed_tokens.weight
+        self._layers = [_fuse(layer, model.config) for layer in decoder.layers]
+        self._final_norm = decoder.norm.weight
+        self._cos, self._sin = _rotary_tables(decoder, spec)
+
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, attention: PagedAttention, cache: KVCache
+    ) -> Tensor:
+        ops, rotary = self._ops, Rotary(self._cos, self._sin, positions)
+        residual = nn.functional.embedding(input_ids, self._embedding)
+        hidden = ops.rms_norm(residual, self._layers[0].input_norm, self._layers[0].eps)
+        next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            qkv = ops.linear(hidden, layer.qkv.weight, layer.qkv.bias)
+            query = ops.rope_and_store(qkv, rotary, slots, cache, index, layer.head_norms)
+            attended = attention(index, query, scale=layer.scale, window=layer.window)
+            mixed = ops.linear(attended.flatten(1), layer.output.weight, layer.output.bias)
+            hidden = ops.add_rms_norm(mixed, residual, layer.post_norm, layer.eps)
+            gated = ops.silu_and_mul(ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias))
+            grown = ops.linear(gated, layer.down.weight, layer.down.bias)
+            hidden = ops.add_rms_norm(grown, residual, next_norm, layer.eps)
+        return hidden
+
+
+def _fuse(layer: Any, config: Any) -> FusedLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    window = getattr(attention, "sliding_window", None)
+    if config.model_type == "mistral":
+        window = config.sliding_window
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
+    return FusedLayer(
+        input_norm=layer.input_layernorm.weight,
+        qkv=_merge(attention.q_proj, attention.k_proj, attention.v_proj),
+        head_norms=norms,
+        output=_merge(attention.o_proj),
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=_merge(mlp.gate_proj, mlp.up_proj),
+        down=_merge(mlp.down_proj),
+        eps=layer.input_layernorm.variance_epsilon,
+        scale=attention.scaling,
+        window=window or 0,
+    )
+
+
+@torch.no_grad()
+def _merge(*projections: nn.Linear) -> Projection:
+    """The projections one below the other, as one; their own parameters become views of it."""
+    weight = _stack([projection.weight for projection in projections])
+    biases = [projection.bias for projection in projections]
+    return Projection(weight, _stack(biases) if biases[0] is not None else None)
+
+
+def _stack(parameters: list[nn.Parameter]) -> Tensor:
+    if len(parameters) == 1:
+        return parameters[0]
+    merged = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, merged.split([len(each) for each in parameters]), strict=True):
+        parameter.data = part
+    return merged
+
+
+@torch.no_grad()
+def _rotary_tables(decoder: Any, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(spec.max_positions, device=spec.device)[None]
+    # The argument only tells the module which type and device to answer in.
+    cos, sin = decoder.rotary_emb(torch.zeros(1, device=spec.device), positions)
+    return cos[0].contiguous(), sin[0].contiguous()

@@ -1,0 +1,22 @@
+"""What the server's tests share: the tiny model's limits, and how a refusal reads."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import tokenizer
+
+from headwater.engine.server.errors import ApiError
+from headwater.engine.server.prompt import ModelLimits
+
+NAME = "tiny:qwen3"
+
+
+def limits(max_model_tokens: int = 64, max_queue: int = 32) -> ModelLimits:
+    return ModelLimits(tokenizer(), vocab_size=512, max_model_tokens=max_model_tokens, max_queue=max_queue)
+
+
+def refusal(call, *arguments) -> ApiError:
+    """The error that ``call`` raises."""
+    with pytest.raises(ApiError) as caught:
+        call(*arguments)
+    return caught.value
