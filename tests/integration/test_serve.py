@@ -517,6 +517,16 @@ def test_a_client_that_leaves_frees_everything(server, stream, num_samples):
     assert after["num_tokens_generated"] - before["num_tokens_generated"] < 1900 * num_samples
 
 
+def test_a_client_that_leaves_while_it_waits_is_forgotten(server):
+    server.call("/control/pause", b"")
+    connections = [send(server, "/generate", {"text": "abc", "stream": stream}) for stream in (True, False)]
+    server.wait_for(lambda m: m["num_waiting"] == 2, "not waiting")
+    for connection in connections:
+        connection.close()
+    server.wait_for(lambda m: m["num_waiting"] == 0, "still there", 5)
+    server.call("/control/resume", b"")
+
+
 # The command
 
 

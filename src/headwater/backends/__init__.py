@@ -6,8 +6,10 @@ A backend class is made with ``from_context(BackendContext)``: it loads, starts 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from headwater.config.schema import Config
+from headwater.core.errors import ConfigError
 from headwater.core.protocols import Tokenizer
 from headwater.core.registry import Registry
 from headwater.observe.spans import Spans
@@ -24,3 +26,17 @@ class BackendContext:
     """A folder, hub id or built-in name; a checkpoint's model when a run is resumed."""
     tokenizer: Tokenizer
     spans: Spans
+
+
+def check_lengths(context: BackendContext, model: Any) -> None:
+    """Prompts and responses as long as the recipe allows must fit the model."""
+    config = context.config
+    limit = model.config.get_text_config().max_position_embeddings
+    needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if needed > limit:
+        raise ConfigError(
+            [
+                f"data.max_prompt_tokens + rollout.max_new_tokens = {needed}: over the {limit} positions of "
+                f"{context.model_path}; lower one of them"
+            ]
+        )

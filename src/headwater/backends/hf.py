@@ -24,8 +24,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from headwater.backends import BACKENDS, BackendContext
-from headwater.core.errors import ConfigError, RolloutFailed, WeightsError
+from headwater.backends import BACKENDS, BackendContext, check_lengths
+from headwater.core.errors import RolloutFailed, WeightsError
 from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.core.waits import named_wait
@@ -101,17 +101,12 @@ class HfEngine:
         model = load_model(
             context.model_path, dtype=config.model.dtype, device=config.model.device, seed=config.run.seed
         )
-        limit = model.config.get_text_config().max_position_embeddings
-        needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        if needed > limit:
-            raise ConfigError(
-                [
-                    f"data.max_prompt_tokens + rollout.max_new_tokens = {needed}: over the {limit} positions of "
-                    f"{context.model_path}; lower one of them"
-                ]
-            )
+        check_lengths(context, model)
         return cls(
-            model, context.tokenizer, max_batch_sequences=config.engine.max_sequences or _MAX_SEQUENCES, spans=context.spans
+            model,
+            context.tokenizer,
+            max_batch_sequences=config.engine.max_sequences or _MAX_SEQUENCES,
+            spans=context.spans,
         )
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:

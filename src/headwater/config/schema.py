@@ -82,7 +82,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    backend: Annotated[str, Extension("headwater.backends")] = "hf"
+    backend: Annotated[str, Extension("headwater.backends")] = "embedded"
     """The inference engine that generates responses."""
     workflow: Annotated[str, Extension("headwater.workflows")] = "rlvr"
     """How one episode runs, from prompt to scored trajectory."""

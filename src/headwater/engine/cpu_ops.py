@@ -16,7 +16,8 @@ class CpuOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        mean_square = norm.square_().div_(x.shape[-1])
         return weight * (wide * mean_square.add_(eps).rsqrt_()).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -31,7 +32,7 @@ class CpuOps:
     ) -> Tensor:
         spec = cache.spec
         heads = qkv.view(len(qkv), -1, spec.head_dim)
-        query, key, value = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if norms is not None:
             query, key = self.rms_norm(query, norms.query, norms.eps), self.rms_norm(key, norms.key, norms.eps)
         cos = rotary.cos[rotary.positions][:, None]

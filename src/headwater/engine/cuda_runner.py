@@ -40,7 +40,7 @@ class CudaRunner(Runner):
         super().__init__(model, spec, cache, rows, InvariantCudaOps() if deterministic else CudaOps())
         self._deterministic = deterministic
         more = range(_BUCKETS[-1] + _BUCKET_STEP, rows.capacity + _BUCKET_STEP, _BUCKET_STEP)
-        self._buckets = [bucket for bucket in (*_BUCKETS, *more) if bucket < rows.capacity] + [rows.capacity]
+        self._buckets: list[int] = [bucket for bucket in (*_BUCKETS, *more) if bucket < rows.capacity] + [rows.capacity]
         self._graphs: dict[tuple[int, SamplingNeeds], torch.cuda.CUDAGraph] = {}
         self._graph_memory: Any = None
 
@@ -137,7 +137,7 @@ class CudaRunner(Runner):
         tokens = fetch(state.out_tokens[:num_steps, rows])
         logprobs = fetch(state.out_logprobs[:num_steps, rows])
         alive = fetch(state.alive[rows])
-        ready = torch.cuda.Event()
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         return Output(tokens, logprobs, alive, ready)
 

@@ -47,7 +47,13 @@ class Engine:
     """A model with its cache, its queue and its thread."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, config: EngineConfig, *, shares_device: bool = False, spans: Spans | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: EngineConfig,
+        *,
+        shares_device: bool = False,
+        spans: Spans | None = None,
     ) -> None:
         spec = ModelSpec.of(model)
         on_gpu = spec.device.type == "cuda"
@@ -280,10 +286,14 @@ class Engine:
     def update_weights_from_file(self, path: str, version: int, mode: UpdateMode | None = None) -> Future[None]:
         """As ``update_weights``, from a safetensors file or a folder of them. Generation goes on while it is read."""
         return _in_thread(
-            lambda: self.update_weights(WeightUpdate(version, weight_source.read_file(path)), mode).result(_CONTROL_LIMIT_S)
+            lambda: self.update_weights(WeightUpdate(version, weight_source.read_file(path)), mode).result(
+                _CONTROL_LIMIT_S
+            )
         )
 
-    def update_weights_from_shared_memory(self, name: str, version: int, mode: UpdateMode | None = None) -> Future[None]:
+    def update_weights_from_shared_memory(
+        self, name: str, version: int, mode: UpdateMode | None = None
+    ) -> Future[None]:
         """As ``update_weights``, from a shared-memory segment with a safetensors image (see ``weight_source``)."""
 
         def update() -> None:

@@ -43,7 +43,9 @@ class FixedRowsRunner(Runner):
         return torch.cat(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        blocks = [super(FixedRowsRunner, self)._logits(_padded(block))[: len(block)] for block in hidden.split(NUM_ROWS)]
+        blocks = [
+            super(FixedRowsRunner, self)._logits(_padded(block))[: len(block)] for block in torch.split(hidden, NUM_ROWS)
+        ]
         return torch.cat(blocks)
 
     def _sample(self, logits: Tensor, settings: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:

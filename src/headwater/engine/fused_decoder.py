@@ -132,11 +132,12 @@ def _merge(*projections: nn.Linear) -> Projection:
     return Projection(weight, _stack(biases) if biases[0] is not None else None)
 
 
-def _stack(parameters: list[nn.Parameter]) -> Tensor:
+def _stack(parameters: list[Tensor]) -> Tensor:
     if len(parameters) == 1:
         return parameters[0]
     merged = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(parameters, merged.split([len(each) for each in parameters]), strict=True):
+    parts = torch.split(merged, [len(each) for each in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
         parameter.data = part
     return merged
 

@@ -106,6 +106,6 @@ class Lanes:
         width = self._tokens.shape[1]
         if num_tokens > width:
             extra = max(num_tokens, 2 * width) - width
-            self._tokens, self._logprobs, self._versions = (
-                np.pad(each, ((0, 0), (0, extra))) for each in (self._tokens, self._logprobs, self._versions)
-            )
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, extra)))
+            self._logprobs = np.pad(self._logprobs, ((0, 0), (0, extra)))
+            self._versions = np.pad(self._versions, ((0, 0), (0, extra)))

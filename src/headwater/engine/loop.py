@@ -32,6 +32,7 @@ _GATHER_LIMIT_S = 0.02
 _MAX_PREFILLS_PER_ROUND = 16
 """Batches of prompt chunks between two rounds of decoding: enough to fill all rows, few enough to keep streams alive."""
 
+
 @dataclass(frozen=True)
 class Command:
     """Something to do on the loop's thread, and the future of whoever asked for it."""
@@ -214,7 +215,9 @@ class EngineLoop:
             return False
         self.runner.rows.set_pages(*plan.page_updates)
         num_rows = self._bucket_of(plan.num_rows)
-        self._expect(self.runner.decode(num_rows, plan.num_steps, plan.needs), plan.lanes)
+        output = self.runner.decode(num_rows, plan.num_steps, plan.needs)
+        self.scheduler.queued(len(output.tokens))
+        self._expect(output, plan.lanes)
         return True
 
     def _compact(self) -> None:

@@ -25,10 +25,10 @@ class OutOfPages(Exception):
 class PagePool:
     """Hands out pages, counts who refers to them, and remembers full pages by what they hold.
 
-        pages = pool.allocate(3)
-        pool.retain(pages)          # a second sequence reads the same prompt
-        pool.register(pages, keys)  # findable by later prompts that start alike
-        pool.release(pages)         # once per allocate, retain or match
+    pages = pool.allocate(3)
+    pool.retain(pages)          # a second sequence reads the same prompt
+    pool.register(pages, keys)  # findable by later prompts that start alike
+    pool.release(pages)         # once per allocate, retain or match
     """
 
     def __init__(self, num_pages: int) -> None:

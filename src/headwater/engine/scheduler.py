@@ -162,8 +162,8 @@ class Scheduler:
                 break
             chunks.append((job, min(budget, job.num_left)))
             budget -= chunks[-1][1]
-        while budget > 0 and (job := self._waiting.first()) is not None and self._start(job):
-            chunks.append((job, min(budget, job.num_left)))
+        while budget > 0 and (first := self._waiting.first()) is not None and self._start(first):
+            chunks.append((first, min(budget, first.num_left)))
             budget -= chunks[-1][1]
         return self._pack(chunks) if chunks else None
 
@@ -232,7 +232,7 @@ class Scheduler:
     def _begin_rows(
         self, complete: list[tuple[PromptJob, int]]
     ) -> tuple[list[int], list[int], tuple[Pages, Pages], tuple[NDArray[np.int64], NDArray[np.int64], Pages]]:
-        """Every member of a completed prompt gets a lane, a row and the prompt's pages; the last page copied on write."""
+        """Every member of a completed prompt gets a lane, a row and the prompt's pages, the last one copied on write."""
         started: list[int] = []
         last_tokens: list[int] = []
         sources: list[int] = []
@@ -336,15 +336,20 @@ class Scheduler:
                 preempted.append(self.preempt(self._youngest()))
         first_new = self.lanes.num_pages[lanes].copy()
         self._grow(lanes, num_new)
-        self.lanes.planned[lanes] = target
         plan = DecodePlan(
             num_rows=self._num_rows,
             num_steps=steps,
             lanes=self._lane_of_row[: self._num_rows].copy(),
             page_updates=self._page_updates(lanes, first_new),
-            needs=SamplingNeeds(*self.lanes.needs[lanes].any(axis=0).tolist()),
+            needs=SamplingNeeds(*map(bool, self.lanes.needs[lanes].any(axis=0))),
         )
         return plan, preempted
+
+    def queued(self, num_steps: int) -> None:
+        """The planned steps, or fewer of them, are queued on the device."""
+        lanes = self.running()
+        left = self.lanes.end[lanes] - self.lanes.planned[lanes]
+        self.lanes.planned[lanes] += np.clip(left, 0, num_steps)
 
     def _grow(self, lanes: NDArray[np.int64], num_new: NDArray[np.int64]) -> None:
         pages = self.pool.allocate(int(num_new.sum()))

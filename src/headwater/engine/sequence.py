@@ -82,9 +82,7 @@ class Sequence:
             new = slice(self.num_streamed, None)
             self.num_streamed = len(self.tokens)
             self.on_delta(
-                Delta(
-                    tuple(self.tokens[new]), tuple(self.logprobs[new]), tuple(self.versions[new]), self.stop_reason
-                )
+                Delta(tuple(self.tokens[new]), tuple(self.logprobs[new]), tuple(self.versions[new]), self.stop_reason)
             )
 
     def response(self) -> ModelResponse:

@@ -28,7 +28,9 @@ def read_file(path: str) -> NamedTensors:
         try:
             tensors += load_file(file).items()
         except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{file}: cannot be read as safetensors ({error}); the old weights stay in place") from error
+            raise WeightsError(
+                f"{file}: cannot be read as safetensors ({error}); the old weights stay in place"
+            ) from error
     return tensors
 
 
@@ -64,4 +66,6 @@ def _parse(image: bytes, name: str) -> NamedTensors:
         length = 8 + header + max(each["data_offsets"][1] for key, each in entries.items() if key != "__metadata__")
         return list(load(image[:length]).items())
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise WeightsError(f"shared memory {name!r}: holds no safetensors image ({error}); the old weights stay") from error
+        raise WeightsError(
+            f"shared memory {name!r}: holds no safetensors image ({error}); the old weights stay"
+        ) from error

@@ -42,7 +42,5 @@ def _attend(
 ) -> tuple[Tensor, None]:
     # All tokens of a pass are one row of length T to transformers: [1, heads, T, head dim].
     kv_cache.store(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1), slots)
-    output = paged_attention(
-        module.layer_idx, query[0].transpose(0, 1), scale=scaling, window=sliding_window or 0
-    )
+    output = paged_attention(module.layer_idx, query[0].transpose(0, 1), scale=scaling, window=sliding_window or 0)
     return output[None], None

@@ -45,7 +45,9 @@ class CudaDecode:
 class CudaPrefill:
     """Chunks of prompts, packed one after the other. Its results do not depend on how prompts are cut into chunks."""
 
-    def __init__(self, cache: KVCache, page_table: Tensor, tiles: Tensor, query_starts: Tensor, context_lens: Tensor) -> None:
+    def __init__(
+        self, cache: KVCache, page_table: Tensor, tiles: Tensor, query_starts: Tensor, context_lens: Tensor
+    ) -> None:
         self._cache = cache
         self._page_table, self._tiles = page_table, tiles
         self._query_starts, self._context_lens = query_starts, context_lens

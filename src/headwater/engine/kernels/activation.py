@@ -1,5 +1,5 @@
 """Gated activations of merged projections, rounded between activation and product as transformers rounds."""
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 

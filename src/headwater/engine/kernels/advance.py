@@ -1,5 +1,5 @@
 """Moving every row of a decode batch on by one token, without the host."""
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _advance(
         page = tl.load(page_table + rows.to(tl.int64) * table_stride + page_index, mask=has_page, other=0)
         slot = tl.where(has_page, page.to(tl.int64) * PAGE + position % PAGE, 0)
 
-        record = inside & (step < num_steps)
+        record = rows < tl.where(step < num_steps, num_rows, 0)
         place = step.to(tl.int64) * num_rows + rows
         tl.store(out_tokens + place, token.to(tl.int32), mask=record)
         tl.store(out_logprobs + place, logprob, mask=record)

@@ -3,7 +3,7 @@
 One program serves all query heads that share a kv head, so each key and value is read once. It is bound by memory, so
 its settings aim at bytes in flight: several programs per multiprocessor, each with a few tiles under way.
 """
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 

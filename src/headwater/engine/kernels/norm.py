@@ -3,7 +3,7 @@
 Roundings follow transformers: float32 statistics, the normalised value rounded to the tensor's dtype, then the weight.
 Gemma's norms, whose weights are stored minus one (``offset=1``), multiply in float32 and round once.
 """
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A cache is ``[num_pages, num_kv_heads, page_tokens, head_dim]``, read in tiles o
 inside the loop over tiles would take a stage of the compiler's pipeline before the keys, and leave fewer tiles under
 way. So the ids of a run of pages are held in registers, one per lane of a warp, and a tile's id is picked out of them.
 """
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 

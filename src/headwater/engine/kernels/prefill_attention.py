@@ -4,7 +4,7 @@ A tile of queries holds all heads that share a kv head, so keys and values are r
 from the first one in blocks of fixed size, and blocks a query does not see leave its sums untouched. A query's bits
 therefore depend on itself, its position and its keys alone: whole prompts, chunks of them and single tokens agree.
 """
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The first reads all logits once and leaves a maximum and a sum of exponentials p
 finds the chunk in which the cumulative probability crosses the uniform, and reads only that chunk again. All of it
 happens row by row in a fixed order, so a row's token does not depend on the batch.
 """
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 

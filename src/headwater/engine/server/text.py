@@ -17,6 +17,8 @@ from headwater.core.records import StopReason
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no character, or not yet one."""
+_NUM_CONTEXT_TOKENS = 16
+"""Tokens decoded once more before new ones; more than enough to hold a whole character."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
         self._tokenizer = tokenizer
         self._rules = rules
-        self._context: list[int] = []  # complete text already decoded; some decoders treat a first token differently
+        self._context: list[int] = []  # the last tokens before them: some decoders treat a first token differently
         self._open: list[int] = []  # tokens whose text may still change
         self._open_length = 0  # characters of the open tokens' text that are final, and already in _waiting
         self._waiting = ""  # decoded text that may turn out to begin a stop text
@@ -86,7 +88,7 @@ class TextStream:
         self.num_characters += max(0, len(certain) - self._open_length)
         self._open_length = max(self._open_length, len(certain))
         if text and certain == text:
-            self._context, self._open, self._open_length = self._open, [], 0
+            self._context, self._open, self._open_length = self._open[-_NUM_CONTEXT_TOKENS:], [], 0
 
     def _text_of(self, tokens: list[int]) -> str:
         if not tokens:

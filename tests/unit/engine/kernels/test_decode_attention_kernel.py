@@ -54,6 +54,12 @@ def test_tiles_may_be_smaller_or_larger_than_a_page(block_n):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_context_longer_than_one_run_of_page_ids():
+    cache = PagedCache([16 * 33 + 5], 1, 16, 16, torch.float32)
+    actual, expected = run(cache, 1, torch.float32, num_splits=1, config=DecodeConfig(16, 4, 2))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_row_does_not_depend_on_the_others():
     cache = PagedCache([50, 129, 7], 2, 32, 16, torch.float32)
     q = randn(3, 4, 32, seed=3)

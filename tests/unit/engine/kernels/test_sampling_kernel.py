@@ -49,13 +49,13 @@ def test_greedy_takes_the_first_of_the_likeliest():
 
 
 def test_frequencies_follow_the_probabilities():
-    rows = 400
+    rows = 100
     logits = torch.tensor([0.5, 0.3, 0.0, 0.2], device=DEVICE).log().expand(rows, -1).contiguous()
     keys = torch.arange(rows, device=DEVICE)
-    tokens, _ = sample_tokens(logits, keys, torch.zeros_like(keys), torch.ones(rows, device=DEVICE))
+    tokens, _ = sample_in_chunks(logits, keys, torch.zeros_like(keys), torch.ones(rows, device=DEVICE), chunk=4)
     counts = torch.bincount(tokens, minlength=4)
     assert counts[2] == 0
-    assert (counts.cpu() / rows - torch.tensor([0.5, 0.3, 0.0, 0.2])).abs().max() < 0.08
+    assert (counts.cpu() / rows - torch.tensor([0.5, 0.3, 0.0, 0.2])).abs().max() < 0.15
 
 
 def test_forbidden_tokens_are_never_drawn():

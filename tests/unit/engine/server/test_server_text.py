@@ -10,8 +10,8 @@ from tiny import tokenizer
 
 from headwater.engine.server.text import TextRules, TextStream
 
-TOKENS = st.lists(st.integers(0, 511), max_size=40)
-CUTS = st.lists(st.integers(0, 40), max_size=6)
+TOKENS = st.lists(st.integers(0, 511), max_size=80)
+CUTS = st.lists(st.integers(0, 80), max_size=8)
 CHARACTERS = "ab é你🙂\n"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headwater.core.records import SamplingParams
@@ -10,9 +9,8 @@ from headwater.engine.server.errors import ApiError, wrong
 from headwater.engine.server.fields import Fields
 from headwater.engine.server.openai.plan import Shape
 from headwater.engine.server.prompt import ModelLimits
+from headwater.engine.server.sampling import read_min_p, read_stops, refuse_other_distributions
 from headwater.engine.server.text import TextRules
-
-_NO_PENALTIES = "tokens are sampled from the model's own distribution, so that their log-probs can be trained on"
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,10 @@ class SamplingFields:
             temperature=fields.number("temperature", 1.0, minimum=0),
             top_p=fields.number("top_p", 1.0, minimum=0, maximum=1, open_minimum=True),
             top_k=_top_k(fields),
-            min_p=_min_p(fields),
+            min_p=read_min_p(fields),
             min_tokens=fields.integer("min_tokens", 0, minimum=0),
             ignore_eos=fields.flag("ignore_eos", False),
-            stops=_stops(fields),
+            stops=read_stops(fields),
             stop_token_ids=fields.integers("stop_token_ids"),
         )
         limits.check_stop_ids(read.stop_token_ids, fields.name("stop_token_ids"))
@@ -96,32 +94,12 @@ def check_model(fields: Fields, served_name: str) -> str:
 
 def refuse_unsupported(fields: Fields) -> None:
     """Fields of both endpoints that are accepted only where they ask for nothing, and those that are only labels."""
-    fields.neutral("frequency_penalty", [0], _NO_PENALTIES)
-    fields.neutral("presence_penalty", [0], _NO_PENALTIES)
-    fields.neutral("repetition_penalty", [1], _NO_PENALTIES)
-    fields.neutral("logit_bias", [{}], _NO_PENALTIES)
+    refuse_other_distributions(fields)
     fields.neutral("use_beam_search", [False], "responses are sampled")
     # How special tokens are spaced matters only to tokenizers that the engine does not load.
     fields.ignored("user", "spaces_between_special_tokens")
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
-    return refuse_empty(fields.texts("stop"), fields.name("stop"))
-
-
-def refuse_empty(stops: Sequence[str], name: str) -> tuple[str, ...]:
-    if "" in stops:
-        raise ApiError(f"{name}: holds an empty text, which would end every response at once; remove it", param=name)
-    return tuple(stops)
-
-
 def _top_k(fields: Fields) -> int:
     """Both 0 and -1 keep all tokens: servers differ in which of the two they take."""
     return max(0, fields.integer("top_k", 0, minimum=-1))
-
-
-def _min_p(fields: Fields) -> float:
-    value = fields.number("min_p", 0.0, minimum=0, maximum=1)
-    if value == 1:
-        raise wrong(fields.name("min_p"), value, "must be < 1; use temperature = 0 to take the likeliest token")
-    return value

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.core.records import SamplingParams
-from headwater.engine.server.errors import ApiError, wrong
+from headwater.engine.server.errors import wrong
 from headwater.engine.server.fields import Fields
 from headwater.engine.server.prompt import ModelLimits
+from headwater.engine.server.sampling import read_min_p, read_stops, refuse_other_distributions
 from headwater.engine.server.text import TextRules
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -17,7 +18,6 @@ DEFAULT_MAX_NEW_TOKENS = 128
 TOP_K_ALL = 1 << 30
 """SGLang's other way to keep all tokens."""
 
-_NO_PENALTIES = "tokens are sampled from the model's own distribution, so that their log-probs can be trained on"
 _NO_GRAMMAR = "the model is not held to a format"
 
 
@@ -37,7 +37,7 @@ class SamplingFields:
         if min_new_tokens > max_new_tokens:
             rule = f"must be at most max_new_tokens = {max_new_tokens}"
             raise wrong(fields.name("min_new_tokens"), min_new_tokens, rule)
-        stops = _stops(fields)
+        stops = read_stops(fields)
         stop_token_ids = fields.integers("stop_token_ids")
         limits.check_stop_ids(stop_token_ids, fields.name("stop_token_ids"))
         params = SamplingParams(
@@ -45,7 +45,7 @@ class SamplingFields:
             temperature=fields.number("temperature", 1.0, minimum=0),
             top_k=_top_k(fields),
             top_p=fields.number("top_p", 1.0, minimum=0, maximum=1, open_minimum=True),
-            min_p=_min_p(fields),
+            min_p=read_min_p(fields),
             min_new_tokens=min_new_tokens,
             stop_token_ids=stop_token_ids,
             stop_strings=stops,
@@ -63,26 +63,15 @@ class SamplingFields:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    fields.neutral("frequency_penalty", [0], _NO_PENALTIES)
-    fields.neutral("presence_penalty", [0], _NO_PENALTIES)
-    fields.neutral("repetition_penalty", [1], _NO_PENALTIES)
-    fields.neutral("logit_bias", [{}], _NO_PENALTIES)
+    refuse_other_distributions(fields)
     fields.neutral("json_schema", [""], _NO_GRAMMAR)
     fields.neutral("regex", [""], _NO_GRAMMAR)
     fields.neutral("ebnf", [""], _NO_GRAMMAR)
     fields.neutral("structural_tag", [""], _NO_GRAMMAR)
     fields.neutral("stop_regex", ["", []], "use stop, which takes plain text")
-    fields.neutral("custom_params", [{}], _NO_PENALTIES)
+    fields.neutral("custom_params", [{}], "nothing reads them")
     # How special tokens are spaced, and how often a stream reports, do not change what is generated.
     fields.ignored("spaces_between_special_tokens", "stream_interval")
-
-
-def _stops(fields: Fields) -> tuple[str, ...]:
-    stops = fields.texts("stop")
-    if "" in stops:
-        name = fields.name("stop")
-        raise ApiError(f"{name}: holds an empty text, which would end every response at once; remove it", param=name)
-    return stops
 
 
 def _top_k(fields: Fields) -> int:
@@ -90,10 +79,3 @@ def _top_k(fields: Fields) -> int:
     if value == 0:
         raise wrong(fields.name("top_k"), value, "must be >= 1, or -1 to keep all tokens")
     return 0 if value == -1 or value >= TOP_K_ALL else value
-
-
-def _min_p(fields: Fields) -> float:
-    value = fields.number("min_p", 0.0, minimum=0, maximum=1)
-    if value == 1:
-        raise wrong(fields.name("min_p"), value, "must be < 1; use temperature = 0 to take the likeliest token")
-    return value

@@ -1,0 +1,260 @@
+"""Rollout throughput of the embedded engine against transformers' generate, in one process.
+
+    python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 256x512 1024x512 64x1024 8x512   # a GPU
+    python benchmarks/rollout_throughput.py --shape smollm2 --cases 64x32 --samples 8 --prompt-tokens 39   # a CPU
+    python benchmarks/rollout_throughput.py --shape tiny --cases 256x16 --samples 8 --prompt-tokens 16
+
+A case is sequences × new tokens. Weights are random (speed does not depend on them), temperature is 1, log-probs are on,
+no response ends early, and the time is that of the whole engine, from the first request to the last response. The
+baseline gets the same prompts; on a GPU it makes fewer tokens, because it would take minutes.
+
+The floor is what the device cannot beat: each step reads all weights and the keys and values of every sequence once and
+multiplies by every weight; each prompt is multiplied once. It is computed from the copy and matrix rates measured first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from headwater.config.schema import EngineConfig
+from headwater.core.randomness import derive_key
+from headwater.core.records import ModelRequest, SamplingParams
+from headwater.engine.engine import Engine
+from headwater.engine.model_spec import ModelSpec
+from headwater.models.tokenizer import build_tokenizer
+
+_GPU_BASELINE_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Case:
+    sequences: int
+    new_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        sequences, new_tokens = text.split("x")
+        return cls(int(sequences), int(new_tokens))
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    copy_bytes_per_s: float
+    matmul_flop_per_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    shape: str
+    case: str
+    samples_per_prompt: int
+    prompt_tokens: int
+    engine_tokens_per_s: float
+    engine_runs_s: list[float]
+    prefilled_tokens: int
+    baseline_tokens_per_s: float | None
+    baseline_new_tokens: int | None
+    ratio: float | None
+    floor_tokens_per_s: float
+    fraction_of_floor: float
+
+
+def build(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with torch.device(device):
+        if shape == "qwen2.5-1.5b":
+            config = Qwen2Config(
+                vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+                num_attention_heads=12, num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e6}, dtype=dtype,
+            )  # fmt: skip
+            model: Any = Qwen2ForCausalLM(config)
+        elif shape == "smollm2":
+            config = LlamaConfig(
+                vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+                num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e5}, dtype=dtype,
+            )  # fmt: skip
+            model = LlamaForCausalLM(config)
+        else:
+            config = Qwen2Config(
+                vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, dtype=dtype,
+            )  # fmt: skip
+            model = Qwen2ForCausalLM(config)
+    return model.to(dtype).eval()
+
+
+def make_prompts(num: int, length: int, vocabulary: int) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(10, vocabulary, (num, length), generator=generator)
+    return [tuple(row) for row in tokens.tolist()]
+
+
+def run_engine(engine: Engine, prompts: list[tuple[int, ...]], case: Case, samples: int, run: int) -> float:
+    sampling = SamplingParams(max_new_tokens=case.new_tokens, temperature=1.0, ignore_end=True)
+    requests = [
+        ModelRequest(f"{run}/{place}/{sample}", prompt, sampling, derive_key(run, place, sample))
+        for place, prompt in enumerate(prompts)
+        for sample in range(samples)
+    ]
+    started = time.perf_counter()
+    responses = engine.generate(requests)
+    elapsed = time.perf_counter() - started
+    made = sum(len(response.output_tokens) for response in responses)
+    assert made == case.sequences * case.new_tokens, f"{made} tokens, expected {case.sequences * case.new_tokens}"
+    assert all(len(each.output_logprobs) == case.new_tokens for each in responses)
+    return elapsed
+
+
+@torch.inference_mode()
+def run_baseline(model: Any, prompts: list[tuple[int, ...]], samples: int, new_tokens: int) -> float:
+    input_ids = torch.tensor([prompt for prompt in prompts for _ in range(samples)], device=model.device)
+    started = time.perf_counter()
+    output = model.generate(
+        input_ids, attention_mask=torch.ones_like(input_ids), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
+        max_new_tokens=new_tokens, min_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True,
+        output_logits=False,
+    )  # fmt: skip
+    _ = output.sequences[0, -1].item()
+    return time.perf_counter() - started
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    on_gpu = device.type == "cuda"
+    size = 8192 if on_gpu else 1024
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    source = torch.randn((2**30 if on_gpu else 2**25), device=device).to(dtype)
+    target = torch.empty_like(source)
+    product_s = _fastest(lambda: left @ right, device)
+    copy_s = _fastest(lambda: target.copy_(source), device)
+    return Ceilings(2 * source.nbytes / copy_s, 2 * size**3 / product_s)
+
+
+def _fastest(action: Any, device: torch.device) -> float:
+    times = []
+    for _ in range(8):
+        _wait(device)
+        started = time.perf_counter()
+        action()
+        _wait(device)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def floor_tokens_per_s(model: Any, case: Case, num_prompts: int, prompt_tokens: int, ceilings: Ceilings) -> float:
+    spec = ModelSpec.of(model)
+    num_weights = sum(each.numel() for each in model.parameters())
+    head = spec.vocab_size * spec.hidden_size
+    decode_flop = 2 * num_weights * case.sequences
+    weight_s = max(
+        num_weights * spec.dtype.itemsize / ceilings.copy_bytes_per_s, decode_flop / ceilings.matmul_flop_per_s
+    )
+    mean_context = prompt_tokens + case.new_tokens / 2
+    kv_s = case.sequences * mean_context * spec.kv_bytes_per_token / ceilings.copy_bytes_per_s
+    prefill_s = 2 * (num_weights - head) * num_prompts * prompt_tokens / ceilings.matmul_flop_per_s
+    return case.sequences * case.new_tokens / (prefill_s + case.new_tokens * (weight_s + kv_s))
+
+
+def run_case(
+    model: Any, baseline: Any, engine: Engine, case: Case, options: argparse.Namespace, ceilings: Ceilings
+) -> Result:
+    samples = options.samples
+    num_prompts = case.sequences // samples
+    warm = Case(case.sequences, min(case.new_tokens, 2 * engine.config.decode_steps + 1))
+    run_engine(engine, make_prompts(num_prompts, options.prompt_tokens, engine.vocab_size - 1), warm, samples, 999)
+    prompts = make_prompts(num_prompts, options.prompt_tokens, engine.vocab_size)
+    before = engine.metrics().num_tokens_prefilled
+    times = []
+    for run in range(options.runs):
+        engine.set_version(run + 1)  # forgets the prefix cache: every run computes its prompts
+        times.append(run_engine(engine, prompts, case, samples, run))
+    prefilled = (engine.metrics().num_tokens_prefilled - before) // options.runs
+    baseline_rate = baseline_tokens = ratio = None
+    rate = case.sequences * case.new_tokens / min(times)
+    if baseline is not None:
+        on_gpu = baseline.device.type == "cuda"
+        baseline_tokens = min(case.new_tokens, _GPU_BASELINE_TOKENS) if on_gpu else case.new_tokens
+        run_baseline(baseline, prompts, samples, 4)
+        taken = min(run_baseline(baseline, prompts, samples, baseline_tokens) for _ in range(1 if on_gpu else options.runs))
+        baseline_rate = case.sequences * baseline_tokens / taken
+        ratio = rate / baseline_rate
+    floor = floor_tokens_per_s(model, case, num_prompts, options.prompt_tokens, ceilings)
+    return Result(
+        options.shape, f"{case.sequences}x{case.new_tokens}", samples, options.prompt_tokens, rate, times, prefilled,
+        baseline_rate, baseline_tokens, ratio, floor, rate / floor,
+    )  # fmt: skip
+
+
+def show(result: Result) -> None:
+    baseline = f"{result.baseline_tokens_per_s:>10,.0f} {result.ratio:>6.1f}x" if result.ratio else f"{'-':>10} {'-':>7}"
+    print(
+        f"{result.shape:<13} {result.case:>9} x{result.samples_per_prompt:<3} {result.engine_tokens_per_s:>10,.0f} "
+        f"{baseline} {result.floor_tokens_per_s:>10,.0f} {result.fraction_of_floor:>6.0%}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=("qwen2.5-1.5b", "smollm2", "tiny"), default="tiny")
+    parser.add_argument("--cases", nargs="+", default=["256x16"], type=Case.parse, metavar="SEQxTOKENS")
+    parser.add_argument("--samples", type=int, default=1, help="samples per prompt (default 1: all prompts differ)")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--runs", type=int, default=2, help="timed runs; the fastest counts")
+    parser.add_argument("--no-baseline", action="store_true")
+    parser.add_argument("--decode-steps", type=int, default=EngineConfig().decode_steps)
+    parser.add_argument("--profile", metavar="FILE", help="write where the GPU's time went in the last case")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ceilings = measure_ceilings(device, dtype)
+    print(f"copy {ceilings.copy_bytes_per_s / 1e12:.3f} TB/s, matmul {ceilings.matmul_flop_per_s / 1e12:.3f} TFLOP/s")
+    model = build(options.shape, device, dtype)
+    baseline = None if options.no_baseline else build(options.shape, device, dtype)
+    most = max(case.sequences for case in options.cases)
+    settings = EngineConfig(max_sequences=most, decode_steps=options.decode_steps, memory_fraction=0.6)
+    engine = Engine(model, build_tokenizer(), settings)
+    print(f"{'shape':<13} {'case':>9} {'':<4} {'engine':>10} {'generate':>10} {'':>7} {'floor':>10} tokens/s")
+    results = []
+    for case in options.cases:
+        results.append(run_case(model, baseline, engine, case, options, ceilings))
+        show(results[-1])
+    if options.profile:
+        _profile(engine, options)
+    engine.close()
+    if options.out:
+        machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+        record = {"machine": machine, "torch": torch.__version__, "ceilings": asdict(ceilings),
+                  "results": [asdict(each) for each in results]}  # fmt: skip
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _profile(engine: Engine, options: argparse.Namespace) -> None:
+    case = Case(options.cases[-1].sequences, 64)
+    prompts = make_prompts(case.sequences // options.samples, options.prompt_tokens, engine.vocab_size)
+    engine.set_version(77)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run_engine(engine, prompts, case, options.samples, 77)
+    table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=90)
+    Path(options.profile).write_text(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Our own engine (``headwater.engine``) inside the training process."""
+
+from __future__ import annotations
+
+from headwater.backends import BACKENDS, BackendContext, check_lengths
+from headwater.engine.engine import Engine
+from headwater.models.load import load_model
+
+
+@BACKENDS.register
+class EmbeddedEngine(Engine):
+    """The embedded engine as a backend: a model of its own, on the learner's device."""
+
+    @classmethod
+    def from_context(cls, context: BackendContext) -> EmbeddedEngine:
+        config = context.config
+        model = load_model(
+            context.model_path, dtype=config.model.dtype, device=config.model.device, seed=config.run.seed
+        )
+        check_lengths(context, model)
+        return cls(model, context.tokenizer, config.engine, shares_device=True, spans=context.spans)

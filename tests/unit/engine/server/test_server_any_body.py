@@ -1,0 +1,96 @@
+"""Whatever a client sends is read or refused; nothing else may come of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from engine.server.parts import NAME, limits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.engine.server.control import Abort, WeightsCall, read_nothing, read_sleep, read_version
+from headwater.engine.server.errors import ApiError
+from headwater.engine.server.json_body import read_object, write
+from headwater.engine.server.openai.chat_request import read_chat
+from headwater.engine.server.openai.completion_request import read_completion
+from headwater.engine.server.sglang.request import read_generate
+from headwater.engine.server.sglang.steering import AbortCall, MemoryCall, PauseCall, UpdateFromDisk
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 600),
+    st.sampled_from([2**70, -(2**70), 10**400]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(st.characters(codec=None), max_size=4),
+    st.sampled_from(["abc", "user", "text", "in_place", "drain", "weights", "a\ud800"]),
+)
+MESSAGES = st.lists(
+    st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "type", "text"]), SCALARS, max_size=3), max_size=3
+)
+VALUES = st.recursive(
+    st.one_of(SCALARS, MESSAGES),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["file", "shared_memory", "n", "top_k", "stop", "include_usage", "max_new_tokens", "x"]),
+            inner,
+            max_size=3,
+        ),
+    ),
+    max_leaves=6,
+)
+READERS = {
+    "completion": (
+        lambda body: read_completion(body, limits(), NAME),
+        ["prompt", "max_tokens", "n", "stop", "stream", "stream_options", "logprobs", "seed", "top_p", "min_p",
+         "temperature", "stop_token_ids", "min_tokens", "logit_bias", "best_of", "suffix"],
+    ),
+    "chat": (
+        lambda body: read_chat(body, limits(), NAME),
+        ["messages", "max_completion_tokens", "top_logprobs", "tools", "response_format", "chat_template_kwargs",
+         "continue_final_message", "add_generation_prompt", "modalities", "stop"],
+    ),
+    "generate": (
+        lambda body: read_generate(body, limits()),
+        ["text", "input_ids", "sampling_params", "rid", "return_logprob", "stream", "image_data", "lora_path"],
+    ),
+    "abort_request": (AbortCall.read, ["rid", "abort_all"]),
+    "pause_generation": (PauseCall.read, ["mode"]),
+    "memory": (MemoryCall.read, ["tags"]),
+    "update_from_disk": (UpdateFromDisk.read, ["model_path", "weight_version", "flush_cache", "load_format"]),
+    "abort": (Abort.read, ["request_id", "all"]),
+    "update_weights": (WeightsCall.read, ["version", "mode", "source"]),
+    "version": (read_version, ["version"]),
+    "sleep": (read_sleep, ["tags"]),
+    "pause": (read_nothing, []),
+}  # fmt: skip
+
+
+def refused(read, body) -> ApiError | None:
+    try:
+        read(body)
+    except ApiError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("call", READERS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_object_is_read_or_refused(call, data):
+    read, fields = READERS[call]
+    body = data.draw(st.dictionaries(st.sampled_from([*fields, "x"]), VALUES, max_size=4))
+    if call == "chat":
+        body.setdefault("messages", [{"role": "user", "content": "hello"}])
+    error = refused(read, json.loads(json.dumps(body)))
+    if error is not None:
+        assert 400 <= error.status < 500
+        assert json.loads(write(error.body()))["error"]["message"]
+
+
+@given(st.binary(max_size=50))
+def test_any_bytes_are_an_object_or_refused(body):
+    error = refused(read_object, body)
+    assert error is None or error.status == 400
