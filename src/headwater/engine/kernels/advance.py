@@ -33,6 +33,7 @@ def _advance(
     num_steps,
     table_stride,
     max_pages,
+    out_stride,
     PAGE: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -54,7 +55,7 @@ def _advance(
         is_stop = tl.max((stop == token[:, None]).to(tl.int32), axis=1) > 0
 
         # Padding is -1, which no sampled token is, so an active row cannot match it.
-        finished = (is_stop & (generated >= least)) | (generated >= most)
+        finished = (is_stop & (generated > least)) | (generated >= most)
         goes_on = active & (finished == 0)
         page_index = position // PAGE
         has_page = goes_on & (page_index < max_pages)
@@ -62,13 +63,14 @@ def _advance(
         slot = tl.where(has_page, page.to(tl.int64) * PAGE + position % PAGE, 0)
 
         record = rows < tl.where(step < num_steps, num_rows, 0)
-        place = step.to(tl.int64) * num_rows + rows
+        place = step.to(tl.int64) * out_stride + rows
         tl.store(out_tokens + place, token.to(tl.int32), mask=record)
         tl.store(out_logprobs + place, logprob, mask=record)
         tl.store(last_tokens + rows, token, mask=active)
         tl.store(num_generated + rows, generated, mask=active)
         tl.store(positions + rows, position, mask=active)
-        tl.store(context_lens + rows, context, mask=active)
+        # A row that has ended has no context: attention has nothing to read for it.
+        tl.store(context_lens + rows, tl.where(goes_on, context, 0), mask=active)
         tl.store(alive + rows, goes_on.to(tl.int8), mask=active)
         tl.store(slots + rows, slot, mask=inside)
     # Every warp must have read the old step before one of them writes the new one.
@@ -126,6 +128,7 @@ def advance(
         out_tokens.shape[0],
         page_table.stride(0),
         page_table.shape[1],
+        out_tokens.stride(0),
         PAGE=page_tokens,
         NUM_STOPS=MAX_STOP_IDS,
         BLOCK=block,
