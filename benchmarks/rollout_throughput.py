@@ -1,15 +1,15 @@
 """Rollout throughput of the embedded engine against transformers' generate, in one process.
 
-    python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 256x512 1024x512 64x1024 8x512   # a GPU
-    python benchmarks/rollout_throughput.py --shape smollm2 --cases 64x32 --samples 8 --prompt-tokens 39   # a CPU
+    python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 256x512 1024x512 64x1024 8x512   # GPU
+    python benchmarks/rollout_throughput.py --shape smollm2 --cases 64x32 --samples 8 --prompt-tokens 39   # CPU
     python benchmarks/rollout_throughput.py --shape tiny --cases 256x16 --samples 8 --prompt-tokens 16
 
-A case is sequences × new tokens. Weights are random (speed does not depend on them), temperature is 1, log-probs are on,
-no response ends early, and the time is that of the whole engine, from the first request to the last response. The
+A case is sequences × new tokens. Weights are random (speed does not depend on them), temperature is 1, log-probs are
+on, no response ends early, and the time is that of the whole engine, from first request to last response. The
 baseline gets the same prompts; on a GPU it makes fewer tokens, because it would take minutes.
 
 The floor is what the device cannot beat: each step reads all weights and the keys and values of every sequence once and
-multiplies by every weight; each prompt is multiplied once. It is computed from the copy and matrix rates measured first.
+multiplies by every weight; each prompt is multiplied once. It follows from the copy and matrix rates measured first.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ def run_case(
         on_gpu = baseline.device.type == "cuda"
         baseline_tokens = min(case.new_tokens, _GPU_BASELINE_TOKENS) if on_gpu else case.new_tokens
         run_baseline(baseline, prompts, samples, 4)
-        taken = min(run_baseline(baseline, prompts, samples, baseline_tokens) for _ in range(1 if on_gpu else options.runs))
+        num_runs = 1 if on_gpu else options.runs
+        taken = min(run_baseline(baseline, prompts, samples, baseline_tokens) for _ in range(num_runs))
         baseline_rate = case.sequences * baseline_tokens / taken
         ratio = rate / baseline_rate
     floor = floor_tokens_per_s(model, case, num_prompts, options.prompt_tokens, ceilings)
@@ -201,7 +202,9 @@ def run_case(
 
 
 def show(result: Result) -> None:
-    baseline = f"{result.baseline_tokens_per_s:>10,.0f} {result.ratio:>6.1f}x" if result.ratio else f"{'-':>10} {'-':>7}"
+    baseline = f"{'-':>10} {'-':>7}"
+    if result.ratio is not None:
+        baseline = f"{result.baseline_tokens_per_s:>10,.0f} {result.ratio:>6.1f}x"
     print(
         f"{result.shape:<13} {result.case:>9} x{result.samples_per_prompt:<3} {result.engine_tokens_per_s:>10,.0f} "
         f"{baseline} {result.floor_tokens_per_s:>10,.0f} {result.fraction_of_floor:>6.0%}",

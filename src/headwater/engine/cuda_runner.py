@@ -1,7 +1,7 @@
 """The runner of a CUDA device: fused layers, Triton kernels, and one CUDA graph per number of rows.
 
-A decode step reads and writes only the tensors of ``Rows``, so it is captured once per bucket of rows and replayed; Python
-does nothing per token. Prompts differ in shape and are launched kernel by kernel.
+A decode step reads and writes only the tensors of ``Rows``, so it is captured once per bucket of rows and replayed;
+Python does nothing per token. Prompts differ in shape and are launched kernel by kernel.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -80,7 +80,7 @@ class Engine:
         self._model = model
         self._end_token_ids = end_token_ids(model, tokenizer)
         self._numbers = itertools.count()
-        self._open_requests = 0
+        self._num_open = 0
         self._requests_lock = threading.Lock()
         self._asleep: set[MemoryTag] = set()
         self._parked_weights: dict[str, torch.Tensor] = {}
@@ -117,14 +117,16 @@ class Engine:
         def deliver(ended: EngineSequence) -> None:
             _post(loop, lambda: _settle(answer, ended))
 
-        sequence = self._submit(request, deliver)
+        self.check(request)
+        sequence = self._open(request, deliver)
+        self._submit(sequence)
         try:
             return await answer
         except asyncio.CancelledError:
             self._abandon(sequence)
             raise
 
-    async def stream(self, request: ModelRequest) -> AsyncIterator[Delta]:
+    async def stream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
         """New tokens as they come. Closing the iterator early ends the request."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
@@ -137,7 +139,9 @@ class Engine:
                 failure = _failure_of(ended)
                 _post(loop, lambda: arrived.put_nowait(failure))
 
-        sequence = self._submit(request, on_end, on_delta)
+        self.check(request)
+        sequence = self._open(request, on_end, on_delta)
+        self._submit(sequence)
         try:
             while True:
                 item = await arrived.get()
@@ -158,9 +162,8 @@ class Engine:
             return lambda ended: _settle(answer, ended)
 
         for request in requests:
-            self.check(request)
-        for request, answer in zip(requests, answers, strict=True):
-            self._submit(request, deliver(answer))
+            self.check(request)  # all of them before the first one starts
+        self._submit(*(self._open(*each) for each in zip(requests, map(deliver, answers), strict=True)))
         return [answer.result() for answer in answers]
 
     def check(self, request: ModelRequest) -> None:
@@ -183,8 +186,8 @@ class Engine:
         num_pages = scheduler.num_pages_of(num_prompt + num_new - 1) + 1
         if num_pages > scheduler.pool.num_total:
             raise RequestError(
-                f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens need {num_pages} pages "
-                f"of the KV cache, which has {scheduler.pool.num_total}; raise engine.kv_cache_gib, or ask for less"
+                f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens need {num_pages} "
+                f"pages of the KV cache, which has {scheduler.pool.num_total}; raise engine.kv_cache_gib"
             )
 
     def abort(self, request_id: str) -> bool:
@@ -195,41 +198,43 @@ class Engine:
         """End every request; returns how many there were."""
         return self._abort(lambda _: True)
 
-    def _submit(
+    def _open(
         self,
         request: ModelRequest,
         on_end: Callable[[EngineSequence], None],
         on_delta: Callable[[Delta], None] | None = None,
     ) -> EngineSequence:
-        self.check(request)
+        """What the loop works on for ``request``."""
         own_ends = () if request.sampling.ignore_end else self._end_token_ids
-        with self._requests_lock:
-            if self._open_requests >= self.config.max_queue:
-                raise QueueFull(
-                    f"request {request.request_id}: {self._open_requests} requests wait or run already, which is "
-                    f"engine.max_queue; send it again later, or raise the limit"
-                )
-            self._open_requests += 1
 
         def ended(sequence: EngineSequence) -> None:
             with self._requests_lock:
-                self._open_requests -= 1
+                self._num_open -= 1
             on_end(sequence)
 
-        sequence = EngineSequence(
+        return EngineSequence(
             request,
             stop_ids=tuple(dict.fromkeys((*own_ends, *request.sampling.stop_token_ids))),
             order=next(self._numbers),
             on_end=ended,
             on_delta=on_delta,
         )
+
+    def _submit(self, *sequences: EngineSequence) -> None:
+        """Hand the sequences to the loop, all or none."""
+        with self._requests_lock:
+            if self._num_open + len(sequences) > self.config.max_queue:
+                raise QueueFull(
+                    f"request {sequences[0].request.request_id}: {self._num_open} requests wait or run already and "
+                    f"engine.max_queue is {self.config.max_queue}; send it again later, or raise the limit"
+                )
+            self._num_open += len(sequences)
         try:
-            self._loop.add(sequence)
+            self._loop.add(*sequences)
         except RolloutFailed:
             with self._requests_lock:
-                self._open_requests -= 1
+                self._num_open -= len(sequences)
             raise
-        return sequence
 
     def _abandon(self, sequence: EngineSequence) -> None:
         """Nobody waits for this one any more; do not wait for it to be gone either."""
@@ -244,6 +249,11 @@ class Engine:
         return counts[0]
 
     # Control
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the engine has failed or is closed; every request then ends with an error."""
+        return self._loop.is_alive
 
     @property
     def is_paused(self) -> bool:

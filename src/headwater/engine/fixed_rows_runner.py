@@ -44,7 +44,8 @@ class FixedRowsRunner(Runner):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         blocks = [
-            super(FixedRowsRunner, self)._logits(_padded(block))[: len(block)] for block in torch.split(hidden, NUM_ROWS)
+            super(FixedRowsRunner, self)._logits(_padded(block))[: len(block)]
+            for block in torch.split(hidden, NUM_ROWS)
         ]
         return torch.cat(blocks)
 
@@ -70,8 +71,8 @@ class FixedRowsRunner(Runner):
             self.cache = cache
         if not same:
             raise ModelError(
-                "engine.deterministic = true: on this machine a token's result depends on its place in the batch, so the "
-                "promise cannot be kept; set trainer.num_threads=1, or engine.deterministic=false"
+                "engine.deterministic = true: on this machine a token's result depends on its place in the batch, so "
+                "the promise cannot be kept; set trainer.num_threads=1, or engine.deterministic=false"
             )
 
     def _logits_alone(self, ids: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """A decoder's layers as few, large operations: merged projections, and norms, rotary and activation in one pass each.
 
-The weights are those of the transformers model: projections that read the same input are laid side by side in memory and
-the model's own parameters become views of the parts, so names, checkpoints and weight updates do not change.
+The weights are those of the transformers model: projections that read the same input are laid side by side in memory
+and the model's own parameters become views of the parts, so names, checkpoints and weight updates do not change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -132,7 +133,7 @@ def _merge(*projections: nn.Linear) -> Projection:
     return Projection(weight, _stack(biases) if biases[0] is not None else None)
 
 
-def _stack(parameters: list[Tensor]) -> Tensor:
+def _stack(parameters: Sequence[Tensor]) -> Tensor:
     if len(parameters) == 1:
         return parameters[0]
     merged = torch.cat([parameter.detach() for parameter in parameters])

@@ -22,8 +22,8 @@ _CPU_PAGE_TOKENS = 16
 class KVCache:
     """Per layer, keys and values of ``num_pages`` pages.
 
-    On CUDA a page is ``[kv heads, tokens, head dim]``, so that one head of a page is one piece of memory. On the CPU it is
-    ``[tokens, kv heads, head dim]``, so that a token is one piece and pages can be read as a list of tokens.
+    On CUDA a page is ``[kv heads, tokens, head dim]``, so that one head of a page is one piece of memory. On the CPU it
+    is ``[tokens, kv heads, head dim]``, so that a token is one piece and pages can be read as a list of tokens.
     """
 
     def __init__(self, spec: ModelSpec, num_pages: int, page_tokens: int) -> None:

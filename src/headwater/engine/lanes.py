@@ -6,7 +6,7 @@ sequences there are. A lane keeps its number while its sequence moves between de
 
 from __future__ import annotations
 
-from dataclasses import astuple, fields
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,8 @@ class Lanes:
         self.version[lane] = version
         self.watched[lane] = sequence.is_watched
         self.order[lane] = sequence.order
-        self.needs[lane] = astuple(SamplingNeeds.of([sequence.request.sampling]))
+        needs = SamplingNeeds.of([sequence.request.sampling])
+        self.needs[lane] = (needs.truncates, needs.scales, needs.has_greedy, needs.has_minimum)
         self._num_out[lane] = 0
         self._make_room(sequence.num_left)
         return lane

@@ -30,7 +30,7 @@ _IDLE_S = 0.5
 _GATHER_S = 0.001
 _GATHER_LIMIT_S = 0.02
 _MAX_PREFILLS_PER_ROUND = 16
-"""Batches of prompt chunks between two rounds of decoding: enough to fill all rows, few enough to keep streams alive."""
+"""Batches of prompt chunks between two rounds of decoding: enough to fill all rows, and streams do not stall."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Round:
 
 
 class EngineLoop:
-    """Owns scheduler, runner and the thread that drives them. Everything else talks to it through ``call`` and ``add``."""
+    """Owns scheduler, runner and the thread that drives them; all else talks to it through ``call`` and ``add``."""
 
     def __init__(
         self,
@@ -97,8 +97,12 @@ class EngineLoop:
 
     # What other threads may call.
 
-    def add(self, sequence: Sequence) -> None:
-        self._post(sequence)
+    @property
+    def is_alive(self) -> bool:
+        return self._failure is None and not self._closing
+
+    def add(self, *sequences: Sequence) -> None:
+        self._post(*sequences)
 
     def call(self, action: Callable[[], None], *, after_drain: bool = False) -> Future[None]:
         """Run ``action`` on the loop's thread between two rounds, with nothing queued on the device.
@@ -119,13 +123,13 @@ class EngineLoop:
             self._wakeup.notify()
         self._thread.join()
 
-    def _post(self, item: Sequence | Command) -> None:
+    def _post(self, *items: Sequence | Command) -> None:
         with self._wakeup:
             if self._failure is not None:
                 raise RolloutFailed(f"the engine has stopped: {self._failure}") from self._failure
             if self._closing:
                 raise RolloutFailed("the engine is closed")
-            self._inbox.append(item)
+            self._inbox.extend(items)
             self._wakeup.notify()
 
     # The thread.
@@ -276,13 +280,15 @@ class EngineLoop:
         """End a sequence at its first stop string or stop token; what was drawn beyond is dropped."""
         stops = sequence.request.sampling.stop_strings
         minimum = sequence.request.sampling.min_new_tokens
-        end = find_stop(self._tokenizer, sequence.tokens, sequence.num_checked, stops) if stops else None
+        num_tokens = len(sequence.tokens)
+        checked = min(max(sequence.num_checked, minimum), num_tokens)
+        by_string = find_stop(self._tokenizer, sequence.tokens, checked, stops) if stops else None
         # The device ends a row at a stop token, so only the last one can be one; it watches only so many, though.
-        first = sequence.num_checked if sequence.has_many_stop_ids else len(sequence.tokens) - 1
-        fresh = range(max(first, 0), len(sequence.tokens))
+        first = checked if sequence.has_many_stop_ids else max(num_tokens - 1, minimum)
+        fresh = range(first, num_tokens)
         by_token = next((place + 1 for place in fresh if sequence.tokens[place] in sequence.stop_ids), None)
-        ends = [each for each in (end, by_token) if each is not None and each > minimum]
-        sequence.num_checked = len(sequence.tokens)
+        ends = [each for each in (by_string, by_token) if each is not None]
+        sequence.num_checked = num_tokens
         if not ends:
             return False
         sequence.truncate(min(ends))
@@ -319,8 +325,6 @@ class EngineLoop:
 
     def interrupt(self) -> None:
         """Every running sequence keeps its tokens, gives up its pages and waits to be computed again."""
-        for lane in self.scheduler.running():
-            self.scheduler.lanes.collect(int(lane))
         self.runner.rows.kill(self.scheduler.preempt_all())
 
     def _finish_drain(self) -> bool:

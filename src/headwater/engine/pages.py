@@ -1,7 +1,7 @@
 """Which pages of the KV cache are free, in use, shared, or kept because their prefix may come again.
 
-Bookkeeping only: page numbers and reference counts, no tensors. Page 0 is scratch space that rows without work write to;
-it is never handed out.
+Bookkeeping only: page numbers and reference counts, no tensors. Page 0 is scratch space that rows without work write
+to; it is never handed out.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class PagePool:
         self._num_free = self.num_total
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._is_remembered = np.zeros(num_pages, np.bool_)
         # Remembered pages that nobody refers to, the least recently used first: free memory with a memory.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
@@ -58,6 +59,7 @@ class PagePool:
         while self._num_free < count:
             page, _ = self._idle.popitem(last=False)
             del self._page_of[self._key_of.pop(page)]
+            self._is_remembered[page] = False
             self._push(np.array([page], np.int32))
         self._num_free -= count
         pages = self._free[self._num_free : self._num_free + count].copy()
@@ -72,14 +74,11 @@ class PagePool:
         """One reference less; a page without any is free, or idle when it is remembered."""
         self._references[pages] -= 1
         unused = pages[self._references[pages] == 0]
-        if not self._key_of:
-            self._push(unused)
-            return
-        remembered = [int(page) for page in unused if int(page) in self._key_of]
-        if remembered:
+        is_remembered = self._is_remembered[unused]
+        if is_remembered.any():
             # The end of a prefix is useless without its start, so it becomes the older, and goes first.
-            self._idle.update(dict.fromkeys(reversed(remembered)))
-            unused = unused[~np.isin(unused, remembered)]
+            self._idle.update(dict.fromkeys(unused[is_remembered][::-1].tolist()))
+            unused = unused[~is_remembered]
         self._push(unused)
 
     def is_shared(self, page: int) -> bool:
@@ -104,6 +103,7 @@ class PagePool:
             if key not in self._page_of and page not in self._key_of:
                 self._page_of[key] = page
                 self._key_of[page] = key
+                self._is_remembered[page] = True
 
     def forget(self) -> None:
         """Remember nothing: what the pages hold was computed with weights that are gone."""
@@ -111,6 +111,7 @@ class PagePool:
         self._idle.clear()
         self._page_of.clear()
         self._key_of.clear()
+        self._is_remembered[:] = False
         self._push(idle)
 
     def _push(self, pages: Pages) -> None:
@@ -119,7 +120,7 @@ class PagePool:
 
 
 def prefix_keys(tokens: NDArray[np.int64], page_tokens: int, salt: int) -> list[bytes]:
-    """One key per full page of ``tokens``; it stands for everything up to the page's end, computed by policy ``salt``."""
+    """One key per full page of ``tokens``: it stands for all tokens up to the page's end under policy ``salt``."""
     key = salt.to_bytes(8, "little", signed=True)
     keys = []
     for start in range(0, len(tokens) - page_tokens + 1, page_tokens):

@@ -48,7 +48,7 @@ class PrefillBatch:
 
 @dataclass(frozen=True)
 class Output:
-    """What some steps drew, ``[steps, rows]``; -1 where a row was dead. On CUDA it arrives later than it is asked for."""
+    """What some steps drew, ``[steps, rows]``; -1 where a row was dead. On CUDA it arrives after it was asked for."""
 
     tokens: Tensor
     logprobs: Tensor

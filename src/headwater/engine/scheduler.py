@@ -22,7 +22,7 @@ from headwater.engine.sequence import Sequence
 
 
 class NeedsRoom(Exception):
-    """The next steps need pages that are in use, and what the queued steps drew must be known before one is preempted."""
+    """The next steps need pages that are in use; before one is preempted, what the queued steps drew must be known."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Scheduler:
         """The sequence gives up its pages and waits to be computed again, tokens and all; returns its row."""
         sequence = self.lanes.sequence[lane]
         assert sequence is not None
-        self.num_preempted += 1
+        self.lanes.collect(lane)
         row = self.end(lane)
         self._waiting.add(sequence)
         return row
@@ -142,7 +142,7 @@ class Scheduler:
         return removed
 
     def weights_changed(self, version: int) -> None:
-        """From now on tokens are of ``version``. What the cache still holds is of older weights: nothing may build on it."""
+        """From now on tokens are of ``version``; nothing new may build on what the cache holds of older weights."""
         self.version = version
         self.pool.forget()
         self.lanes.version[self.running()] = -1
@@ -154,7 +154,7 @@ class Scheduler:
         self._stop_computing()
 
     def plan_prefill(self) -> PrefillPlan | None:
-        """The next chunks, oldest prompt first, up to the budget. A long prompt takes several turns and none overtakes."""
+        """The next chunks, oldest prompt first, up to the budget. A long prompt takes several turns; none overtakes."""
         budget = self._max_prefill_tokens
         chunks: list[tuple[PromptJob, int]] = []
         for job in self._computing.values():
@@ -232,7 +232,7 @@ class Scheduler:
     def _begin_rows(
         self, complete: list[tuple[PromptJob, int]]
     ) -> tuple[list[int], list[int], tuple[Pages, Pages], tuple[NDArray[np.int64], NDArray[np.int64], Pages]]:
-        """Every member of a completed prompt gets a lane, a row and the prompt's pages, the last one copied on write."""
+        """Every member of a complete prompt gets a lane, a row and the prompt's pages, the last one copied on write."""
         started: list[int] = []
         last_tokens: list[int] = []
         sources: list[int] = []
@@ -334,6 +334,7 @@ class Scheduler:
                 self._stop_computing()
             else:
                 preempted.append(self.preempt(self._youngest()))
+                self.num_preempted += 1
         first_new = self.lanes.num_pages[lanes].copy()
         self._grow(lanes, num_new)
         plan = DecodePlan(
@@ -341,7 +342,7 @@ class Scheduler:
             num_steps=steps,
             lanes=self._lane_of_row[: self._num_rows].copy(),
             page_updates=self._page_updates(lanes, first_new),
-            needs=SamplingNeeds(*map(bool, self.lanes.needs[lanes].any(axis=0))),
+            needs=SamplingNeeds(*self.lanes.needs[lanes].max(axis=0).tolist()),
         )
         return plan, preempted
 

@@ -13,19 +13,21 @@ _MARGIN = 4
 def find_stop(tokenizer: Tokenizer, tokens: Items[int], num_checked: int, stops: Items[str]) -> int | None:
     """Number of tokens up to and with the one that completes a stop string, or ``None``.
 
-    The first ``num_checked`` tokens are known to hold none. A token is at least one byte, so a window as long as the
-    longest stop string in bytes, and a little more, shows every match that a new token can complete.
+    Only matches that a token after the first ``num_checked`` completes count. A token is at least one byte, so a window
+    as long as the longest stop string in bytes, and a little more, shows every match that a new token can complete.
     """
     window = max(len(stop.encode()) for stop in stops) + _MARGIN
     start = max(0, num_checked - window)
-    if not _holds(tokenizer, tokens[start:], stops):
+    # A match inside the part that was already looked at does not count: it was seen, and passed over, before.
+    seen = [tokenizer.decode(list(tokens[start:num_checked])).count(stop) for stop in stops]
+    if not _holds_more(tokenizer, tokens[start:], stops, seen):
         return None
     for end in range(num_checked + 1, len(tokens) + 1):
-        if _holds(tokenizer, tokens[start:end], stops):
+        if _holds_more(tokenizer, tokens[start:end], stops, seen):
             return end
     return None
 
 
-def _holds(tokenizer: Tokenizer, tokens: Items[int], stops: Items[str]) -> bool:
+def _holds_more(tokenizer: Tokenizer, tokens: Items[int], stops: Items[str], seen: Items[int]) -> bool:
     text = tokenizer.decode(list(tokens))
-    return any(stop in text for stop in stops)
+    return any(text.count(stop) > before for stop, before in zip(stops, seen, strict=True))

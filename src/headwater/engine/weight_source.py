@@ -46,7 +46,7 @@ def shared_tensors(name: str) -> Iterator[NamedTensors]:
     # Python would remove the segment when this process ends, although it belongs to the process that made it.
     resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]
     try:
-        yield _parse(bytes(segment.buf), name)
+        yield _parse(bytes(_buffer(segment)), name)
     finally:
         segment.close()
 
@@ -54,8 +54,13 @@ def shared_tensors(name: str) -> Iterator[NamedTensors]:
 def write_shared(image: bytes) -> shared_memory.SharedMemory:
     """A segment that holds a safetensors image (``safetensors.torch.save``); the caller closes and unlinks it."""
     segment = shared_memory.SharedMemory(create=True, size=len(image))
-    segment.buf[: len(image)] = image
+    _buffer(segment)[: len(image)] = image
     return segment
+
+
+def _buffer(segment: shared_memory.SharedMemory) -> memoryview:
+    assert segment.buf is not None, "an open segment has its memory"
+    return segment.buf
 
 
 def _parse(image: bytes, name: str) -> NamedTensors:

@@ -1,7 +1,7 @@
 """Attention whose bits depend on nothing but the query and its own keys.
 
-Every query is computed by itself, over its keys in pages, from the first to the last, with a running softmax. The shapes of
-all products are fixed by the page size, so no library can choose another order of summation for another batch.
+Every query is computed by itself, over its keys in pages, from the first to the last, with a running softmax. The
+shapes of all products are fixed by the page size, so no library can choose another order of summation by the batch.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from headwater.core.records import ModelRequest, ModelResponse
 
@@ -31,8 +31,7 @@ async def stream_all(engine: Engine, requests: Sequence[ModelRequest]) -> AsyncG
     async def pump(place: int) -> None:
         try:
             # A generator, so that closing it tells the engine at once and not when it is collected.
-            stream = cast("AsyncGenerator[Delta, None]", engine.stream(requests[place]))
-            async with aclosing(stream) as deltas:
+            async with aclosing(engine.stream(requests[place])) as deltas:
                 async for delta in deltas:
                     arrived.put_nowait((place, delta))
         finally:
