@@ -15,19 +15,15 @@ multiplies by every weight; each prompt is multiplied once. It follows from the 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from shapes import SHAPES, build_model, default_device, default_dtype, make_prompts, make_requests, write_record
 
 from headwater.config.schema import EngineConfig
-from headwater.core.randomness import derive_key
-from headwater.core.records import ModelRequest, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.engine.model_spec import ModelSpec
 from headwater.models.tokenizer import build_tokenizer
@@ -68,45 +64,8 @@ class Result:
     fraction_of_floor: float
 
 
-def build(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
-    with torch.device(device):
-        if shape == "qwen2.5-1.5b":
-            config = Qwen2Config(
-                vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
-                num_attention_heads=12, num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
-                rope_parameters={"rope_type": "default", "rope_theta": 1e6}, dtype=dtype,
-            )  # fmt: skip
-            model: Any = Qwen2ForCausalLM(config)
-        elif shape == "smollm2":
-            config = LlamaConfig(
-                vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-                num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
-                rope_parameters={"rope_type": "default", "rope_theta": 1e5}, dtype=dtype,
-            )  # fmt: skip
-            model = LlamaForCausalLM(config)
-        else:
-            config = Qwen2Config(
-                vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-                num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, dtype=dtype,
-            )  # fmt: skip
-            model = Qwen2ForCausalLM(config)
-    return model.to(dtype).eval()
-
-
-def make_prompts(num: int, length: int, vocabulary: int) -> list[tuple[int, ...]]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(10, vocabulary, (num, length), generator=generator)
-    return [tuple(row) for row in tokens.tolist()]
-
-
 def run_engine(engine: Engine, prompts: list[tuple[int, ...]], case: Case, samples: int, run: int) -> float:
-    sampling = SamplingParams(max_new_tokens=case.new_tokens, temperature=1.0, ignore_end=True)
-    requests = [
-        ModelRequest(f"{run}/{place}/{sample}", prompt, sampling, derive_key(run, place, sample))
-        for place, prompt in enumerate(prompts)
-        for sample in range(samples)
-    ]
+    requests = make_requests(prompts, samples, case.new_tokens, run)
     started = time.perf_counter()
     responses = engine.generate(requests)
     elapsed = time.perf_counter() - started
@@ -214,7 +173,7 @@ def show(result: Result) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=("qwen2.5-1.5b", "smollm2", "tiny"), default="tiny")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--cases", nargs="+", default=["256x16"], type=Case.parse, metavar="SEQxTOKENS")
     parser.add_argument("--samples", type=int, default=1, help="samples per prompt (default 1: all prompts differ)")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -224,12 +183,12 @@ def main() -> None:
     parser.add_argument("--profile", metavar="FILE", help="write where the GPU's time went in the last case")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device = default_device()
+    dtype = default_dtype(device)
     ceilings = measure_ceilings(device, dtype)
     print(f"copy {ceilings.copy_bytes_per_s / 1e12:.3f} TB/s, matmul {ceilings.matmul_flop_per_s / 1e12:.3f} TFLOP/s")
-    model = build(options.shape, device, dtype)
-    baseline = None if options.no_baseline else build(options.shape, device, dtype)
+    model = build_model(options.shape, device, dtype)
+    baseline = None if options.no_baseline else build_model(options.shape, device, dtype)
     most = max(case.sequences for case in options.cases)
     settings = EngineConfig(max_sequences=most, decode_steps=options.decode_steps, memory_fraction=0.6)
     engine = Engine(model, build_tokenizer(), settings)
@@ -241,12 +200,7 @@ def main() -> None:
     if options.profile:
         _profile(engine, options)
     engine.close()
-    if options.out:
-        machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-        record = {"machine": machine, "torch": torch.__version__, "ceilings": asdict(ceilings),
-                  "results": [asdict(each) for each in results]}  # fmt: skip
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.out, device, ceilings=asdict(ceilings), results=[asdict(each) for each in results])
 
 
 def _profile(engine: Engine, options: argparse.Namespace) -> None:

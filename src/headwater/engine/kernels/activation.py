@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwater.engine.kernels.dependent_launch import launch_options, let_successor_start, wait_for_predecessor
+
 _BLOCK = 1024
 
 
@@ -24,7 +26,17 @@ def gelu_tanh(x):
 
 
 @triton.jit
-def _activate_and_mul(gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _activate_and_mul(
+    gate_up,
+    out,
+    row_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    let_successor_start(DEPENDENT)
+    wait_for_predecessor(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -37,22 +49,29 @@ def _activate_and_mul(gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.co
     tl.store(out + row * SIZE + columns, result.to(gate.dtype), mask=mask)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Tensor, *, dependent: bool = False) -> Tensor:
     """``silu(gate) * up`` of ``gate_up`` [tokens, 2 * intermediate], gate first."""
-    return _launch(gate_up, gelu=False)
+    return _launch(gate_up, gelu=False, dependent=dependent)
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """``gelu(gate) * up`` with the tanh approximation, of ``gate_up`` [tokens, 2 * intermediate], gate first."""
-    return _launch(gate_up, gelu=True)
+    return _launch(gate_up, gelu=True, dependent=False)
 
 
-def _launch(gate_up: Tensor, *, gelu: bool) -> Tensor:
+def _launch(gate_up: Tensor, *, gelu: bool, dependent: bool) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "gate_up's rows must be contiguous"
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     # Tokens are the grid's second dimension, which ends at 65535: far more than one forward pass carries.
     _activate_and_mul[(triton.cdiv(size, _BLOCK), tokens)](
-        gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, GELU=gelu, num_warps=4
+        gate_up,
+        out,
+        gate_up.stride(0),
+        SIZE=size,
+        BLOCK=_BLOCK,
+        GELU=gelu,
+        num_warps=4,
+        **launch_options(dependent),
     )
     return out

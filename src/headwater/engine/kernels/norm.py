@@ -1,4 +1,4 @@
-"""RMS norm, alone and fused with the residual addition before it.
+"""RMS norm, alone and fused with what comes before it: the residual addition, and the sum of a product's parts.
 
 Roundings follow transformers: float32 statistics, the normalised value rounded to the tensor's dtype, then the weight.
 Gemma's norms, whose weights are stored minus one (``offset=1``), multiply in float32 and round once.
@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from headwater.engine.kernels.dependent_launch import launch_options, let_successor_start, wait_for_predecessor
 
 
 @triton.jit
@@ -25,23 +27,41 @@ def scaled_norm(values, inverse_rms, weight, OFFSET: tl.constexpr, dtype: tl.con
 @triton.jit
 def _rms_norm(
     x,
+    bias,
     residual,
     weight,
     out,
+    part_stride,
     x_stride,
     residual_stride,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OFFSET: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    let_successor_start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
+    # Weights are nobody's result, so they need not wait; they come from memory, everything else is in the cache.
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    values = tl.load(x + row * x_stride + columns, mask=mask, other=0.0)
-    dtype: tl.constexpr = values.dtype
+    if HAS_BIAS:
+        offset = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_predecessor(DEPENDENT)
+    dtype: tl.constexpr = out.dtype.element_ty
+    source = x + row * x_stride + columns
+    values = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(PARTS - 1):
+        source += part_stride
+        values += tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        values += offset
+    # Rounded before the addition, as if the product had been written first.
+    values = values.to(dtype)
     if ADD:
         address = residual + row * residual_stride + columns
         values = (values.to(tl.float32) + tl.load(address, mask=mask, other=0.0).to(tl.float32)).to(dtype)
@@ -51,36 +71,64 @@ def _rms_norm(
     tl.store(out + row * SIZE + columns, scaled_norm(wide, inverse_rms, scale, OFFSET, dtype), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """The RMS norm of each row of ``x`` [tokens, hidden] times ``weight + offset``."""
-    return _launch(x, None, weight, eps, offset)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, dependent: bool = False) -> Tensor:
+    """The RMS norm of each row of ``x`` [tokens, hidden] times ``weight + offset``.
+
+    In all of these ``dependent`` launches early (see ``dependent_launch``): the kernel just before must not be one that
+    writes the weights.
+    """
+    return _launch(x[None], None, None, weight, eps, offset, x.dtype, dependent)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, dependent: bool = False
+) -> Tensor:
     """Add ``x`` to ``residual`` in place, rounded to their dtype, and return the RMS norm of that sum."""
-    assert residual.stride(-1) == 1, "residual's rows must be contiguous"
-    assert residual.shape == x.shape, f"x is {tuple(x.shape)} and residual {tuple(residual.shape)}"
-    return _launch(x, residual, weight, eps, offset)
+    return _launch(x[None], None, residual, weight, eps, offset, residual.dtype, dependent)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> Tensor:
-    tokens, hidden = x.shape
-    assert x.stride(1) == 1, "x's rows must be contiguous"
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+def sum_add_rms_norm(
+    parts: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, *, dependent: bool = False
+) -> Tensor:
+    """``add_rms_norm`` of the sum of ``parts`` [parts, tokens, hidden] and the bias, rounded to the residual's dtype."""
+    return _launch(parts, bias, residual, weight, eps, 0.0, residual.dtype, dependent)
+
+
+def _launch(
+    parts: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype,
+    dependent: bool,
+) -> Tensor:
+    num_parts, tokens, hidden = parts.shape
+    assert parts.stride(2) == 1, "x's rows must be contiguous"
+    if residual is not None:
+        assert residual.stride(-1) == 1, "residual's rows must be contiguous"
+        assert residual.shape == parts.shape[1:], f"x is {tuple(parts.shape)} and residual {tuple(residual.shape)}"
+    out = torch.empty((tokens, hidden), dtype=dtype, device=parts.device)
     block = triton.next_power_of_2(hidden)
     _rms_norm[(tokens,)](
-        x,
-        x if residual is None else residual,
+        parts,
+        weight if bias is None else bias,
+        out if residual is None else residual,
         weight,
         out,
-        x.stride(0),
+        parts.stride(0),
+        parts.stride(1),
         0 if residual is None else residual.stride(0),
         eps,
         SIZE=hidden,
         BLOCK=block,
         OFFSET=offset,
+        PARTS=num_parts,
+        HAS_BIAS=bias is not None,
         ADD=residual is not None,
         # Eight values per thread make one 16-byte access in bfloat16.
         num_warps=min(max(block // 256, 1), 16),
+        **launch_options(dependent),
     )
     return out

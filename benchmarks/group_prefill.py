@@ -1,0 +1,61 @@
+"""How much prompt computation a group of samples costs against the same samples sent as prompts of their own.
+
+    python benchmarks/group_prefill.py [--samples 16] [--prompts 16] [--prompt-tokens 128]
+
+Counted by the engine (tokens it ran through the model for prompts) and timed, on both sides in one process. The ungrouped
+side turns the prefix cache off and makes every prompt different in its first token, so that nothing can be shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from shapes import SHAPES, build_model, default_device, default_dtype, make_prompts, make_requests, write_record
+
+from headwater.config.schema import EngineConfig
+from headwater.engine.engine import Engine
+from headwater.models.tokenizer import build_tokenizer
+
+
+def run(engine: Engine, prompts: list[tuple[int, ...]], samples: int) -> tuple[int, float]:
+    """Prompt tokens computed, and seconds, for one new token per sample: nearly all of it is prefill."""
+    engine.generate(make_requests(prompts[:1], 1, 2, run=9))
+    engine.set_version(engine.get_version() + 1)  # forgets the prefix cache
+    before, started = engine.metrics().num_tokens_prefilled, time.perf_counter()
+    engine.generate(make_requests(prompts, samples, 1))
+    return engine.metrics().num_tokens_prefilled - before, time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    options = parser.parse_args()
+    device = default_device()
+    num_sequences = options.prompts * options.samples
+    rows = []
+    for name, cache in (("grouped", True), ("ungrouped", False)):
+        model = build_model(options.shape, device, default_dtype(device))
+        settings = EngineConfig(max_sequences=num_sequences, prefix_cache=cache, memory_fraction=0.3)
+        engine = Engine(model, build_tokenizer(), settings)
+        num_prompts, samples = (options.prompts, options.samples) if cache else (num_sequences, 1)
+        prompts = make_prompts(num_prompts, options.prompt_tokens, engine.vocab_size)
+        run(engine, prompts, samples)
+        tokens, seconds = min((run(engine, prompts, samples) for _ in range(3)), key=lambda each: each[1])
+        engine.close()
+        rows.append({"side": name, "prompt_tokens_computed": tokens, "seconds": seconds})
+        print(f"{name:<10} {tokens:>9,} prompt tokens computed  {seconds * 1e3:>9.1f} ms", flush=True)
+    ratio = rows[1]["prompt_tokens_computed"] / rows[0]["prompt_tokens_computed"]
+    print(
+        f"grouped computes 1/{ratio:.1f} of the prompt tokens, in 1/{rows[1]['seconds'] / rows[0]['seconds']:.1f} of the time"
+    )
+    write_record(options.out, device, shape=options.shape, samples=options.samples, rows=rows, ratio=ratio)
+
+
+if __name__ == "__main__":
+    main()

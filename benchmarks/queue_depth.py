@@ -1,0 +1,53 @@
+"""Whether cost grows linearly with the queue: tokens/s with 512 and with 4,096 requests waiting at once.
+
+python benchmarks/queue_depth.py [--depths 512 4096]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from shapes import SHAPES, build_model, default_device, default_dtype, make_prompts, make_requests, write_record
+
+from headwater.config.schema import EngineConfig
+from headwater.engine.engine import Engine
+from headwater.models.tokenizer import build_tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--depths", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--rows", type=int, default=256, help="sequences generated at a time")
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    options = parser.parse_args()
+    device = default_device()
+    model = build_model(options.shape, device, default_dtype(device))
+    settings = EngineConfig(max_sequences=options.rows, memory_fraction=0.3)
+    engine = Engine(model, build_tokenizer(), settings)
+    engine.generate(make_requests(make_prompts(options.rows, options.prompt_tokens, engine.vocab_size, 3), 1, 20))
+    rows = []
+    for depth in options.depths:
+        prompts = make_prompts(depth, options.prompt_tokens, engine.vocab_size, seed=depth)
+        rates = []
+        for run in range(options.runs):
+            engine.set_version(engine.get_version() + 1)
+            requests = make_requests(prompts, 1, options.new_tokens, run)
+            started = time.perf_counter()
+            engine.generate(requests)
+            rates.append(depth * options.new_tokens / (time.perf_counter() - started))
+        rows.append({"queued": depth, "tokens_per_s": max(rates), "runs": rates})
+        print(f"{depth:>6} queued  {max(rates):>10,.0f} tokens/s", flush=True)
+    engine.close()
+    ratio = rows[-1]["tokens_per_s"] / rows[0]["tokens_per_s"]
+    print(f"{options.depths[-1]} against {options.depths[0]} queued: {ratio:.2f} times the rate")
+    write_record(options.out, device, shape=options.shape, rows=rows, ratio=ratio)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""How long a weight update holds generation up, per mode, with sequences running.
+
+    python benchmarks/weight_swap.py --shape qwen2.5-1.5b        # a GPU: weights in the learner's float32 and in bf16
+
+The pause is what the engine measures: from the end of the last decode step to the moment the next one may start. Beside
+it stands what the update cost the sequences that were running: prompt tokens computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from pathlib import Path
+
+import torch
+from shapes import SHAPES, build_model, default_device, default_dtype, make_prompts, make_requests, write_record
+
+from headwater.config.schema import EngineConfig, UpdateMode
+from headwater.core.protocols import WeightUpdate
+from headwater.engine.engine import Engine
+from headwater.models.tokenizer import build_tokenizer
+
+MODES: tuple[UpdateMode, ...] = ("interrupt", "in_flight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=1024)
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    options = parser.parse_args()
+    device = default_device()
+    model = build_model(options.shape, device, default_dtype(device))
+    learner = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    engine = Engine(model, build_tokenizer(), EngineConfig(max_sequences=options.sequences, memory_fraction=0.3))
+    prompts = make_prompts(options.sequences, 128, engine.vocab_size)
+    engine.generate(make_requests(prompts, 1, 20))
+    rows = []
+    for dtype in (torch.float32, default_dtype(device)):
+        tensors = {name: tensor.to(dtype) for name, tensor in learner.items()}
+        for mode in MODES:
+            rows.append(_measure(engine, prompts, tensors, mode, options))
+            row = rows[-1]
+            print(
+                f"{options.shape} {dtype!s:<15} {mode:<10} pause {row['pause_ms']:>8.2f} ms "
+                f"({row['min_pause_ms']:.2f} to {row['max_pause_ms']:.2f}), "
+                f"{row['prompt_tokens_computed_again']:,.0f} tokens computed again per update",
+                flush=True,
+            )
+            row["dtype"] = str(dtype)
+    engine.close()
+    write_record(options.out, device, shape=options.shape, sequences=options.sequences, rows=rows)
+
+
+def _measure(
+    engine: Engine,
+    prompts: list[tuple[int, ...]],
+    tensors: dict[str, torch.Tensor],
+    mode: UpdateMode,
+    options: argparse.Namespace,
+) -> dict[str, object]:
+    engine.set_version(engine.get_version() + 1)
+    running = threading.Thread(target=lambda: engine.generate(make_requests(prompts, 1, options.new_tokens)))
+    running.start()
+    while engine.metrics().num_running < len(prompts):
+        time.sleep(0.005)
+    before = engine.metrics().num_tokens_prefilled
+    pauses = []
+    for _ in range(options.updates):
+        time.sleep(0.1)
+        engine.update_weights(WeightUpdate(engine.get_version() + 1, tensors.items()), mode).result(60)
+        pauses.append(engine.metrics().last_update_pause_s * 1e3)
+    time.sleep(0.2)
+    again = (engine.metrics().num_tokens_prefilled - before) / options.updates
+    engine.abort_all()
+    running.join()
+    pauses.sort()
+    return {
+        "mode": mode,
+        "pause_ms": pauses[len(pauses) // 2],
+        "min_pause_ms": pauses[0],
+        "max_pause_ms": pauses[-1],
+        "prompt_tokens_computed_again": again,
+    }
+
+
+if __name__ == "__main__":
+    main()
