@@ -40,9 +40,7 @@ _START_LIMIT_S = 300
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--vllm-python", help="interpreter of the environment with vLLM; without it that side is left out"
-    )
+    parser.add_argument("--vllm-python", help="interpreter that has vLLM; without it that side is left out")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
@@ -56,7 +54,6 @@ def main() -> None:
     engine.close()
     model = load_model(str(folder), dtype="float32", device="cpu", seed=0)
     rates["transformers generate"] = _rate(lambda _: run_baseline(model, prompts, SAMPLES, NEW_TOKENS), options.runs)
-    del model
     if options.vllm_python:
         with _vllm_server(options.vllm_python, folder) as url:
             rates["vLLM"] = _rate(lambda run: asyncio.run(_vllm_run(url, str(folder), prompts, run)), options.runs)
@@ -104,12 +101,8 @@ def _vllm_server(python: str, model: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-    }
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+                "VLLM_HOST_IP": "127.0.0.1"}  # fmt: skip
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32",
                "--enforce-eager", "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
     with tempfile.TemporaryFile() as log:

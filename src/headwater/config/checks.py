@@ -176,6 +176,20 @@ def eval_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
         yield from _unread("eval", switches, f"{', '.join(switches)} are all off; turn one on", layers)
 
 
+def engine_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    # Compared with the default, not with what was given: a resolved recipe gives every key, and must load again.
+    if config.rollout.backend != "hf":
+        return
+    for key, setting in settings(Config).items():
+        is_read = key == "engine.max_sequences" or not key.startswith("engine.")
+        if not is_read and value_at(config, key) != setting.default():
+            yield Clash(
+                (key, "rollout.backend"),
+                f"the hf backend does not read this; use rollout.backend=embedded, or set it back to "
+                f"{show(setting.default())}",
+            )
+
+
 def _unread(section: str, switches: tuple[str, ...], why: str, layers: Layers) -> Iterator[Clash]:
     """Settings of a part that is off, unless it was switched off in the same place or later.
 
@@ -217,4 +231,5 @@ CHECKS: tuple[Check, ...] = (
     files_evaluate_on_something,
     warm_start_settings_are_read,
     eval_settings_are_read,
+    engine_settings_are_read,
 )
