@@ -360,6 +360,8 @@ class Engine:
 
     @torch.no_grad()
     def _park_weights(self) -> None:
+        if self._spec.device.type == "cpu":
+            return  # they are in main memory already
         for name, parameter in self._model.named_parameters():
             self._parked_weights[name] = parameter.detach().to("cpu", copy=True)
         for parameter in self._model.parameters():
@@ -367,6 +369,8 @@ class Engine:
 
     @torch.no_grad()
     def _unpark_weights(self) -> None:
+        if self._spec.device.type == "cpu":
+            return
         for name, parameter in self._model.named_parameters():
             storage, parked = parameter.untyped_storage(), self._parked_weights.pop(name)
             # Merged weights share one storage: it must reach to the end of the last of them.

@@ -81,7 +81,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._waiting.num_sequences + sum(len(job.members) for job in self._computing.values())
+        # Read from other threads too: a list of the values is taken in one go.
+        return self._waiting.num_sequences + sum(len(job.members) for job in list(self._computing.values()))
 
     @property
     def num_running(self) -> int:

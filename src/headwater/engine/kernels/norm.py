@@ -90,7 +90,7 @@ def add_rms_norm(
 def sum_add_rms_norm(
     parts: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, *, dependent: bool = False
 ) -> Tensor:
-    """``add_rms_norm`` of the sum of ``parts`` [parts, tokens, hidden] and the bias, rounded to the residual's dtype."""
+    """``add_rms_norm`` of the sum of ``parts`` [parts, tokens, hidden] and bias, rounded to the residual's dtype."""
     return _launch(parts, bias, residual, weight, eps, 0.0, residual.dtype, dependent)
 
 

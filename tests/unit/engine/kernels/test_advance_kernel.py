@@ -41,7 +41,7 @@ def test_a_batch_over_three_steps():
     batch["alive"][3] = False
     batch["stop_ids"][0, 1] = 40
     batch["stop_ids"][1, 0] = 40
-    batch["min_new"][1] = 2
+    batch["min_new"][1] = 1
 
     step(batch, [10, 40, 12, 13])
     assert batch["alive"].tolist() == [True, True, True, False]
@@ -58,7 +58,7 @@ def test_a_batch_over_three_steps():
     assert batch["last_tokens"].tolist() == [40, 40, 32, 1]
     assert batch["num_generated"].tolist() == [2, 2, 3, 0]
     assert batch["positions"].tolist() == [16, 16, 17, 14]
-    assert batch["context_lens"].tolist() == [17, 17, 18, 15]
+    assert batch["context_lens"].tolist() == [0, 0, 0, 15], "attention reads nothing for a row that has ended"
     assert batch["step_index"].item() == 3
 
 
@@ -84,3 +84,22 @@ def test_a_row_without_a_further_page_writes_to_scratch():
     batch["positions"][0] = 31
     step(batch, [5])
     assert batch["slots"].tolist() == [0]
+
+
+def test_a_stop_counts_only_beyond_the_least_number_of_tokens():
+    batch = state(rows=2)
+    batch["stop_ids"][:, 0] = 40
+    batch["min_new"][:] = torch.tensor([0, 1], dtype=torch.int32)
+    step(batch, [40, 40])
+    assert batch["alive"].tolist() == [False, True]
+    assert batch["context_lens"].tolist() == [0, 16]
+
+
+def test_the_record_may_be_part_of_a_wider_one():
+    batch = state(rows=2)
+    wide_tokens, wide_logprobs = torch.zeros(3, 5, dtype=torch.int32), torch.zeros(3, 5)
+    batch["out_tokens"], batch["out_logprobs"] = wide_tokens.to(DEVICE)[:, :2], wide_logprobs.to(DEVICE)[:, :2]
+    step(batch, [5, 6])
+    step(batch, [7, 8])
+    assert batch["out_tokens"].tolist() == [[5, 6], [7, 8], [0, 0]]
+    assert batch["out_logprobs"].tolist() == [[-5, -6], [-7, -8], [0, 0]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine.kernels.support import HALF, randn
 
-from headwater.engine.kernels.norm import add_rms_norm, rms_norm
+from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
@@ -42,3 +42,22 @@ def test_add_rms_norm_updates_the_residual_and_norms_the_rounded_sum(dtype):
 def test_rows_may_be_a_slice_of_a_wider_tensor():
     wide, weight = randn(4, 200), randn(64, seed=1)
     close(rms_norm(wide[:, 100:164], weight, 1e-6), reference(wide[:, 100:164], weight, 1e-6, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("biased", [False, True])
+def test_parts_are_summed_and_rounded_before_they_reach_the_residual(dtype, num_parts, biased):
+    parts = randn(num_parts, 5, 96)
+    residual, weight = randn(5, 96, dtype=dtype, seed=1), randn(96, dtype=dtype, seed=2)
+    bias = randn(96, dtype=dtype, seed=3) if biased else None
+    product = parts[0].clone()
+    for part in parts[1:]:
+        product += part
+    if bias is not None:
+        product += bias.float()
+    total = product.to(dtype) + residual
+    y = sum_add_rms_norm(parts, bias, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert y.dtype == dtype
+    close(y, reference(total, weight, 1e-5, 0.0))
