@@ -20,8 +20,10 @@ class CpuOps:
         mean_square = norm.square_().div_(x.shape[-1])
         return weight * (wide * mean_square.add_(eps).rsqrt_()).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self.rms_norm(residual.add_(x), weight, eps)
+    def linear_add_rms_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor:
+        return self.rms_norm(residual.add_(F.linear(x, weight, bias)), norm_weight, eps)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -31,18 +33,22 @@ class CpuOps:
         self, qkv: Tensor, rotary: Rotary, slots: Tensor, cache: KVCache, layer: int, norms: HeadNorms | None
     ) -> Tensor:
         spec = cache.spec
+        num_rotated = spec.num_heads + spec.num_kv_heads
         heads = qkv.view(len(qkv), -1, spec.head_dim)
-        query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
         if norms is not None:
-            query, key = self.rms_norm(query, norms.query, norms.eps), self.rms_norm(key, norms.key, norms.eps)
-        cos = rotary.cos[rotary.positions][:, None]
-        sin = rotary.sin[rotary.positions][:, None]
-        cache.store(layer, _rotate(key, cos, sin), value, slots)
-        return _rotate(query, cos, sin)
+            weights = torch.cat((norms.query.expand(spec.num_heads, -1), norms.key.expand(spec.num_kv_heads, -1)))
+            rotated = self.rms_norm(rotated, weights, norms.eps)
+        rotated = _rotate(rotated, *rotary.rows)
+        cache.store(layer, rotated[:, spec.num_heads :], value, slots)
+        return rotated[:, : spec.num_heads]
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``[tokens, heads, head dim]`` turned by the tokens' angles; the second half of the tables repeats the first."""
     half = heads.shape[-1] // 2
-    first, second = heads[..., :half], heads[..., half:]
-    turned = torch.cat((-second, first), dim=-1)
-    return (heads * cos + turned * sin).to(heads.dtype)
+    output = heads * cos[:, None]
+    sin = sin[:, None, :half]
+    output[..., :half].addcmul_(heads[..., half:], sin, value=-1)
+    output[..., half:].addcmul_(heads[..., :half], sin)
+    return output.to(heads.dtype)

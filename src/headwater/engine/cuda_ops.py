@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from headwater.engine.fused_decoder import HeadNorms, Rotary
 from headwater.engine.kernels.activation import silu_and_mul
+from headwater.engine.kernels.dependent_launch import supports_dependent_launch
 from headwater.engine.kernels.matmul import invariant_linear
-from headwater.engine.kernels.norm import add_rms_norm, rms_norm
+from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from headwater.engine.kernels.rope import rope_and_store
+from headwater.engine.kernels.split_linear import split_linear, suggest_slices
 from headwater.engine.kv_cache import KVCache
 
 
 class CudaOps:
+    """``slices(rows, outputs, inputs)`` says into how many a product before a norm is cut; 1 leaves it to cuBLAS.
+
+    ``dependent`` launches our kernels before their predecessors have ended, where the device can.
+    """
+
+    def __init__(self, *, slices: Callable[[int, int, int], int] = suggest_slices, dependent: bool = True) -> None:
+        self._slices = slices
+        self._wants_dependent = dependent
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps, dependent=self._dependent(x))
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return add_rms_norm(x, residual, weight, eps)
+    def linear_add_rms_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor:
+        slices = self._slices(x.shape[0], *weight.shape)
+        if slices > 1:
+            parts = split_linear(x, weight, slices)
+            return sum_add_rms_norm(parts, bias, residual, norm_weight, eps, dependent=self._dependent(x))
+        return add_rms_norm(self.linear(x, weight, bias), residual, norm_weight, eps, dependent=self._dependent(x))
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_and_mul(gate_up)
+        return silu_and_mul(gate_up, dependent=self._dependent(gate_up))
 
     def rope_and_store(
         self, qkv: Tensor, rotary: Rotary, slots: Tensor, cache: KVCache, layer: int, norms: HeadNorms | None
@@ -42,11 +61,19 @@ class CudaOps:
             q_norm=None if norms is None else norms.query,
             k_norm=None if norms is None else norms.key,
             eps=0.0 if norms is None else norms.eps,
+            dependent=self._dependent(qkv),
         )
+
+    def _dependent(self, x: Tensor) -> bool:
+        return self._wants_dependent and supports_dependent_launch(x.device)
 
 
 class InvariantCudaOps(CudaOps):
     """Products in fixed tiles, so that a token's bits do not depend on how many others there are."""
+
+    def __init__(self, *, dependent: bool = True) -> None:
+        # How a sum is cut would depend on the number of rows.
+        super().__init__(slices=lambda rows, outputs, inputs: 1, dependent=dependent)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return invariant_linear(x, weight, bias)

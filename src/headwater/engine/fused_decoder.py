@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,10 @@ class DecoderOps(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add ``x`` to ``residual`` in place and return the norm of the sum."""
+    def linear_add_rms_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor:
+        """Add the product of ``x`` to ``residual`` in place and return the norm of the sum."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
@@ -35,13 +38,35 @@ class DecoderOps(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@runtime_checkable
+class QkvAttention(Protocol):
+    """Attention that rotates and stores by itself."""
+
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: Rotary,
+        slots: Tensor,
+        norms: HeadNorms | None,
+        *,
+        scale: float,
+        window: int,
+    ) -> Tensor: ...
+
+
+@dataclass
 class Rotary:
     """Tables over all positions, and the positions of this pass."""
 
     cos: Tensor
     sin: Tensor
     positions: Tensor
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of this pass, looked up once for all layers."""
+        return self.cos[self.positions], self.sin[self.positions]
 
 
 @dataclass(frozen=True)
@@ -93,14 +118,31 @@ class FusedDecoder:
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
             qkv = ops.linear(hidden, layer.qkv.weight, layer.qkv.bias)
-            query = ops.rope_and_store(qkv, rotary, slots, cache, index, layer.head_norms)
-            attended = attention(index, query, scale=layer.scale, window=layer.window)
-            mixed = ops.linear(attended.flatten(1), layer.output.weight, layer.output.bias)
-            hidden = ops.add_rms_norm(mixed, residual, layer.post_norm, layer.eps)
+            attended = self._attend(index, layer, qkv, rotary, slots, attention, cache)
+            output, down = layer.output, layer.down
+            hidden = ops.linear_add_rms_norm(
+                attended.flatten(1), output.weight, output.bias, residual, layer.post_norm, layer.eps
+            )
             gated = ops.silu_and_mul(ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias))
-            grown = ops.linear(gated, layer.down.weight, layer.down.bias)
-            hidden = ops.add_rms_norm(grown, residual, next_norm, layer.eps)
+            hidden = ops.linear_add_rms_norm(gated, down.weight, down.bias, residual, next_norm, layer.eps)
         return hidden
+
+    def _attend(
+        self,
+        index: int,
+        layer: FusedLayer,
+        qkv: Tensor,
+        rotary: Rotary,
+        slots: Tensor,
+        attention: PagedAttention,
+        cache: KVCache,
+    ) -> Tensor:
+        if isinstance(attention, QkvAttention):
+            return attention.attend_qkv(
+                index, qkv, rotary, slots, layer.head_norms, scale=layer.scale, window=layer.window
+            )
+        query = self._ops.rope_and_store(qkv, rotary, slots, cache, index, layer.head_norms)
+        return attention(index, query, scale=layer.scale, window=layer.window)
 
 
 def _fuse(layer: Any, config: Any) -> FusedLayer:

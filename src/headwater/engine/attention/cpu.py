@@ -16,19 +16,16 @@ class CpuDecode:
     """One query per sequence. The query heads that share a key head stand where a prompt's positions would."""
 
     def __init__(self, cache: KVCache, page_table: Tensor, context_lens: Tensor) -> None:
-        self._cache = cache
-        longest = max(1, int(context_lens.max()))
-        self._slots = _slots_of(page_table, longest, cache.page_tokens)
-        places = torch.arange(longest)
+        self._reader = _PageReader(cache, page_table, int(context_lens.max()))
+        self._places = torch.arange(self._reader.num_tokens)
         # A row without work has no context; letting it see slot 0 keeps its unused result finite.
-        lengths = context_lens.to(torch.int64).clamp(min=1)[:, None]
-        self._places, self._lengths = places, lengths
-        self._full = (places < lengths)[:, None, None, :]
+        self._lengths = context_lens.to(torch.int64).clamp(min=1)[:, None]
+        self._full = (self._places < self._lengths)[:, None, None, :]
 
     def __call__(self, layer: int, query: Tensor, *, scale: float, window: int) -> Tensor:
         num_rows, num_heads, head_dim = query.shape
-        keys, values = _read(self._cache, layer, self._slots)
-        grouped = query.view(num_rows, keys.shape[1], -1, head_dim)
+        keys, values = self._reader.read(layer)
+        grouped = query.reshape(num_rows, keys.shape[1], -1, head_dim)
         mask = self._full
         if window:
             mask = mask & (self._places >= self._lengths - window)[:, None, None, :]
@@ -42,7 +39,6 @@ class CpuPrefill:
     def __init__(
         self, cache: KVCache, page_table: Tensor, query_lens: Sequence[int], context_lens: Sequence[int]
     ) -> None:
-        self._cache = cache
         starts = np.concatenate([[0], np.cumsum(query_lens)])
         batches: dict[tuple[int, int], list[int]] = {}
         for place, (num_queries, num_keys) in enumerate(zip(query_lens, context_lens, strict=True)):
@@ -70,19 +66,18 @@ class _PaddedChunks:
     def __init__(
         self, cache: KVCache, page_table: Tensor, starts: np.ndarray, query_lens: np.ndarray, context_lens: np.ndarray
     ) -> None:
-        self._cache = cache
-        num_queries, num_keys = int(query_lens.max()), int(context_lens.max())
-        self._slots = _slots_of(page_table, num_keys, cache.page_tokens)
+        num_queries = int(query_lens.max())
+        self._reader = _PageReader(cache, page_table, int(context_lens.max()))
         offsets = np.arange(num_queries)
         self._present = torch.from_numpy(offsets[None, :] < query_lens[:, None])
         # A padded query repeats its chunk's last one, and its result is dropped.
         clipped = np.minimum(offsets[None, :], query_lens[:, None] - 1)
         self._index = torch.from_numpy(starts[:, None] + clipped)
         positions = torch.from_numpy((context_lens - query_lens)[:, None] + clipped)
-        self._distance = positions[:, None, :, None] - torch.arange(num_keys)
+        self._distance = positions[:, None, :, None] - torch.arange(self._reader.num_tokens)
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float, window: int) -> None:
-        keys, values = _read(self._cache, layer, self._slots)
+        keys, values = self._reader.read(layer)
         mask = self._distance >= 0
         if window:
             mask &= self._distance < window
@@ -93,18 +88,22 @@ class _PaddedChunks:
         output[self._index[self._present]] = attended.transpose(1, 2)[self._present]
 
 
-def _slots_of(page_table: Tensor, num_tokens: int, page_tokens: int) -> Tensor:
-    """``[sequences, num_tokens]``: where each sequence keeps its first tokens."""
-    num_pages = -(-num_tokens // page_tokens)
-    pages = page_table[:, :num_pages].to(torch.int64)
-    slots = pages[:, :, None] * page_tokens + torch.arange(page_tokens)
-    return slots.flatten(1)[:, :num_tokens]
+class _PageReader:
+    """Copies the pages of every sequence side by side, layer by layer, into the same memory."""
 
+    def __init__(self, cache: KVCache, page_table: Tensor, num_tokens: int) -> None:
+        num_pages = max(1, -(-num_tokens // cache.page_tokens))
+        self._cache = cache
+        self._pages = page_table[:, :num_pages].to(torch.int64).flatten()
+        self.num_tokens = num_pages * cache.page_tokens
+        keys, _ = cache.layer(0)
+        # One piece of memory for the whole pass: asking the system for it again at each layer costs more than the copy.
+        self._copies = [keys.new_empty((len(self._pages), *keys.shape[1:])) for _ in range(2)]
+        self._shape = (len(page_table), self.num_tokens, *keys.shape[2:])
 
-def _read(cache: KVCache, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values at ``slots`` as ``[sequences, kv heads, tokens, head dim]``."""
-    keys, values = (
-        flat.index_select(0, slots.flatten()).view(*slots.shape, *flat.shape[1:]).transpose(1, 2)
-        for flat in cache.flat_layer(layer)
-    )
-    return keys, values
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values as ``[sequences, kv heads, tokens, head dim]``, valid until the next call."""
+        for pages, copy in zip(self._cache.layer(layer), self._copies, strict=True):
+            torch.index_select(pages, 0, self._pages, out=copy)
+        keys, values = (copy.view(self._shape).transpose(1, 2) for copy in self._copies)
+        return keys, values

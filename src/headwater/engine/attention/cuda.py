@@ -8,7 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.engine.kernels.decode_attention import paged_decode_attention, suggest_num_splits
+from headwater.engine.fused_decoder import HeadNorms, Rotary
+from headwater.engine.kernels.decode_attention import (
+    RotaryInputs,
+    paged_decode_attention,
+    rotary_decode_attention,
+    split_counters,
+    suggest_num_splits,
+)
+from headwater.engine.kernels.dependent_launch import supports_dependent_launch
 from headwater.engine.kernels.prefill_attention import (
     build_tiles,
     default_config,
@@ -21,12 +29,29 @@ _TYPICAL_CONTEXT = 1024
 
 
 class CudaDecode:
-    """One query per row; rows without work have no context."""
+    """One query per row; rows without work have no context. Every layer of a pass uses the same one, in order.
 
-    def __init__(self, cache: KVCache, page_table: Tensor, context_lens: Tensor) -> None:
+    ``dependent`` launches kernels before their predecessors have ended, where the device can; ``counts_splits`` lets the
+    last split of a row combine them all, in place of a second launch.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        page_table: Tensor,
+        context_lens: Tensor,
+        *,
+        dependent: bool = True,
+        counts_splits: bool = True,
+    ) -> None:
         self._cache = cache
         self._page_table, self._context_lens = page_table, context_lens
-        self._num_splits = suggest_num_splits(len(context_lens), cache.spec.num_kv_heads, _TYPICAL_CONTEXT)
+        num_rows, num_kv_heads = len(context_lens), cache.spec.num_kv_heads
+        self._num_splits = suggest_num_splits(num_rows, num_kv_heads, _TYPICAL_CONTEXT)
+        self._dependent = dependent and supports_dependent_launch(context_lens.device)
+        self._counters: Tensor | None = None
+        if counts_splits and self._num_splits > 1:
+            self._counters = split_counters(num_rows, num_kv_heads, context_lens.device)
 
     def __call__(self, layer: int, query: Tensor, *, scale: float, window: int) -> Tensor:
         keys, values = self._cache.layer(layer)
@@ -38,7 +63,46 @@ class CudaDecode:
             self._context_lens,
             scale,
             num_splits=self._num_splits,
+            counters=self._counters,
             window=window,
+            dependent=self._dependent,
+        )
+
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: Rotary,
+        slots: Tensor,
+        norms: HeadNorms | None,
+        *,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        """Rotate, store and attend in one launch."""
+        keys, values = self._cache.layer(layer)
+        inputs = RotaryInputs(
+            rotary.cos,
+            rotary.sin,
+            rotary.positions,
+            slots,
+            q_norm=None if norms is None else norms.query,
+            k_norm=None if norms is None else norms.key,
+            eps=0.0 if norms is None else norms.eps,
+        )
+        return rotary_decode_attention(
+            qkv,
+            inputs,
+            keys,
+            values,
+            self._page_table,
+            self._context_lens,
+            scale,
+            num_heads=self._cache.spec.num_heads,
+            num_splits=self._num_splits,
+            counters=self._counters,
+            window=window,
+            dependent=self._dependent,
         )
 
 

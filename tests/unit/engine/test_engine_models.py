@@ -1,0 +1,217 @@
+"""The engine against transformers, architecture by architecture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.engine_parts import (
+    KINDS,
+    assert_same,
+    build,
+    distribution,
+    full_pass,
+    logits_after,
+    make_model,
+    reference,
+    request,
+    running,
+    tokens_of,
+)
+from tiny import tokenizer
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig
+
+from headwater.config.schema import EngineConfig
+from headwater.core.errors import ModelError
+from headwater.engine.cpu_ops import CpuOps
+from headwater.engine.engine import Engine
+from headwater.engine.model_spec import FUSED, SUPPORTED
+from headwater.engine.runner import Runner
+
+LENGTHS = (1, 2, 15, 16, 17, 40)
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def limit(request):
+    request.node.add_marker(pytest.mark.timeout(60))
+
+
+def generated(model, prompt, max_new_tokens, **settings):
+    tokens = torch.tensor([prompt])
+    output = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=max_new_tokens, **settings
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def test_every_supported_architecture_is_tested_here():
+    assert {make_model(kind).config.model_type for kind in KINDS} == set(SUPPORTED)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_transformers_generate(kind):
+    requests = [request(tokens_of(length), temperature=0.0, max_new_tokens=24) for length in LENGTHS]
+    with running(make_model(kind)) as engine:
+        responses = engine.generate(requests)
+    expected = [generated(reference(kind), each.input_tokens, 24, eos_token_id=None) for each in requests]
+    assert [list(each.output_tokens) for each in responses] == expected
+    assert len({token for tokens in expected for token in tokens}) > 20, "a model that says one thing shows nothing"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_ends_at_the_end_token_as_generate_does(kind):
+    prompt = tokens_of(9)
+    model = make_model(kind)
+    end = generated(reference(kind), prompt, 12, eos_token_id=None)[7]
+    model.generation_config.eos_token_id = end
+    with running(model) as engine:
+        [response] = engine.generate([request(prompt, temperature=0.0, ignore_end=False)])
+    assert list(response.output_tokens) == generated(reference(kind), prompt, 12, eos_token_id=end)
+    assert (response.stop_reason, response.output_tokens[-1]) == ("stop", end)
+
+
+SETTINGS = {
+    "plain": {},
+    "cold": {"temperature": 0.3},
+    "hot": {"temperature": 1.7},
+    "top_k": {"top_k": 5},
+    "top_p": {"temperature": 0.7, "top_p": 0.6},
+    "min_p": {"min_p": 0.2},
+    "all": {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "min_p": 0.05},
+    "greedy": {"temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_are_those_of_a_full_forward_pass(kind):
+    requests = [
+        request(tokens_of(length), key, max_new_tokens=20, **SETTINGS["hot" if key % 2 else "plain"])
+        for key, length in enumerate(LENGTHS)
+    ]
+    with running(make_model(kind)) as engine:
+        for asked, response in zip(requests, engine.generate(requests), strict=True):
+            expected = full_pass(reference(kind), response, asked.sampling)
+            assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_logprobs_are_those_of_the_distribution_that_was_drawn_from(name, deterministic):
+    requests = [request(tokens_of(length), key, **SETTINGS[name]) for key, length in enumerate((3, 17, 18))]
+    # A neighbour of another kind: what it needs must not touch the others.
+    neighbours = [request(tokens_of(5), 9, **other) for other in SETTINGS.values()]
+    with running(deterministic=deterministic) as engine:
+        responses = engine.generate([*requests, *neighbours])
+    for asked, response in zip(requests, responses, strict=False):
+        expected = full_pass(reference(), response, asked.sampling)
+        assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_least_number_of_tokens_is_part_of_the_distribution():
+    """Stop tokens are forbidden at first, so the others share their probability."""
+    stops = tuple(range(6, 18))
+    asked = [request(tokens_of(8), key, min_new_tokens=6, stop_token_ids=stops, max_new_tokens=10) for key in range(8)]
+    with running() as engine:
+        responses = engine.generate(asked)
+    for each, one in zip(responses, asked, strict=True):
+        logits = logits_after(reference(), (*each.input_tokens, *each.output_tokens[:-1]))[len(each.input_tokens) - 1 :]
+        logits[:6, list(stops)] = -torch.inf
+        expected = [
+            float(distribution(row, one.sampling)[token]) for row, token in zip(logits, each.output_tokens, strict=True)
+        ]
+        assert each.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if make_model(kind).config.model_type in FUSED])
+def test_the_fused_decoder_agrees_with_transformers_own_layers(kind, monkeypatch):
+    requests = [request(tokens_of(length), key) for key, length in enumerate(LENGTHS)]
+    with running(make_model(kind)) as engine:
+        assert engine._runner._fused is not None
+        fused = engine.generate(requests)
+
+    def unfused(model, spec, cache, rows, *, deterministic):
+        return Runner(model, spec, cache, rows, CpuOps(), fused=False)
+
+    monkeypatch.setattr("headwater.engine.engine.make_runner", unfused)
+    with running(make_model(kind)) as engine:
+        assert engine._runner._fused is None
+        assert_same(engine.generate(requests), fused)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deterministic_mode_computes_the_same_model(kind):
+    requests = [request(tokens_of(length), temperature=0.0) for length in LENGTHS]
+    with running(make_model(kind), deterministic=True) as engine:
+        for asked, response in zip(requests, engine.generate(requests), strict=True):
+            assert list(response.output_tokens) == generated(reference(kind), asked.input_tokens, 12, eos_token_id=None)
+            expected = full_pass(reference(kind), response, asked.sampling)
+            assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 2, 32, 256])
+def test_the_size_of_a_page_changes_nothing(page_tokens):
+    requests = [request(tokens_of(length), key) for key, length in enumerate(LENGTHS)]
+    with running() as engine:
+        usual = engine.generate(requests)
+    with running(page_tokens=page_tokens) as engine:
+        assert_same(engine.generate(requests), usual)
+
+
+def refused(config):
+    with pytest.raises(ModelError) as caught:
+        Engine(build(config), tokenizer(), EngineConfig())
+    return str(caught.value)
+
+
+def test_an_unsupported_architecture_is_refused_by_name():
+    message = refused(GPT2Config(vocab_size=512, n_embd=32, n_layer=1, n_head=2, eos_token_id=1))
+    assert "does not run gpt2 models" in message
+    assert "qwen3" in message
+    mixtral = MixtralConfig(**{**SHAPE, "num_local_experts": 2}, sliding_window=None)
+    assert "does not run mixtral models" in refused(mixtral)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope"])
+def test_rotary_embeddings_that_change_with_the_length_are_refused(kind):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 128}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    assert repr(kind) in refused(LlamaConfig(**SHAPE, rope_parameters=rope))
+
+
+def test_one_such_embedding_among_several_is_enough_to_refuse():
+    plain, yarn = {"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    ropes = {"sliding_attention": plain, "full_attention": yarn}
+    assert "'yarn'" in refused(Gemma3TextConfig(**SHAPE, rope_parameters=ropes))
+
+
+def test_an_activation_the_fused_layers_do_not_compute_is_computed_by_transformers_own():
+    config = LlamaConfig(**SHAPE, initializer_range=0.18, hidden_act="gelu")
+    prompt = tokens_of(12)
+    with running(build(config)) as engine:
+        [response] = engine.generate([request(prompt, temperature=0.0)])
+    assert list(response.output_tokens) == generated(build(config), prompt, 12, eos_token_id=None)
+
+
+def test_capped_logits_are_computed_or_refused():
+    config = Gemma3TextConfig(**SHAPE, initializer_range=0.18, final_logit_softcapping=2.0)
+    try:
+        engine = Engine(build(config), tokenizer(), EngineConfig())
+    except ModelError as error:
+        assert "final_logit_softcapping" in str(error)  # noqa: PT017  either answer is right, a wrong number is not
+        return
+    asked = request(tokens_of(12))
+    [response] = engine.generate([asked])
+    engine.close()
+    assert response.output_logprobs == pytest.approx(full_pass(build(config), response, asked.sampling), abs=1e-4)
