@@ -1,9 +1,10 @@
 """Check and time the engine's Triton kernels on a CUDA device.
 
-    PYTHONPATH=src python benchmarks/kernels.py --out kernels.json
+    PYTHONPATH=src python benchmarks/engine_kernels.py --out kernels.json
 
 Times are microseconds per call inside a replayed CUDA graph. Every call of a graph reads other weights or another
-cache, so that the second-level cache does not stand in for memory.
+cache, so that the second-level cache does not stand in for memory. The section ``layer`` times the decoder itself, all
+layers of a random model in one graph, and gives the time per layer.
 """
 
 from __future__ import annotations
@@ -15,24 +16,29 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+from headwater.engine.attention.cuda import CudaDecode
+from headwater.engine.cuda_ops import CudaOps, InvariantCudaOps
+from headwater.engine.fused_decoder import FusedDecoder
 from headwater.engine.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from headwater.engine.kernels.advance import MAX_STOP_IDS, advance
-from headwater.engine.kernels.decode_attention import DecodeConfig, paged_decode_attention, suggest_num_splits
-from headwater.engine.kernels.matmul import (
-    MatmulConfig,
-    gate_up_silu,
-    invariant_linear,
-    split_k_counters,
-    split_k_linear,
+from headwater.engine.kernels.decode_attention import (
+    DecodeConfig,
+    RotaryInputs,
+    paged_decode_attention,
+    rotary_decode_attention,
+    split_counters,
 )
-from headwater.engine.kernels.norm import add_rms_norm, rms_norm
+from headwater.engine.kernels.matmul import invariant_linear
+from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from headwater.engine.kernels.prefill_attention import (
     PrefillConfig,
     build_tiles,
@@ -42,6 +48,9 @@ from headwater.engine.kernels.prefill_attention import (
 )
 from headwater.engine.kernels.rope import rope_and_store
 from headwater.engine.kernels.sampling import sample_tokens
+from headwater.engine.kernels.split_linear import possible_slices, split_linear, suggest_slices
+from headwater.engine.kv_cache import KVCache
+from headwater.engine.model_spec import ModelSpec
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -49,6 +58,7 @@ PAGE = 64
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCABULARY = 12, 2, 128, 1536, 8960, 151936
 CALLS = 28
 COLD_BYTES = 500e6
+ROWS = (8, 64, 256, 1024)
 
 
 class Report:
@@ -116,11 +126,15 @@ def randn(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
 
 
 class Cache:
-    """A paged cache of rows with the given lengths, on shuffled pages."""
+    """A paged cache of rows with the given lengths, on shuffled pages.
+
+    Each group of ``group`` consecutive rows shares its first ``shared_pages`` pages, as the samples of a prompt do.
+    """
 
     def __init__(
-        self, lengths: Sequence[int], kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM, dtype: torch.dtype = BF16
-    ) -> None:
+        self, lengths: Sequence[int], kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM, dtype: torch.dtype = BF16,
+        *, group: int = 1, shared_pages: int = 0,
+    ) -> None:  # fmt: skip
         counts = [max(1, -(-length // PAGE)) for length in lengths]
         num_pages = 1 + sum(counts)
         self.k = randn(num_pages, kv_heads, PAGE, head_dim, dtype=dtype)
@@ -132,10 +146,14 @@ class Cache:
         for row, count in enumerate(counts):
             table[row, :count] = ids[taken : taken + count]
             taken += count
+        for row in range(len(lengths)):
+            table[row, :shared_pages] = table[row - row % group, :shared_pages]
         self.table = table.to(CUDA)
         self.lengths = list(lengths)
         self.contexts = torch.tensor(self.lengths, dtype=torch.int32, device=CUDA)
-        self.bytes = 2 * sum(lengths) * kv_heads * head_dim * self.k.element_size()
+        last = (self.contexts.long() - 1).clamp(min=0)
+        pages = self.table.long().gather(1, last[:, None] // PAGE)[:, 0]
+        self.last_slots = torch.where(self.contexts > 0, pages * PAGE + last % PAGE, 0)
 
     def row(self, row: int) -> tuple[Tensor, Tensor]:
         pages = self.table[row].long()
@@ -166,6 +184,52 @@ def check_decode(report: Report) -> None:
             assert not actual[0].any(), "a row without context must give zeros"
             name = f"decode {str(dtype)[6:]} d={head_dim} splits={splits}"
             report.add("check", name, relative_error=relative_error(actual[1:], expected))
+        counters = split_counters(len(q), kv_heads, CUDA)
+        for dependent in (False, True):
+            torch.cuda.synchronize()
+            counted = [
+                paged_decode_attention(
+                    q, cache.k, cache.v, cache.table, cache.contexts, 0.09,
+                    num_splits=4, counters=counters, dependent=dependent,
+                )
+                for _ in range(20)
+            ]  # fmt: skip
+            report.add(
+                "check",
+                f"decode {str(dtype)[6:]} d={head_dim} counted dependent={dependent}",
+                relative_error=relative_error(counted[0][1:], expected),
+                repeatable=all(torch.equal(counted[0], each) for each in counted),
+                counters_zero=not bool(counters.any()),
+            )
+        check_rotary_decode(report, cache, heads, dtype)
+
+
+def check_rotary_decode(report: Report, cache: Cache, heads: int, dtype: torch.dtype) -> None:
+    rows, kv_heads, head_dim = len(cache.lengths), cache.k.shape[1], cache.k.shape[3]
+    for norms in ((None, None), (randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype))):
+        qkv = randn(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+        angles = torch.rand(4096, head_dim // 2, device=CUDA) * 6.3
+        positions, slots = (cache.contexts.long() - 1).clamp(min=0), cache.last_slots
+        rotary = RotaryInputs(angles.cos(), angles.sin(), positions, slots, *norms, 1e-6)
+        k, v = cache.k.clone(), cache.v.clone()
+        query = rope_and_store(qkv, rotary.cos, rotary.sin, positions, slots, k, v, heads, *norms, 1e-6)
+        for splits in (1, 5):
+            expected = paged_decode_attention(query, k, v, cache.table, cache.contexts, 0.09, num_splits=splits)
+            own_k, own_v = cache.k.clone(), cache.v.clone()
+            counters = split_counters(rows, kv_heads, CUDA)
+            torch.cuda.synchronize()
+            actual = rotary_decode_attention(
+                qkv, rotary, own_k, own_v, cache.table, cache.contexts, 0.09,
+                num_heads=heads, num_splits=splits, counters=counters, dependent=True,
+            )  # fmt: skip
+            report.add(
+                "check",
+                f"rotary decode {str(dtype)[6:]} d={head_dim} norms={norms[0] is not None} splits={splits}",
+                relative_error=relative_error(actual, expected),
+                keys_error=relative_error(own_k[1:], k[1:]),
+                values_same_bits=torch.equal(own_v[1:], v[1:]),
+                scratch_untouched=torch.equal(own_k[0], cache.k[0]),
+            )
 
 
 def prefill(cache: Cache, q: Tensor, chunks: list[tuple[int, int, int]], config: PrefillConfig | None = None) -> Tensor:
@@ -229,28 +293,31 @@ def check_sampler(report: Report) -> None:
 
 
 def check_matmul(report: Report) -> None:
-    counters = split_k_counters(CUDA)
-    x, weight = randn(1000, HIDDEN), randn(2048, HIDDEN, scale=0.03)
-    bias, residual = randn(2048), randn(1000, 2048)
+    x, weight, bias = randn(1000, HIDDEN), randn(2048, HIDDEN, scale=0.03), randn(2048)
     whole = invariant_linear(x, weight, bias)
     same = all(torch.equal(whole[:rows], invariant_linear(x[:rows], weight, bias)) for rows in (1, 8, 64, 65, 256))
     exact = F.linear(x.double(), weight.double(), bias.double())
     report.add("check", "invariant_linear", relative_error=relative_error(whole, exact), same_bits=same)
-    for rows in (1, 8, 64, 256, 1000):
-        actual = split_k_linear(x[:rows], weight, bias, residual[:rows], counters=counters)
-        again = [split_k_linear(x[:rows], weight, bias, residual[:rows], counters=counters) for _ in range(20)]
-        report.add(
-            "check",
-            f"split_k_linear rows={rows}",
-            relative_error=relative_error(actual, exact[:rows] + residual[:rows]),
-            repeatable=all(torch.equal(actual, each) for each in again),
-            counters_zero=not bool(counters.any()),
-        )
-    weight = randn(2 * INTERMEDIATE, HIDDEN, scale=0.03)
-    for rows in (8, 64, 256):
-        gate, up = F.linear(x[:rows].double(), weight.double()).chunk(2, -1)
-        actual = gate_up_silu(x[:rows], weight)
-        report.add("check", f"gate_up_silu rows={rows}", relative_error=relative_error(actual, F.silu(gate) * up))
+    for name in ("o", "down"):
+        outputs, inputs = GEMMS[name]
+        weight, bias, norm_weight = randn(outputs, inputs, scale=0.03), randn(outputs), randn(outputs)
+        for rows in (1, 8, 256):
+            x, residual = randn(rows, inputs), randn(rows, outputs)
+            exact = F.linear(x.double(), weight.double(), bias.double())
+            plain_residual = residual.clone()
+            plain = add_rms_norm(F.linear(x, weight, bias), plain_residual, norm_weight, 1e-6)
+            for slices in possible_slices(inputs)[1:]:
+                torch.cuda.synchronize()
+                parts = split_linear(x, weight, slices)
+                total = residual.clone()
+                y = sum_add_rms_norm(parts, bias, total, norm_weight, 1e-6, dependent=True)
+                report.add(
+                    "check",
+                    f"split_linear {name} rows={rows} slices={slices}",
+                    relative_error=relative_error(parts.double().sum(0) + bias.double(), exact),
+                    residual_difference=relative_error(total, plain_residual),
+                    norm_difference=relative_error(y, plain),
+                )
 
 
 def check_small(report: Report) -> None:
@@ -304,39 +371,72 @@ DECODE_CONFIGS = [
     DecodeConfig(32, 4, 4),
     DecodeConfig(32, 4, 3),
     DecodeConfig(32, 2, 4),
-    DecodeConfig(64, 4, 3),
-    DecodeConfig(64, 8, 3),
-    DecodeConfig(64, 4, 2),
     DecodeConfig(16, 2, 6),
 ]
 
 
-def time_decode(
-    report: Report, rows: int, context: int, configs: Sequence[DecodeConfig], splits: Sequence[int], heads: int = HEADS,
-    kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM,
-) -> None:  # fmt: skip
-    lengths = [context - row % PAGE for row in range(rows)]
-    num_bytes = 2 * sum(lengths) * kv_heads * head_dim * 2
-    caches = [Cache(lengths, kv_heads, head_dim) for _ in range(sets_for(num_bytes))]
-    q = randn(rows, heads, head_dim)
-    for config in configs:
-        for num_splits in splits:
-            name = f"rows={rows} context={context} d={head_dim}"
-            label = f"n={config.block_n} warps={config.num_warps} stages={config.num_stages} splits={num_splits}"
+@dataclass(frozen=True)
+class DecodeCase:
+    rows: int
+    context: int
+    splits: int = 1
+    counted: bool = False
+    dependent: bool = False
+    rotary: bool = False
+    shared_pages: int = 0
+    config: DecodeConfig | None = None
 
-            def work(
-                config: DecodeConfig = config, num_splits: int = num_splits, name: str = name, label: str = label
-            ) -> None:
-                def call(index: int) -> Tensor:
-                    cache = caches[index]
-                    return paged_decode_attention(
-                        q, cache.k, cache.v, cache.table, cache.contexts, 0.09, num_splits=num_splits, config=config
-                    )
 
-                us = microseconds(call, len(caches))
-                report.add("decode", name, config=label, us=us, tb_s=num_bytes / us / 1e6)
+def time_decode(report: Report, case: DecodeCase) -> None:
+    rows, config = case.rows, case.config or DECODE_CONFIGS[0]
+    name = f"rows={rows} context={case.context} splits={case.splits} shared_pages={case.shared_pages}"
+    label = f"n={config.block_n}/{config.num_warps}/{config.num_stages}"
+    label += " counted" * case.counted + " dependent" * case.dependent + " rotary" * case.rotary
 
-            report.try_to("decode", f"{name} {label}", work)
+    def work() -> None:
+        lengths = [case.context - row % PAGE for row in range(rows)]
+        num_bytes = 2 * sum(lengths) * KV_HEADS * HEAD_DIM * 2
+        caches = [Cache(lengths, group=16, shared_pages=case.shared_pages) for _ in range(sets_for(num_bytes))]
+        counters = split_counters(rows, KV_HEADS, CUDA) if case.counted else None
+        qkv = randn(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        query = randn(rows, HEADS, HEAD_DIM)
+        tables = randn(4096, HEAD_DIM // 2, dtype=torch.float32), randn(4096, HEAD_DIM // 2, dtype=torch.float32)
+        positions = torch.tensor([length - 1 for length in lengths], device=CUDA)
+
+        def call(index: int) -> Tensor:
+            cache = caches[index]
+            inputs = cache.k, cache.v, cache.table, cache.contexts, 0.09
+            if case.rotary:
+                # Every row writes to a page of its own, the way it does in a decode step.
+                rotary = RotaryInputs(*tables, positions, cache.last_slots)
+                return rotary_decode_attention(
+                    qkv, rotary, *inputs, num_heads=HEADS, num_splits=case.splits, counters=counters,
+                    dependent=case.dependent, config=config,
+                )  # fmt: skip
+            return paged_decode_attention(
+                query, *inputs, num_splits=case.splits, counters=counters, dependent=case.dependent, config=config
+            )
+
+        us = microseconds(call, len(caches))
+        report.add("decode", name, how=label, us=us, tb_s=num_bytes / us / 1e6)
+
+    report.try_to("decode", f"{name} {label}", work)
+
+
+def decode_cases() -> list[DecodeCase]:
+    """What the attention of a decode step could look like, the more telling cases first."""
+    cases = []
+    for rows, splits in ((256, 1), (64, 4), (8, 6), (1024, 1)):
+        for rotary in (False, True):
+            for dependent in (False, True):
+                cases.append(DecodeCase(rows, 384, splits, splits > 1, dependent, rotary))  # noqa: PERF401
+    cases += [DecodeCase(256, 384, splits, counted) for splits in (2, 3) for counted in (False, True)]
+    cases += [DecodeCase(64, 384, splits, counted) for splits in (2, 3, 4) for counted in (False, True)]
+    cases += [DecodeCase(8, 384, splits, counted) for splits in (6, 12) for counted in (False, True)]
+    cases += [DecodeCase(rows, 384, shared_pages=pages) for rows in (256, 1024) for pages in (2, 4)]
+    cases += [DecodeCase(256, 384, config=config) for config in DECODE_CONFIGS[1:]]
+    cases += [DecodeCase(256, 640), DecodeCase(1024, 640)]
+    return cases
 
 
 GEMMS = {
@@ -347,69 +447,196 @@ GEMMS = {
     "lm_head": (VOCABULARY, HIDDEN),
 }
 
-SPLIT_K_CONFIGS = {
-    8: [MatmulConfig(16, 64, 128, 4, 4, 8), MatmulConfig(16, 64, 128, 4, 4, 4)],
-    64: [
-        MatmulConfig(64, 64, 64, 4, 4, 8),
-        MatmulConfig(64, 64, 64, 4, 4, 4),
-        MatmulConfig(32, 64, 128, 4, 4, 4),
-    ],
-    256: [
-        MatmulConfig(64, 64, 64, 4, 4, 4),
-        MatmulConfig(128, 64, 64, 8, 4, 4),
-        MatmulConfig(128, 64, 64, 8, 4, 2),
-        MatmulConfig(128, 128, 64, 8, 4, 4),
-    ],
-}
 
-GATE_UP_CONFIGS = {
-    8: [MatmulConfig(16, 64, 64, 4, 4), MatmulConfig(16, 64, 128, 4, 3)],
-    64: [MatmulConfig(64, 64, 64, 4, 4), MatmulConfig(64, 128, 64, 8, 3)],
-    256: [MatmulConfig(128, 64, 64, 8, 4), MatmulConfig(128, 128, 64, 8, 3), MatmulConfig(256, 64, 64, 8, 3)],
-    1024: [MatmulConfig(128, 128, 64, 8, 3), MatmulConfig(256, 64, 64, 8, 3)],
-}
-
-
-def time_gemms(report: Report, name: str, tokens: Sequence[int]) -> None:
+def time_gemms(report: Report, name: str) -> None:
     outputs, inputs = GEMMS[name]
     weights = [randn(outputs, inputs, scale=0.03) for _ in range(sets_for(outputs * inputs * 2))]
     calls = 6 if name == "lm_head" else CALLS
-    counters = split_k_counters(CUDA)
-
-    def measure(rows: int, label: str, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    for rows in ROWS:
         x = randn(rows, inputs)
-
-        def work() -> None:
-            us = microseconds(lambda index: product(x, weights[index]), len(weights), calls)
+        for label, product in (("cublas", F.linear), ("invariant", invariant_linear)):
+            us = microseconds(lambda index, x=x, product=product: product(x, weights[index]), len(weights), calls)
             num_bytes = 2.0 * (outputs * inputs + rows * (inputs + outputs))
             tflop_s = 2.0 * rows * inputs * outputs / us / 1e6
             report.add("gemm", f"{name} rows={rows}", how=label, us=us, tb_s=num_bytes / us / 1e6, tflop_s=tflop_s)
 
-        report.try_to("gemm", f"{name} rows={rows} {label}", work)
 
-    for rows in tokens:
-        measure(rows, "cublas", F.linear)
-        if rows in (8, 256):
-            measure(rows, "invariant", invariant_linear)
-        if name == "gate_up":
-            measure(rows, "cublas + silu_and_mul", lambda x, weight: silu_and_mul(F.linear(x, weight)))
-            for config in GATE_UP_CONFIGS.get(rows, []):
-                label = f"gate_up_silu {short(config)}"
-                measure(rows, label, lambda x, weight, config=config: gate_up_silu(x, weight, config=config))
-        elif name != "lm_head":
-            for config in SPLIT_K_CONFIGS.get(rows, []):
-                measure(
-                    rows,
-                    f"split_k {short(config)}",
-                    lambda x, weight, config=config: split_k_linear(x, weight, counters=counters, config=config),
-                )
+BestSlices = dict[tuple[int, int, int], int]
 
 
-def short(config: MatmulConfig) -> str:
-    return (
-        f"{config.block_m}x{config.block_n}x{config.block_k} warps={config.num_warps} "
-        f"stages={config.num_stages} split={config.split_k}"
-    )
+def time_slices(report: Report, name: str, best: BestSlices) -> None:
+    """A product and the norm after it, for every number of slices; the fastest goes into ``best``."""
+    outputs, inputs = GEMMS[name]
+    weights = [randn(outputs, inputs, scale=0.03) for _ in range(sets_for(outputs * inputs * 2))]
+    norm_weight = randn(outputs)
+    for rows in (*ROWS[:-1], 512, ROWS[-1]):
+        x, residual = randn(rows, inputs), randn(rows, outputs)
+        times = {}
+        for slices in possible_slices(inputs) if rows <= 512 else [1, 2]:
+
+            def call(index: int, slices: int = slices, x: Tensor = x, residual: Tensor = residual) -> Tensor:
+                if slices == 1:
+                    return add_rms_norm(F.linear(x, weights[index]), residual, norm_weight, 1e-6)
+                return sum_add_rms_norm(split_linear(x, weights[index], slices), None, residual, norm_weight, 1e-6)
+
+            times[slices] = microseconds(call, len(weights))
+        best[rows, outputs, inputs] = min(times, key=times.__getitem__)
+        report.add(
+            "split",
+            f"{name} + norm rows={rows}",
+            best=best[rows, outputs, inputs],
+            suggested=suggest_slices(rows, outputs, inputs),
+            **{f"us_{slices}": us for slices, us in times.items()},
+        )
+
+
+# The whole layer
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a decode step."""
+
+    name: str
+    slices: Callable[[int, int, int], int]
+    dependent: bool
+    rotary: bool
+    counts: bool
+
+
+def variants(best: BestSlices) -> list[Variant]:
+    def one(rows: int, outputs: int, inputs: int) -> int:
+        return 1
+
+    def measured(rows: int, outputs: int, inputs: int) -> int:
+        return best.get((rows, outputs, inputs)) or suggest_slices(rows, outputs, inputs)
+
+    return [
+        Variant("baseline", one, False, False, False),
+        Variant("+1 slices (best measured)", measured, False, False, False),
+        Variant("+2 dependent launch", one, True, False, False),
+        Variant("+3 rotary in attention", one, False, True, False),
+        Variant("+5 splits counted", one, False, False, True),
+        Variant("all", measured, True, True, True),
+        Variant("all but 1", one, True, True, True),
+        Variant("all but 2", measured, False, True, True),
+        Variant("as shipped", suggest_slices, True, True, True),
+    ]
+
+
+def random_model() -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=4096, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=CALLS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=4096,
+    )  # fmt: skip
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(BF16)
+    try:
+        with CUDA:
+            model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(default)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=0.5)
+    return model
+
+
+class LayerBench:
+    """Decode steps of a random model in all their variants."""
+
+    def __init__(self, model: Any, rows: int, context: int) -> None:
+        self.spec = ModelSpec.of(model)
+        self.model = model
+        pages_per_row = -(-context // PAGE)
+        self.cache = KVCache(self.spec, 1 + rows * pages_per_row, PAGE)
+        for layer in range(self.spec.num_layers):
+            for each in self.cache.layer(layer):
+                each.normal_()
+        self.lengths = context - torch.arange(rows, device=CUDA, dtype=torch.int32) % PAGE
+        self.positions = self.lengths.long() - 1
+        table = 1 + torch.randperm(rows * pages_per_row, device=CUDA).view(rows, pages_per_row)
+        self.table = F.pad(table, (0, -pages_per_row % 16)).to(torch.int32)
+        pages = table.gather(1, self.positions[:, None] // PAGE)[:, 0]
+        self.slots = pages * PAGE + self.positions % PAGE
+        # Two batches, so that a kernel that reads before its predecessor has written shows: it finds the other's.
+        self.batches = torch.randint(0, self.spec.vocab_size, (2, rows), device=CUDA)
+        self.ids = self.batches[0].clone()
+
+    def step(self, variant: Variant) -> Callable[[], Tensor]:
+        decoder = FusedDecoder(self.model, self.spec, CudaOps(slices=variant.slices, dependent=variant.dependent))
+
+        def run() -> Tensor:
+            decode = CudaDecode(
+                self.cache, self.table, self.lengths, dependent=variant.dependent, counts_splits=variant.counts
+            )
+            # A bound method is an attention that takes queries and nothing more.
+            attention: Any = decode if variant.rotary else decode.__call__
+            return decoder(self.ids, self.positions, self.slots, attention, self.cache)
+
+        return run
+
+    def invariant(self) -> list[Tensor]:
+        """The outputs of both batches with other products: how far apart two correct results are."""
+        decoder = FusedDecoder(self.model, self.spec, InvariantCudaOps(dependent=False))
+        decode = CudaDecode(self.cache, self.table, self.lengths, dependent=False)
+        return [
+            decoder(ids, self.positions, self.slots, decode.__call__, self.cache).clone()  # type: ignore[arg-type]
+            for ids in self.batches
+        ]
+
+    def measure(self, variant: Variant) -> tuple[float, list[Tensor], bool]:
+        """Microseconds per layer, the outputs of both batches, and whether replays repeat them to the bit."""
+        run = self.step(variant)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            output = run()
+        seen: list[list[Tensor]] = [[], []]
+        for replay in range(12):
+            self.ids.copy_(self.batches[replay % 2])
+            graph.replay()
+            seen[replay % 2].append(output.clone())
+        times = []
+        for _ in range(9):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / self.spec.num_layers)
+        repeatable = all(torch.equal(outputs[0], each) for outputs in seen for each in outputs)
+        return statistics.median(times), [outputs[0] for outputs in seen], repeatable
+
+
+@torch.no_grad()
+def time_layers(report: Report, model: Any, rows: int, best: BestSlices, context: int = 384) -> None:
+    bench = LayerBench(model, rows, context)
+    reference: list[Tensor] = []
+    for variant in variants(best):
+
+        def work(variant: Variant = variant) -> None:
+            us, outputs, repeatable = bench.measure(variant)
+            if not reference:
+                reference.extend(outputs)
+                yardstick = relative_error(torch.cat(bench.invariant()), torch.cat(reference))
+                report.add("layer", f"rows={rows} context={context}", how="yardstick", difference=yardstick)
+            report.add(
+                "layer",
+                f"rows={rows} context={context}",
+                how=variant.name,
+                us=us,
+                step_ms=us * CALLS / 1e3,
+                difference=relative_error(torch.cat(outputs), torch.cat(reference)),
+                repeatable=repeatable,
+            )
+
+        report.try_to("layer", f"rows={rows} {variant.name}", work)
 
 
 def time_sampler(report: Report, rows: int) -> None:
@@ -500,55 +727,63 @@ def time_prefill(report: Report, chunks: int, length: int) -> None:
         report.try_to("prefill", f"{chunks} x {length} {label}", work)
 
 
+SECTIONS = ("check", "split", "layer", "decode", "small", "sampler", "gemm", "prefill")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write all results to this JSON file")
-    parser.add_argument("--seconds", type=float, default=220.0, help="start nothing new after this long")
-    parser.add_argument("--only", nargs="*", default=[], help="sections: check decode gemm sampler small prefill")
+    parser.add_argument("--seconds", type=float, default=140.0, help="start nothing new after this long")
+    parser.add_argument("--only", nargs="*", default=SECTIONS[:5], help=f"sections: {' '.join(SECTIONS)}")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     report = Report(arguments.seconds)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    best: BestSlices = {}
 
-    def wanted(section: str) -> bool:
-        return not arguments.only or section in arguments.only
+    def check() -> None:
+        for each in (check_small, check_decode, check_prefill, check_sampler, check_matmul):
+            report.try_to("check", each.__name__, lambda each=each: each(report))
 
-    def save() -> None:
-        if arguments.out:
-            arguments.out.write_text(json.dumps(report.results, indent=1))
+    def split() -> None:
+        for name in ("down", "o"):
+            report.try_to("split", name, lambda name=name: time_slices(report, name, best))
 
-    if wanted("check"):
-        for check in (check_small, check_decode, check_prefill, check_sampler, check_matmul):
-            report.try_to("check", check.__name__, lambda check=check: check(report))
-    if wanted("decode"):
-        quick = DECODE_CONFIGS[:2]
-        time_decode(report, 256, 384, DECODE_CONFIGS, [1, 2])
-        time_decode(report, 256, 640, DECODE_CONFIGS[:5], [1])
-        time_decode(report, 1024, 384, quick, [1])
-        time_decode(report, 1024, 640, quick, [1])
-        time_decode(report, 64, 384, DECODE_CONFIGS[:4], [2, 4])
-        time_decode(report, 64, 640, quick, [1, 4])
-        for context in (384, 640):
-            time_decode(report, 8, context, quick, [4, suggest_num_splits(8, KV_HEADS, context)])
-        time_decode(report, 256, 384, [DecodeConfig(64, 4, 4), DecodeConfig(64, 4, 3)], [1], 9, 3, 64)
-        save()
-    if wanted("gemm"):
-        for name in ("o", "down", "gate_up", "qkv"):
-            time_gemms(report, name, (8, 64, 256, 512, 1024))
+    def layer() -> None:
+        model = random_model()
+        for rows in (256, 1024, 64, 8):
+            report.try_to("layer", f"rows={rows}", lambda rows=rows: time_layers(report, model, rows, best))
             torch.cuda.empty_cache()
-        time_gemms(report, "lm_head", (8, 64, 256, 512, 1024))
-        torch.cuda.empty_cache()
-        save()
-    if wanted("sampler"):
-        for rows in (8, 64, 256, 1024):
-            report.try_to("sampler", f"rows={rows}", lambda rows=rows: time_sampler(report, rows))
-    if wanted("small"):
-        for rows in (8, 64, 256, 1024):
+
+    def decode() -> None:
+        for case in decode_cases():
+            time_decode(report, case)
+            torch.cuda.empty_cache()
+
+    def small() -> None:
+        for rows in ROWS:
             report.try_to("small", f"rows={rows}", lambda rows=rows: time_small(report, rows))
-    if wanted("prefill"):
+
+    def sampler() -> None:
+        for rows in ROWS:
+            report.try_to("sampler", f"rows={rows}", lambda rows=rows: time_sampler(report, rows))
+
+    def gemm() -> None:
+        for name in GEMMS:
+            report.try_to("gemm", name, lambda name=name: time_gemms(report, name))
+            torch.cuda.empty_cache()
+
+    def prefill() -> None:
         for chunks, length in ((64, 128), (16, 1024)):
             report.try_to("prefill", f"{chunks} x {length}", lambda c=chunks, n=length: time_prefill(report, c, n))
-    save()
+
+    works = (check, split, layer, decode, small, sampler, gemm, prefill)
+    for section, work in zip(SECTIONS, works, strict=True):
+        if section in arguments.only:
+            report.try_to(section, "section", work)
+            print(f"{section:10s} done with {report.ends - time.monotonic():.0f} s left", flush=True)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(report.results, indent=1))
 
 
 if __name__ == "__main__":

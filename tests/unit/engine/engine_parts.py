@@ -73,8 +73,11 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2_window": lambda: Qwen2Config(**_SHAPE, use_sliding_window=True, **_LOCAL_AND_GLOBAL),
     "qwen3": lambda: Qwen3Config(**_SHAPE, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=8),
-    "gemma": lambda: GemmaConfig(**_SHAPE),
-    "gemma3_text": lambda: Gemma3TextConfig(**_SHAPE, query_pre_attn_scalar=8, **_LOCAL_AND_GLOBAL),
+    # Gemma's scaled embeddings drown small random layers: tied, such a model repeats its input whatever the layers do.
+    "gemma": lambda: GemmaConfig(**_SHAPE, tie_word_embeddings=False),
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **_SHAPE, query_pre_attn_scalar=8, tie_word_embeddings=False, **_LOCAL_AND_GLOBAL
+    ),
 }
 KINDS = (*_CONFIGS, "tiny:qwen3", "tiny:qwen2", "tiny:llama")
 
@@ -177,7 +180,7 @@ def logits_after(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def distribution(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Log-probs that one token is drawn from, worked out token by token as the definitions say."""
     logprobs = (logits / (sampling.temperature or 1.0)).double().log_softmax(-1)
-    if sampling.temperature == 0:
+    if sampling.temperature == 0 or (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0):
         return logprobs
     order = logprobs.argsort(descending=True).tolist()
     kept = order[: sampling.top_k] if sampling.top_k else order

@@ -197,21 +197,25 @@ def test_one_such_embedding_among_several_is_enough_to_refuse():
 
 
 def test_an_activation_the_fused_layers_do_not_compute_is_computed_by_transformers_own():
-    config = LlamaConfig(**SHAPE, initializer_range=0.18, hidden_act="gelu")
+    def model():
+        return build(LlamaConfig(**SHAPE, initializer_range=0.18, hidden_act="gelu"))
+
     prompt = tokens_of(12)
-    with running(build(config)) as engine:
+    with running(model()) as engine:
         [response] = engine.generate([request(prompt, temperature=0.0)])
-    assert list(response.output_tokens) == generated(build(config), prompt, 12, eos_token_id=None)
+    assert list(response.output_tokens) == generated(model(), prompt, 12, eos_token_id=None)
 
 
 def test_capped_logits_are_computed_or_refused():
-    config = Gemma3TextConfig(**SHAPE, initializer_range=0.18, final_logit_softcapping=2.0)
+    def model():
+        return build(Gemma3TextConfig(**SHAPE, initializer_range=0.18, final_logit_softcapping=2.0))
+
     try:
-        engine = Engine(build(config), tokenizer(), EngineConfig())
+        engine = Engine(model(), tokenizer(), EngineConfig())
     except ModelError as error:
         assert "final_logit_softcapping" in str(error)  # noqa: PT017  either answer is right, a wrong number is not
         return
     asked = request(tokens_of(12))
     [response] = engine.generate([asked])
     engine.close()
-    assert response.output_logprobs == pytest.approx(full_pass(build(config), response, asked.sampling), abs=1e-4)
+    assert response.output_logprobs == pytest.approx(full_pass(model(), response, asked.sampling), abs=1e-4)

@@ -31,8 +31,8 @@ _TYPICAL_CONTEXT = 1024
 class CudaDecode:
     """One query per row; rows without work have no context. Every layer of a pass uses the same one, in order.
 
-    ``dependent`` launches kernels before their predecessors have ended, where the device can; ``counts_splits`` lets the
-    last split of a row combine them all, in place of a second launch.
+    ``dependent`` launches kernels before their predecessors have ended, where the device can; ``counts_splits`` lets
+    the last split of a row combine them all, in place of a second launch.
     """
 
     def __init__(
