@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from headwater.observe.spans import Spans
 _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
 _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 8192
 _CONTROL_LIMIT_S = 600.0
+_LEAST_TEMPERATURE = 1e-6
 
 
 class Engine:
@@ -175,6 +177,7 @@ class Engine:
                 f"request {request.request_id}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}; "
                 "use the tokenizer the model was trained with"
             )
+        self._check_sampling(request)
         num_prompt, num_new = len(tokens), request.sampling.max_new_tokens
         if num_prompt + num_new > self.max_model_tokens:
             raise RequestError(
@@ -188,6 +191,21 @@ class Engine:
             raise RequestError(
                 f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens need {num_pages} "
                 f"pages of the KV cache, which has {scheduler.pool.num_total}; raise engine.kv_cache_gib"
+            )
+
+    def _check_sampling(self, request: ModelRequest) -> None:
+        """What a record may hold but the device's tensors may not: one such request would end the loop."""
+        sampling, name = request.sampling, f"request {request.request_id}"
+        unknown = [token for token in sampling.stop_token_ids if not 0 <= token < self.vocab_size]
+        if unknown:
+            raise RequestError(f"{name}: stop token id {unknown[0]} is outside the vocabulary of {self.vocab_size}")
+        if not -(2**63) <= request.rng_key < 2**63:
+            raise RequestError(f"{name}: rng_key = {request.rng_key}: must be a signed 64-bit number")
+        if sampling.top_k >= 2**63:
+            raise RequestError(f"{name}: top_k = {sampling.top_k}: must be < 2**63; use 0 to keep all tokens")
+        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+            raise RequestError(
+                f"{name}: temperature = {sampling.temperature:g}: must be 0 for greedy, or >= {_LEAST_TEMPERATURE:g}"
             )
 
     def abort(self, request_id: str) -> bool:
@@ -438,7 +456,7 @@ def _failure_of(ended: EngineSequence) -> RolloutFailed:
 
 def _post(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
     """Run ``action`` on an event loop of another thread; one that is closed has nobody waiting."""
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # closed
         loop.call_soon_threadsafe(action)
 
 

@@ -88,7 +88,7 @@ def num_pages_for(spec: ModelSpec, config: EngineConfig, max_sequences: int, pag
     ``shared`` says that a learner lives on the same device and needs its part.
     """
     page_bytes = spec.kv_bytes_per_token * page_tokens
-    most = max_sequences * math.ceil(spec.max_positions / page_tokens)
+    most = max_sequences * math.ceil(spec.max_positions / page_tokens) + 1  # see Engine.check for the one more
     if config.kv_cache_gib:
         num_pages = int(config.kv_cache_gib * _GIB) // page_bytes
     else:

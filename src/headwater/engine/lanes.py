@@ -89,7 +89,8 @@ class Lanes:
         self._tokens[lane, place] = tokens[step, column]
         self._logprobs[lane, place] = logprobs[step, column]
         self._versions[lane, place] = version
-        self._num_out[lanes] += is_valid.sum(axis=0)
+        # Not ``+=``: rows without a sequence are lane -1, which numpy takes for one more mention of the last lane.
+        np.add.at(self._num_out, lane, 1)
 
     def collect(self, lane: int) -> None:
         """Move a lane's output into its sequence."""

@@ -42,6 +42,8 @@ class Command:
     after_drain: bool
 
     def carry_out(self) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return  # whoever asked for it has changed their mind
         try:
             self.action()
         except Exception as error:  # noqa: BLE001  the error belongs to the caller, who waits on the future
@@ -116,9 +118,9 @@ class EngineLoop:
 
     def close(self) -> None:
         """End every request with what it has, then the thread."""
-        if self._failure is None and self._thread.is_alive():
-            self.call(self._abort_all)
         with self._wakeup:
+            # In one go: a request that came between the two would never end.
+            self._inbox.append(Command(self._abort_all, Future(), after_drain=False))
             self._closing = True
             self._wakeup.notify()
         self._thread.join()
@@ -168,6 +170,8 @@ class EngineLoop:
 
     def _take_inbox(self) -> None:
         while True:
+            if self._inbox and isinstance(self._inbox[0], Command):
+                self._read_all()  # before it is taken out: should this fail, the command fails with all the others
             with self._wakeup:
                 if not self._inbox:
                     return
@@ -175,7 +179,6 @@ class EngineLoop:
             if isinstance(item, Sequence):
                 self.scheduler.add(item)
                 continue
-            self._read_all()
             if item.after_drain:
                 self.scheduler.stop_admitting()
                 self._drained.append(item)

@@ -46,6 +46,11 @@ class ModelSpec:
                 f"{name}: the embedded engine does not run {_rope_type(config)!r} rotary embeddings, which change with "
                 "the length of a sequence; use rollout.backend=hf"
             )
+        if getattr(config, "final_logit_softcapping", None):
+            raise ModelError(
+                f"{name}: the embedded engine does not compute final_logit_softcapping = "
+                f"{config.final_logit_softcapping}; use rollout.backend=hf"
+            )
         return cls(
             model_type=config.model_type,
             num_layers=config.num_hidden_layers,
@@ -62,6 +67,11 @@ class ModelSpec:
     @property
     def kv_bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def can_fuse(config: Any) -> bool:
+    """Whether ``FusedDecoder`` computes what the config says."""
+    return config.model_type in FUSED and config.hidden_act == "silu"
 
 
 def _rope_type(config: Any) -> str:

@@ -19,7 +19,7 @@ from headwater.engine.attention import PagedAttention, use_paged_attention
 from headwater.engine.attention.cpu import CpuDecode, CpuPrefill
 from headwater.engine.fused_decoder import DecoderOps, FusedDecoder
 from headwater.engine.kv_cache import KVCache
-from headwater.engine.model_spec import FUSED, ModelSpec
+from headwater.engine.model_spec import ModelSpec, can_fuse
 from headwater.engine.rows import NewRow, Rows, SamplingNeeds
 from headwater.engine.sampler import SamplingBatch, sample
 
@@ -70,7 +70,7 @@ class Runner:
         use_paged_attention(model)
         self._decoder = model.get_decoder()
         # Fewer, larger operations where the architecture allows; transformers' own layers otherwise.
-        self._fused = FusedDecoder(model, spec, ops) if fused and spec.model_type in FUSED else None
+        self._fused = FusedDecoder(model, spec, ops) if fused and can_fuse(model.config) else None
         self._ops = ops
         self._head = model.get_output_embeddings()
         self.spec = spec

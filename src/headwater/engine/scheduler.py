@@ -171,7 +171,7 @@ class Scheduler:
     def _start(self, job: PromptJob) -> bool:
         """Give ``job`` its pages; False when it must wait for rows or pages."""
         num_rows_left = self.lanes.num_free - sum(len(each.members) for each in self._computing.values())
-        if num_rows_left < 1:
+        if num_rows_left < 1 or job.key in self._computing:  # the same tokens come next, when they can be found
             return False
         keys = prefix_keys(job.tokens, self.page_tokens, self.version) if self._prefix_cache else []
         # The last token is always computed: its hidden state draws the first new one.

@@ -18,16 +18,18 @@ def find_stop(tokenizer: Tokenizer, tokens: Items[int], num_checked: int, stops:
     """
     window = max(len(stop.encode()) for stop in stops) + _MARGIN
     start = max(0, num_checked - window)
-    # A match inside the part that was already looked at does not count: it was seen, and passed over, before.
-    seen = [tokenizer.decode(list(tokens[start:num_checked])).count(stop) for stop in stops]
-    if not _holds_more(tokenizer, tokens[start:], stops, seen):
+    # A match inside the part that was already looked at does not count: it was seen, and passed over, before. That
+    # part may end in half a character.
+    num_seen = len(tokenizer.decode(list(tokens[start:num_checked])).rstrip("\ufffd"))
+    if not _reaches_beyond(num_seen, tokenizer, tokens[start:], stops):
         return None
     for end in range(num_checked + 1, len(tokens) + 1):
-        if _holds_more(tokenizer, tokens[start:end], stops, seen):
+        if _reaches_beyond(num_seen, tokenizer, tokens[start:end], stops):
             return end
     return None
 
 
-def _holds_more(tokenizer: Tokenizer, tokens: Items[int], stops: Items[str], seen: Items[int]) -> bool:
+def _reaches_beyond(num_seen: int, tokenizer: Tokenizer, tokens: Items[int], stops: Items[str]) -> bool:
+    """Whether a stop string ends after the first ``num_seen`` characters."""
     text = tokenizer.decode(list(tokens))
-    return any(text.count(stop) > before for stop, before in zip(stops, seen, strict=True))
+    return any(text.find(stop, max(0, num_seen - len(stop) + 1)) >= 0 for stop in stops)

@@ -70,7 +70,7 @@ def _parse(image: bytes, name: str) -> NamedTensors:
         entries = json.loads(image[8 : 8 + header])
         length = 8 + header + max(each["data_offsets"][1] for key, each in entries.items() if key != "__metadata__")
         return list(load(image[:length]).items())
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise WeightsError(
             f"shared memory {name!r}: holds no safetensors image ({error}); the old weights stay"
         ) from error

@@ -117,7 +117,9 @@ async def resume_memory_occupation(request: web.Request) -> web.Response:
     return reply({"success": True})
 
 
-async def health(_request: web.Request) -> web.Response:
+async def health(request: web.Request) -> web.Response:
+    if not request.app[STATE].engine.is_alive:
+        raise ApiError("the engine has stopped; restart the server", status=503, code="unhealthy")
     return reply({"status": "ok"})
 
 
