@@ -502,6 +502,10 @@ class Variant:
     dependent: bool
     rotary: bool
     counts: bool
+    weight_mb: int = 0
+    """Prefetched of each next weight, by the kernels between products."""
+    cache_mb: int = 0
+    """Prefetched of the next layer's pages, and of the weight after the attention's own."""
 
 
 def variants(best: BestSlices) -> list[Variant]:
@@ -521,6 +525,18 @@ def variants(best: BestSlices) -> list[Variant]:
         Variant("all but 1", one, True, True, True),
         Variant("all but 2", measured, False, True, True),
         Variant("as shipped", suggest_slices, True, True, True),
+        *(
+            Variant(
+                f"all, prefetch {weight_mb} MB of weights, {cache_mb} MB of cache",
+                measured,
+                True,
+                True,
+                True,
+                weight_mb,
+                cache_mb,
+            )
+            for weight_mb, cache_mb in ((32, 0), (32, 17), (32, 34), (8, 17), (16, 8))
+        ),
     ]
 
 
@@ -566,12 +582,14 @@ class LayerBench:
         self.ids = self.batches[0].clone()
 
     def step(self, variant: Variant) -> Callable[[], Tensor]:
-        decoder = FusedDecoder(self.model, self.spec, CudaOps(slices=variant.slices, dependent=variant.dependent))
+        ops = CudaOps(slices=variant.slices, dependent=variant.dependent, prefetch_bytes=variant.weight_mb * 1_000_000)
+        decoder = FusedDecoder(self.model, self.spec, ops)
 
         def run() -> Tensor:
             decode = CudaDecode(
-                self.cache, self.table, self.lengths, dependent=variant.dependent, counts_splits=variant.counts
-            )
+                self.cache, self.table, self.lengths, dependent=variant.dependent, counts_splits=variant.counts,
+                prefetch_bytes=variant.cache_mb * 1_000_000,
+            )  # fmt: skip
             # A bound method is an attention that takes queries and nothing more.
             attention: Any = decode if variant.rotary else decode.__call__
             return decoder(self.ids, self.positions, self.slots, attention, self.cache)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwater.engine.fused_decoder import HeadNorms, Rotary
+from headwater.engine.fused_decoder import HeadNorms, Projection, Rotary
 from headwater.engine.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from headwater.engine.kernels.prefetch import PagedReads
 
 
 class CpuOps:
@@ -21,11 +26,20 @@ class CpuOps:
         return weight * (wide * mean_square.add_(eps).rsqrt_()).to(x.dtype)
 
     def linear_add_rms_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        projection: Projection,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        *,
+        then: Tensor | None = None,
+        pages: PagedReads | None = None,
     ) -> Tensor:
-        return self.rms_norm(residual.add_(F.linear(x, weight, bias)), norm_weight, eps)
+        product = F.linear(x, projection.weight, projection.bias)
+        return self.rms_norm(residual.add_(product), norm_weight, eps)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, *, then: Tensor | None = None) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 

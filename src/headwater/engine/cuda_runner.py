@@ -20,7 +20,7 @@ from headwater.engine.cuda_ops import CudaOps, InvariantCudaOps
 from headwater.engine.kernels.advance import advance
 from headwater.engine.kernels.sampling import sample_tokens
 from headwater.engine.kv_cache import KVCache
-from headwater.engine.model_spec import FUSED, ModelSpec
+from headwater.engine.model_spec import FUSED, ModelSpec, can_fuse
 from headwater.engine.rows import Rows, SamplingNeeds
 from headwater.engine.runner import Output, PrefillBatch, Runner
 from headwater.engine.sampler import SamplingBatch
@@ -32,7 +32,7 @@ _BUCKET_STEP = 64
 
 class CudaRunner(Runner):
     def __init__(self, model: Any, spec: ModelSpec, cache: KVCache, rows: Rows, *, deterministic: bool) -> None:
-        if deterministic and spec.model_type not in FUSED:
+        if deterministic and not can_fuse(model.config):
             raise ModelError(
                 f"engine.deterministic = true: on a GPU it covers {', '.join(FUSED)} models, not {spec.model_type}; "
                 "use engine.deterministic=false, or model.device=cpu"

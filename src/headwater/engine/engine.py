@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -292,7 +293,7 @@ class Engine:
 
     def set_version(self, version: int) -> None:
         """Call the present weights ``version``, as after loading a checkpoint."""
-        self._call(lambda: self._loop.scheduler.weights_changed(version))
+        self._call(lambda: self._loop.scheduler.weights_changed(version), keeps_order=True)
 
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
         """Take new weights, whole or not at all, the way ``mode`` says (``engine.update_mode`` unless given).
@@ -309,7 +310,9 @@ class Engine:
             refused.set_exception(error)
             return refused
         mode = mode or self.config.update_mode
-        return self._loop.call(lambda: self._swap(tensors, update.version, mode), after_drain=mode == "drain")
+        # In order: an update that overtook one that waits for a drain would be undone by it.
+        swap = partial(self._swap, tensors, update.version, mode)
+        return self._loop.call(swap, after_drain=mode == "drain", keeps_order=True)
 
     def update_weights_from_file(self, path: str, version: int, mode: UpdateMode | None = None) -> Future[None]:
         """As ``update_weights``, from a safetensors file or a folder of them. Generation goes on while it is read."""
@@ -429,11 +432,11 @@ class Engine:
         """End every request with what it has, and the thread. Closing twice is fine."""
         self._loop.close()
 
-    def _call(self, action: Callable[[], object]) -> None:
+    def _call(self, action: Callable[[], object], *, keeps_order: bool = False) -> None:
         def run() -> None:
             action()
 
-        self._loop.call(run).result(_CONTROL_LIMIT_S)
+        self._loop.call(run, keeps_order=keeps_order).result(_CONTROL_LIMIT_S)
 
 
 def _settle(answer: Any, ended: EngineSequence) -> None:

@@ -37,7 +37,10 @@ class Lanes:
         """Arrival number of the sequence."""
         self.needs = np.zeros((capacity, len(fields(SamplingNeeds))), np.bool_)
         """What drawing for the lane takes, field by field of ``SamplingNeeds``."""
+        self.start: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * capacity
+        """The tokens it started from: the prompt, and what was generated before an interruption."""
         self._num_out = np.zeros(capacity, np.int64)
+        self._num_collected = np.zeros(capacity, np.int64)
         self._tokens = np.zeros((capacity, 0), np.int32)
         self._logprobs = np.zeros((capacity, 0), np.float32)
         self._versions = np.zeros((capacity, 0), np.int32)
@@ -47,13 +50,14 @@ class Lanes:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, sequence: Sequence, row: int, num_cached: int, pages: Pages, version: int) -> int:
+    def take(self, sequence: Sequence, row: int, start: NDArray[np.int64], pages: Pages, version: int) -> int:
         lane = self._free.pop()
         self.sequence[lane] = sequence
         self.row[lane] = row
-        self.planned[lane] = num_cached
+        self.start[lane] = start
+        self.planned[lane] = len(start)
         # The last token of a response is drawn but never fed.
-        self.end[lane] = num_cached + sequence.num_left - 1
+        self.end[lane] = len(start) + sequence.num_left - 1
         self.num_pages[lane] = len(pages)
         self.page_table[lane, : len(pages)] = pages
         self.version[lane] = version
@@ -61,7 +65,7 @@ class Lanes:
         self.order[lane] = sequence.order
         needs = SamplingNeeds.of([sequence.request.sampling])
         self.needs[lane] = (needs.truncates, needs.scales, needs.has_greedy, needs.has_minimum)
-        self._num_out[lane] = 0
+        self._num_out[lane] = self._num_collected[lane] = 0
         self._make_room(sequence.num_left)
         return lane
 
@@ -89,20 +93,24 @@ class Lanes:
         self._tokens[lane, place] = tokens[step, column]
         self._logprobs[lane, place] = logprobs[step, column]
         self._versions[lane, place] = version
-        # Not ``+=``: rows without a sequence are lane -1, which numpy takes for one more mention of the last lane.
-        np.add.at(self._num_out, lane, 1)
+        # Counted from the valid entries: rows without a sequence are lane -1, which would stand for the last lane.
+        self._num_out += np.bincount(lane, minlength=self.capacity)
 
     def collect(self, lane: int) -> None:
-        """Move a lane's output into its sequence."""
+        """Hand a lane's new output to its sequence."""
         sequence = self.sequence[lane]
         assert sequence is not None
-        count = self._num_out[lane]
+        new = slice(self._num_collected[lane], self._num_out[lane])
         sequence.extend(
-            self._tokens[lane, :count].tolist(),
-            self._logprobs[lane, :count].tolist(),
-            self._versions[lane, :count].tolist(),
+            self._tokens[lane, new].tolist(), self._logprobs[lane, new].tolist(), self._versions[lane, new].tolist()
         )
-        self._num_out[lane] = 0
+        self._num_collected[lane] = self._num_out[lane]
+
+    def cached_tokens(self, lane: int) -> NDArray[np.int64]:
+        """The tokens whose keys and values are known to be in the lane's pages."""
+        # The last token drawn was never fed.
+        generated = self._tokens[lane, : max(0, self._num_out[lane] - 1)]
+        return np.concatenate([self.start[lane], generated])
 
     def _make_room(self, num_tokens: int) -> None:
         width = self._tokens.shape[1]

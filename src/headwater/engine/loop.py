@@ -40,6 +40,8 @@ class Command:
     action: Callable[[], None]
     done: Future[None]
     after_drain: bool
+    keeps_order: bool = False
+    """Whether it waits behind commands that wait for a drain."""
 
     def carry_out(self) -> None:
         if not self.done.set_running_or_notify_cancel():
@@ -106,13 +108,15 @@ class EngineLoop:
     def add(self, *sequences: Sequence) -> None:
         self._post(*sequences)
 
-    def call(self, action: Callable[[], None], *, after_drain: bool = False) -> Future[None]:
+    def call(
+        self, action: Callable[[], None], *, after_drain: bool = False, keeps_order: bool = False
+    ) -> Future[None]:
         """Run ``action`` on the loop's thread between two rounds, with nothing queued on the device.
 
         ``after_drain`` waits until every request that is running has ended, even while the engine is paused; requests
-        that have not started go on waiting.
+        that have not started go on waiting. ``keeps_order`` waits for drains that were asked for before.
         """
-        command = Command(action, Future(), after_drain)
+        command = Command(action, Future(), after_drain, keeps_order)
         self._post(command)
         return command.done
 
@@ -179,7 +183,7 @@ class EngineLoop:
             if isinstance(item, Sequence):
                 self.scheduler.add(item)
                 continue
-            if item.after_drain:
+            if item.after_drain or (item.keeps_order and self._drained):
                 self.scheduler.stop_admitting()
                 self._drained.append(item)
             else:

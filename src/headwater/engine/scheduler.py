@@ -260,7 +260,7 @@ class Scheduler:
                     self.pool.release(pages[-1:])
                     pages[-1] = own[0]
                 row = heapq.heappop(self._free_rows)
-                lane = self.lanes.take(member, row, len(job.tokens), pages, job.version)
+                lane = self.lanes.take(member, row, job.tokens, pages, job.version)
                 self._lane_of_row[row] = lane
                 self._num_rows = max(self._num_rows, row + 1)
                 started.append(lane)
@@ -376,12 +376,10 @@ class Scheduler:
 
     def _remember(self, lane: int) -> None:
         """Full pages of an ended sequence stay findable: the next turn of its conversation starts with them."""
-        lanes, sequence = self.lanes, self.lanes.sequence[lane]
-        if not self._prefix_cache or lanes.version[lane] != self.version or sequence is None:
+        lanes = self.lanes
+        if not self._prefix_cache or lanes.version[lane] != self.version:
             return
-        # The last token drawn was never fed, and steps queued after the end wrote elsewhere.
-        tokens = sequence.all_tokens()[:-1]
-        num_full = min(len(tokens) // self.page_tokens, int(lanes.num_pages[lane]))
-        if num_full * self.page_tokens > len(sequence.request.input_tokens) - self.page_tokens:
-            keys = prefix_keys(tokens[: num_full * self.page_tokens], self.page_tokens, self.version)
-            self.pool.register(lanes.pages(lane)[:num_full], keys)
+        tokens = lanes.cached_tokens(lane)
+        num_full = len(tokens) // self.page_tokens
+        if num_full > len(lanes.start[lane]) // self.page_tokens:  # the prompt's own pages are remembered already
+            self.pool.register(lanes.pages(lane)[:num_full], prefix_keys(tokens, self.page_tokens, self.version))

@@ -11,13 +11,14 @@ from headwater.engine.lanes import Lanes
 from headwater.engine.sequence import Sequence
 
 PAGES = np.array([1], np.int32)
+START = np.array([5])
 
 
 def lanes_of(capacity: int, max_new_tokens: int = 16) -> Lanes:
     lanes = Lanes(capacity, max_pages=4)
     for row in range(capacity):
         request = ModelRequest(str(row), (5,), SamplingParams(max_new_tokens), row)
-        lanes.take(Sequence(request, (), row, on_end=lambda _: None), row, 1, PAGES, 0)
+        lanes.take(Sequence(request, (), row, on_end=lambda _: None), row, START, PAGES, 0)
     return lanes
 
 

@@ -17,6 +17,7 @@ from headwater.engine.kernels.decode_attention import (
     suggest_num_splits,
 )
 from headwater.engine.kernels.dependent_launch import supports_dependent_launch
+from headwater.engine.kernels.prefetch import PagedReads, Soon, supports_prefetch
 from headwater.engine.kernels.prefill_attention import (
     build_tiles,
     default_config,
@@ -26,13 +27,15 @@ from headwater.engine.kernels.prefill_attention import (
 from headwater.engine.kv_cache import KVCache
 
 _TYPICAL_CONTEXT = 1024
+_MAX_PREFETCHED_PAGES = 4
 
 
 class CudaDecode:
     """One query per row; rows without work have no context. Every layer of a pass uses the same one, in order.
 
     ``dependent`` launches kernels before their predecessors have ended, where the device can; ``counts_splits`` lets
-    the last split of a row combine them all, in place of a second launch.
+    the last split of a row combine them all, in place of a second launch. Up to ``prefetch_bytes`` of the next weight,
+    and as much of the next layer's pages, are asked for early.
     """
 
     def __init__(
@@ -43,12 +46,14 @@ class CudaDecode:
         *,
         dependent: bool = True,
         counts_splits: bool = True,
+        prefetch_bytes: int = 0,
     ) -> None:
         self._cache = cache
         self._page_table, self._context_lens = page_table, context_lens
         num_rows, num_kv_heads = len(context_lens), cache.spec.num_kv_heads
         self._num_splits = suggest_num_splits(num_rows, num_kv_heads, _TYPICAL_CONTEXT)
         self._dependent = dependent and supports_dependent_launch(context_lens.device)
+        self._prefetch_bytes = prefetch_bytes if supports_prefetch(context_lens.device) else 0
         self._counters: Tensor | None = None
         if counts_splits and self._num_splits > 1:
             self._counters = split_counters(num_rows, num_kv_heads, context_lens.device)
@@ -78,6 +83,7 @@ class CudaDecode:
         *,
         scale: float,
         window: int,
+        then: Tensor | None = None,
     ) -> Tensor:
         """Rotate, store and attend in one launch."""
         keys, values = self._cache.layer(layer)
@@ -103,7 +109,15 @@ class CudaDecode:
             counters=self._counters,
             window=window,
             dependent=self._dependent,
+            soon=Soon(then, self._prefetch_bytes) if then is not None and self._prefetch_bytes else None,
         )
+
+    def first_pages(self, layer: int) -> PagedReads | None:
+        keys, values = self._cache.layer(layer)
+        row_bytes = 2 * keys[0].numel() * keys.element_size()
+        fitting = self._prefetch_bytes // (len(self._context_lens) * row_bytes)
+        num_pages = min(fitting, _MAX_PREFETCHED_PAGES, self._page_table.shape[1])
+        return PagedReads(keys, values, self._page_table, num_pages) if num_pages else None
 
 
 class CudaPrefill:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.engine.kernels.dependent_launch import launch_options, let_successor_start, wait_for_predecessor
+from headwater.engine.kernels.prefetch import Soon, prefetch_share, share_of
 
 _BLOCK = 1024
 
@@ -30,12 +31,17 @@ def _activate_and_mul(
     gate_up,
     out,
     row_stride,
+    soon,
+    soon_bytes,
+    soon_share,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
+    SOON: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     let_successor_start(DEPENDENT)
+    prefetch_share(soon, soon_bytes, soon_share, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), SOON)
     wait_for_predecessor(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -49,28 +55,32 @@ def _activate_and_mul(
     tl.store(out + row * SIZE + columns, result.to(gate.dtype), mask=mask)
 
 
-def silu_and_mul(gate_up: Tensor, *, dependent: bool = False) -> Tensor:
+def silu_and_mul(gate_up: Tensor, *, dependent: bool = False, soon: Soon | None = None) -> Tensor:
     """``silu(gate) * up`` of ``gate_up`` [tokens, 2 * intermediate], gate first."""
-    return _launch(gate_up, gelu=False, dependent=dependent)
+    return _launch(gate_up, gelu=False, dependent=dependent, soon=soon)
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """``gelu(gate) * up`` with the tanh approximation, of ``gate_up`` [tokens, 2 * intermediate], gate first."""
-    return _launch(gate_up, gelu=True, dependent=False)
+    return _launch(gate_up, gelu=True, dependent=False, soon=None)
 
 
-def _launch(gate_up: Tensor, *, gelu: bool, dependent: bool) -> Tensor:
+def _launch(gate_up: Tensor, *, gelu: bool, dependent: bool, soon: Soon | None) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "gate_up's rows must be contiguous"
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    blocks = triton.cdiv(size, _BLOCK)
     # Tokens are the grid's second dimension, which ends at 65535: far more than one forward pass carries.
-    _activate_and_mul[(triton.cdiv(size, _BLOCK), tokens)](
+    _activate_and_mul[(blocks, tokens)](
         gate_up,
         out,
         gate_up.stride(0),
+        gate_up if soon is None else soon.weight,
+        *share_of(soon, blocks * tokens),
         SIZE=size,
         BLOCK=_BLOCK,
         GELU=gelu,
+        SOON=soon is not None,
         num_warps=4,
         **launch_options(dependent),
     )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwater.engine.kernels.dependent_launch import launch_options, let_successor_start, wait_for_predecessor
 from headwater.engine.kernels.paging import check_caches, load_page_ids, softcap_scores, tile_offsets, tiles_per_run
+from headwater.engine.kernels.prefetch import Soon, prefetch_share, share_of
 from headwater.engine.kernels.rope import load_rotated
 
 _LOG2_E = 1.4426950408889634
@@ -92,6 +93,9 @@ def _decode(
     page_stride,
     head_stride,
     token_stride,
+    soon,
+    soon_bytes,
+    soon_share,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -109,6 +113,7 @@ def _decode(
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    SOON: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     let_successor_start(DEPENDENT)
@@ -205,6 +210,9 @@ def _decode(
             running_max = new_max
         page_ids = load_page_ids(table_row, (run + RUN) * BLOCK_N, cached, PAGE)
 
+    # Only now: while the cache is being read, memory has no time to spare.
+    program = (split * tl.num_programs(1) + row) * tl.num_programs(0) + kv_head
+    prefetch_share(soon, soon_bytes, soon_share, program, SOON)
     # A row, or a split, without keys has a sum of zero: it yields zeros and a weight of zero.
     result = total / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
     query_rows = row * NUM_HEADS + kv_head * GROUP + heads
@@ -300,7 +308,7 @@ def paged_decode_attention(
     """
     assert q.is_contiguous(), "q must be contiguous"
     assert k_cache.shape[3] == q.shape[2], f"head_dim is {q.shape[2]} in q and {k_cache.shape[3]} in the cache"
-    options = _Options(scale, num_splits, counters, window, softcap, config, dependent)
+    options = _Options(scale, num_splits, counters, window, softcap, config, dependent, None)
     return _launch(q, q.stride(0), None, k_cache, v_cache, page_table, context_lens, q.shape[1], options)
 
 
@@ -320,6 +328,7 @@ def rotary_decode_attention(
     softcap: float = 0.0,
     config: DecodeConfig | None = None,
     dependent: bool = False,
+    soon: Soon | None = None,
 ) -> Tensor:
     """``rope_and_store`` of ``qkv`` [rows, (heads + 2 kv_heads) * head_dim], then ``paged_decode_attention``, in one.
 
@@ -331,7 +340,7 @@ def rotary_decode_attention(
     assert head_dim % 2 == 0, f"head_dim = {head_dim}: rotary positions need an even number"
     assert qkv.shape[1] == (num_heads + 2 * kv_heads) * head_dim, f"qkv has {qkv.shape[1]} columns"
     assert qkv.stride(1) == 1, "qkv's rows must be contiguous"
-    options = _Options(scale, num_splits, counters, window, softcap, config, dependent)
+    options = _Options(scale, num_splits, counters, window, softcap, config, dependent, soon)
     return _launch(qkv, qkv.stride(0), rotary, k_cache, v_cache, page_table, context_lens, num_heads, options)
 
 
@@ -344,6 +353,7 @@ class _Options:
     softcap: float
     config: DecodeConfig | None
     dependent: bool
+    soon: Soon | None
 
 
 def _launch(
@@ -394,6 +404,8 @@ def _launch(
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
+        source if options.soon is None else options.soon.weight,
+        *share_of(options.soon, kv_heads * rows * num_splits),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=kv_heads,
         GROUP=group,
@@ -411,6 +423,7 @@ def _launch(
         NORM=rotary is not None and rotary.q_norm is not None,
         PRECISION="ieee" if source.dtype == torch.float32 else "tf32",
         STAGES=config.num_stages,
+        SOON=options.soon is not None,
         num_warps=config.num_warps,
         **launch_options(options.dependent),
     )

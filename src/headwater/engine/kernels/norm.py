@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.engine.kernels.dependent_launch import launch_options, let_successor_start, wait_for_predecessor
+from headwater.engine.kernels.prefetch import Soon, prefetch_pages, prefetch_share, share_of
 
 
 @triton.jit
@@ -35,16 +36,28 @@ def _rms_norm(
     x_stride,
     residual_stride,
     eps,
+    soon,
+    soon_bytes,
+    soon_share,
+    soon_keys,
+    soon_values,
+    soon_table,
+    soon_table_stride,
+    soon_page_bytes,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OFFSET: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    SOON: tl.constexpr,
+    SOON_PAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     let_successor_start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
+    prefetch_share(soon, soon_bytes, soon_share, row, SOON)
+    prefetch_pages(soon_keys, soon_values, soon_table, row, soon_table_stride, soon_page_bytes, SOON_PAGES)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     # Weights are nobody's result, so they need not wait; they come from memory, everything else is in the cache.
@@ -77,21 +90,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, depe
     In all of these ``dependent`` launches early (see ``dependent_launch``): the kernel just before must not be one that
     writes the weights.
     """
-    return _launch(x[None], None, None, weight, eps, offset, x.dtype, dependent)
+    return _launch(x[None], None, None, weight, eps, offset, x.dtype, dependent, None)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, dependent: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    *,
+    dependent: bool = False,
+    soon: Soon | None = None,
 ) -> Tensor:
     """Add ``x`` to ``residual`` in place, rounded to their dtype, and return the RMS norm of that sum."""
-    return _launch(x[None], None, residual, weight, eps, offset, residual.dtype, dependent)
+    return _launch(x[None], None, residual, weight, eps, offset, residual.dtype, dependent, soon)
 
 
 def sum_add_rms_norm(
-    parts: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, *, dependent: bool = False
+    parts: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    dependent: bool = False,
+    soon: Soon | None = None,
 ) -> Tensor:
     """``add_rms_norm`` of the sum of ``parts`` [parts, tokens, hidden] and bias, rounded to the residual's dtype."""
-    return _launch(parts, bias, residual, weight, eps, 0.0, residual.dtype, dependent)
+    return _launch(parts, bias, residual, weight, eps, 0.0, residual.dtype, dependent, soon)
 
 
 def _launch(
@@ -103,6 +130,7 @@ def _launch(
     offset: float,
     dtype: torch.dtype,
     dependent: bool,
+    soon: Soon | None,
 ) -> Tensor:
     num_parts, tokens, hidden = parts.shape
     assert parts.stride(2) == 1, "x's rows must be contiguous"
@@ -111,6 +139,7 @@ def _launch(
         assert residual.shape == parts.shape[1:], f"x is {tuple(parts.shape)} and residual {tuple(residual.shape)}"
     out = torch.empty((tokens, hidden), dtype=dtype, device=parts.device)
     block = triton.next_power_of_2(hidden)
+    pages = None if soon is None else soon.pages
     _rms_norm[(tokens,)](
         parts,
         weight if bias is None else bias,
@@ -121,12 +150,21 @@ def _launch(
         parts.stride(1),
         0 if residual is None else residual.stride(0),
         eps,
+        weight if soon is None else soon.weight,
+        *share_of(soon, tokens),
+        weight if pages is None else pages.keys,
+        weight if pages is None else pages.values,
+        weight if pages is None else pages.page_table,
+        0 if pages is None else pages.page_table.stride(0),
+        0 if pages is None else pages.keys.stride(0) * pages.keys.element_size(),
         SIZE=hidden,
         BLOCK=block,
         OFFSET=offset,
         PARTS=num_parts,
         HAS_BIAS=bias is not None,
         ADD=residual is not None,
+        SOON=soon is not None,
+        SOON_PAGES=0 if pages is None else pages.num_pages,
         # Eight values per thread make one 16-byte access in bfloat16.
         num_warps=min(max(block // 256, 1), 16),
         **launch_options(dependent),

@@ -2,5 +2,5 @@
 
 What a request says is read by pure functions into records (``openai/``, ``sglang/``, ``control.py``), the records are
 run by ``generation.py``, and pure functions write the replies. Only files named ``routes.py`` and what stands around
-them (``app.py``, ``state.py``, ``control_routes.py``, ``listen.py``, ``middleware.py``, ``event_stream.py``) know aiohttp.
+them (``app.py``, ``state.py``, ``listen.py``, ``middleware.py``, ``event_stream.py``) know aiohttp.
 """
