@@ -206,14 +206,17 @@ def check_decode(report: Report) -> None:
 
 def check_rotary_decode(report: Report, cache: Cache, heads: int, dtype: torch.dtype) -> None:
     rows, kv_heads, head_dim = len(cache.lengths), cache.k.shape[1], cache.k.shape[3]
-    for norms in ((None, None), (randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype))):
+    weights = randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)
+    # Compiling takes most of the time, so only the usual case is checked in all ways.
+    usual = dtype == BF16 and head_dim == HEAD_DIM
+    for norms in ((None, None), weights) if usual else (weights,):
         qkv = randn(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
         angles = torch.rand(4096, head_dim // 2, device=CUDA) * 6.3
         positions, slots = (cache.contexts.long() - 1).clamp(min=0), cache.last_slots
         rotary = RotaryInputs(angles.cos(), angles.sin(), positions, slots, *norms, 1e-6)
         k, v = cache.k.clone(), cache.v.clone()
         query = rope_and_store(qkv, rotary.cos, rotary.sin, positions, slots, k, v, heads, *norms, 1e-6)
-        for splits in (1, 5):
+        for splits in (1, 5) if usual else (5,):
             expected = paged_decode_attention(query, k, v, cache.table, cache.contexts, 0.09, num_splits=splits)
             own_k, own_v = cache.k.clone(), cache.v.clone()
             counters = split_counters(rows, kv_heads, CUDA)
@@ -694,6 +697,23 @@ def time_small(report: Report, rows: int) -> None:
         report.try_to("small", f"{name} rows={rows}", work)
 
 
+def time_activation(report: Report, rows: int) -> None:
+    """The activation right after its product, which leaves some of its input in the second-level cache."""
+    weights = [randn(2 * INTERMEDIATE, HIDDEN, scale=0.03) for _ in range(sets_for(4 * INTERMEDIATE * HIDDEN))]
+    x = randn(rows, HIDDEN)
+    alone = microseconds(lambda index: F.linear(x, weights[index]), len(weights))
+    for reverse in (False, True):
+        for stream in (False, True):
+            us = microseconds(
+                lambda index, reverse=reverse, stream=stream: silu_and_mul(
+                    F.linear(x, weights[index]), reverse=reverse, stream=stream
+                ),
+                len(weights),
+            )
+            how = f"after gate_up reverse={reverse} stream={stream}"
+            report.add("small", f"silu_and_mul rows={rows}", how=how, us=us - alone, product_us=alone)
+
+
 def decode_state(rows: int) -> dict[str, Tensor]:
     def full(value: int, dtype: torch.dtype) -> Tensor:
         return torch.full((rows,), value, dtype=dtype, device=CUDA)
@@ -745,7 +765,7 @@ def time_prefill(report: Report, chunks: int, length: int) -> None:
         report.try_to("prefill", f"{chunks} x {length} {label}", work)
 
 
-SECTIONS = ("check", "split", "layer", "decode", "small", "sampler", "gemm", "prefill")
+SECTIONS = ("split", "layer", "check", "decode", "small", "sampler", "gemm", "prefill")
 
 
 def main() -> None:
@@ -779,6 +799,8 @@ def main() -> None:
             torch.cuda.empty_cache()
 
     def small() -> None:
+        for rows in (256, 1024):
+            report.try_to("small", f"silu rows={rows}", lambda rows=rows: time_activation(report, rows))
         for rows in ROWS:
             report.try_to("small", f"rows={rows}", lambda rows=rows: time_small(report, rows))
 
@@ -795,7 +817,7 @@ def main() -> None:
         for chunks, length in ((64, 128), (16, 1024)):
             report.try_to("prefill", f"{chunks} x {length}", lambda c=chunks, n=length: time_prefill(report, c, n))
 
-    works = (check, split, layer, decode, small, sampler, gemm, prefill)
+    works = (split, layer, check, decode, small, sampler, gemm, prefill)
     for section, work in zip(SECTIONS, works, strict=True):
         if section in arguments.only:
             report.try_to(section, "section", work)

@@ -108,9 +108,7 @@ class EngineLoop:
     def add(self, *sequences: Sequence) -> None:
         self._post(*sequences)
 
-    def call(
-        self, action: Callable[[], None], *, after_drain: bool = False, keeps_order: bool = False
-    ) -> Future[None]:
+    def call(self, action: Callable[[], None], *, after_drain: bool = False, keeps_order: bool = False) -> Future[None]:
         """Run ``action`` on the loop's thread between two rounds, with nothing queued on the device.
 
         ``after_drain`` waits until every request that is running has ended, even while the engine is paused; requests

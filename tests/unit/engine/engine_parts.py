@@ -1,4 +1,4 @@
-"""What the engine's tests share: models of a few kilobytes, a reference to compare with, and an engine in slow motion."""
+"""What the engine's tests share: tiny models, a reference to compare with, and an engine in slow motion."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def weights(seed: int, version: int, kind: str = "qwen3") -> WeightUpdate:
 def gib_of(model: Any, num_pages: int, page_tokens: int) -> float:
     """``engine.kv_cache_gib`` for exactly so many pages."""
     config = model.config
-    bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     return (num_pages + 0.5) * bytes_per_token * page_tokens / 2**30
 
 
@@ -339,10 +339,15 @@ class Stepped:
         waiting = self.engine.metrics()
         pytest.fail(f"{self.engine._num_open} requests have not ended after {max_turns} turns: {waiting}")
 
-    def close(self) -> None:
+    def let_go(self) -> None:
+        """From now on the loop runs by itself."""
         self._free = True
         self._permits.release()
+
+    def close(self) -> None:
+        self.let_go()
         self.engine.close()
+        self.settle()
         self._events.call_soon_threadsafe(self._events.stop)
         self._thread.join(LIMIT_S)
         self._events.close()

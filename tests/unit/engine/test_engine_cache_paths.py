@@ -224,7 +224,7 @@ def roomy():
         yield engine
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 24)), min_size=1, max_size=10),
     st.sampled_from([1, 5, 64]),

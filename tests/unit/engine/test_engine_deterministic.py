@@ -120,7 +120,7 @@ def engines():
         context.__exit__(None, None, None)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from([0, 1, 2]),
     st.permutations(range(len(REQUESTS))),

@@ -84,10 +84,9 @@ class Play:
     """Carries operations out and remembers what was asked for."""
 
     engine: Stepped
+    kind: str = "qwen3"
     sent: list[Sent] = field(default_factory=list)
     updates: list[tuple[int, int, Future[None]]] = field(default_factory=list)
-    seed_of: dict[int, int] = field(default_factory=lambda: {0: 0})
-    renamed: list[int] = field(default_factory=list)
     num_versions: int = 0
 
     def submit(self, asked: ModelRequest, count: int) -> None:
@@ -120,13 +119,12 @@ class Play:
 
     def update(self, mode: str, seed: int) -> None:
         self.num_versions += 1
-        future = self.engine.engine.update_weights(weights(seed, self.num_versions), mode)
+        future = self.engine.engine.update_weights(weights(seed, self.num_versions, self.kind), mode)
         self.updates.append((self.num_versions, seed, future))
 
     def set_version(self) -> None:
         if all(future.done() for _, _, future in self.updates):  # it would wait for an update that waits for a drain
             self.num_versions += 1
-            self.renamed.append(self.num_versions)
             self.engine.call(lambda: self.engine.engine.set_version(self.num_versions))
 
     def sleep(self, tags: tuple[str, ...]) -> None:
@@ -180,7 +178,7 @@ def check(play: Play, responses: list[ModelResponse], *, logprobs_too: bool) -> 
             assert all(delta.tokens or delta.stop_reason for delta in sent.streamed.deltas)
         if logprobs_too and tokens:
             for seed in {seeds[version] for version in response.output_versions}:
-                expected = full_pass(reference(seed=seed), response, sampling)
+                expected = full_pass(reference(play.kind, seed), response, sampling)
                 mine = [seeds[version] == seed for version in response.output_versions]
                 for ours, theirs, counts in zip(response.output_logprobs, expected, mine, strict=True):
                     if counts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from engine.engine_parts import (
@@ -50,13 +52,13 @@ def test_first_tokens_follow_the_models_distribution(engine, temperature):
 def test_later_tokens_follow_it_too(engine):
     """The third token of many responses, each against the distribution after its own first two."""
     responses = engine.generate([request(PROMPT, key, max_new_tokens=3) for key in range(1500)])
-    places = []
-    for each in responses:
-        row = logits_after(reference(), (*PROMPT, *each.output_tokens[:2]))[-1].double().softmax(-1).cumsum(-1)
-        token = each.output_tokens[2]
-        below = float(row[token - 1]) if token else 0.0
-        places.append((below + float(row[token])) / 2)
-    counts = torch.histc(torch.tensor(places), bins=10, min=0, max=1)
+    with torch.no_grad():
+        before = torch.tensor([[*PROMPT, *each.output_tokens[:2]] for each in responses])
+        probabilities = reference()(before, use_cache=False).logits[:, -1].double().softmax(-1)
+    token = torch.tensor([[each.output_tokens[2]] for each in responses])
+    # Where in the cumulative distribution the token lies: uniform, if it was drawn from it.
+    places = probabilities.cumsum(-1).gather(1, token) - probabilities.gather(1, token) / 2
+    counts = torch.histc(places.float(), bins=10, min=0, max=1)
     assert ((counts - 150) ** 2 / 150).sum() < 27.9  # 9 degrees of freedom, p = 0.001
 
 
@@ -70,7 +72,7 @@ def test_the_same_key_draws_the_same_tokens_and_others_draw_others(engine):
 def test_neighbouring_keys_and_positions_are_unrelated(engine):
     """Key k at position p + 1 must not repeat key k + 1 at position p, as a plain sum of both would."""
     drawn = texts(engine.generate([request(PROMPT, key, max_new_tokens=30) for key in range(10)]))
-    for first, second in zip(drawn, drawn[1:], strict=False):
+    for first, second in pairwise(drawn):
         assert sum(one == other for one, other in zip(first[1:], second, strict=False)) < 8
 
 
@@ -102,7 +104,8 @@ def test_a_stop_token_ends_the_response_however_many_there_are(engine, num_stops
 
 
 def test_the_models_own_end_token_ends_a_response_unless_it_is_ignored(engine):
-    ends = [key for key in range(400) if END in texts(engine.generate([request(PROMPT, key, max_new_tokens=20)]))[0]]
+    many = texts(engine.generate([request(PROMPT, key, max_new_tokens=20) for key in range(400)]))
+    ends = [key for key, tokens in enumerate(many) if END in tokens]
     assert ends, "no key out of 400 drew the end token"
     [free] = texts(engine.generate([request(PROMPT, ends[0], max_new_tokens=20)]))
     [response] = engine.generate([request(PROMPT, ends[0], max_new_tokens=20, ignore_end=False)])

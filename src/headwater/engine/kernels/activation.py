@@ -37,6 +37,8 @@ def _activate_and_mul(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
+    REVERSED: tl.constexpr,
+    STREAMED: tl.constexpr,
     SOON: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -44,28 +46,53 @@ def _activate_and_mul(
     prefetch_share(soon, soon_bytes, soon_share, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), SOON)
     wait_for_predecessor(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
+    if REVERSED:
+        row = tl.num_programs(1) - 1 - row
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
     address = gate_up + row * row_stride + columns
-    gate = tl.load(address, mask=mask, other=0.0)
-    up = tl.load(address + SIZE, mask=mask, other=0.0).to(tl.float32)
+    if STREAMED:
+        gate = tl.load(address, mask=mask, other=0.0, eviction_policy="evict_first")
+        up = tl.load(address + SIZE, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    else:
+        gate = tl.load(address, mask=mask, other=0.0)
+        up = tl.load(address + SIZE, mask=mask, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     activated = gelu_tanh(wide) if GELU else silu(wide)
     result = activated.to(gate.dtype).to(tl.float32) * up
     tl.store(out + row * SIZE + columns, result.to(gate.dtype), mask=mask)
 
 
-def silu_and_mul(gate_up: Tensor, *, dependent: bool = False, soon: Soon | None = None) -> Tensor:
-    """``silu(gate) * up`` of ``gate_up`` [tokens, 2 * intermediate], gate first."""
-    return _launch(gate_up, gelu=False, dependent=dependent, soon=soon)
+def silu_and_mul(
+    gate_up: Tensor,
+    *,
+    dependent: bool = False,
+    soon: Soon | None = None,
+    reverse: bool = False,
+    stream: bool = False,
+) -> Tensor:
+    """``silu(gate) * up`` of ``gate_up`` [tokens, 2 * intermediate], gate first.
+
+    ``reverse`` begins with the last tokens, which their product wrote last; ``stream`` lets what was read leave the
+    second-level cache first.
+    """
+    return _launch(gate_up, gelu=False, dependent=dependent, soon=soon, reverse=reverse, stream=stream)
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """``gelu(gate) * up`` with the tanh approximation, of ``gate_up`` [tokens, 2 * intermediate], gate first."""
-    return _launch(gate_up, gelu=True, dependent=False, soon=None)
+    return _launch(gate_up, gelu=True)
 
 
-def _launch(gate_up: Tensor, *, gelu: bool, dependent: bool, soon: Soon | None) -> Tensor:
+def _launch(
+    gate_up: Tensor,
+    *,
+    gelu: bool,
+    dependent: bool = False,
+    soon: Soon | None = None,
+    reverse: bool = False,
+    stream: bool = False,
+) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "gate_up's rows must be contiguous"
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
@@ -80,6 +107,8 @@ def _launch(gate_up: Tensor, *, gelu: bool, dependent: bool, soon: Soon | None) 
         SIZE=size,
         BLOCK=_BLOCK,
         GELU=gelu,
+        REVERSED=reverse,
+        STREAMED=stream,
         SOON=soon is not None,
         num_warps=4,
         **launch_options(dependent),
