@@ -9,13 +9,14 @@ A thread of its own runs the model (``loop``). Every method here may be called f
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from headwater.observe.spans import Spans
 _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
 _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 8192
 _CONTROL_LIMIT_S = 600.0
+_SUBMIT_AT_ONCE = 256
 _LEAST_TEMPERATURE = 1e-6
 
 
@@ -58,6 +60,7 @@ class Engine:
         shares_device: bool = False,
         spans: Spans | None = None,
     ) -> None:
+        _settle_garbage()
         spec = ModelSpec.of(model)
         on_gpu = spec.device.type == "cuda"
         max_sequences = config.max_sequences or (_GPU_SEQUENCES if on_gpu else _CPU_SEQUENCES)
@@ -121,6 +124,7 @@ class Engine:
             _post(loop, lambda: _settle(answer, ended))
 
         self.check(request)
+        self._reserve(1)
         sequence = self._open(request, deliver)
         self._submit(sequence)
         try:
@@ -143,6 +147,7 @@ class Engine:
                 _post(loop, lambda: arrived.put_nowait(failure))
 
         self.check(request)
+        self._reserve(1)
         sequence = self._open(request, on_end, on_delta)
         self._submit(sequence)
         try:
@@ -166,7 +171,11 @@ class Engine:
 
         for request in requests:
             self.check(request)  # all of them before the first one starts
-        self._submit(*(self._open(*each) for each in zip(requests, map(deliver, answers), strict=True)))
+        self._reserve(len(requests))
+        # In slices: the first ones run while the others are made ready.
+        for start in range(0, len(requests), _SUBMIT_AT_ONCE):
+            part = slice(start, start + _SUBMIT_AT_ONCE)
+            self._submit(*map(self._open, requests[part], map(deliver, answers[part])))
         return [answer.result() for answer in answers]
 
     def check(self, request: ModelRequest) -> None:
@@ -239,15 +248,18 @@ class Engine:
             on_delta=on_delta,
         )
 
-    def _submit(self, *sequences: EngineSequence) -> None:
-        """Hand the sequences to the loop, all or none."""
+    def _reserve(self, num_requests: int) -> None:
+        """Places in the queue for so many requests, or ``QueueFull``."""
         with self._requests_lock:
-            if self._num_open + len(sequences) > self.config.max_queue:
+            if self._num_open + num_requests > self.config.max_queue:
                 raise QueueFull(
-                    f"request {sequences[0].request.request_id}: {self._num_open} requests wait or run already and "
-                    f"engine.max_queue is {self.config.max_queue}; send it again later, or raise the limit"
+                    f"{num_requests} more requests: {self._num_open} wait or run already and engine.max_queue is "
+                    f"{self.config.max_queue}; send fewer at a time or later, or raise the limit"
                 )
-            self._num_open += len(sequences)
+            self._num_open += num_requests
+
+    def _submit(self, *sequences: EngineSequence) -> None:
+        """Hand sequences with a reserved place to the loop."""
         try:
             self._loop.add(*sequences)
         except RolloutFailed:
@@ -437,6 +449,17 @@ class Engine:
             action()
 
         self._loop.call(run, keeps_order=keeps_order).result(_CONTROL_LIMIT_S)
+
+
+@cache
+def _settle_garbage() -> None:
+    """Once per process, take what exists by now out of garbage collection.
+
+    Torch and transformers leave half a million objects behind; looking through them again and again, in the middle of
+    rounds, takes longer the more requests there are.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _settle(answer: Any, ended: EngineSequence) -> None:

@@ -63,11 +63,17 @@ class Lanes:
         self.version[lane] = version
         self.watched[lane] = sequence.is_watched
         self.order[lane] = sequence.order
-        needs = SamplingNeeds.of([sequence.request.sampling])
+        needs = SamplingNeeds.of(sequence.request.sampling)
         self.needs[lane] = (needs.truncates, needs.scales, needs.has_greedy, needs.has_minimum)
         self._num_out[lane] = self._num_collected[lane] = 0
         self._make_room(sequence.num_left)
         return lane
+
+    def needs_of(self, lanes: NDArray[np.int64]) -> SamplingNeeds:
+        """What drawing for all of ``lanes`` takes."""
+        if not len(lanes):
+            return SamplingNeeds()
+        return SamplingNeeds(*self.needs[lanes].max(axis=0).tolist())
 
     def give_back(self, lane: int) -> None:
         self.sequence[lane] = None

@@ -6,7 +6,7 @@ CUDA it can be captured once and replayed. Rows are kept at the front; a hole is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,21 +30,12 @@ class SamplingNeeds:
     has_minimum: bool = False
 
     @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> SamplingNeeds:
-        each = list(params)
+    def of(cls, params: SamplingParams) -> SamplingNeeds:
         return cls(
-            truncates=any(one.top_k > 0 or one.top_p < 1 or one.min_p > 0 for one in each),
-            scales=any(one.temperature not in (0.0, 1.0) for one in each),
-            has_greedy=any(one.temperature == 0 for one in each),
-            has_minimum=any(one.min_new_tokens > 0 for one in each),
-        )
-
-    def __or__(self, other: SamplingNeeds) -> SamplingNeeds:
-        return SamplingNeeds(
-            self.truncates or other.truncates,
-            self.scales or other.scales,
-            self.has_greedy or other.has_greedy,
-            self.has_minimum or other.has_minimum,
+            truncates=params.top_k > 0 or params.top_p < 1 or params.min_p > 0,
+            scales=params.temperature not in (0.0, 1.0),
+            has_greedy=params.temperature == 0,
+            has_minimum=params.min_new_tokens > 0,
         )
 
 

@@ -75,14 +75,14 @@ class Scheduler:
         self._prefix_cache = prefix_cache
         self._waiting = PromptQueue()
         self._computing: dict[bytes, PromptJob] = {}
+        self._num_computing = 0
         self._lane_of_row = np.full(max_sequences, -1, np.int64)
         self._free_rows = list(range(max_sequences))  # a heap: the lowest row first keeps the rows dense
         self._num_rows = 0
 
     @property
     def num_waiting(self) -> int:
-        # Read from other threads too: a list of the values is taken in one go.
-        return self._waiting.num_sequences + sum(len(job.members) for job in list(self._computing.values()))
+        return self._waiting.num_sequences + self._num_computing
 
     @property
     def num_running(self) -> int:
@@ -96,6 +96,7 @@ class Scheduler:
         if job is not None and job.version == self.version:
             # Its prompt is being computed at this moment: one more sample of it.
             job.members.append(sequence)
+            self._num_computing += 1
         else:
             self._waiting.add(sequence)
 
@@ -135,8 +136,10 @@ class Scheduler:
         """Take out sequences that have not started, for good."""
         removed = self._waiting.remove(wanted)
         for job in list(self._computing.values()):
-            removed += [member for member in job.members if wanted(member)]
+            gone = [member for member in job.members if wanted(member)]
             job.members = [member for member in job.members if not wanted(member)]
+            removed += gone
+            self._num_computing -= len(gone)
             if not job.members:
                 del self._computing[job.key]
                 self.pool.release(job.pages)
@@ -170,7 +173,7 @@ class Scheduler:
 
     def _start(self, job: PromptJob) -> bool:
         """Give ``job`` its pages; False when it must wait for rows or pages."""
-        num_rows_left = self.lanes.num_free - sum(len(each.members) for each in self._computing.values())
+        num_rows_left = self.lanes.num_free - self._num_computing
         if num_rows_left < 1 or job.key in self._computing:  # the same tokens come next, when they can be found
             return False
         keys = prefix_keys(job.tokens, self.page_tokens, self.version) if self._prefix_cache else []
@@ -192,6 +195,7 @@ class Scheduler:
         job.version = self.version
         self.num_cached_tokens += job.num_computed
         self._computing[job.key] = job
+        self._num_computing += num_members
         return True
 
     def _pack(self, chunks: list[tuple[PromptJob, int]]) -> PrefillPlan:
@@ -224,7 +228,7 @@ class Scheduler:
                 copied_pages=copies,
                 new_rows=new_rows,
                 new_row_tokens=last_tokens,
-                needs=SamplingNeeds.of(each.sampling for each in new_rows),
+                needs=self.lanes.needs_of(np.array(started, np.int64)),
             ),
             tuple(started),
             updates,
@@ -240,25 +244,17 @@ class Scheduler:
         targets: list[int] = []
         for job, last in complete:
             del self._computing[job.key]
+            self._num_computing -= len(job.members)
             if self._prefix_cache and job.version == self.version:
                 num_full = len(job.tokens) // self.page_tokens
                 self.pool.register(job.pages[:num_full], job.keys[:num_full])
             num_begun = 0
             for member in job.members:
-                if not self._free_rows:
+                pages = self._pages_for_sample(
+                    job, is_last=num_begun == len(job.members) - 1, copies=(sources, targets)
+                )
+                if pages is None:
                     break
-                pages = job.pages.copy()
-                self.pool.retain(pages)
-                # A partly filled page is written to by every sample, so all but the last one get their own.
-                if len(job.tokens) % self.page_tokens and num_begun < len(job.members) - 1:
-                    if not self.pool.num_available:
-                        self.pool.release(pages)
-                        break
-                    own = self.pool.allocate(1)
-                    sources.append(int(pages[-1]))
-                    targets.append(int(own[0]))
-                    self.pool.release(pages[-1:])
-                    pages[-1] = own[0]
                 row = heapq.heappop(self._free_rows)
                 lane = self.lanes.take(member, row, job.tokens, pages, job.version)
                 self._lane_of_row[row] = lane
@@ -266,12 +262,33 @@ class Scheduler:
                 started.append(lane)
                 last_tokens.append(last)
                 num_begun += 1
-            for member in job.members[num_begun:]:
-                self._waiting.add(member)
-            self.pool.release(job.pages)
+            if num_begun < len(job.members):
+                self.pool.release(job.pages)
+                for member in job.members[num_begun:]:
+                    self._waiting.add(member)
         lanes = np.array(started, np.int64)
         updates = self._page_updates(lanes, np.zeros(len(lanes), np.int64))
         return started, last_tokens, (np.array(sources, np.int32), np.array(targets, np.int32)), updates
+
+    def _pages_for_sample(self, job: PromptJob, *, is_last: bool, copies: tuple[list[int], list[int]]) -> Pages | None:
+        """The prompt's pages for one more sample; ``None`` when rows or pages have run out.
+
+        A partly filled page is written to by every sample, so each gets its own; the last one takes over the job's.
+        """
+        is_partly_filled = len(job.tokens) % self.page_tokens > 0
+        if not self._free_rows or (is_partly_filled and not is_last and not self.pool.num_available):
+            return None
+        if is_last:
+            return job.pages
+        pages = job.pages.copy()
+        shared = pages[:-1] if is_partly_filled else pages
+        self.pool.retain(shared)
+        if is_partly_filled:
+            sources, targets = copies
+            sources.append(int(pages[-1]))
+            pages[-1] = self.pool.allocate(1)[0]
+            targets.append(int(pages[-1]))
+        return pages
 
     def _new_row(self, lane: int) -> NewRow:
         sequence = self.lanes.sequence[lane]
@@ -291,6 +308,7 @@ class Scheduler:
             for member in job.members:
                 self._waiting.add(member)
         self._computing.clear()
+        self._num_computing = 0
 
     def compact(self) -> Moves:
         """Fill holes among the rows with the last rows."""
@@ -343,7 +361,7 @@ class Scheduler:
             num_steps=steps,
             lanes=self._lane_of_row[: self._num_rows].copy(),
             page_updates=self._page_updates(lanes, first_new),
-            needs=SamplingNeeds(*self.lanes.needs[lanes].max(axis=0).tolist()),
+            needs=self.lanes.needs_of(lanes),
         )
         return plan, preempted
 
