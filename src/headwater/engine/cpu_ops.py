@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headwater.engine.fused_decoder import HeadNorms, Projection, Rotary
 from headwater.engine.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from headwater.engine.kernels.prefetch import PagedReads
 
 
 class CpuOps:
@@ -26,20 +21,12 @@ class CpuOps:
         return weight * (wide * mean_square.add_(eps).rsqrt_()).to(x.dtype)
 
     def linear_add_rms_norm(
-        self,
-        x: Tensor,
-        projection: Projection,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        *,
-        then: Tensor | None = None,
-        pages: PagedReads | None = None,
+        self, x: Tensor, projection: Projection, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> Tensor:
         product = F.linear(x, projection.weight, projection.bias)
         return self.rms_norm(residual.add_(product), norm_weight, eps)
 
-    def silu_and_mul(self, gate_up: Tensor, *, then: Tensor | None = None) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 

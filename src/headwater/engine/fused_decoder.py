@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,59 +18,23 @@ from headwater.engine.attention import PagedAttention
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec
 
-if TYPE_CHECKING:
-    from headwater.engine.kernels.prefetch import PagedReads  # needs triton, which only CUDA has
-
 
 class DecoderOps(Protocol):
-    """The operations of a layer on one device.
-
-    ``then`` is a weight, and ``pages`` are parts of the cache, that will be read soon: hints to fetch them early.
-    """
+    """The operations of a layer on one device."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def linear_add_rms_norm(
-        self,
-        x: Tensor,
-        projection: Projection,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        *,
-        then: Tensor | None = None,
-        pages: PagedReads | None = None,
+        self, x: Tensor, projection: Projection, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> Tensor:
         """Add the product of ``x`` to ``residual`` in place and return the norm of the sum."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor, *, then: Tensor | None = None) -> Tensor: ...
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
     def rope_and_store(
         self, qkv: Tensor, rotary: Rotary, slots: Tensor, cache: KVCache, layer: int, norms: HeadNorms | None
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to their slots, return the queries."""
-        ...
-
-
-@runtime_checkable
-class QkvAttention(Protocol):
-    """Attention that rotates and stores by itself."""
-
-    def attend_qkv(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotary: Rotary,
-        slots: Tensor,
-        norms: HeadNorms | None,
-        *,
-        scale: float,
-        window: int,
-        then: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def first_pages(self, layer: int) -> PagedReads | None:
-        """What this layer's attention reads first, where it is worth fetching early."""
         ...
 
 
@@ -135,43 +99,14 @@ class FusedDecoder:
         residual = nn.functional.embedding(input_ids, self._embedding)
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, self._layers[0].eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
-        next_layers = [*self._layers[1:], None]
-        for index, (layer, next_layer, next_norm) in enumerate(zip(self._layers, next_layers, next_norms, strict=True)):
+        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
             qkv = ops.linear(hidden, layer.qkv.weight, layer.qkv.bias)
-            attended = self._attend(index, layer, qkv, rotary, slots, attention, cache)
-            hidden = ops.linear_add_rms_norm(attended.flatten(1), layer.output, residual, layer.post_norm, layer.eps)
-            gate_up = ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias)
-            gated = ops.silu_and_mul(gate_up, then=layer.down.weight)
-            then, pages = None, None
-            if next_layer is not None:
-                then = next_layer.qkv.weight
-                pages = attention.first_pages(index + 1) if isinstance(attention, QkvAttention) else None
-            hidden = ops.linear_add_rms_norm(gated, layer.down, residual, next_norm, layer.eps, then=then, pages=pages)
+            query = ops.rope_and_store(qkv, rotary, slots, cache, index, layer.head_norms)
+            attended = attention(index, query, scale=layer.scale, window=layer.window).flatten(1)
+            hidden = ops.linear_add_rms_norm(attended, layer.output, residual, layer.post_norm, layer.eps)
+            gated = ops.silu_and_mul(ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias))
+            hidden = ops.linear_add_rms_norm(gated, layer.down, residual, next_norm, layer.eps)
         return hidden
-
-    def _attend(
-        self,
-        index: int,
-        layer: FusedLayer,
-        qkv: Tensor,
-        rotary: Rotary,
-        slots: Tensor,
-        attention: PagedAttention,
-        cache: KVCache,
-    ) -> Tensor:
-        if isinstance(attention, QkvAttention):
-            return attention.attend_qkv(
-                index,
-                qkv,
-                rotary,
-                slots,
-                layer.head_norms,
-                scale=layer.scale,
-                window=layer.window,
-                then=layer.gate_up.weight,
-            )
-        query = self._ops.rope_and_store(qkv, rotary, slots, cache, index, layer.head_norms)
-        return attention(index, query, scale=layer.scale, window=layer.window)
 
 
 def _fuse(layer: Any, config: Any) -> FusedLayer:

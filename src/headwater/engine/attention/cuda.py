@@ -8,16 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.engine.fused_decoder import HeadNorms, Rotary
-from headwater.engine.kernels.decode_attention import (
-    RotaryInputs,
-    paged_decode_attention,
-    rotary_decode_attention,
-    split_counters,
-    suggest_num_splits,
-)
-from headwater.engine.kernels.dependent_launch import supports_dependent_launch
-from headwater.engine.kernels.prefetch import PagedReads, Soon, supports_prefetch
+from headwater.engine.kernels.decode_attention import paged_decode_attention, suggest_num_splits
 from headwater.engine.kernels.prefill_attention import (
     build_tiles,
     default_config,
@@ -27,36 +18,15 @@ from headwater.engine.kernels.prefill_attention import (
 from headwater.engine.kv_cache import KVCache
 
 _TYPICAL_CONTEXT = 1024
-_MAX_PREFETCHED_PAGES = 4
 
 
 class CudaDecode:
-    """One query per row; rows without work have no context. Every layer of a pass uses the same one, in order.
+    """One query per row; rows without work have no context."""
 
-    ``dependent`` launches kernels before their predecessors have ended, where the device can; ``counts_splits`` lets
-    the last split of a row combine them all, in place of a second launch. Up to ``prefetch_bytes`` of the next weight,
-    and as much of the next layer's pages, are asked for early.
-    """
-
-    def __init__(
-        self,
-        cache: KVCache,
-        page_table: Tensor,
-        context_lens: Tensor,
-        *,
-        dependent: bool = True,
-        counts_splits: bool = True,
-        prefetch_bytes: int = 0,
-    ) -> None:
+    def __init__(self, cache: KVCache, page_table: Tensor, context_lens: Tensor) -> None:
         self._cache = cache
         self._page_table, self._context_lens = page_table, context_lens
-        num_rows, num_kv_heads = len(context_lens), cache.spec.num_kv_heads
-        self._num_splits = suggest_num_splits(num_rows, num_kv_heads, _TYPICAL_CONTEXT)
-        self._dependent = dependent and supports_dependent_launch(context_lens.device)
-        self._prefetch_bytes = prefetch_bytes if supports_prefetch(context_lens.device) else 0
-        self._counters: Tensor | None = None
-        if counts_splits and self._num_splits > 1:
-            self._counters = split_counters(num_rows, num_kv_heads, context_lens.device)
+        self._num_splits = suggest_num_splits(len(context_lens), cache.spec.num_kv_heads, _TYPICAL_CONTEXT)
 
     def __call__(self, layer: int, query: Tensor, *, scale: float, window: int) -> Tensor:
         keys, values = self._cache.layer(layer)
@@ -68,56 +38,8 @@ class CudaDecode:
             self._context_lens,
             scale,
             num_splits=self._num_splits,
-            counters=self._counters,
             window=window,
-            dependent=self._dependent,
         )
-
-    def attend_qkv(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotary: Rotary,
-        slots: Tensor,
-        norms: HeadNorms | None,
-        *,
-        scale: float,
-        window: int,
-        then: Tensor | None = None,
-    ) -> Tensor:
-        """Rotate, store and attend in one launch."""
-        keys, values = self._cache.layer(layer)
-        inputs = RotaryInputs(
-            rotary.cos,
-            rotary.sin,
-            rotary.positions,
-            slots,
-            q_norm=None if norms is None else norms.query,
-            k_norm=None if norms is None else norms.key,
-            eps=0.0 if norms is None else norms.eps,
-        )
-        return rotary_decode_attention(
-            qkv,
-            inputs,
-            keys,
-            values,
-            self._page_table,
-            self._context_lens,
-            scale,
-            num_heads=self._cache.spec.num_heads,
-            num_splits=self._num_splits,
-            counters=self._counters,
-            window=window,
-            dependent=self._dependent,
-            soon=Soon(then, self._prefetch_bytes) if then is not None and self._prefetch_bytes else None,
-        )
-
-    def first_pages(self, layer: int) -> PagedReads | None:
-        keys, values = self._cache.layer(layer)
-        row_bytes = 2 * keys[0].numel() * keys.element_size()
-        fitting = self._prefetch_bytes // (len(self._context_lens) * row_bytes)
-        num_pages = min(fitting, _MAX_PREFETCHED_PAGES, self._page_table.shape[1])
-        return PagedReads(keys, values, self._page_table, num_pages) if num_pages else None
 
 
 class CudaPrefill:

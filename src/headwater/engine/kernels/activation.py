@@ -8,9 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.engine.kernels.dependent_launch import launch_options, let_successor_start, wait_for_predecessor
-from headwater.engine.kernels.prefetch import Soon, prefetch_share, share_of
-
 _BLOCK = 1024
 
 
@@ -27,56 +24,22 @@ def gelu_tanh(x):
 
 
 @triton.jit
-def _activate_and_mul(
-    gate_up,
-    out,
-    row_stride,
-    soon,
-    soon_bytes,
-    soon_share,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
-    REVERSED: tl.constexpr,
-    STREAMED: tl.constexpr,
-    SOON: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    let_successor_start(DEPENDENT)
-    prefetch_share(soon, soon_bytes, soon_share, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), SOON)
-    wait_for_predecessor(DEPENDENT)
+def _activate_and_mul(gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
-    if REVERSED:
-        row = tl.num_programs(1) - 1 - row
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
     address = gate_up + row * row_stride + columns
-    if STREAMED:
-        gate = tl.load(address, mask=mask, other=0.0, eviction_policy="evict_first")
-        up = tl.load(address + SIZE, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    else:
-        gate = tl.load(address, mask=mask, other=0.0)
-        up = tl.load(address + SIZE, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(address, mask=mask, other=0.0)
+    up = tl.load(address + SIZE, mask=mask, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     activated = gelu_tanh(wide) if GELU else silu(wide)
     result = activated.to(gate.dtype).to(tl.float32) * up
     tl.store(out + row * SIZE + columns, result.to(gate.dtype), mask=mask)
 
 
-def silu_and_mul(
-    gate_up: Tensor,
-    *,
-    dependent: bool = False,
-    soon: Soon | None = None,
-    reverse: bool = False,
-    stream: bool = False,
-) -> Tensor:
-    """``silu(gate) * up`` of ``gate_up`` [tokens, 2 * intermediate], gate first.
-
-    ``reverse`` begins with the last tokens, which their product wrote last; ``stream`` lets what was read leave the
-    second-level cache first.
-    """
-    return _launch(gate_up, gelu=False, dependent=dependent, soon=soon, reverse=reverse, stream=stream)
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``gate_up`` [tokens, 2 * intermediate], gate first."""
+    return _launch(gate_up, gelu=False)
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
@@ -84,33 +47,12 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return _launch(gate_up, gelu=True)
 
 
-def _launch(
-    gate_up: Tensor,
-    *,
-    gelu: bool,
-    dependent: bool = False,
-    soon: Soon | None = None,
-    reverse: bool = False,
-    stream: bool = False,
-) -> Tensor:
+def _launch(gate_up: Tensor, *, gelu: bool) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "gate_up's rows must be contiguous"
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-    blocks = triton.cdiv(size, _BLOCK)
     # Tokens are the grid's second dimension, which ends at 65535: far more than one forward pass carries.
-    _activate_and_mul[(blocks, tokens)](
-        gate_up,
-        out,
-        gate_up.stride(0),
-        gate_up if soon is None else soon.weight,
-        *share_of(soon, blocks * tokens),
-        SIZE=size,
-        BLOCK=_BLOCK,
-        GELU=gelu,
-        REVERSED=reverse,
-        STREAMED=stream,
-        SOON=soon is not None,
-        num_warps=4,
-        **launch_options(dependent),
+    _activate_and_mul[(triton.cdiv(size, _BLOCK), tokens)](
+        gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, GELU=gelu, num_warps=4
     )
     return out

@@ -12,9 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.engine.kernels.dependent_launch import launch_options, let_successor_start, wait_for_predecessor
-from headwater.engine.kernels.prefetch import Soon, prefetch_pages, prefetch_share, share_of
-
 
 @triton.jit
 def scaled_norm(values, inverse_rms, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
@@ -36,35 +33,17 @@ def _rms_norm(
     x_stride,
     residual_stride,
     eps,
-    soon,
-    soon_bytes,
-    soon_share,
-    soon_keys,
-    soon_values,
-    soon_table,
-    soon_table_stride,
-    soon_page_bytes,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OFFSET: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
-    SOON: tl.constexpr,
-    SOON_PAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    let_successor_start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    prefetch_share(soon, soon_bytes, soon_share, row, SOON)
-    prefetch_pages(soon_keys, soon_values, soon_table, row, soon_table_stride, soon_page_bytes, SOON_PAGES)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    # Weights are nobody's result, so they need not wait; they come from memory, everything else is in the cache.
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        offset = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
-    wait_for_predecessor(DEPENDENT)
     dtype: tl.constexpr = out.dtype.element_ty
     source = x + row * x_stride + columns
     values = tl.load(source, mask=mask, other=0.0).to(tl.float32)
@@ -72,7 +51,7 @@ def _rms_norm(
         source += part_stride
         values += tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        values += offset
+        values += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
     # Rounded before the addition, as if the product had been written first.
     values = values.to(dtype)
     if ADD:
@@ -84,41 +63,19 @@ def _rms_norm(
     tl.store(out + row * SIZE + columns, scaled_norm(wide, inverse_rms, scale, OFFSET, dtype), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, dependent: bool = False) -> Tensor:
-    """The RMS norm of each row of ``x`` [tokens, hidden] times ``weight + offset``.
-
-    In all of these ``dependent`` launches early (see ``dependent_launch``): the kernel just before must not be one that
-    writes the weights.
-    """
-    return _launch(x[None], None, None, weight, eps, offset, x.dtype, dependent, None)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """The RMS norm of each row of ``x`` [tokens, hidden] times ``weight + offset``."""
+    return _launch(x[None], None, None, weight, eps, offset, x.dtype)
 
 
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    *,
-    dependent: bool = False,
-    soon: Soon | None = None,
-) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Add ``x`` to ``residual`` in place, rounded to their dtype, and return the RMS norm of that sum."""
-    return _launch(x[None], None, residual, weight, eps, offset, residual.dtype, dependent, soon)
+    return _launch(x[None], None, residual, weight, eps, offset, residual.dtype)
 
 
-def sum_add_rms_norm(
-    parts: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    dependent: bool = False,
-    soon: Soon | None = None,
-) -> Tensor:
+def sum_add_rms_norm(parts: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``add_rms_norm`` of the sum of ``parts`` [parts, tokens, hidden] and bias, rounded to the residual's dtype."""
-    return _launch(parts, bias, residual, weight, eps, 0.0, residual.dtype, dependent, soon)
+    return _launch(parts, bias, residual, weight, eps, 0.0, residual.dtype)
 
 
 def _launch(
@@ -129,8 +86,6 @@ def _launch(
     eps: float,
     offset: float,
     dtype: torch.dtype,
-    dependent: bool,
-    soon: Soon | None,
 ) -> Tensor:
     num_parts, tokens, hidden = parts.shape
     assert parts.stride(2) == 1, "x's rows must be contiguous"
@@ -139,7 +94,6 @@ def _launch(
         assert residual.shape == parts.shape[1:], f"x is {tuple(parts.shape)} and residual {tuple(residual.shape)}"
     out = torch.empty((tokens, hidden), dtype=dtype, device=parts.device)
     block = triton.next_power_of_2(hidden)
-    pages = None if soon is None else soon.pages
     _rms_norm[(tokens,)](
         parts,
         weight if bias is None else bias,
@@ -150,23 +104,13 @@ def _launch(
         parts.stride(1),
         0 if residual is None else residual.stride(0),
         eps,
-        weight if soon is None else soon.weight,
-        *share_of(soon, tokens),
-        weight if pages is None else pages.keys,
-        weight if pages is None else pages.values,
-        weight if pages is None else pages.page_table,
-        0 if pages is None else pages.page_table.stride(0),
-        0 if pages is None else pages.keys.stride(0) * pages.keys.element_size(),
         SIZE=hidden,
         BLOCK=block,
         OFFSET=offset,
         PARTS=num_parts,
         HAS_BIAS=bias is not None,
         ADD=residual is not None,
-        SOON=soon is not None,
-        SOON_PAGES=0 if pages is None else pages.num_pages,
         # Eight values per thread make one 16-byte access in bfloat16.
         num_warps=min(max(block // 256, 1), 16),
-        **launch_options(dependent),
     )
     return out

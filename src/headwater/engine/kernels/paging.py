@@ -60,12 +60,15 @@ def softcap_scores(scores, softcap):
     return softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
 
 
-def check_caches(num_heads: int, k_cache: Tensor, v_cache: Tensor, page_table: Tensor) -> None:
+def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor) -> None:
     """What both attention kernels take for granted about their inputs."""
+    head_dim = q.shape[-1]
+    assert q.is_contiguous(), "q must be contiguous"
     assert k_cache.shape == v_cache.shape, f"caches differ: {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
     assert k_cache.stride() == v_cache.stride(), "k_cache and v_cache must have the same strides"
     assert k_cache.stride(3) == 1, "the cache's head_dim must be its innermost, contiguous dimension"
+    assert k_cache.shape[3] == head_dim, f"head_dim is {head_dim} in q and {k_cache.shape[3]} in the cache"
     page_tokens, kv_heads = k_cache.shape[2], k_cache.shape[1]
     assert page_tokens & (page_tokens - 1) == 0, f"page_tokens = {page_tokens}: must be a power of two"
-    assert num_heads % kv_heads == 0, f"{num_heads} query heads are not a multiple of {kv_heads} kv heads"
+    assert q.shape[1] % kv_heads == 0, f"{q.shape[1]} query heads are not a multiple of {kv_heads} kv heads"
     assert page_table.stride(1) == 1, "page_table's rows must be contiguous"

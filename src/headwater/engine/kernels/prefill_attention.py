@@ -184,10 +184,8 @@ def paged_prefill_attention(
     ``context_lens[i]`` counts its history and itself, and its keys and values are in the cache already. ``tiles`` comes
     from ``build_tiles(query_lens, queries_per_tile(...))`` with the same config. Tokens of no tile are left unwritten.
     """
+    check_caches(q, k_cache, v_cache, page_table)
     _, num_heads, head_dim = q.shape
-    check_caches(num_heads, k_cache, v_cache, page_table)
-    assert q.is_contiguous(), "q must be contiguous"
-    assert k_cache.shape[3] == head_dim, f"head_dim is {head_dim} in q and {k_cache.shape[3]} in the cache"
     kv_heads, page_tokens = k_cache.shape[1], k_cache.shape[2]
     config = config or default_config(head_dim, q.element_size())
     queries_per_tile(num_heads, kv_heads, config)

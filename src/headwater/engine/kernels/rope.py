@@ -8,33 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.engine.kernels.dependent_launch import launch_options, let_successor_start, wait_for_predecessor
 from headwater.engine.kernels.norm import scaled_norm
-
-
-@triton.jit
-def load_rotated(
-    source, dims, mask, cosine, sine, norm, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, NORM_OFFSET: tl.constexpr
-):
-    """Heads ``[heads, head_dim]`` at ``source`` [heads, 1], normed and rotated, in their own dtype.
-
-    ``cosine`` and ``sine`` are over the full ``dims``. Each value is loaded with its partner in the other half, which
-    spares an exchange between threads.
-    """
-    half: tl.constexpr = HEAD_DIM // 2
-    partners = tl.where(dims < half, dims + half, dims - half)
-    own = tl.load(source + dims[None, :], mask=mask, other=0.0)
-    dtype: tl.constexpr = own.dtype
-    values = own.to(tl.float32)
-    others = tl.load(source + partners[None, :], mask=mask, other=0.0).to(tl.float32)
-    if NORM:
-        inverse_rms = tl.rsqrt(tl.sum(values * values, axis=1) / HEAD_DIM + eps)[:, None]
-        own_weight = tl.load(norm + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-        other_weight = tl.load(norm + partners, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-        values = scaled_norm(values, inverse_rms, own_weight, NORM_OFFSET, dtype).to(tl.float32)
-        others = scaled_norm(others, inverse_rms, other_weight, NORM_OFFSET, dtype).to(tl.float32)
-    turned = tl.where(dims < half, -sine, sine)[None, :] * others
-    return (values * cosine[None, :] + turned).to(dtype)
 
 
 @triton.jit
@@ -64,10 +38,7 @@ def _rope_and_store(
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
     NORM_OFFSET: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    let_successor_start(DEPENDENT)
-    wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     slot = tl.load(slots + token)
@@ -128,8 +99,6 @@ def rope_and_store(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     norm_offset: float = 0.0,
-    *,
-    dependent: bool = False,
 ) -> Tensor:
     """Rotate queries and keys of ``qkv`` [tokens, (heads + 2 kv_heads) * head_dim] and write keys and values to slots.
 
@@ -174,6 +143,5 @@ def rope_and_store(
         NORM=q_norm is not None,
         NORM_OFFSET=norm_offset,
         num_warps=min(max(heads_pad * half_pad // 256, 1), 8),
-        **launch_options(dependent),
     )
     return out

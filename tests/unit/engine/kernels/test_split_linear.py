@@ -32,9 +32,7 @@ def test_slices_are_equal_and_of_whole_steps():
     assert possible_slices(100) == []
 
 
-def test_suggested_slices_fill_the_device_once():
-    assert suggest_slices(256, 1536, 8960) == 5
-    assert suggest_slices(8, 1536, 8960) == 10
-    assert suggest_slices(1024, 1536, 8960) == 1
-    assert suggest_slices(256, 1536, 1536) == 1
+def test_suggested_slices_are_those_measured_as_best():
+    assert [suggest_slices(rows, 1536, 8960) for rows in (8, 128, 256, 512, 1024)] == [5, 5, 4, 2, 1]
+    assert [suggest_slices(rows, 1536, 1536) for rows in (8, 256, 512, 1024)] == [2, 2, 1, 1]
     assert suggest_slices(256, 100, 5000) == 1
