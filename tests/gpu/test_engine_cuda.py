@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -330,6 +331,7 @@ def test_sleeping_frees_the_memory_of_the_device_and_generation_goes_on_afterwar
     with slow_cuda() as slow:
         answers = [slow.submit(each) for each in asked]
         slow.turn(3)
+        gc.collect()  # engines of earlier tests
         before = torch.cuda.memory_allocated()
         weight_bytes = sum(each.numel() * each.element_size() for each in slow.engine._model.parameters())
         slow.call(lambda: slow.engine.sleep(tags))

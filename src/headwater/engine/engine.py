@@ -15,11 +15,9 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from headwater.config.schema import EngineConfig, UpdateMode
@@ -27,10 +25,12 @@ from headwater.core.errors import ConfigError, QueueFull, RequestError, RolloutF
 from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.engine import weight_source
+from headwater.engine.delivery import Gathering, Mailbox, failure_of, settle
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
 from headwater.engine.metrics import EngineMetrics
 from headwater.engine.model_spec import ModelSpec
+from headwater.engine.model_weights import ModelWeights
 from headwater.engine.pages import PagePool
 from headwater.engine.rows import Rows
 from headwater.engine.runners import make_runner
@@ -38,11 +38,10 @@ from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import Delta
 from headwater.engine.sequence import Sequence as EngineSequence
 from headwater.models.load import end_token_ids, load_model, load_tokenizer
-from headwater.models.weights import apply_weights, checked_weights
 from headwater.observe.spans import Spans
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
-_CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 8192
+_CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
 _CONTROL_LIMIT_S = 600.0
 _SUBMIT_AT_ONCE = 256
 _LEAST_TEMPERATURE = 1e-6
@@ -88,8 +87,9 @@ class Engine:
         self._numbers = itertools.count()
         self._num_open = 0
         self._requests_lock = threading.Lock()
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._asleep: set[MemoryTag] = set()
-        self._parked_weights: dict[str, torch.Tensor] = {}
+        self._weights = ModelWeights(model)
         self._num_updates = 0
         self._num_interrupted = 0
         self._last_pause_s = 0.0
@@ -117,11 +117,11 @@ class Engine:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """The response to one request. A caller that is cancelled ends the request."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[ModelResponse] = loop.create_future()
+        answer: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
+        mailbox = self._mailbox()
 
         def deliver(ended: EngineSequence) -> None:
-            _post(loop, lambda: _settle(answer, ended))
+            mailbox.post(lambda: settle(answer, ended))
 
         self.check(request)
         self._reserve(1)
@@ -135,16 +135,16 @@ class Engine:
 
     async def stream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
         """New tokens as they come. Closing the iterator early ends the request."""
-        loop = asyncio.get_running_loop()
+        mailbox = self._mailbox()
         arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
         def on_delta(delta: Delta) -> None:
-            _post(loop, lambda: arrived.put_nowait(delta))
+            mailbox.post(lambda: arrived.put_nowait(delta))
 
         def on_end(ended: EngineSequence) -> None:
             if ended.error is not None:
-                failure = _failure_of(ended)
-                _post(loop, lambda: arrived.put_nowait(failure))
+                failure = failure_of(ended)
+                mailbox.post(lambda: arrived.put_nowait(failure))
 
         self.check(request)
         self._reserve(1)
@@ -164,27 +164,25 @@ class Engine:
 
     def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """All responses, in order. Blocks until the last one has ended."""
-        answers: list[Future[ModelResponse]] = [Future() for _ in requests]
-
-        def deliver(answer: Future[ModelResponse]) -> Callable[[EngineSequence], None]:
-            return lambda ended: _settle(answer, ended)
-
         for request in requests:
             self.check(request)  # all of them before the first one starts
         self._reserve(len(requests))
+        gathering = Gathering(len(requests))
         # In slices: the first ones run while the others are made ready.
         for start in range(0, len(requests), _SUBMIT_AT_ONCE):
-            part = slice(start, start + _SUBMIT_AT_ONCE)
-            self._submit(*map(self._open, requests[part], map(deliver, answers[part])))
-        return [answer.result() for answer in answers]
+            part = requests[start : start + _SUBMIT_AT_ONCE]
+            self._submit(
+                *(self._open(request, partial(gathering.take, start + place)) for place, request in enumerate(part))
+            )
+        return gathering.wait()
 
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that this engine can never serve."""
-        tokens = np.asarray(request.input_tokens)
-        wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
-        if len(wrong):
+        tokens = request.input_tokens
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise RequestError(
-                f"request {request.request_id}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}; "
+                f"request {request.request_id}: token id {wrong} is outside the vocabulary of {self.vocab_size}; "
                 "use the tokenizer the model was trained with"
             )
         self._check_sampling(request)
@@ -247,6 +245,14 @@ class Engine:
             on_end=ended,
             on_delta=on_delta,
         )
+
+    def _mailbox(self) -> Mailbox:
+        """The mailbox of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._mailboxes:
+            still_open = {loop: box for loop, box in self._mailboxes.items() if not loop.is_closed()}
+            self._mailboxes = {**still_open, loop: Mailbox(loop)}
+        return self._mailboxes[loop]
 
     def _reserve(self, num_requests: int) -> None:
         """Places in the queue for so many requests, or ``QueueFull``."""
@@ -316,7 +322,7 @@ class Engine:
         if mode not in (None, "interrupt", "in_flight", "drain"):
             raise WeightsError(f"mode = {mode!r}: must be interrupt, in_flight or drain")
         try:
-            tensors = checked_weights(self._model, update.tensors)
+            tensors = self._weights.check(update.tensors)
         except WeightsError as error:
             refused: Future[None] = Future()
             refused.set_exception(error)
@@ -328,7 +334,7 @@ class Engine:
 
     def update_weights_from_file(self, path: str, version: int, mode: UpdateMode | None = None) -> Future[None]:
         """As ``update_weights``, from a safetensors file or a folder of them. Generation goes on while it is read."""
-        return _in_thread(
+        return weight_source.in_thread(
             lambda: self.update_weights(WeightUpdate(version, weight_source.read_file(path)), mode).result(
                 _CONTROL_LIMIT_S
             )
@@ -343,7 +349,7 @@ class Engine:
             with weight_source.shared_tensors(name) as tensors:
                 self.update_weights(WeightUpdate(version, tensors), mode).result(_CONTROL_LIMIT_S)
 
-        return _in_thread(update)
+        return weight_source.in_thread(update)
 
     def _swap(self, tensors: dict[str, torch.Tensor], version: int, mode: UpdateMode) -> None:
         if "weights" in self._asleep:
@@ -352,10 +358,7 @@ class Engine:
         if mode == "interrupt":
             self._num_interrupted += self._loop.scheduler.num_running
             self._loop.interrupt()
-        apply_weights(self._model, tensors)
-        if self._spec.device.type == "cuda":
-            # The caller may change its tensors once the future is done, so the copy must be.
-            torch.cuda.synchronize(self._spec.device)
+        self._weights.apply(tensors)
         self._loop.scheduler.weights_changed(version)
         self._num_updates += 1
         self._last_pause_s = time.perf_counter() - started
@@ -378,7 +381,7 @@ class Engine:
         if "kv_cache" in tags and "kv_cache" not in self._asleep:
             self._cache.free()
         if "weights" in tags and "weights" not in self._asleep:
-            self._park_weights()
+            self._weights.park()
         self._asleep |= set(tags)
         if self._spec.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -387,30 +390,9 @@ class Engine:
         if "kv_cache" in tags and "kv_cache" in self._asleep:
             self._cache.allocate_again()
         if "weights" in tags and "weights" in self._asleep:
-            self._unpark_weights()
+            self._weights.unpark()
         self._asleep -= set(tags)
         self._loop.is_asleep = bool(self._asleep)
-
-    @torch.no_grad()
-    def _park_weights(self) -> None:
-        if self._spec.device.type == "cpu":
-            return  # they are in main memory already
-        for name, parameter in self._model.named_parameters():
-            self._parked_weights[name] = parameter.detach().to("cpu", copy=True)
-        for parameter in self._model.parameters():
-            parameter.untyped_storage().resize_(0)
-
-    @torch.no_grad()
-    def _unpark_weights(self) -> None:
-        if self._spec.device.type == "cpu":
-            return
-        for name, parameter in self._model.named_parameters():
-            storage, parked = parameter.untyped_storage(), self._parked_weights.pop(name)
-            # Merged weights share one storage: it must reach to the end of the last of them.
-            needed = (parameter.storage_offset() + parameter.numel()) * parameter.element_size()
-            if storage.nbytes() < needed:
-                storage.resize_(needed)
-            parameter.copy_(parked)
 
     @staticmethod
     def _check_tags(tags: Sequence[MemoryTag]) -> None:
@@ -460,42 +442,3 @@ def _settle_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _settle(answer: Any, ended: EngineSequence) -> None:
-    """Answer an asyncio or a plain future, unless its caller has gone."""
-    if answer.done():
-        return
-    if ended.error is not None:
-        answer.set_exception(_failure_of(ended))
-    else:
-        answer.set_result(ended.response())
-
-
-def _failure_of(ended: EngineSequence) -> RolloutFailed:
-    failure = RolloutFailed(
-        f"request {ended.request.request_id}: the engine failed: {type(ended.error).__name__}: {ended.error}"
-    )
-    failure.__cause__ = ended.error
-    return failure
-
-
-def _post(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
-    """Run ``action`` on an event loop of another thread; one that is closed has nobody waiting."""
-    with suppress(RuntimeError):  # closed
-        loop.call_soon_threadsafe(action)
-
-
-def _in_thread(action: Callable[[], None]) -> Future[None]:
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001  the error belongs to the caller, who waits on the future
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="headwater-weights", daemon=True).start()
-    return done

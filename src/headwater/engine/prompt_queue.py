@@ -49,8 +49,9 @@ class PromptQueue:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, sequence: Sequence) -> None:
-        tokens = sequence.all_tokens()
+    def add(self, sequence: Sequence, tokens: NDArray[np.int64] | None = None) -> None:
+        """``tokens`` are the sequence's, where the caller has them at hand."""
+        tokens = sequence.all_tokens() if tokens is None else tokens
         key = tokens.tobytes()
         self.num_sequences += 1
         job = self._waiting.get(key)

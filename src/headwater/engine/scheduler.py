@@ -92,13 +92,14 @@ class Scheduler:
         return -(-num_tokens // self.page_tokens)
 
     def add(self, sequence: Sequence) -> None:
-        job = self._computing.get(sequence.all_tokens().tobytes())
+        tokens = sequence.all_tokens()
+        job = self._computing.get(tokens.tobytes())
         if job is not None and job.version == self.version:
             # Its prompt is being computed at this moment: one more sample of it.
             job.members.append(sequence)
             self._num_computing += 1
         else:
-            self._waiting.add(sequence)
+            self._waiting.add(sequence, tokens)
 
     def running(self) -> NDArray[np.int64]:
         """Lanes in use, in the order of their rows."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
@@ -74,3 +76,19 @@ def _parse(image: bytes, name: str) -> NamedTensors:
         raise WeightsError(
             f"shared memory {name!r}: holds no safetensors image ({error}); the old weights stay"
         ) from error
+
+
+def in_thread(action: Callable[[], None]) -> Future[None]:
+    """Run ``action`` beside everything else: reading a large file must not hold generation up."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  the error belongs to the caller, who waits on the future
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="headwater-weights", daemon=True).start()
+    return done

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.timeout(60)
 
 LENGTHS = (1, 3, 8, 15, 16, 17, 33, 50)
-SAMPLED = [request(tokens_of(length), key, max_new_tokens=20) for key, length in enumerate(LENGTHS)]
-GREEDY = [request(tokens_of(length), temperature=0.0, max_new_tokens=20) for length in LENGTHS]
+SAMPLED = [request(tokens_of(length), key, max_new_tokens=16) for key, length in enumerate(LENGTHS)]
+GREEDY = [request(tokens_of(length), temperature=0.0, max_new_tokens=16) for length in LENGTHS]
 ALL = [*SAMPLED, *GREEDY]
 
 
@@ -79,7 +79,7 @@ def test_without_a_prefix_cache_nothing_is_found():
         assert engine.metrics().num_tokens_prefilled == 100
 
 
-@pytest.mark.parametrize("length", [5, 16, 37])
+@pytest.mark.parametrize("length", [16, 37])
 def test_a_group_computes_its_prompt_once_and_says_what_its_members_say_alone(length):
     group = [request(tokens_of(length), key, max_new_tokens=20) for key in range(16)]
     with running() as engine:
@@ -114,7 +114,7 @@ def test_a_group_larger_than_the_cache_is_served_in_turns():
         assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("num_pages", [13, 20, 40])
+@pytest.mark.parametrize("num_pages", [13, 30])
 def test_making_room_for_others_changes_nothing(num_pages):
     requests = [request(tokens_of(length), key, max_new_tokens=30) for key, length in enumerate((3, 9, 17, 9, 4, 12))]
     with running(page_tokens=4) as engine:
@@ -150,7 +150,7 @@ def test_a_sequence_that_made_room_after_an_update_in_flight_keeps_the_versions_
             assert versions == tuple(sorted(versions))
 
 
-@pytest.mark.parametrize("max_prefill_tokens", [1, 7, 16, 1024])
+@pytest.mark.parametrize("max_prefill_tokens", [3, 7, 16])
 def test_in_chunks_as_at_once(alone, max_prefill_tokens):
     with running(max_prefill_tokens=max_prefill_tokens) as engine:
         assert_same(engine.generate(ALL), alone)
@@ -166,7 +166,7 @@ def test_a_sliding_window_sees_the_same_tokens_on_every_path(kind, settings):
         assert_same(engine.generate(requests), expected)
 
 
-@pytest.mark.parametrize("num_turns", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_turns", [1, 2, 3])
 def test_interrupted_by_an_update_to_the_same_weights_as_uninterrupted(alone, num_turns):
     with stepped(decode_steps=4) as slow:
         answers = [slow.submit(each) for each in ALL]
@@ -224,7 +224,7 @@ def roomy():
         yield engine
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 24)), min_size=1, max_size=10),
     st.sampled_from([1, 5, 64]),

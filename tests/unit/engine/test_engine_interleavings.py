@@ -186,7 +186,7 @@ def check(play: Play, responses: list[ModelResponse], *, logprobs_too: bool) -> 
     assert_nothing_is_held(play.engine.engine)
 
 
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @EXAMPLES
@@ -205,7 +205,7 @@ def test_keeping_the_cache_across_updates_loses_nothing_either(steps, gpu_like):
         check(play, play.play(steps), logprobs_too=False)
 
 
-@settings(EXAMPLES, max_examples=25)
+@settings(EXAMPLES, max_examples=15)
 @given(operations(MODES), st.booleans())
 def test_deterministic_responses_are_to_the_bit_what_they_are_alone(steps, gpu_like):
     same = [("update", step[1], 0) if step[0] == "update" else step for step in steps]
@@ -231,7 +231,7 @@ def test_the_small_cache_makes_requests_give_way():
         assert [len(answer.result(LIMIT_S).output_tokens) for answer in answers] == [30] * 4
 
 
-@settings(EXAMPLES, max_examples=8)
+@settings(EXAMPLES, max_examples=5)
 @given(operations(MODES), st.randoms(use_true_random=False))
 def test_nothing_is_lost_when_everyone_calls_at_once(steps, random):
     """The same with the loop running freely and every caller on a thread of its own."""

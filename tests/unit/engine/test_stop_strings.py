@@ -59,7 +59,7 @@ def test_characters_of_several_tokens_are_found():
     assert find_stop(tokenizer(), tokens, 0, ["€"]) == len("price: 5€".encode())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.text(alphabet="ab€", max_size=30),
     st.lists(

@@ -1,0 +1,81 @@
+"""Bringing what the engine's thread has finished to the threads and event loops that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from headwater.core.errors import RolloutFailed
+from headwater.core.records import ModelResponse
+from headwater.engine.sequence import Sequence
+
+
+class Gathering:
+    """Responses to a list of requests. The caller is woken once, by the last of them, and not by each."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._ended: list[Sequence | None] = [None] * num_requests
+        self._num_left = num_requests
+        self._all_ended = threading.Event()
+        if not num_requests:
+            self._all_ended.set()
+
+    def take(self, place: int, ended: Sequence) -> None:
+        self._ended[place] = ended
+        self._num_left -= 1  # only the engine's thread counts
+        if not self._num_left:
+            self._all_ended.set()
+
+    def wait(self) -> list[ModelResponse]:
+        self._all_ended.wait()
+        return [result_of(ended) for ended in self._ended if ended is not None]
+
+
+class Mailbox:
+    """Things to do on an event loop, posted from another thread: many of them wake it once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._actions: list[Callable[[], object]] = []
+
+    def post(self, action: Callable[[], object]) -> None:
+        with self._lock:
+            self._actions.append(action)
+            is_first = len(self._actions) == 1
+        # Whoever empties the box takes everything that is in it, so only the first one has to ring.
+        if is_first:
+            with suppress(RuntimeError):  # a loop that is closed has nobody waiting
+                self._loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        with self._lock:
+            actions, self._actions = self._actions, []
+        for action in actions:
+            action()
+
+
+def settle(answer: asyncio.Future[ModelResponse], ended: Sequence) -> None:
+    """Answer a caller, unless it has gone."""
+    if answer.done():
+        return
+    try:
+        answer.set_result(result_of(ended))
+    except RolloutFailed as failure:
+        answer.set_exception(failure)
+
+
+def result_of(ended: Sequence) -> ModelResponse:
+    if ended.error is not None:
+        raise failure_of(ended)
+    return ended.response()
+
+
+def failure_of(ended: Sequence) -> RolloutFailed:
+    failure = RolloutFailed(
+        f"request {ended.request.request_id}: the engine failed: {type(ended.error).__name__}: {ended.error}"
+    )
+    failure.__cause__ = ended.error
+    return failure
