@@ -9,6 +9,7 @@ A thread of its own runs the model (``loop``). Every method here may be called f
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import itertools
 import threading
@@ -442,3 +443,5 @@ def _settle_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
+    # Extension modules complain at exit about objects that are still there.
+    atexit.register(gc.unfreeze)

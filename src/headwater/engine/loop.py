@@ -172,12 +172,16 @@ class EngineLoop:
 
     def _take_inbox(self) -> None:
         while True:
-            if self._inbox and isinstance(self._inbox[0], Command):
-                self._read_all()  # before it is taken out: should this fail, the command fails with all the others
             with self._wakeup:
                 if not self._inbox:
                     return
-                item = self._inbox.popleft()
+                item = self._inbox[0]
+                must_read = bool(self._rounds) and isinstance(item, Command)
+                if not must_read:
+                    self._inbox.popleft()
+            if must_read:
+                self._read_all()  # before it is taken out: should this fail, the command fails with all the others
+                continue
             if isinstance(item, Sequence):
                 self.scheduler.add(item)
                 continue
@@ -361,4 +365,5 @@ class EngineLoop:
             sequence.error = error
             sequence.on_end(sequence)
         for command in commands:
-            command.done.set_exception(error)
+            if command.done.set_running_or_notify_cancel():
+                command.done.set_exception(error)

@@ -344,6 +344,40 @@ def test_a_control_call_is_answered_when_reading_the_queued_rounds_fails():
                 future.result(5)
 
 
+def test_a_control_call_that_was_given_up_does_not_keep_the_failure_from_others():
+    with stepped() as slow:
+        answer = slow.submit(LONG)
+        slow.turn(2)
+        broken(slow.engine, "decode")
+        given_up, waiting = (slow.engine.update_weights(weights(1, version), "drain") for version in (1, 2))
+        assert given_up.cancel()
+        slow.turn(2)
+        for future in (waiting, answer):
+            with pytest.raises((RuntimeError, RolloutFailed), match="on fire"):
+                future.result(5)
+
+
+def test_a_control_call_finds_nothing_queued_on_the_device():
+    """Also one that arrives while the loop is already taking requests in."""
+    with stepped(gpu_like=True) as slow:
+        slow.submit(LONG)
+        slow.turn(3)
+        loop, queued = slow.engine._loop, []
+        assert loop._rounds
+        add = loop.scheduler.add
+
+        def arrives_meanwhile(sequence):
+            add(sequence)
+            loop.call(lambda: queued.append(len(loop._rounds)))
+
+        loop.scheduler.add = arrives_meanwhile
+        slow.submit(request(tokens_of(3)))
+        slow.turn()
+        loop.scheduler.add = add
+        slow.finish()
+        assert queued == [0]
+
+
 def test_a_failed_engine_can_be_closed():
     with running() as engine:
         broken(engine, "prefill")
