@@ -124,9 +124,14 @@ class CudaRunner(Runner):
         return self._hidden(rows.last_tokens[:num_rows], rows.positions[:num_rows], rows.slots[:num_rows], attention)
 
     def _sample(self, logits: Tensor, settings: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
+        positions = positions.to(torch.int64)
+        tokens, logprobs = sample_tokens(logits, settings.keys, positions, settings.temperature)
         if settings.truncates:
-            return super()._sample(logits, settings, positions.to(torch.int64))
-        return sample_tokens(logits, settings.keys, positions.to(torch.int64), settings.temperature)
+            # The kernel does not cut; rows that do not either keep its bits, whatever their neighbours ask for.
+            cuts = settings.cuts
+            cut_tokens, cut_logprobs = super()._sample(logits, settings, positions)
+            tokens, logprobs = torch.where(cuts, cut_tokens, tokens), torch.where(cuts, cut_logprobs, logprobs)
+        return tokens, logprobs
 
     def _read(self, num_steps: int, rows: Tensor | slice) -> Output:
         def fetch(values: Tensor) -> Tensor:

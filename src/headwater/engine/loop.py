@@ -28,7 +28,7 @@ from headwater.observe.spans import Spans
 
 _IDLE_S = 0.5
 _GATHER_S = 0.001
-_GATHER_LIMIT_S = 0.02
+_GATHER_LIMIT_S = 0.005
 _MAX_PREFILLS_PER_ROUND = 16
 """Batches of prompt chunks between two rounds of decoding: enough to fill all rows, and streams do not stall."""
 
@@ -270,7 +270,7 @@ class EngineLoop:
         sequence = lanes.sequence[lane]
         assert sequence is not None
         self._cut_at_stop(sequence)
-        self.scheduler.end(lane)
+        self.scheduler.end(lane, may_go_on=sequence.has_stopped)
         self._end(sequence, "stop" if sequence.has_stopped else "length")
 
     def _watch(self, lane: int) -> None:
@@ -280,7 +280,7 @@ class EngineLoop:
         sequence = lanes.sequence[lane]
         assert sequence is not None
         if self._cut_at_stop(sequence):
-            self.runner.rows.kill([self.scheduler.end(lane)])
+            self.runner.rows.kill([self.scheduler.end(lane, may_go_on=True)])
             self._end(sequence, "stop")
         else:
             sequence.stream()
@@ -319,7 +319,7 @@ class EngineLoop:
             sequence = scheduler.lanes.sequence[lane]
             if sequence is not None and wanted(sequence):
                 scheduler.lanes.collect(int(lane))
-                rows.append(scheduler.end(int(lane)))
+                rows.append(scheduler.end(int(lane), may_go_on=False))
                 ended.append(sequence)
         self.runner.rows.kill(rows)
         ended += scheduler.take_waiting(wanted)

@@ -68,6 +68,11 @@ class SamplingBatch:
             has_greedy=any(each.temperature == 0 for each in params),
         )
 
+    @property
+    def cuts(self) -> Tensor:
+        """Per row, whether its distribution is cut."""
+        return ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)) & (self.temperature > 0)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> SamplingBatch:
         """The same settings with every column changed alike."""
         return replace(
@@ -92,8 +97,7 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> tuple[Ten
         scaled = scaled / torch.where(greedy, 1.0, batch.temperature)[:, None]
     if batch.truncates:
         # Rows that cut nothing keep their very bits, whatever their neighbours ask for.
-        cuts = ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)) & ~greedy
-        scaled = torch.where(cuts[:, None], _truncate(scaled.log_softmax(dim=-1), batch), scaled)
+        scaled = torch.where(batch.cuts[:, None], _truncate(scaled.log_softmax(dim=-1), batch), scaled)
     highest = scaled.amax(dim=-1, keepdim=True)
     tokens, total = _inverse_cdf((scaled - highest).exp_(), uniforms(batch.keys, positions))
     if batch.has_greedy:

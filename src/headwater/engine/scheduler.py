@@ -106,11 +106,16 @@ class Scheduler:
         lanes = self._lane_of_row[: self._num_rows]
         return lanes[lanes >= 0]
 
-    def end(self, lane: int) -> int:
-        """Free a lane whose sequence has ended or goes back to the queue; returns its row. Output is already out."""
+    def end(self, lane: int, *, may_go_on: bool) -> int:
+        """Free a lane whose sequence has ended or goes back to the queue; returns its row. Output is already out.
+
+        ``may_go_on`` keeps its pages findable: for the next turn of a conversation, or after a preemption. A response
+        that was cut off by its budget is not worth it.
+        """
         lanes = self.lanes
         row = int(lanes.row[lane])
-        self._remember(lane)
+        if may_go_on:
+            self._remember(lane)
         self.pool.release(lanes.pages(lane))
         lanes.give_back(lane)
         self._lane_of_row[row] = -1
@@ -124,7 +129,7 @@ class Scheduler:
         sequence = self.lanes.sequence[lane]
         assert sequence is not None
         self.lanes.collect(lane)
-        row = self.end(lane)
+        row = self.end(lane, may_go_on=True)
         self._waiting.add(sequence)
         return row
 
