@@ -20,8 +20,9 @@ from headwater.core.errors import RolloutFailed
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import StopReason
 from headwater.engine.metrics import Throughput
+from headwater.engine.plans import NeedsRoom
 from headwater.engine.runner import Output, Runner
-from headwater.engine.scheduler import NeedsRoom, Scheduler
+from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import Sequence
 from headwater.engine.stop_strings import find_stop
 from headwater.observe.spans import Spans
@@ -165,8 +166,10 @@ class EngineLoop:
         return True
 
     def _has_work(self) -> bool:
-        if self._rounds or self._drained:
+        if self._rounds:
             return True
+        if self._drained:
+            return not self.is_asleep or not self.scheduler.num_started
         runnable = self.scheduler.num_running or self.scheduler.num_waiting
         return bool(runnable) and not self.is_paused and not self.is_asleep
 
@@ -186,19 +189,19 @@ class EngineLoop:
                 self.scheduler.add(item)
                 continue
             if item.after_drain or (item.keeps_order and self._drained):
-                self.scheduler.stop_admitting()
+                self.scheduler.hold()
                 self._drained.append(item)
             else:
                 item.carry_out()
 
     def _round(self) -> None:
         """Prompts, then some steps of all rows, then the output of the round before."""
-        may_start = not (self.is_paused or self.is_asleep or self._drained)
-        may_step = not self.is_asleep and (not self.is_paused or bool(self._drained))
+        # What must end before a command can be carried out goes on even while the engine is paused.
+        may_run = not self.is_asleep and (not self.is_paused or bool(self._drained))
         with self._spans.span("generate"):
-            if may_start:
+            if may_run:
                 self._prefill()
-            queued = may_step and self._decode()
+            queued = may_run and self._decode()
             while len(self._rounds) > (self._depth if queued else 0):
                 self._read(self._rounds.popleft())
 
@@ -306,7 +309,7 @@ class EngineLoop:
 
     def _end(self, sequence: Sequence, reason: StopReason) -> None:
         sequence.stop_reason = reason
-        self.num_finished += 1
+        self.num_finished += reason != "abort"
         sequence.stream()
         sequence.on_end(sequence)
 
@@ -338,11 +341,12 @@ class EngineLoop:
 
     def _finish_drain(self) -> bool:
         """True when nothing runs any more and the commands that waited for that have been carried out."""
-        if self.scheduler.num_running or self._rounds:
+        if self.scheduler.num_started or self._rounds:
             return False
         drained, self._drained = self._drained, []
         for command in drained:
             command.carry_out()
+        self.scheduler.release_held()
         return True
 
     def _abort_all(self) -> None:

@@ -8,48 +8,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwater.engine.lanes import Lanes
 from headwater.engine.pages import PagePool, Pages, prefix_keys
+from headwater.engine.plans import DecodePlan, Moves, NeedsRoom, PrefillPlan
 from headwater.engine.prompt_queue import PromptJob, PromptQueue
-from headwater.engine.rows import NewRow, SamplingNeeds
+from headwater.engine.rows import NewRow
 from headwater.engine.runner import PrefillBatch
 from headwater.engine.sequence import Sequence
-
-
-class NeedsRoom(Exception):
-    """The next steps need pages that are in use; before one is preempted, what the queued steps drew must be known."""
-
-
-@dataclass(frozen=True)
-class PrefillPlan:
-    batch: PrefillBatch
-    started: tuple[int, ...]
-    """Lanes whose first token this batch draws, in the order of its new rows."""
-    page_updates: tuple[NDArray[np.int64], NDArray[np.int64], Pages]
-    """Rows, columns and pages for the device's page table."""
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    num_rows: int
-    num_steps: int
-    lanes: NDArray[np.int64]
-    """Lane of each row; -1 where a row has no sequence."""
-    page_updates: tuple[NDArray[np.int64], NDArray[np.int64], Pages]
-    needs: SamplingNeeds
-
-
-@dataclass(frozen=True)
-class Moves:
-    """Rows that change places so that the rows in use are the first ones."""
-
-    sources: list[int]
-    targets: list[int]
 
 
 class Scheduler:
@@ -76,13 +45,20 @@ class Scheduler:
         self._waiting = PromptQueue()
         self._computing: dict[bytes, PromptJob] = {}
         self._num_computing = 0
+        self._held: list[Sequence] = []
+        self._is_holding = False
         self._lane_of_row = np.full(max_sequences, -1, np.int64)
         self._free_rows = list(range(max_sequences))  # a heap: the lowest row first keeps the rows dense
         self._num_rows = 0
 
     @property
     def num_waiting(self) -> int:
-        return self._waiting.num_sequences + self._num_computing
+        return self._waiting.num_sequences + self._num_computing + len(self._held)
+
+    @property
+    def num_started(self) -> int:
+        """While others are held: sequences that must end before they are released."""
+        return self.num_running + self._waiting.num_sequences + self._num_computing
 
     @property
     def num_running(self) -> int:
@@ -92,6 +68,9 @@ class Scheduler:
         return -(-num_tokens // self.page_tokens)
 
     def add(self, sequence: Sequence) -> None:
+        if self._is_holding:
+            self._held.append(sequence)
+            return
         tokens = sequence.all_tokens()
         job = self._computing.get(tokens.tobytes())
         if job is not None and job.version == self.version:
@@ -140,7 +119,8 @@ class Scheduler:
 
     def take_waiting(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """Take out sequences that have not started, for good."""
-        removed = self._waiting.remove(wanted)
+        removed = self._waiting.remove(wanted) + [sequence for sequence in self._held if wanted(sequence)]
+        self._held = [sequence for sequence in self._held if not wanted(sequence)]
         for job in list(self._computing.values()):
             gone = [member for member in job.members if wanted(member)]
             job.members = [member for member in job.members if not wanted(member)]
@@ -159,9 +139,17 @@ class Scheduler:
         for job in self._computing.values():
             job.version = -1
 
-    def stop_admitting(self) -> None:
-        """Prompts that are half computed wait again: only what already runs goes on."""
+    def hold(self) -> None:
+        """Only what has started goes on, preempted or not; all else, half-computed prompts too, waits for release."""
         self._stop_computing()
+        self._is_holding = True
+        self._held += self._waiting.remove(lambda sequence: sequence.started is None)
+
+    def release_held(self) -> None:
+        self._is_holding = False
+        held, self._held = self._held, []
+        for sequence in held:
+            self._waiting.add(sequence)
 
     def plan_prefill(self) -> PrefillPlan | None:
         """The next chunks, oldest prompt first, up to the budget. A long prompt takes several turns; none overtakes."""
