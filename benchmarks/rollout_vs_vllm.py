@@ -110,7 +110,7 @@ def _vllm_server(python: str, model: Path) -> Iterator[str]:
         try:
             asyncio.run(_until_healthy(f"http://127.0.0.1:{port}", server))
             yield f"http://127.0.0.1:{port}"
-        except RuntimeError:
+        except (RuntimeError, AssertionError):
             log.seek(0)
             print(log.read().decode()[-3000:])
             raise

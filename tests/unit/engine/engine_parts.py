@@ -156,6 +156,12 @@ def request(prompt: Sequence[int], key: int = 0, name: str = "", **sampling: Any
     return ModelRequest(name or f"{len(prompt)}/{key}", tuple(prompt), params, key)
 
 
+def late_token(tokens: Sequence[int], start: int) -> tuple[int, int]:
+    """A token that first occurs after ``start`` others, and how many tokens a response has that stops at it."""
+    place = next(place for place in range(start, len(tokens)) if tokens[place] not in tokens[:place])
+    return tokens[place], place + 1
+
+
 def texts(responses: Sequence[ModelResponse]) -> list[tuple[int, ...]]:
     return [each.output_tokens for each in responses]
 

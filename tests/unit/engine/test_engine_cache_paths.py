@@ -7,6 +7,7 @@ from engine.engine_parts import (
     LIMIT_S,
     assert_nothing_is_held,
     assert_same,
+    late_token,
     make_model,
     request,
     running,
@@ -60,13 +61,17 @@ def test_a_prompt_found_in_the_cache_as_a_cold_one(alone):
 
 
 def test_the_next_turn_of_a_conversation_finds_the_last_one_and_its_response():
-    first = request(tokens_of(20), 1, max_new_tokens=30)
+    with running() as engine:
+        [free] = texts(engine.generate([request(tokens_of(20), 1, max_new_tokens=60)]))
+    stop, count = late_token(free, 30)
+    first = request(tokens_of(20), 1, max_new_tokens=60, stop_token_ids=(stop,))
     with running() as engine:
         [answer] = engine.generate([first])
+        assert answer.stop_reason == "stop"
         conversation = (*first.input_tokens, *answer.output_tokens, *tokens_of(5))
         before = engine.metrics()
         following = engine.generate([request(conversation, 2)])
-        assert engine.metrics().num_tokens_cached - before.num_tokens_cached == 48
+        assert engine.metrics().num_tokens_cached - before.num_tokens_cached == (20 + count - 1) // 16 * 16
     with running() as engine:
         assert_same(engine.generate([request(conversation, 2)]), following)
 

@@ -27,7 +27,7 @@ from headwater.engine.engine import Engine
 from headwater.engine.model_spec import FUSED, SUPPORTED
 from headwater.engine.runner import Runner
 
-LENGTHS = (1, 2, 15, 16, 17, 40)
+LENGTHS = (1, 16, 17, 40)
 SHAPE = {
     "vocab_size": 512,
     "hidden_size": 32,
@@ -151,10 +151,10 @@ def test_the_fused_decoder_agrees_with_transformers_own_layers(kind, monkeypatch
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("tiny:")])
 def test_deterministic_mode_computes_the_same_model(kind):
-    requests = [request(tokens_of(length), temperature=0.0) for length in LENGTHS]
+    requests = [request(tokens_of(length), temperature=0.0, max_new_tokens=8) for length in (2, 17, 40)]
     with running(make_model(kind), deterministic=True) as engine:
         for asked, response in zip(requests, engine.generate(requests), strict=True):
-            assert list(response.output_tokens) == generated(reference(kind), asked.input_tokens, 12, eos_token_id=None)
+            assert list(response.output_tokens) == generated(reference(kind), asked.input_tokens, 8, eos_token_id=None)
             expected = full_pass(reference(kind), response, asked.sampling)
             assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
 

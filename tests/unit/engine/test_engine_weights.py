@@ -12,6 +12,7 @@ from engine.engine_parts import (
     assert_same,
     full_pass,
     gib_of,
+    late_token,
     make_model,
     reference,
     request,
@@ -268,14 +269,23 @@ def test_nothing_computed_by_older_weights_is_reused(mode):
     assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_nothing_of_a_response_that_saw_two_weights_is_reused():
-    """Its pages are filled by both; a prompt that repeats it must be computed afresh."""
-    with stepped(page_tokens=4, decode_steps=4) as slow:
-        answer = slow.submit(request(tokens_of(9), max_new_tokens=30))
+@pytest.mark.parametrize("version", [0, 1])
+def test_nothing_of_a_response_that_saw_two_weights_is_reused(version):
+    """Its pages are filled by both; a prompt that repeats it must be computed afresh, whatever its version."""
+
+    def updated_half_way(slow, **sampling):
+        answer = slow.submit(request(tokens_of(9), max_new_tokens=40, **sampling))
         slow.turn(3)
-        slow.engine.update_weights(weights(1, 1), "in_flight")
+        slow.engine.update_weights(weights(1, version), "in_flight")
         slow.finish()
-        following = request((*tokens_of(9), *answer.result(LIMIT_S).output_tokens))
+        return answer.result(LIMIT_S)
+
+    with stepped(page_tokens=4, decode_steps=4) as slow:
+        stop, _ = late_token(updated_half_way(slow).output_tokens, 25)
+    with stepped(page_tokens=4, decode_steps=4) as slow:
+        answer = updated_half_way(slow, stop_token_ids=(stop,))
+        assert answer.stop_reason == "stop"
+        following = request((*tokens_of(9), *answer.output_tokens))
         again = slow.submit(following)
         slow.finish()
         response = again.result(LIMIT_S)
