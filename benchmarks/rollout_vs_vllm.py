@@ -112,7 +112,7 @@ def _vllm_server(python: str, model: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         except (RuntimeError, AssertionError):
             log.seek(0)
-            print(log.read().decode()[-3000:])
+            print(log.read().decode()[-30000:])
             raise
         finally:
             server.terminate()

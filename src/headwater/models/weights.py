@@ -33,12 +33,22 @@ def checked_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[s
         for name, target in targets.items()
         if name in update and update[name].shape != target.shape
     ]
+    if not problems:
+        problems = [f"{name} holds NaN or infinite values" for name in _not_finite(update)]
     if problems:
         more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
         raise WeightsError(
             f"weight update refused, the old weights stay in place: {'; '.join(problems[:_NUM_SHOWN])}{more}"
         )
     return update
+
+
+@torch.no_grad()
+def _not_finite(update: Mapping[str, Tensor]) -> list[str]:
+    """Tensors that would turn every token into noise. Looked at together: each look alone would wait for the device."""
+    largest = torch._foreach_norm(list(update.values()), ord=torch.inf)
+    is_finite = torch.stack([each.float().to(largest[0].device) for each in largest]).isfinite()
+    return [name for name, finite in zip(update, is_finite.tolist(), strict=True) if not finite]
 
 
 @torch.no_grad()

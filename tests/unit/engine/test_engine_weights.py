@@ -326,6 +326,10 @@ def spoiled(how):
         del update[name]
     elif how == "extra":
         update["model.extra"] = torch.zeros(1)
+    elif how == "not a number":
+        update[name][3, 5] = torch.nan
+    elif how == "infinite":
+        update[name][3, 5] = -torch.inf
     else:
         update[name] = update[name][:-1]
     return update
@@ -337,6 +341,8 @@ def spoiled(how):
     [
         ("missing", "missing model.layers.1.mlp.up_proj.weight"),
         ("extra", "unknown model.extra"),
+        ("not a number", "up_proj.weight holds NaN or infinite values"),
+        ("infinite", "up_proj.weight holds NaN or infinite values"),
         ("shape", r"has shape \(63, 32\), expected \(64, 32\)"),
     ],
 )
