@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2, help="timed runs; the fastest counts")
     parser.add_argument("--no-baseline", action="store_true")
     parser.add_argument("--decode-steps", type=int, default=EngineConfig().decode_steps)
+    parser.add_argument("--deterministic", action="store_true", help="the engine's bitwise mode")
     parser.add_argument("--profile", metavar="FILE", help="write where the GPU's time went in the last case")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
@@ -190,7 +191,12 @@ def main() -> None:
     model = build_model(options.shape, device, dtype)
     baseline = None if options.no_baseline else build_model(options.shape, device, dtype)
     most = max(case.sequences for case in options.cases)
-    settings = EngineConfig(max_sequences=most, decode_steps=options.decode_steps, memory_fraction=0.6)
+    settings = EngineConfig(
+        max_sequences=most,
+        decode_steps=options.decode_steps,
+        memory_fraction=0.6,
+        deterministic=options.deterministic,
+    )
     engine = Engine(model, build_tokenizer(), settings)
     print(f"{'shape':<13} {'case':>9} {'':<4} {'engine':>10} {'generate':>10} {'':>7} {'floor':>10} tokens/s")
     results = []
@@ -200,7 +206,13 @@ def main() -> None:
     if options.profile:
         _profile(engine, options)
     engine.close()
-    write_record(options.out, device, ceilings=asdict(ceilings), results=[asdict(each) for each in results])
+    write_record(
+        options.out,
+        device,
+        deterministic=options.deterministic,
+        ceilings=asdict(ceilings),
+        results=[asdict(each) for each in results],
+    )
 
 
 def _profile(engine: Engine, options: argparse.Namespace) -> None:
