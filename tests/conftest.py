@@ -12,3 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent / "unit"))
 # Nothing here may reach a model hub, and two cores are better used without a thread pool per library.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Without a GPU, Triton's interpreter runs our kernels. It must know before anything imports Triton, as torch may.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")

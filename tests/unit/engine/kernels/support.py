@@ -10,8 +10,7 @@ import torch
 
 ON_CUDA = torch.cuda.is_available()
 if not ON_CUDA:
-    # Triton reads this when a kernel is decorated, so it precedes every import of one.
-    os.environ["TRITON_INTERPRET"] = "1"
+    assert os.environ.get("TRITON_INTERPRET") == "1", "tests/conftest.py turns Triton's interpreter on"
     torch.set_num_threads(1)
 
 triton = pytest.importorskip("triton", exc_type=ImportError)
