@@ -44,6 +44,9 @@ class CudaRunner(Runner):
         self._graphs: dict[tuple[int, SamplingNeeds], torch.cuda.CUDAGraph] = {}
         self._graph_memory: Any = None
 
+    def use_device(self) -> None:
+        torch.cuda.set_device(self.spec.device)
+
     def bucket_of(self, num_rows: int) -> int:
         return self._buckets[bisect.bisect_left(self._buckets, num_rows)]
 
@@ -69,7 +72,8 @@ class CudaRunner(Runner):
                 self._decode_step(num_rows, needs)  # compiles kernels, which a capture cannot
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._graph_memory):
+                # Other threads, a learner's say, may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
                     self._decode_step(num_rows, needs)
             self._graph_memory = graph.pool()
             self._graphs[num_rows, needs] = graph

@@ -5,11 +5,27 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 
-from headwater.core.errors import RolloutFailed
+from headwater.core.errors import RolloutFailed, WaitTimeout
 from headwater.core.records import ModelResponse
 from headwater.engine.sequence import Sequence
+
+_CONTROL_LIMIT_S = 600.0
+
+
+def wait_for(done: Future[None], name: str) -> None:
+    """Wait until the engine's thread has done what was asked; give up on it, and call it off, after ten minutes."""
+    try:
+        done.result(_CONTROL_LIMIT_S)
+    except TimeoutError as error:
+        if not done.cancel() and done.done():
+            return done.result()  # it was done at the last moment
+        raise WaitTimeout(
+            f"gave up after {_CONTROL_LIMIT_S:.0f} s: {name} waited for running requests and is called off; "
+            "abort the requests, or use another update mode"
+        ) from error
 
 
 class Gathering:

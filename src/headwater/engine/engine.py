@@ -26,7 +26,7 @@ from headwater.core.errors import ConfigError, QueueFull, RequestError, RolloutF
 from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.engine import weight_source
-from headwater.engine.delivery import Gathering, Mailbox, failure_of, settle
+from headwater.engine.delivery import Gathering, Mailbox, failure_of, settle, wait_for
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
 from headwater.engine.metrics import EngineMetrics
@@ -43,7 +43,7 @@ from headwater.observe.spans import Spans
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
 _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
-_CONTROL_LIMIT_S = 600.0
+_MAX_VERSION = 2**31
 _SUBMIT_AT_ONCE = 256
 _LEAST_TEMPERATURE = 1e-6
 
@@ -250,10 +250,12 @@ class Engine:
     def _mailbox(self) -> Mailbox:
         """The mailbox of the running event loop."""
         loop = asyncio.get_running_loop()
-        if loop not in self._mailboxes:
-            still_open = {loop: box for loop, box in self._mailboxes.items() if not loop.is_closed()}
-            self._mailboxes = {**still_open, loop: Mailbox(loop)}
-        return self._mailboxes[loop]
+        with self._requests_lock:
+            if loop not in self._mailboxes:
+                for closed in [each for each in self._mailboxes if each.is_closed()]:
+                    del self._mailboxes[closed]
+                self._mailboxes[loop] = Mailbox(loop)
+            return self._mailboxes[loop]
 
     def _reserve(self, num_requests: int) -> None:
         """Places in the queue for so many requests, or ``QueueFull``."""
@@ -312,6 +314,7 @@ class Engine:
 
     def set_version(self, version: int) -> None:
         """Call the present weights ``version``, as after loading a checkpoint."""
+        _check_version(version)
         self._call(lambda: self._loop.scheduler.weights_changed(version), keeps_order=True)
 
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
@@ -322,6 +325,7 @@ class Engine:
         """
         if mode not in (None, "interrupt", "in_flight", "drain"):
             raise WeightsError(f"mode = {mode!r}: must be interrupt, in_flight or drain")
+        _check_version(update.version)
         try:
             tensors = self._weights.check(update.tensors)
         except WeightsError as error:
@@ -335,11 +339,12 @@ class Engine:
 
     def update_weights_from_file(self, path: str, version: int, mode: UpdateMode | None = None) -> Future[None]:
         """As ``update_weights``, from a safetensors file or a folder of them. Generation goes on while it is read."""
-        return weight_source.in_thread(
-            lambda: self.update_weights(WeightUpdate(version, weight_source.read_file(path)), mode).result(
-                _CONTROL_LIMIT_S
-            )
-        )
+
+        def update() -> None:
+            tensors = weight_source.read_file(path)
+            wait_for(self.update_weights(WeightUpdate(version, tensors), mode), f"the weights of {path}")
+
+        return weight_source.in_thread(update)
 
     def update_weights_from_shared_memory(
         self, name: str, version: int, mode: UpdateMode | None = None
@@ -348,7 +353,7 @@ class Engine:
 
         def update() -> None:
             with weight_source.shared_tensors(name) as tensors:
-                self.update_weights(WeightUpdate(version, tensors), mode).result(_CONTROL_LIMIT_S)
+                wait_for(self.update_weights(WeightUpdate(version, tensors), mode), f"the weights of {name}")
 
         return weight_source.in_thread(update)
 
@@ -431,7 +436,12 @@ class Engine:
         def run() -> None:
             action()
 
-        self._loop.call(run, keeps_order=keeps_order).result(_CONTROL_LIMIT_S)
+        wait_for(self._loop.call(run, keeps_order=keeps_order), "a control call")
+
+
+def _check_version(version: int) -> None:
+    if not 0 <= version < _MAX_VERSION:
+        raise WeightsError(f"version = {version}: must be in 0..{_MAX_VERSION - 1}; count the updates of the policy")
 
 
 @cache

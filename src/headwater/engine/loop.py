@@ -141,6 +141,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            self.runner.use_device()
             while self._wait_for_work():
                 self._take_inbox()
                 if not (self._drained and self._finish_drain()):
@@ -225,7 +226,8 @@ class EngineLoop:
         try:
             plan, preempted = self.scheduler.plan_decode(self._num_steps, may_preempt=not self._rounds)
         except NeedsRoom:
-            return False  # the caller reads what is queued; then it is known what a preempted sequence has
+            self._read_all()  # now it is known what a preempted sequence has
+            plan, preempted = self.scheduler.plan_decode(self._num_steps, may_preempt=True)
         self.runner.rows.kill(preempted)
         if plan is None:
             return False

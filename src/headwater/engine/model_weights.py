@@ -43,9 +43,10 @@ class ModelWeights:
         if self._device.type == "cpu":
             return
         for name, parameter in self._model.named_parameters():
-            storage, parked = parameter.untyped_storage(), self._parked.pop(name)
+            storage, parked = parameter.untyped_storage(), self._parked[name]
             # Merged weights share one storage: it must reach to the end of the last of them.
             needed = (parameter.storage_offset() + parameter.numel()) * parameter.element_size()
             if storage.nbytes() < needed:
                 storage.resize_(needed)
             parameter.copy_(parked)
+        self._parked.clear()  # only now: should memory run out on the way, waking can be tried again

@@ -77,6 +77,9 @@ class Runner:
         self.cache = cache
         self.rows = rows
 
+    def use_device(self) -> None:
+        """Called once by the thread that runs everything else: which device is current is a thread's own affair."""
+
     def bucket_of(self, num_rows: int) -> int:
         """How many rows are computed when ``num_rows`` are in use."""
         return num_rows

@@ -33,6 +33,9 @@ def checked_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[s
         for name, target in targets.items()
         if name in update and update[name].shape != target.shape
     ]
+    problems += [
+        f"{name} is {update[name].dtype}" for name in targets if name in update and not update[name].is_floating_point()
+    ]
     if not problems:
         problems = [f"{name} holds NaN or infinite values" for name in _not_finite(update)]
     if problems:
