@@ -119,7 +119,7 @@ class EngineConfig:
     """Most sequences generated at a time; 0 means 256 on a CPU and 1024 on a GPU."""
     max_queue: Annotated[int, AtLeast(1)] = 65536
     """Requests that may wait or run; one more is refused."""
-    max_prefill_tokens: Annotated[int, AtLeast(0, "use 0 for 1024 on a CPU and 16384 on a GPU"), Within(0, 65535)] = 0
+    max_prefill_tokens: Annotated[int, AtLeast(0, "use 0 for 1024 on a CPU and 16384 on a GPU")] = 0
     """Prompt tokens computed at a time; longer ones in chunks; 0 means 1024 on a CPU, 16384 on a GPU."""
     decode_steps: Annotated[int, AtLeast(1)] = 8
     """Tokens made for every sequence between two looks at what has finished or arrived."""

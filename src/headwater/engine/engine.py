@@ -43,6 +43,7 @@ from headwater.observe.spans import Spans
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
 _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
+_MAX_GPU_PREFILL_TOKENS = 65535
 _MAX_VERSION = 2**31
 _SUBMIT_AT_ONCE = 256
 _LEAST_TEMPERATURE = 1e-6
@@ -63,6 +64,12 @@ class Engine:
         _settle_garbage()
         spec = ModelSpec.of(model)
         on_gpu = spec.device.type == "cuda"
+        if on_gpu and config.max_prefill_tokens > _MAX_GPU_PREFILL_TOKENS:
+            raise ConfigError(
+                [
+                    f"engine.max_prefill_tokens = {config.max_prefill_tokens}: a GPU takes {_MAX_GPU_PREFILL_TOKENS} at most"
+                ]
+            )
         max_sequences = config.max_sequences or (_GPU_SEQUENCES if on_gpu else _CPU_SEQUENCES)
         page_tokens = page_tokens_for(config, spec.device)
         num_pages = num_pages_for(spec, config, max_sequences, page_tokens, shares_device)
