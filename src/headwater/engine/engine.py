@@ -66,9 +66,7 @@ class Engine:
         on_gpu = spec.device.type == "cuda"
         if on_gpu and config.max_prefill_tokens > _MAX_GPU_PREFILL_TOKENS:
             raise ConfigError(
-                [
-                    f"engine.max_prefill_tokens = {config.max_prefill_tokens}: a GPU takes {_MAX_GPU_PREFILL_TOKENS} at most"
-                ]
+                [f"engine.max_prefill_tokens = {config.max_prefill_tokens}: at most {_MAX_GPU_PREFILL_TOKENS}"]
             )
         max_sequences = config.max_sequences or (_GPU_SEQUENCES if on_gpu else _CPU_SEQUENCES)
         page_tokens = page_tokens_for(config, spec.device)
