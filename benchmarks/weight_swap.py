@@ -2,8 +2,8 @@
 
     python benchmarks/weight_swap.py --shape qwen2.5-1.5b        # a GPU: weights in the learner's float32 and in bf16
 
-The pause is what the engine measures: from the end of the last decode step to the moment the next one may start. Beside
-it stands what the update cost the sequences that were running: prompt tokens computed again.
+The pause is what the engine measures: the swap itself, between two rounds. Beside it stands what the update cost the
+sequences that were running: tokens computed again, before they can go on, where the mode is interrupt.
 """
 
 from __future__ import annotations

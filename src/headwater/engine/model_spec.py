@@ -13,7 +13,7 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")
 """Model types whose output is tested against transformers' own generate."""
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types with pre-norm layers, RMS norm, rotary halves and a gated SiLU: those the fused CUDA decoder runs."""
+"""Model types with pre-norm layers, RMS norm, rotary halves and a gated SiLU: those the fused decoder runs."""
 
 
 @dataclass(frozen=True)
