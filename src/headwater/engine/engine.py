@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from headwater.config.schema import EngineConfig, UpdateMode
-from headwater.core.errors import ConfigError, QueueFull, RequestError, RolloutFailed, WeightsError
+from headwater.core.errors import ConfigError, QueueFull, RolloutFailed, WeightsError
 from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.engine import weight_source
@@ -33,6 +33,7 @@ from headwater.engine.metrics import EngineMetrics
 from headwater.engine.model_spec import ModelSpec
 from headwater.engine.model_weights import ModelWeights
 from headwater.engine.pages import PagePool
+from headwater.engine.request_limits import RequestLimits
 from headwater.engine.rows import Rows
 from headwater.engine.runners import make_runner
 from headwater.engine.scheduler import Scheduler
@@ -46,7 +47,6 @@ _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
 _MAX_GPU_PREFILL_TOKENS = 65535
 _MAX_VERSION = 2**31
 _SUBMIT_AT_ONCE = 256
-_LEAST_TEMPERATURE = 1e-6
 
 
 class Engine:
@@ -87,6 +87,7 @@ class Engine:
         self.model_name: str = model.config.name_or_path or spec.model_type
         self.max_model_tokens = spec.max_positions
         self.vocab_size = spec.vocab_size
+        self._limits = RequestLimits(spec.vocab_size, spec.max_positions, page_tokens, scheduler.pool.num_total)
         self._spec = spec
         self._model = model
         self._end_token_ids = end_token_ids(model, tokenizer)
@@ -184,43 +185,7 @@ class Engine:
 
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that this engine can never serve."""
-        tokens = request.input_tokens
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise RequestError(
-                f"request {request.request_id}: token id {wrong} is outside the vocabulary of {self.vocab_size}; "
-                "use the tokenizer the model was trained with"
-            )
-        self._check_sampling(request)
-        num_prompt, num_new = len(tokens), request.sampling.max_new_tokens
-        if num_prompt + num_new > self.max_model_tokens:
-            raise RequestError(
-                f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens exceed the model's "
-                f"{self.max_model_tokens} positions; shorten the prompt or lower max_new_tokens"
-            )
-        scheduler = self._loop.scheduler
-        # One page more: the samples of a prompt each copy its last page.
-        num_pages = scheduler.num_pages_of(num_prompt + num_new - 1) + 1
-        if num_pages > scheduler.pool.num_total:
-            raise RequestError(
-                f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens need {num_pages} "
-                f"pages of the KV cache, which has {scheduler.pool.num_total}; raise engine.kv_cache_gib"
-            )
-
-    def _check_sampling(self, request: ModelRequest) -> None:
-        """What a record may hold but the device's tensors may not: one such request would end the loop."""
-        sampling, name = request.sampling, f"request {request.request_id}"
-        unknown = [token for token in sampling.stop_token_ids if not 0 <= token < self.vocab_size]
-        if unknown:
-            raise RequestError(f"{name}: stop token id {unknown[0]} is outside the vocabulary of {self.vocab_size}")
-        if not -(2**63) <= request.rng_key < 2**63:
-            raise RequestError(f"{name}: rng_key = {request.rng_key}: must be a signed 64-bit number")
-        if sampling.top_k >= 2**63:
-            raise RequestError(f"{name}: top_k = {sampling.top_k}: must be < 2**63; use 0 to keep all tokens")
-        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
-            raise RequestError(
-                f"{name}: temperature = {sampling.temperature:g}: must be 0 for greedy, or >= {_LEAST_TEMPERATURE:g}"
-            )
+        self._limits.check(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request; it answers with what it has and stop reason ``abort``. False when there is none of that id."""

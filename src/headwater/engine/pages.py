@@ -81,9 +81,6 @@ class PagePool:
             unused = unused[~is_remembered]
         self._push(unused)
 
-    def is_shared(self, page: int) -> bool:
-        return bool(self._references[page] > 1)
-
     def match(self, keys: Iterable[bytes]) -> Pages:
         """The pages of the longest remembered prefix, with a reference taken on each."""
         pages: list[int] = []

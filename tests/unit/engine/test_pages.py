@@ -117,10 +117,6 @@ class Pool(RuleBasedStateMachine):
         assert set(np.flatnonzero(self.pool._is_remembered).tolist()) == set(key_of)
         assert set(idle) == set(key_of) - self.in_use
 
-    @invariant()
-    def is_shared_means_more_than_one_holder(self):
-        assert all(self.pool.is_shared(page) == (self.references[page] > 1) for page in range(1, TOTAL + 1))
-
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

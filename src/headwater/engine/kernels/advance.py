@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_STOP_IDS = 16
 _BLOCK = 512
 
 
@@ -103,7 +102,8 @@ def advance(
     up by one; a step beyond the ``out_tokens`` [steps, rows] is not recorded.
     """
     rows = tokens.shape[0]
-    assert stop_ids.shape == (rows, MAX_STOP_IDS), f"stop_ids must be [{rows}, {MAX_STOP_IDS}], padded with -1"
+    num_stops = stop_ids.shape[1]
+    assert num_stops & (num_stops - 1) == 0, f"{num_stops} stop ids per row: must be a power of two; pad with -1"
     assert out_tokens.shape == out_logprobs.shape, "out_tokens and out_logprobs must have the same shape"
     assert out_tokens.shape[1] == rows, f"out_tokens has {out_tokens.shape[1]} columns for {rows} rows"
     block = min(_BLOCK, triton.next_power_of_2(rows))
@@ -130,7 +130,7 @@ def advance(
         page_table.shape[1],
         out_tokens.stride(0),
         PAGE=page_tokens,
-        NUM_STOPS=MAX_STOP_IDS,
+        NUM_STOPS=num_stops,
         BLOCK=block,
         num_warps=max(1, block // 32),
     )

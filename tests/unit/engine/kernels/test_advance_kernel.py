@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from engine.kernels.support import DEVICE
 
-from headwater.engine.kernels.advance import MAX_STOP_IDS, advance
+from headwater.engine.kernels.advance import advance
+from headwater.engine.rows import MAX_STOP_IDS
 
 PAGE = 16
 
