@@ -29,8 +29,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwater.engine.attention.cuda import CudaDecode
-from headwater.engine.cuda_ops import CudaOps
-from headwater.engine.fused_decoder import FusedDecoder
 from headwater.engine.kernels import prefill_attention
 from headwater.engine.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from headwater.engine.kernels.advance import advance
@@ -43,6 +41,8 @@ from headwater.engine.kernels.split_linear import possible_slices, split_linear,
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec
 from headwater.engine.rows import Rows
+from headwater.engine.runners.cuda_ops import CudaOps
+from headwater.engine.runners.decoder import FusedDecoder
 from headwater.engine.sampler import uniforms
 
 DEVICE = torch.device("cuda")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.engine.pages import Pages
-from headwater.engine.rows import SamplingNeeds
+from headwater.engine.plans import SamplingNeeds
 from headwater.engine.sequence import Sequence
 
 

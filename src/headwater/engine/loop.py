@@ -9,19 +9,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.core.errors import RolloutFailed
+from headwater.core.errors import RolloutFailed, WaitTimeout
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import StopReason
+from headwater.engine.command import Command
 from headwater.engine.metrics import Throughput
 from headwater.engine.plans import NeedsRoom
-from headwater.engine.runner import Output, Runner
+from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import Sequence
 from headwater.engine.stop_strings import find_stop
@@ -30,29 +31,9 @@ from headwater.observe.spans import Spans
 _IDLE_S = 0.5
 _GATHER_S = 0.001
 _GATHER_LIMIT_S = 0.005
-_MAX_PREFILLS_PER_ROUND = 16
-"""Batches of prompt chunks between two rounds of decoding: enough to fill all rows, and streams do not stall."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """Something to do on the loop's thread, and the future of whoever asked for it."""
-
-    action: Callable[[], None]
-    done: Future[None]
-    after_drain: bool
-    keeps_order: bool = False
-    """Whether it waits behind commands that wait for a drain."""
-
-    def carry_out(self) -> None:
-        if not self.done.set_running_or_notify_cancel():
-            return  # whoever asked for it has changed their mind
-        try:
-            self.action()
-        except Exception as error:  # noqa: BLE001  the error belongs to the caller, who waits on the future
-            self.done.set_exception(error)
-        else:
-            self.done.set_result(None)
+_CLOSE_LIMIT_S = 120.0
+_MAX_PREFILLS_PER_ROUND = 4
+"""Batches of prompt chunks between two rounds of decoding: rows fill up in a few rounds, and streams do not stall."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +57,6 @@ class EngineLoop:
         *,
         num_steps: int,
         overlap: bool,
-        row_buckets: Callable[[int], int],
         spans: Spans,
     ) -> None:
         self.scheduler = scheduler
@@ -89,11 +69,13 @@ class EngineLoop:
         self._tokenizer = tokenizer
         self._num_steps = num_steps
         self._depth = 1 if overlap else 0
-        self._bucket_of = row_buckets
         self._spans = spans
         self._rounds: deque[Round] = deque()
-        self._drained: list[Command] = []
+        self._awaiting_drain: deque[Command] = deque()
         self._inbox: deque[Sequence | Command] = deque()
+        self._abandoned: set[Sequence] = set()
+        self._is_called = False
+        """Whether somebody waits for the end of this round: the inbox holds a command, or a request was abandoned."""
         self._wakeup = threading.Condition()
         self._closing = False
         self._failure: Exception | None = None
@@ -115,18 +97,38 @@ class EngineLoop:
         ``after_drain`` waits until every request that is running has ended, even while the engine is paused; requests
         that have not started go on waiting. ``keeps_order`` waits for drains that were asked for before.
         """
-        command = Command(action, Future(), after_drain, keeps_order)
+        command = Command(action, after_drain, keeps_order)
         self._post(command)
         return command.done
+
+    def abandon(self, sequences: Iterable[Sequence]) -> None:
+        """Nobody waits for these any more. All that are abandoned during a round are looked for and ended in one go."""
+        with self._wakeup:
+            if self.is_alive:  # they end with the engine otherwise
+                self._abandoned.update(sequences)
+                self._is_called = True
+                self._wakeup.notify()
+
+    def progress(self) -> object:
+        """Changes as long as anything is computed or ends; ``None`` while the engine was told to do nothing."""
+        if self.is_paused or self.is_asleep:
+            return None
+        return self.throughput.total, self.scheduler.num_prefilled_tokens, self.num_finished, self.num_aborted
 
     def close(self) -> None:
         """End every request with what it has, then the thread."""
         with self._wakeup:
             # In one go: a request that came between the two would never end.
-            self._inbox.append(Command(self._abort_all, Future(), after_drain=False))
+            self._inbox.append(Command(self._abort_all))
+            self._is_called = True
             self._closing = True
             self._wakeup.notify()
-        self._thread.join()
+        self._thread.join(_CLOSE_LIMIT_S)
+        if self._thread.is_alive():
+            raise WaitTimeout(
+                f"gave up after {_CLOSE_LIMIT_S:.0f} s: closing the engine waits for its thread, which is in the middle "
+                "of a round; the device may hang: end the process"
+            )
 
     def _post(self, *items: Sequence | Command) -> None:
         with self._wakeup:
@@ -135,6 +137,7 @@ class EngineLoop:
             if self._closing:
                 raise RolloutFailed("the engine is closed")
             self._inbox.extend(items)
+            self._is_called = self._is_called or isinstance(items[-1], Command)
             self._wakeup.notify()
 
     # The thread.
@@ -144,7 +147,7 @@ class EngineLoop:
             self.runner.use_device()
             while self._wait_for_work():
                 self._take_inbox()
-                if not (self._drained and self._finish_drain()):
+                if not (self._awaiting_drain and self._finish_drain()):
                     self._round()
         except Exception as error:  # noqa: BLE001  whatever went wrong belongs to the requests that wait
             self._fail(error)
@@ -152,7 +155,7 @@ class EngineLoop:
     def _wait_for_work(self) -> bool:
         with self._wakeup:
             was_idle = not self._has_work()
-            while not self._has_work() and not self._inbox and not self._closing:
+            while not self._has_work() and not self._inbox and not self._abandoned and not self._closing:
                 self._wakeup.wait(_IDLE_S)
             if self._closing and not self._inbox:
                 return False
@@ -169,36 +172,47 @@ class EngineLoop:
     def _has_work(self) -> bool:
         if self._rounds:
             return True
-        if self._drained:
-            return not self.is_asleep or not self.scheduler.num_started
+        if self._awaiting_drain:
+            return not self.is_asleep or not self.scheduler.num_draining
         runnable = self.scheduler.num_running or self.scheduler.num_waiting
         return bool(runnable) and not self.is_paused and not self.is_asleep
 
     def _take_inbox(self) -> None:
-        while True:
-            with self._wakeup:
-                if not self._inbox:
-                    return
-                item = self._inbox[0]
-                must_read = bool(self._rounds) and isinstance(item, Command)
-                if not must_read:
-                    self._inbox.popleft()
-            if must_read:
-                self._read_all()  # before it is taken out: should this fail, the command fails with all the others
-                continue
+        while (item := self._first_in_inbox()) is not None:
+            # Only this thread takes out, and only what cannot fail any more: what fails here fails with all the others.
             if isinstance(item, Sequence):
                 self.scheduler.add(item)
-                continue
-            if item.after_drain or (item.keeps_order and self._drained):
-                self.scheduler.hold()
-                self._drained.append(item)
+                self._inbox.popleft()
+            elif self._rounds:
+                self._read_all()
             else:
-                item.carry_out()
+                self._inbox.popleft()
+                self._obey(item)
+
+    def _first_in_inbox(self) -> Sequence | Command | None:
+        """The next thing to take in; when there is nothing more, what was abandoned meanwhile is ended."""
+        with self._wakeup:
+            if self._inbox:
+                return self._inbox[0]
+            # Under one lock: whatever is abandoned by now has left the inbox, so the scheduler knows it.
+            abandoned, self._abandoned = self._abandoned, set()
+            self._is_called = False
+        if abandoned:
+            self._read_all()
+            self.abort(abandoned.__contains__)
+        return None
+
+    def _obey(self, command: Command) -> None:
+        if command.after_drain or (command.keeps_order and self._awaiting_drain):
+            self.scheduler.hold()
+            self._awaiting_drain.append(command)
+        else:
+            command.carry_out()
 
     def _round(self) -> None:
         """Prompts, then some steps of all rows, then the output of the round before."""
         # What must end before a command can be carried out goes on even while the engine is paused.
-        may_run = not self.is_asleep and (not self.is_paused or bool(self._drained))
+        may_run = not self.is_asleep and (not self.is_paused or bool(self._awaiting_drain))
         with self._spans.span("generate"):
             if may_run:
                 self._prefill()
@@ -220,6 +234,8 @@ class EngineLoop:
             output = self.runner.prefill(plan.batch)
             if output is not None:
                 self._expect(output, np.array(plan.started, np.int64))
+            if self._is_called:
+                return  # after a batch, and not before: callers without end must not keep prompts from being computed
 
     def _decode(self) -> bool:
         self._compact()
@@ -232,7 +248,7 @@ class EngineLoop:
         if plan is None:
             return False
         self.runner.rows.set_pages(*plan.page_updates)
-        num_rows = self._bucket_of(plan.num_rows)
+        num_rows = self.runner.bucket_of(plan.num_rows)
         output = self.runner.decode(num_rows, plan.num_steps, plan.needs)
         self.scheduler.queued(len(output.tokens))
         self._expect(output, plan.lanes)
@@ -240,7 +256,7 @@ class EngineLoop:
 
     def _compact(self) -> None:
         scheduler = self.scheduler
-        if self._bucket_of(scheduler.num_running) < self._bucket_of(scheduler.num_rows):
+        if self.runner.bucket_of(scheduler.num_running) < self.runner.bucket_of(scheduler.num_rows):
             moves = scheduler.compact()
             self.runner.rows.move(moves.sources, moves.targets)
 
@@ -333,21 +349,16 @@ class EngineLoop:
             self._end(sequence, "abort")
         return len(ended)
 
-    def abandon(self, sequence: Sequence) -> None:
-        """End one sequence that nobody waits for."""
-        self.abort(lambda each: each is sequence)
-
     def interrupt(self) -> None:
         """Every running sequence keeps its tokens, gives up its pages and waits to be computed again."""
         self.runner.rows.kill(self.scheduler.preempt_all())
 
     def _finish_drain(self) -> bool:
         """True when nothing runs any more and the commands that waited for that have been carried out."""
-        if self.scheduler.num_started or self._rounds:
+        if self.scheduler.num_draining or self._rounds:
             return False
-        drained, self._drained = self._drained, []
-        for command in drained:
-            command.carry_out()
+        while self._awaiting_drain:
+            self._awaiting_drain.popleft().carry_out()
         self.scheduler.release_held()
         return True
 
@@ -359,17 +370,17 @@ class EngineLoop:
         with self._wakeup:
             self._failure = error
             left = [item for item in self._inbox if isinstance(item, Sequence)]
-            commands = [item for item in self._inbox if isinstance(item, Command)] + self._drained
+            commands = [item for item in self._inbox if isinstance(item, Command)]
             self._inbox.clear()
+        commands += self._awaiting_drain
         self._rounds.clear()
         for lane in self.scheduler.running():
             sequence = self.scheduler.lanes.sequence[lane]
             if sequence is not None:
                 left.append(sequence)
         left += self.scheduler.take_waiting(lambda _: True)
-        for sequence in left:
+        for sequence in dict.fromkeys(left):  # one that failed on its way in may be in two places
             sequence.error = error
             sequence.on_end(sequence)
         for command in commands:
-            if command.done.set_running_or_notify_cancel():
-                command.done.set_exception(error)
+            command.fail(error)

@@ -7,49 +7,14 @@ CUDA it can be captured once and replayed. Rows are kept at the front; a hole is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.core.records import SamplingParams
+from headwater.engine.plans import MAX_STOP_IDS, NewRow, SamplingNeeds
 from headwater.engine.sampler import SamplingBatch
-
-MAX_STOP_IDS = 16
-"""Stop tokens of a row that are watched on the device; a request with more is watched on the host as well."""
-
-
-@dataclass(frozen=True)
-class SamplingNeeds:
-    """What drawing tokens for a set of rows takes; steps that no row needs are left out."""
-
-    truncates: bool = False
-    scales: bool = False
-    has_greedy: bool = False
-    has_minimum: bool = False
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> SamplingNeeds:
-        return cls(
-            truncates=params.top_k > 0 or params.top_p < 1 or params.min_p > 0,
-            scales=params.temperature not in (0.0, 1.0),
-            has_greedy=params.temperature == 0,
-            has_minimum=params.min_new_tokens > 0,
-        )
-
-
-@dataclass(frozen=True)
-class NewRow:
-    """A sequence that joins the rows: everything a decode step needs to know of it."""
-
-    row: int
-    num_tokens: int
-    """Tokens whose keys and values are in the cache: the prompt, and what was generated before an interruption."""
-    num_generated: int
-    sampling: SamplingParams
-    stop_ids: tuple[int, ...]
-    rng_key: int
+from headwater.engine.upload import upload
 
 
 class Rows:
@@ -100,14 +65,14 @@ class Rows:
         ]
         for column, values in columns:
             column[rows] = self._tensor(values, column.dtype)
-        self.stop_ids[rows] = self._upload(torch.from_numpy(stops))
+        self.stop_ids[rows] = upload(torch.from_numpy(stops), self.device)
         self.alive[rows] = True
         return rows
 
     def set_pages(self, rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
         """Page ``columns[i]`` of row ``rows[i]`` is ``pages[i]``."""
         if len(rows):
-            packed = self._upload(torch.from_numpy(np.stack([rows, columns, pages]).astype(np.int64)))
+            packed = upload(torch.from_numpy(np.stack([rows, columns, pages]).astype(np.int64)), self.device)
             self.page_table[packed[0], packed[1]] = packed[2].to(torch.int32)
 
     def kill(self, rows: Sequence[int]) -> None:
@@ -167,9 +132,7 @@ class Rows:
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
             min_p=self.min_p[rows],
-            truncates=needs.truncates,
-            scales=needs.scales,
-            has_greedy=needs.has_greedy,
+            needs=needs,
         )
 
     def forbid_early_stops(self, logits: Tensor, rows: Tensor | slice) -> Tensor:
@@ -199,10 +162,4 @@ class Rows:
         )
 
     def _tensor(self, values: list[float] | list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return self._upload(torch.tensor(values, dtype=dtype))
-
-    def _upload(self, values: Tensor) -> Tensor:
-        if self.device.type == "cuda":
-            # Pinned memory makes the copy asynchronous; a plain one would wait for all queued steps.
-            return values.pin_memory().to(self.device, non_blocking=True)
-        return values
+        return upload(torch.tensor(values, dtype=dtype), self.device)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwater.core.records import SamplingParams
+from headwater.engine.plans import SamplingNeeds
 
 _CHUNK = 256
 
@@ -45,12 +46,7 @@ class SamplingBatch:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    truncates: bool
-    """Whether any row cuts its distribution; sorting the vocabulary is skipped otherwise."""
-    scales: bool = True
-    """Whether any row has a temperature other than 1; without one a pass over the logits is saved."""
-    has_greedy: bool = True
-    """Whether any row takes the likeliest token; finding it is skipped otherwise."""
+    needs: SamplingNeeds
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], keys: Sequence[int], device: torch.device) -> SamplingBatch:
@@ -63,9 +59,7 @@ class SamplingBatch:
             top_k=column([each.top_k for each in params], torch.int64),
             top_p=column([each.top_p for each in params], torch.float32),
             min_p=column([each.min_p for each in params], torch.float32),
-            truncates=any(each.top_k > 0 or each.top_p < 1 or each.min_p > 0 for each in params),
-            scales=any(each.temperature not in (0.0, 1.0) for each in params),
-            has_greedy=any(each.temperature == 0 for each in params),
+            needs=SamplingNeeds.of(*params),
         )
 
     @property
@@ -93,14 +87,14 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> tuple[Ten
     """
     greedy = batch.temperature == 0
     scaled = logits.float()
-    if batch.scales:
+    if batch.needs.scales:
         scaled = scaled / torch.where(greedy, 1.0, batch.temperature)[:, None]
-    if batch.truncates:
+    if batch.needs.truncates:
         # Rows that cut nothing keep their very bits, whatever their neighbours ask for.
         scaled = torch.where(batch.cuts[:, None], _truncate(scaled.log_softmax(dim=-1), batch), scaled)
     highest = scaled.amax(dim=-1, keepdim=True)
     tokens, total = _inverse_cdf((scaled - highest).exp_(), uniforms(batch.keys, positions))
-    if batch.has_greedy:
+    if batch.needs.has_greedy:
         tokens = torch.where(greedy, scaled.argmax(dim=-1), tokens)
     logprobs = scaled.gather(-1, tokens[:, None]) - highest - total.log()
     return tokens, logprobs[:, 0].float()

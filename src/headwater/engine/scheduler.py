@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 
 from headwater.engine.lanes import Lanes
 from headwater.engine.pages import PagePool, Pages, prefix_keys
-from headwater.engine.plans import DecodePlan, Moves, NeedsRoom, PrefillPlan
+from headwater.engine.plans import DecodePlan, Moves, NeedsRoom, NewRow, PrefillBatch, PrefillPlan
 from headwater.engine.prompt_queue import PromptJob, PromptQueue
-from headwater.engine.rows import NewRow
-from headwater.engine.runner import PrefillBatch
 from headwater.engine.sequence import Sequence
 
 
@@ -56,8 +54,8 @@ class Scheduler:
         return self._waiting.num_sequences + self._num_computing + len(self._held)
 
     @property
-    def num_started(self) -> int:
-        """While others are held: sequences that must end before they are released."""
+    def num_draining(self) -> int:
+        """While others are held: sequences that must end before those are released."""
         return self.num_running + self._waiting.num_sequences + self._num_computing
 
     @property

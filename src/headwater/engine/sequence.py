@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.core.records import ModelRequest, ModelResponse, StopReason
-from headwater.engine.rows import MAX_STOP_IDS
+from headwater.engine.plans import MAX_STOP_IDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from engine.engine_parts import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.engine.fixed_rows_runner import NUM_ROWS
+from headwater.engine.runners.fixed_rows import NUM_ROWS
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -22,10 +22,10 @@ from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfi
 
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ModelError
-from headwater.engine.cpu_ops import CpuOps
 from headwater.engine.engine import Engine
 from headwater.engine.model_spec import FUSED, SUPPORTED
-from headwater.engine.runner import Runner
+from headwater.engine.runners.cpu_ops import CpuOps
+from headwater.engine.runners.plain import Runner
 
 LENGTHS = (1, 16, 17, 40)
 SHAPE = {

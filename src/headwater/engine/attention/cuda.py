@@ -16,6 +16,7 @@ from headwater.engine.kernels.prefill_attention import (
     queries_per_tile,
 )
 from headwater.engine.kv_cache import KVCache
+from headwater.engine.upload import upload
 
 _TYPICAL_CONTEXT = 1024
 
@@ -56,12 +57,15 @@ class CudaPrefill:
     def of_chunks(
         cls, cache: KVCache, page_table: Tensor, query_lens: Sequence[int], context_lens: Sequence[int]
     ) -> CudaPrefill:
-        def upload(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values.astype(np.int32)).pin_memory().to(cache.spec.device, non_blocking=True)
-
-        tiles = build_tiles(query_lens, _queries_per_tile(cache))
-        starts = np.concatenate([[0], np.cumsum(query_lens)])
-        return cls(cache, page_table, upload(tiles), upload(starts), upload(np.asarray(context_lens)))
+        numbers = (
+            build_tiles(query_lens, _queries_per_tile(cache)),
+            np.concatenate([[0], np.cumsum(query_lens)]),
+            np.asarray(context_lens),
+        )
+        tiles, starts, contexts = (
+            upload(torch.from_numpy(each.astype(np.int32)), cache.spec.device) for each in numbers
+        )
+        return cls(cache, page_table, tiles, starts, contexts)
 
     @classmethod
     def of_rows(cls, cache: KVCache, page_table: Tensor, context_lens: Tensor) -> CudaPrefill:

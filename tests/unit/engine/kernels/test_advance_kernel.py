@@ -6,7 +6,7 @@ import torch
 from engine.kernels.support import DEVICE
 
 from headwater.engine.kernels.advance import advance
-from headwater.engine.rows import MAX_STOP_IDS
+from headwater.engine.plans import MAX_STOP_IDS
 
 PAGE = 16
 

@@ -1,12 +1,11 @@
 """Runs the model: chunks of prompts into the cache, and decode steps over the rows.
 
 This is the plain runner, for the CPU and for reading: the model's layers with our attention, then sampling, then the
-update of the rows. ``cuda_runner`` and ``fixed_rows_runner`` replace parts of it.
+update of the rows. ``cuda`` and ``fixed_rows`` replace parts of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,33 +16,16 @@ from torch import Tensor
 
 from headwater.engine.attention import PagedAttention, use_paged_attention
 from headwater.engine.attention.cpu import CpuDecode, CpuPrefill
-from headwater.engine.fused_decoder import DecoderOps, FusedDecoder
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec, can_fuse
-from headwater.engine.rows import NewRow, Rows, SamplingNeeds
+from headwater.engine.plans import PrefillBatch, SamplingNeeds
+from headwater.engine.rows import Rows
+from headwater.engine.runners.decoder import DecoderOps, FusedDecoder
 from headwater.engine.sampler import SamplingBatch, sample
+from headwater.engine.upload import upload
 
 _EARLY_END = 8
 """On a CPU a round of steps ends early once one in so many rows has finished: it would only compute for nothing."""
-
-
-@dataclass(frozen=True)
-class PrefillBatch:
-    """Chunks of prompts, packed one after the other, and the rows that start where a chunk completes its prompt."""
-
-    input_ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    query_lens: Sequence[int]
-    context_lens: Sequence[int]
-    page_table: NDArray[np.int32]
-    """``[chunks, pages]``"""
-    copied_pages: tuple[NDArray[np.int32], NDArray[np.int32]]
-    """Sources and targets of copy-on-write."""
-    new_rows: Sequence[NewRow]
-    new_row_tokens: Sequence[int]
-    """Per new row, the place in ``input_ids`` of its prompt's last token."""
-    needs: SamplingNeeds
 
 
 @dataclass(frozen=True)
@@ -90,24 +72,19 @@ class Runner:
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch) -> Output | None:
         """Compute the chunks; where a prompt is complete, its rows start and draw their first token."""
-        input_ids, positions, slots = (
-            self._upload(torch.from_numpy(each)) for each in (batch.input_ids, batch.positions, batch.slots)
-        )
+        input_ids, positions, slots = map(self._uploaded, (batch.input_ids, batch.positions, batch.slots))
         hidden = self._prefill_hidden(batch, input_ids, positions, slots)
         if not batch.new_rows:
             return None
         sources, targets = batch.copied_pages
         if len(sources):
-            self.cache.copy_pages(
-                self._upload(torch.from_numpy(sources.astype(np.int64))),
-                self._upload(torch.from_numpy(targets.astype(np.int64))),
-            )
+            self.cache.copy_pages(self._uploaded(sources.astype(np.int64)), self._uploaded(targets.astype(np.int64)))
         rows = self.rows.admit(batch.new_rows)
         self.rows.step.zero_()
         # The samples of a prompt share its last hidden state; the head is applied once per prompt.
         last, member_of = np.unique(np.asarray(batch.new_row_tokens), return_inverse=True)
-        logits = self._logits(hidden[self._upload(torch.from_numpy(last))])
-        self._draw(logits[self._upload(torch.from_numpy(member_of))], rows, batch.needs)
+        logits = self._logits(hidden[self._uploaded(last)])
+        self._draw(logits[self._uploaded(member_of)], rows, batch.needs)
         return self._read(1, rows)
 
     @torch.inference_mode()
@@ -177,5 +154,5 @@ class Runner:
             state.alive[rows].clone(),
         )
 
-    def _upload(self, values: Tensor) -> Tensor:
-        return values
+    def _uploaded(self, values: NDArray[Any]) -> Tensor:
+        return upload(torch.from_numpy(values), self.spec.device)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwater.engine.fused_decoder import HeadNorms, Projection, Rotary
 from headwater.engine.kernels.activation import silu_and_mul
 from headwater.engine.kernels.matmul import invariant_linear
 from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from headwater.engine.kernels.rope import rope_and_store
 from headwater.engine.kernels.split_linear import split_linear, suggest_slices
 from headwater.engine.kv_cache import KVCache
+from headwater.engine.runners.decoder import HeadNorms, Projection, Rotary
 
 
 class CudaOps:

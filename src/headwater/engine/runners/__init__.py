@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from headwater.engine.cpu_ops import CpuOps
-from headwater.engine.fixed_rows_runner import FixedRowsRunner
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec
 from headwater.engine.rows import Rows
-from headwater.engine.runner import Runner
+from headwater.engine.runners.cpu_ops import CpuOps
+from headwater.engine.runners.fixed_rows import FixedRowsRunner
+from headwater.engine.runners.plain import Runner
 
 
 def make_runner(model: Any, spec: ModelSpec, cache: KVCache, rows: Rows, *, deterministic: bool) -> Runner:
     if spec.device.type == "cuda":
         # Needs Triton, which only CUDA builds of torch bring along.
-        from headwater.engine.cuda_runner import CudaRunner
+        from headwater.engine.runners.cuda import CudaRunner
 
         return CudaRunner(model, spec, cache, rows, deterministic=deterministic)
     if deterministic:

@@ -14,7 +14,8 @@ from torch import Tensor
 from headwater.core.errors import ModelError
 from headwater.engine.attention.blockwise import BlockwiseAttention
 from headwater.engine.kv_cache import KVCache
-from headwater.engine.runner import PrefillBatch, Runner
+from headwater.engine.plans import PrefillBatch
+from headwater.engine.runners.plain import Runner
 from headwater.engine.sampler import SamplingBatch
 
 NUM_ROWS = 64

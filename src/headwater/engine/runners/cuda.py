@@ -16,13 +16,14 @@ from torch import Tensor
 
 from headwater.core.errors import ModelError
 from headwater.engine.attention.cuda import CudaDecode, CudaPrefill
-from headwater.engine.cuda_ops import CudaOps, InvariantCudaOps
 from headwater.engine.kernels.advance import advance
 from headwater.engine.kernels.sampling import sample_tokens
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import FUSED, ModelSpec, can_fuse
-from headwater.engine.rows import Rows, SamplingNeeds
-from headwater.engine.runner import Output, PrefillBatch, Runner
+from headwater.engine.plans import PrefillBatch, SamplingNeeds
+from headwater.engine.rows import Rows
+from headwater.engine.runners.cuda_ops import CudaOps, InvariantCudaOps
+from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.sampler import SamplingBatch
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -117,7 +118,7 @@ class CudaRunner(Runner):
         )
 
     def _prefill_hidden(self, batch: PrefillBatch, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        page_table = self._upload(torch.from_numpy(batch.page_table))
+        page_table = self._uploaded(batch.page_table)
         attention = CudaPrefill.of_chunks(self.cache, page_table, batch.query_lens, batch.context_lens)
         return self._hidden(input_ids, positions, slots, attention)
 
@@ -130,7 +131,7 @@ class CudaRunner(Runner):
     def _sample(self, logits: Tensor, settings: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
         positions = positions.to(torch.int64)
         tokens, logprobs = sample_tokens(logits, settings.keys, positions, settings.temperature)
-        if settings.truncates:
+        if settings.needs.truncates:
             # The kernel does not cut; rows that do not either keep its bits, whatever their neighbours ask for.
             cuts = settings.cuts
             cut_tokens, cut_logprobs = super()._sample(logits, settings, positions)
@@ -149,6 +150,3 @@ class CudaRunner(Runner):
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         return Output(tokens, logprobs, alive, ready)
-
-    def _upload(self, values: Tensor) -> Tensor:
-        return values.pin_memory().to(self.spec.device, non_blocking=True)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwater.engine.fused_decoder import HeadNorms, Projection, Rotary
 from headwater.engine.kv_cache import KVCache
+from headwater.engine.runners.decoder import HeadNorms, Projection, Rotary
 
 
 class CpuOps:
