@@ -1,4 +1,4 @@
-"""Gated activations of merged projections, rounded between activation and product as transformers rounds."""
+"""The gated activation of merged projections, rounded between activation and product as transformers rounds."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
@@ -12,19 +12,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def gelu_tanh(x):
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    # 0.5 * (1 + tanh(y)) is the logistic function of 2 y.
-    return x / (1.0 + tl.exp(-2.0 * inner))
-
-
-@triton.jit
-def _activate_and_mul(gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _silu_and_mul(gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -32,27 +20,18 @@ def _activate_and_mul(gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.co
     gate = tl.load(address, mask=mask, other=0.0)
     up = tl.load(address + SIZE, mask=mask, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
-    activated = gelu_tanh(wide) if GELU else silu(wide)
+    activated = wide / (1.0 + tl.exp(-wide))
     result = activated.to(gate.dtype).to(tl.float32) * up
     tl.store(out + row * SIZE + columns, result.to(gate.dtype), mask=mask)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``gate_up`` [tokens, 2 * intermediate], gate first."""
-    return _launch(gate_up, gelu=False)
-
-
-def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """``gelu(gate) * up`` with the tanh approximation, of ``gate_up`` [tokens, 2 * intermediate], gate first."""
-    return _launch(gate_up, gelu=True)
-
-
-def _launch(gate_up: Tensor, *, gelu: bool) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "gate_up's rows must be contiguous"
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     # Tokens are the grid's second dimension, which ends at 65535: far more than one forward pass carries.
-    _activate_and_mul[(triton.cdiv(size, _BLOCK), tokens)](
-        gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, GELU=gelu, num_warps=4
+    _silu_and_mul[(triton.cdiv(size, _BLOCK), tokens)](
+        gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4
     )
     return out

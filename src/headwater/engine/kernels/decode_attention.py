@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.engine.kernels.paging import check_caches, load_page_ids, softcap_scores, tile_offsets, tiles_per_run
+from headwater.engine.kernels.paging import check_caches, load_page_ids, tile_offsets, tiles_per_run
 
 _LOG2_E = 1.4426950408889634
 _MIN_DOT_ROWS = 16
@@ -56,7 +56,6 @@ def _decode(
     out,
     lse,
     score_scale,
-    softcap,
     table_stride,
     page_stride,
     head_stride,
@@ -71,7 +70,6 @@ def _decode(
     RUN: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -121,8 +119,6 @@ def _decode(
             value = tl.load(v_head + offsets[:, None] + dims[None, :], mask=tile_mask, other=0.0)
 
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * score_scale
-            if SOFTCAP:
-                scores = softcap_scores(scores, softcap) * 1.4426950408889634
             visible = first_key + steps < context
             if WINDOW > 0:
                 visible = visible & (first_key + steps >= first)
@@ -182,7 +178,6 @@ def paged_decode_attention(
     *,
     num_splits: int,
     window: int = 0,
-    softcap: float = 0.0,
     config: DecodeConfig | None = None,
 ) -> Tensor:
     """Attend from ``q`` [rows, heads, head_dim] to the first ``context_lens[row]`` tokens of each row's pages.
@@ -207,8 +202,7 @@ def paged_decode_attention(
         context_lens,
         partial,
         lse,
-        scale if softcap > 0 else scale * _LOG2_E,
-        softcap,
+        scale * _LOG2_E,
         page_table.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
@@ -223,7 +217,6 @@ def paged_decode_attention(
         RUN=tiles_per_run(page_tokens, config.block_n),
         NUM_SPLITS=num_splits,
         WINDOW=window,
-        SOFTCAP=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -1,7 +1,6 @@
 """RMS norm, alone and fused with what comes before it: the residual addition, and the sum of a product's parts.
 
 Roundings follow transformers: float32 statistics, the normalised value rounded to the tensor's dtype, then the weight.
-Gemma's norms, whose weights are stored minus one (``offset=1``), multiply in float32 and round once.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -14,12 +13,10 @@ from torch import Tensor
 
 
 @triton.jit
-def scaled_norm(values, inverse_rms, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """``values`` (float32) times the inverse RMS and the weight, rounded as the model family rounds."""
-    normalised = values * inverse_rms
-    if OFFSET == 0.0:
-        normalised = normalised.to(dtype).to(tl.float32)
-    return (normalised * (weight + OFFSET)).to(dtype)
+def scaled_norm(values, inverse_rms, weight, dtype: tl.constexpr):
+    """``values`` (float32) times the inverse RMS and the weight, rounded after each."""
+    normalised = (values * inverse_rms).to(dtype).to(tl.float32)
+    return (normalised * weight).to(dtype)
 
 
 @triton.jit
@@ -35,7 +32,6 @@ def _rms_norm(
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    OFFSET: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
@@ -60,22 +56,22 @@ def _rms_norm(
         tl.store(address, values, mask=mask)
     wide = values.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    tl.store(out + row * SIZE + columns, scaled_norm(wide, inverse_rms, scale, OFFSET, dtype), mask=mask)
+    tl.store(out + row * SIZE + columns, scaled_norm(wide, inverse_rms, scale, dtype), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """The RMS norm of each row of ``x`` [tokens, hidden] times ``weight + offset``."""
-    return _launch(x[None], None, None, weight, eps, offset, x.dtype)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of each row of ``x`` [tokens, hidden] times ``weight``."""
+    return _launch(x[None], None, None, weight, eps, x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add ``x`` to ``residual`` in place, rounded to their dtype, and return the RMS norm of that sum."""
-    return _launch(x[None], None, residual, weight, eps, offset, residual.dtype)
+    return _launch(x[None], None, residual, weight, eps, residual.dtype)
 
 
 def sum_add_rms_norm(parts: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``add_rms_norm`` of the sum of ``parts`` [parts, tokens, hidden] and bias, rounded to the residual's dtype."""
-    return _launch(parts, bias, residual, weight, eps, 0.0, residual.dtype)
+    return _launch(parts, bias, residual, weight, eps, residual.dtype)
 
 
 def _launch(
@@ -84,7 +80,6 @@ def _launch(
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
-    offset: float,
     dtype: torch.dtype,
 ) -> Tensor:
     num_parts, tokens, hidden = parts.shape
@@ -106,7 +101,6 @@ def _launch(
         eps,
         SIZE=hidden,
         BLOCK=block,
-        OFFSET=offset,
         PARTS=num_parts,
         HAS_BIAS=bias is not None,
         ADD=residual is not None,

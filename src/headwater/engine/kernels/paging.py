@@ -54,12 +54,6 @@ def tile_offsets(
     return offsets
 
 
-@triton.jit
-def softcap_scores(scores, softcap):
-    """``softcap * tanh(scores / softcap)``; this form of tanh cannot overflow to NaN."""
-    return softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-
-
 def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor) -> None:
     """What both attention kernels take for granted about their inputs."""
     head_dim = q.shape[-1]

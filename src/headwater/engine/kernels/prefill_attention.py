@@ -18,7 +18,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.engine.kernels.paging import check_caches, load_page_ids, softcap_scores, tile_offsets, tiles_per_run
+from headwater.engine.kernels.paging import check_caches, load_page_ids, tile_offsets, tiles_per_run
 
 _LOG2_E = 1.4426950408889634
 
@@ -73,7 +73,6 @@ def _prefill(
     context_lens,
     out,
     score_scale,
-    softcap,
     table_stride,
     page_stride,
     head_stride,
@@ -87,7 +86,6 @@ def _prefill(
     BLOCK_N: tl.constexpr,
     RUN: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -142,8 +140,6 @@ def _prefill(
             value = tl.load(v_head + offsets[:, None] + dims[None, :], mask=tile_mask, other=0.0)
 
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * score_scale
-            if SOFTCAP:
-                scores = softcap_scores(scores, softcap) * 1.4426950408889634
             keys = first_key + steps
             visible = keys[None, :] <= query_positions[:, None]
             if WINDOW > 0:
@@ -175,7 +171,6 @@ def paged_prefill_attention(
     scale: float,
     *,
     window: int = 0,
-    softcap: float = 0.0,
     config: PrefillConfig | None = None,
 ) -> Tensor:
     """Attend from ``q`` [tokens, heads, head_dim], chunks packed one after another, to each chunk's pages.
@@ -199,8 +194,7 @@ def paged_prefill_attention(
         query_starts,
         context_lens,
         out,
-        scale if softcap > 0 else scale * _LOG2_E,
-        softcap,
+        scale * _LOG2_E,
         page_table.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
@@ -214,7 +208,6 @@ def paged_prefill_attention(
         BLOCK_N=config.block_n,
         RUN=tiles_per_run(page_tokens, config.block_n),
         WINDOW=window,
-        SOFTCAP=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -37,7 +37,6 @@ def _rope_and_store(
     HALF_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
-    NORM_OFFSET: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
@@ -69,8 +68,8 @@ def _rope_and_store(
         k_high = tl.load(k_norm + HALF + dims, mask=dims_mask, other=0.0).to(tl.float32)
         weight_low = tl.where(is_query[:, None], q_low[None, :], k_low[None, :])
         weight_high = tl.where(is_query[:, None], q_high[None, :], k_high[None, :])
-        low = scaled_norm(low, inverse_rms, weight_low, NORM_OFFSET, dtype).to(tl.float32)
-        high = scaled_norm(high, inverse_rms, weight_high, NORM_OFFSET, dtype).to(tl.float32)
+        low = scaled_norm(low, inverse_rms, weight_low, dtype).to(tl.float32)
+        high = scaled_norm(high, inverse_rms, weight_high, dtype).to(tl.float32)
     rotated_low = (low * cosine - high * sine).to(dtype)
     rotated_high = (high * cosine + low * sine).to(dtype)
 
@@ -98,7 +97,6 @@ def rope_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
-    norm_offset: float = 0.0,
 ) -> Tensor:
     """Rotate queries and keys of ``qkv`` [tokens, (heads + 2 kv_heads) * head_dim] and write keys and values to slots.
 
@@ -141,7 +139,6 @@ def rope_and_store(
         HALF_PAD=half_pad,
         PAGE=page_tokens,
         NORM=q_norm is not None,
-        NORM_OFFSET=norm_offset,
         num_warps=min(max(heads_pad * half_pad // 256, 1), 8),
     )
     return out

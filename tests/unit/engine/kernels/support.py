@@ -57,16 +57,12 @@ class PagedCache:
                 self.v[page, :, offset] = self.values[row][position]
 
 
-def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, window: int = 0, softcap: float = 0.0
-) -> torch.Tensor:
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, window: int = 0) -> torch.Tensor:
     """Causal attention in float64 of the last ``len(q)`` positions: q [queries, heads, dim], keys [length, kv, dim]."""
     q, keys, values = q.double(), keys.double(), values.double()
     group = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
     at = torch.arange(len(keys) - len(q), len(keys), device=q.device)[:, None]
     key_at = torch.arange(len(keys), device=q.device)[None, :]
     visible = key_at <= at
