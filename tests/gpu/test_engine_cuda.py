@@ -26,12 +26,15 @@ from engine.engine_parts import (
 )
 from engine.test_engine_interleavings import MODES, TAGS, Play, check
 from tiny import tokenizer
-from transformers import Gemma3TextConfig, GemmaConfig, MistralConfig
+from transformers import Gemma3TextConfig, GemmaConfig, LlamaConfig, MistralConfig
 
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ModelError
 from headwater.core.protocols import WeightUpdate
+from headwater.core.records import SamplingParams
 from headwater.engine.engine import Engine
+from headwater.engine.runners.row_blocks import sample_in_blocks
+from headwater.engine.sampler import SamplingBatch
 from headwater.models.load import load_model
 
 pytestmark = pytest.mark.timeout(120)
@@ -282,6 +285,48 @@ def test_deterministic_bits_survive_making_room_and_interruptions(dtype):
         slow.finish()
         assert slow.engine.metrics().num_interrupted > 0
         assert bits([answer.result(LIMIT_S) for answer in answers]) == expected
+
+
+CUTS = ({"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.001}, {"temperature": 0.8, "top_k": 1000, "top_p": 0.7})
+# The second is odd: rows of its logits begin at other alignments.
+LARGE_VOCABULARIES = (128_256, 100_003)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("vocabulary", LARGE_VOCABULARIES)
+def test_a_cut_distribution_is_drawn_from_with_the_same_bits_among_any_others(vocabulary, cut):
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = 4 * torch.randn(65, vocabulary, device="cuda", generator=generator).bfloat16()
+    params = SamplingParams(1, **cut)
+    keys = torch.randint(-(2**62), 2**62, (65,), generator=torch.Generator().manual_seed(0))
+
+    def draw(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = SamplingBatch.build([params] * len(rows), keys[rows].tolist(), torch.device("cuda"))
+        return sample_in_blocks(logits[rows], batch, torch.full((len(rows),), 5, device="cuda"))
+
+    token, logprob = draw([0])
+    for num_others in (1, 7, 64):
+        for place in {0, num_others // 2, num_others}:
+            others = list(range(1, num_others + 1))
+            tokens, logprobs = draw([*others[:place], 0, *others[place:]])
+            assert torch.equal(tokens[place], token[0])
+            assert torch.equal(logprobs[place], logprob[0])
+
+
+@pytest.mark.parametrize("vocabulary", LARGE_VOCABULARIES)
+def test_deterministic_bits_of_cut_distributions_over_a_large_vocabulary(vocabulary):
+    def large():
+        shape = {**SHAPE, "vocab_size": vocabulary, "initializer_range": 0.05}
+        return build(LlamaConfig(**shape), 0).bfloat16().to("cuda")
+
+    settings = {"deterministic": True, "kv_cache_gib": 0.2, "max_sequences": 80}
+    asked = [request(tokens_of(20 + key), key, max_new_tokens=10, **cut) for key, cut in enumerate(CUTS)]
+    others = [request(tokens_of(11, key), 100 + key, max_new_tokens=14, **CUTS[key % 4]) for key in range(64)]
+    with running(large(), prefix_cache=False, overlap=False, **settings) as engine:
+        expected = bits([engine.generate([each])[0] for each in asked])
+    with running(large(), **settings) as engine:
+        for num_others in (1, 7, 64):
+            assert bits(engine.generate([*others[:num_others], *asked])[num_others:]) == expected
 
 
 def test_deterministic_mode_refuses_what_it_does_not_cover():

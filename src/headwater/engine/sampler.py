@@ -128,7 +128,8 @@ def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
 
 def _truncate(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
     """Remove what top-k, top-p and min-p exclude and renormalise; the likeliest token always stays."""
-    ordered, order = logprobs.sort(dim=-1, descending=True)
+    # Stable: of equally likely tokens at the border the lower ids stay, whichever algorithm sorts.
+    ordered, order = logprobs.sort(stable=True, dim=-1, descending=True)
     rank = torch.arange(ordered.shape[-1], device=ordered.device)[None, :]
     top_k = torch.where(batch.top_k > 0, batch.top_k, ordered.shape[-1])
     keep = rank < top_k[:, None]

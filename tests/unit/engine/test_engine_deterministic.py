@@ -19,7 +19,7 @@ from engine.engine_parts import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.engine.runners.fixed_rows import NUM_ROWS
+from headwater.engine.runners.row_blocks import NUM_ROWS
 
 pytestmark = pytest.mark.timeout(120)
 

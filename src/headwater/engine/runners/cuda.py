@@ -24,7 +24,8 @@ from headwater.engine.plans import PrefillBatch, SamplingNeeds
 from headwater.engine.rows import Rows
 from headwater.engine.runners.cuda_ops import CudaOps, InvariantCudaOps
 from headwater.engine.runners.plain import Output, Runner
-from headwater.engine.sampler import SamplingBatch
+from headwater.engine.runners.row_blocks import sample_in_blocks
+from headwater.engine.sampler import SamplingBatch, sample
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _BUCKET_STEP = 64
@@ -133,8 +134,8 @@ class CudaRunner(Runner):
         tokens, logprobs = sample_tokens(logits, settings.keys, positions, settings.temperature)
         if settings.needs.truncates:
             # The kernel does not cut; rows that do not either keep its bits, whatever their neighbours ask for.
-            cuts = settings.cuts
-            cut_tokens, cut_logprobs = super()._sample(logits, settings, positions)
+            draw = sample_in_blocks if self._deterministic else sample
+            cuts, (cut_tokens, cut_logprobs) = settings.cuts, draw(logits, settings, positions)
             tokens, logprobs = torch.where(cuts, cut_tokens, tokens), torch.where(cuts, cut_logprobs, logprobs)
         return tokens, logprobs
 

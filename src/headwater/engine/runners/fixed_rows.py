@@ -8,7 +8,6 @@ attention is computed query by query over fixed pages. Prefill, chunks, decode a
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headwater.core.errors import ModelError
@@ -16,9 +15,8 @@ from headwater.engine.attention.blockwise import BlockwiseAttention
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.plans import PrefillBatch
 from headwater.engine.runners.plain import Runner
+from headwater.engine.runners.row_blocks import NUM_ROWS, padded, sample_in_blocks
 from headwater.engine.sampler import SamplingBatch
-
-NUM_ROWS = 64
 
 
 class FixedRowsRunner(Runner):
@@ -38,28 +36,20 @@ class FixedRowsRunner(Runner):
         hidden = []
         for start in range(0, len(input_ids), NUM_ROWS):
             block = slice(start, start + NUM_ROWS)
-            ids, places, targets = (_padded(each[block]) for each in (input_ids, positions, slots))
-            attention = BlockwiseAttention(self.cache, _padded(page_table[block]), places)
+            # Padding writes to the scratch page and reads from it.
+            ids, places, targets = (padded(each[block]) for each in (input_ids, positions, slots))
+            attention = BlockwiseAttention(self.cache, padded(page_table[block]), places)
             hidden.append(self._hidden(ids, places, targets, attention)[: len(input_ids[block])])
         return torch.cat(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         blocks = [
-            super(FixedRowsRunner, self)._logits(_padded(block))[: len(block)]
-            for block in torch.split(hidden, NUM_ROWS)
+            super(FixedRowsRunner, self)._logits(padded(block))[: len(block)] for block in torch.split(hidden, NUM_ROWS)
         ]
         return torch.cat(blocks)
 
     def _sample(self, logits: Tensor, settings: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
-        drawn = []
-        for start in range(0, len(logits), NUM_ROWS):
-            block = slice(start, start + NUM_ROWS)
-            part = settings.map(lambda column, block=block: _padded(column[block]))  # type: ignore[misc]
-            tokens, logprobs = super()._sample(_padded(logits[block]), part, _padded(positions[block]))
-            count = len(logits[block])
-            drawn.append((tokens[:count], logprobs[:count]))
-        tokens, logprobs = (torch.cat(each) for each in zip(*drawn, strict=True))
-        return tokens, logprobs
+        return sample_in_blocks(logits, settings, positions)
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -82,9 +72,3 @@ class FixedRowsRunner(Runner):
         start = torch.zeros(NUM_ROWS, dtype=torch.int64)
         attention = BlockwiseAttention(self.cache, pages[:, None], start)
         return self._logits(self._hidden(ids, start, pages * self.cache.page_tokens, attention))
-
-
-def _padded(block: Tensor) -> Tensor:
-    """``NUM_ROWS`` rows; the added ones are zeros, which write to the scratch page and read from it."""
-    missing = NUM_ROWS - block.shape[0]
-    return F.pad(block, (0, 0) * (block.dim() - 1) + (0, missing)) if missing else block
