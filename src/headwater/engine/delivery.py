@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -13,6 +14,8 @@ from headwater.core.records import ModelResponse
 from headwater.engine.sequence import Sequence
 
 _CONTROL_LIMIT_S = 600.0
+_STALL_LIMIT_S = 600.0
+_LOOK_S = 1.0
 
 
 def wait_for(done: Future[None], name: str) -> None:
@@ -20,12 +23,13 @@ def wait_for(done: Future[None], name: str) -> None:
     try:
         done.result(_CONTROL_LIMIT_S)
     except TimeoutError as error:
-        if not done.cancel() and done.done():
+        if done.cancel():
+            state = "waited for running requests and is called off; abort the requests, or use another update mode"
+        elif done.done():
             return done.result()  # it was done at the last moment
-        raise WaitTimeout(
-            f"gave up after {_CONTROL_LIMIT_S:.0f} s: {name} waited for running requests and is called off; "
-            "abort the requests, or use another update mode"
-        ) from error
+        else:
+            state = "has begun and does not come to an end; the device may hang: end the process"
+        raise WaitTimeout(f"gave up after {_CONTROL_LIMIT_S:.0f} s: {name} {state}") from error
 
 
 class Gathering:
@@ -44,8 +48,22 @@ class Gathering:
         if not self._num_left:
             self._all_ended.set()
 
-    def wait(self) -> list[ModelResponse]:
-        self._all_ended.wait()
+    def wait(self, progress: Callable[[], object]) -> list[ModelResponse]:
+        """Wait for the last one. However long that takes is fine, but not ten minutes in which nothing happens.
+
+        ``progress`` is asked now and then and answers differently while the engine works. ``None`` stands for an engine
+        that is paused or asleep: until somebody ends that, the wait has no limit.
+        """
+        seen, since = progress(), time.monotonic()
+        while not self._all_ended.wait(_LOOK_S):
+            now = progress()
+            if now is None or now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > _STALL_LIMIT_S:
+                raise WaitTimeout(
+                    f"gave up on {self._num_left} of {len(self._ended)} requests: the engine has computed nothing for "
+                    f"{_STALL_LIMIT_S:.0f} s; the device may hang: end the process"
+                )
         return [result_of(ended) for ended in self._ended if ended is not None]
 
 
@@ -70,7 +88,29 @@ class Mailbox:
         with self._lock:
             actions, self._actions = self._actions, []
         for action in actions:
-            action()
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001  the others are for somebody else; the loop's owner hears of it
+                self._loop.call_exception_handler(
+                    {"message": "what the engine has finished could not be handed over", "exception": error}
+                )
+
+
+class Mailboxes:
+    """One mailbox per event loop that asks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of_loop: dict[asyncio.AbstractEventLoop, Mailbox] = {}
+
+    def of_running_loop(self) -> Mailbox:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._of_loop:
+                for closed in [each for each in self._of_loop if each.is_closed()]:
+                    del self._of_loop[closed]
+                self._of_loop[loop] = Mailbox(loop)
+            return self._of_loop[loop]
 
 
 def settle(answer: asyncio.Future[ModelResponse], ended: Sequence) -> None:

@@ -11,22 +11,22 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
-import itertools
-import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import cache, partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from headwater.config.schema import EngineConfig, UpdateMode
-from headwater.core.errors import ConfigError, QueueFull, RolloutFailed, WeightsError
+from headwater.core.errors import ConfigError, HeadwaterError, WeightsError
 from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.engine import weight_source
-from headwater.engine.delivery import Gathering, Mailbox, failure_of, settle, wait_for
+from headwater.engine.delivery import Gathering, Mailboxes, failure_of, settle, wait_for
+from headwater.engine.device_memory import DeviceMemory, check_tags
+from headwater.engine.intake import Intake
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
 from headwater.engine.metrics import EngineMetrics
@@ -45,8 +45,8 @@ from headwater.observe.spans import Spans
 _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
 _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
 _MAX_GPU_PREFILL_TOKENS = 65535
-_MAX_VERSION = 2**31
-_SUBMIT_AT_ONCE = 256
+_MAX_VERSION = 2**31 - 1
+"""Every token carries its version, as 32 bits."""
 
 
 class Engine:
@@ -80,34 +80,35 @@ class Engine:
             prefix_cache=config.prefix_cache,
         )
         rows = Rows(max_sequences, scheduler.lanes.page_table.shape[1], config.decode_steps, spec.device)
-        self._cache = KVCache(spec, num_pages, page_tokens)
-        self._runner = make_runner(model.eval(), spec, self._cache, rows, deterministic=config.deterministic)
+        cache = KVCache(spec, num_pages, page_tokens)
+        self._runner = make_runner(model.eval(), spec, cache, rows, deterministic=config.deterministic)
         self.config = config
         self.tokenizer = tokenizer
         self.model_name: str = model.config.name_or_path or spec.model_type
         self.max_model_tokens = spec.max_positions
         self.vocab_size = spec.vocab_size
-        self._limits = RequestLimits(spec.vocab_size, spec.max_positions, page_tokens, scheduler.pool.num_total)
-        self._spec = spec
         self._model = model
-        self._end_token_ids = end_token_ids(model, tokenizer)
-        self._numbers = itertools.count()
-        self._num_open = 0
-        self._requests_lock = threading.Lock()
-        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
-        self._asleep: set[MemoryTag] = set()
+        self._mailboxes = Mailboxes()
         self._weights = ModelWeights(model)
         self._num_updates = 0
         self._num_interrupted = 0
         self._last_pause_s = 0.0
+        num_weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        end_ids = end_token_ids(model, tokenizer)
         self._loop = EngineLoop(
             scheduler,
             self._runner,
             tokenizer,
             num_steps=config.decode_steps,
             overlap=config.overlap and on_gpu,
-            row_buckets=self._runner.bucket_of,
             spans=spans or Spans(),
+        )
+        self._memory = DeviceMemory(self._loop, cache, self._weights, num_weight_bytes)
+        self._intake = Intake(
+            self._loop,
+            RequestLimits(spec.vocab_size, spec.max_positions, page_tokens, scheduler.pool.num_total),
+            max_queue=config.max_queue,
+            end_token_ids=end_ids,
         )
 
     @classmethod
@@ -123,40 +124,33 @@ class Engine:
     # Requests
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """The response to one request. A caller that is cancelled ends the request."""
+        """The response to one request. The caller says how long to wait: one that is cancelled ends the request."""
         answer: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
-        mailbox = self._mailbox()
+        mailbox = self._mailboxes.of_running_loop()
 
-        def deliver(ended: EngineSequence) -> None:
+        def on_end(_: int, ended: EngineSequence) -> None:
             mailbox.post(lambda: settle(answer, ended))
 
-        self.check(request)
-        self._reserve(1)
-        sequence = self._open(request, deliver)
-        self._submit(sequence)
+        entered = self._intake.enter([request], on_end)
         try:
             return await answer
-        except asyncio.CancelledError:
-            self._abandon(sequence)
-            raise
+        finally:
+            self._intake.leave(entered)
 
     async def stream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
         """New tokens as they come. Closing the iterator early ends the request."""
-        mailbox = self._mailbox()
+        mailbox = self._mailboxes.of_running_loop()
         arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
         def on_delta(delta: Delta) -> None:
             mailbox.post(lambda: arrived.put_nowait(delta))
 
-        def on_end(ended: EngineSequence) -> None:
+        def on_end(_: int, ended: EngineSequence) -> None:
             if ended.error is not None:
                 failure = failure_of(ended)
                 mailbox.post(lambda: arrived.put_nowait(failure))
 
-        self.check(request)
-        self._reserve(1)
-        sequence = self._open(request, on_end, on_delta)
-        self._submit(sequence)
+        entered = self._intake.enter([request], on_end, on_delta)
         try:
             while True:
                 item = await arrived.get()
@@ -166,96 +160,41 @@ class Engine:
                 if item.stop_reason is not None:
                     return
         finally:
-            if sequence.stop_reason is None and sequence.error is None:
-                self._abandon(sequence)
+            self._intake.leave(entered)
 
     def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """All responses, in order. Blocks until the last one has ended."""
-        for request in requests:
-            self.check(request)  # all of them before the first one starts
-        self._reserve(len(requests))
+        """All responses, in order. Blocks until the last one has ended; whatever ends the wait early ends them too.
+
+        Raises ``WaitTimeout`` when the engine computes nothing for ten minutes. While it is paused or asleep that is as
+        it should be, and the wait goes on.
+        """
         gathering = Gathering(len(requests))
-        # In slices: the first ones run while the others are made ready.
-        for start in range(0, len(requests), _SUBMIT_AT_ONCE):
-            part = requests[start : start + _SUBMIT_AT_ONCE]
-            self._submit(
-                *(self._open(request, partial(gathering.take, start + place)) for place, request in enumerate(part))
-            )
-        return gathering.wait()
+        entered = self._intake.enter(requests, gathering.take)
+        try:
+            return gathering.wait(self._loop.progress)
+        finally:
+            self._intake.leave(entered)
 
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that this engine can never serve."""
-        self._limits.check(request)
+        self._intake.check(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request; it answers with what it has and stop reason ``abort``. False when there is none of that id."""
-        return self._abort(lambda sequence: sequence.request.request_id == request_id) > 0
+        return self.abort_each([request_id]) > 0
+
+    def abort_each(self, request_ids: Collection[str]) -> int:
+        """As ``abort``, for many; returns how many there were."""
+        wanted = frozenset(request_ids)
+        return self._abort(lambda sequence: sequence.request.request_id in wanted)
 
     def abort_all(self) -> int:
         """End every request; returns how many there were."""
         return self._abort(lambda _: True)
 
-    def _open(
-        self,
-        request: ModelRequest,
-        on_end: Callable[[EngineSequence], None],
-        on_delta: Callable[[Delta], None] | None = None,
-    ) -> EngineSequence:
-        """What the loop works on for ``request``."""
-        own_ends = () if request.sampling.ignore_end else self._end_token_ids
-
-        def ended(sequence: EngineSequence) -> None:
-            with self._requests_lock:
-                self._num_open -= 1
-            on_end(sequence)
-
-        return EngineSequence(
-            request,
-            stop_ids=tuple(dict.fromkeys((*own_ends, *request.sampling.stop_token_ids))),
-            order=next(self._numbers),
-            on_end=ended,
-            on_delta=on_delta,
-        )
-
-    def _mailbox(self) -> Mailbox:
-        """The mailbox of the running event loop."""
-        loop = asyncio.get_running_loop()
-        with self._requests_lock:
-            if loop not in self._mailboxes:
-                for closed in [each for each in self._mailboxes if each.is_closed()]:
-                    del self._mailboxes[closed]
-                self._mailboxes[loop] = Mailbox(loop)
-            return self._mailboxes[loop]
-
-    def _reserve(self, num_requests: int) -> None:
-        """Places in the queue for so many requests, or ``QueueFull``."""
-        with self._requests_lock:
-            if self._num_open + num_requests > self.config.max_queue:
-                raise QueueFull(
-                    f"{num_requests} more requests: {self._num_open} wait or run already and engine.max_queue is "
-                    f"{self.config.max_queue}; send fewer at a time or later, or raise the limit"
-                )
-            self._num_open += num_requests
-
-    def _submit(self, *sequences: EngineSequence) -> None:
-        """Hand sequences with a reserved place to the loop."""
-        try:
-            self._loop.add(*sequences)
-        except RolloutFailed:
-            with self._requests_lock:
-                self._num_open -= len(sequences)
-            raise
-
-    def _abandon(self, sequence: EngineSequence) -> None:
-        """Nobody waits for this one any more; do not wait for it to be gone either."""
-        try:
-            self._loop.call(lambda: self._loop.abandon(sequence))
-        except RolloutFailed:
-            return  # the engine is closed, and with it the request
-
     def _abort(self, wanted: Callable[[EngineSequence], bool]) -> int:
         counts: list[int] = []
-        self._call(lambda: counts.append(self._loop.abort(wanted)))
+        self._call(lambda: counts.append(self._loop.abort(wanted)), "aborting")
         return counts[0]
 
     # Control
@@ -271,10 +210,10 @@ class Engine:
 
     def pause(self) -> None:
         """Make no further tokens until ``resume``. Requests and their caches stay; new ones queue up."""
-        self._call(lambda: self._set_paused(True))
+        self._call(lambda: self._set_paused(True), "pausing")
 
     def resume(self) -> None:
-        self._call(lambda: self._set_paused(False))
+        self._call(lambda: self._set_paused(False), "resuming")
 
     def _set_paused(self, paused: bool) -> None:
         self._loop.is_paused = paused
@@ -285,26 +224,31 @@ class Engine:
     def set_version(self, version: int) -> None:
         """Call the present weights ``version``, as after loading a checkpoint."""
         _check_version(version)
-        self._call(lambda: self._loop.scheduler.weights_changed(version), keeps_order=True)
+        self._call(lambda: self._loop.scheduler.weights_changed(version), "setting the version", keeps_order=True)
 
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
         """Take new weights, whole or not at all, the way ``mode`` says (``engine.update_mode`` unless given).
 
         ``interrupt``: what runs keeps its tokens and is computed again under the new weights. ``in_flight``: what runs
-        goes on with the keys and values it has. ``drain``: what runs ends first, even while the engine is paused.
+        goes on with the keys and values it has. ``drain``: what runs ends first, even while the engine is paused; a
+        drain of an engine that is asleep waits for ``wake``.
+
+        The tensors must not change until the future is done. An update that is refused, for whatever reason, is a
+        future that has failed; this method itself does not raise.
         """
-        if mode not in (None, "interrupt", "in_flight", "drain"):
-            raise WeightsError(f"mode = {mode!r}: must be interrupt, in_flight or drain")
-        _check_version(update.version)
         try:
-            tensors = self._weights.check(update.tensors)
-        except WeightsError as error:
+            return self._update_weights(update, mode or self.config.update_mode)
+        except HeadwaterError as error:
             refused: Future[None] = Future()
             refused.set_exception(error)
             return refused
-        mode = mode or self.config.update_mode
+
+    def _update_weights(self, update: WeightUpdate, mode: UpdateMode) -> Future[None]:
+        if mode not in get_args(UpdateMode):
+            raise WeightsError(f"mode = {mode!r}: must be interrupt, in_flight or drain")
+        _check_version(update.version)
+        swap = partial(self._swap, self._weights.check(update.tensors), update.version, mode)
         # In order: an update that overtook one that waits for a drain would be undone by it.
-        swap = partial(self._swap, tensors, update.version, mode)
         return self._loop.call(swap, after_drain=mode == "drain", keeps_order=True)
 
     def update_weights_from_file(self, path: str, version: int, mode: UpdateMode | None = None) -> Future[None]:
@@ -328,7 +272,7 @@ class Engine:
         return weight_source.in_thread(update)
 
     def _swap(self, tensors: dict[str, torch.Tensor], version: int, mode: UpdateMode) -> None:
-        if "weights" in self._asleep:
+        if self._memory.is_asleep("weights"):
             raise WeightsError("weight update refused: the engine's weights are asleep; wake(['weights']) first")
         started = time.perf_counter()
         if mode == "interrupt":
@@ -341,40 +285,16 @@ class Engine:
 
     def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
         """Give memory back: the KV cache, the weights (kept in main memory), or both. Requests wait, tokens and all."""
-        self._check_tags(tags)
-        self._call(lambda: self._sleep(tags))
+        check_tags(tags)
+        self._call(lambda: self._memory.sleep(tags), "going to sleep")
 
     def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
-        """Take the memory again. Generation goes on once nothing sleeps any more."""
-        self._check_tags(tags)
-        self._call(lambda: self._wake(tags))
+        """Take the memory again. Generation goes on once nothing sleeps any more.
 
-    def _sleep(self, tags: Sequence[MemoryTag]) -> None:
-        self._loop.is_asleep = True
-        self._loop.interrupt()
-        self._loop.scheduler.pool.forget()
-        self._runner.forget_addresses()
-        if "kv_cache" in tags and "kv_cache" not in self._asleep:
-            self._cache.free()
-        if "weights" in tags and "weights" not in self._asleep:
-            self._weights.park()
-        self._asleep |= set(tags)
-        if self._spec.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _wake(self, tags: Sequence[MemoryTag]) -> None:
-        if "kv_cache" in tags and "kv_cache" in self._asleep:
-            self._cache.allocate_again()
-        if "weights" in tags and "weights" in self._asleep:
-            self._weights.unpark()
-        self._asleep -= set(tags)
-        self._loop.is_asleep = bool(self._asleep)
-
-    @staticmethod
-    def _check_tags(tags: Sequence[MemoryTag]) -> None:
-        unknown = [tag for tag in tags if tag not in ALL_TAGS]
-        if unknown or not tags:
-            raise ConfigError([f"tags = {list(tags)}: must be one or more of {', '.join(ALL_TAGS)}"])
+        Raises ``RolloutFailed`` when the memory is not there; the engine then stays asleep and can be woken later.
+        """
+        check_tags(tags)
+        self._call(lambda: self._memory.wake(tags), "waking up")
 
     def metrics(self) -> EngineMetrics:
         loop, scheduler = self._loop, self._loop.scheduler
@@ -402,16 +322,16 @@ class Engine:
         """End every request with what it has, and the thread. Closing twice is fine."""
         self._loop.close()
 
-    def _call(self, action: Callable[[], object], *, keeps_order: bool = False) -> None:
+    def _call(self, action: Callable[[], object], name: str, *, keeps_order: bool = False) -> None:
         def run() -> None:
             action()
 
-        wait_for(self._loop.call(run, keeps_order=keeps_order), "a control call")
+        wait_for(self._loop.call(run, keeps_order=keeps_order), name)
 
 
 def _check_version(version: int) -> None:
-    if not 0 <= version < _MAX_VERSION:
-        raise WeightsError(f"version = {version}: must be in 0..{_MAX_VERSION - 1}; count the updates of the policy")
+    if not 0 <= version <= _MAX_VERSION:
+        raise WeightsError(f"version = {version}: must be in 0..{_MAX_VERSION}; count the updates of the policy")
 
 
 @cache

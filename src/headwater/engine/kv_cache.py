@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError
+from headwater.engine.free_memory import free_bytes
 from headwater.engine.model_spec import ModelSpec
 
 _GIB = 2**30
@@ -32,6 +33,11 @@ class KVCache:
         self.page_tokens = page_tokens
         self.heads_first = spec.device.type == "cuda"
         self._storage = self._allocate()
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes up while it is not given back."""
+        return self.spec.kv_bytes_per_token * self.page_tokens * self.num_pages
 
     def _allocate(self) -> Tensor:
         # Zeros: attention multiplies what it masks by zero, and zero times uninitialised memory may be NaN.
@@ -88,36 +94,22 @@ def num_pages_for(spec: ModelSpec, config: EngineConfig, max_sequences: int, pag
     ``shared`` says that a learner lives on the same device and needs its part.
     """
     page_bytes = spec.kv_bytes_per_token * page_tokens
-    most = max_sequences * math.ceil(spec.max_positions / page_tokens) + 1  # see Engine.check for the one more
+    most = max_sequences * math.ceil(spec.max_positions / page_tokens) + 1  # see RequestLimits for the one more
     if config.kv_cache_gib:
-        num_pages = int(config.kv_cache_gib * _GIB) // page_bytes
+        num_bytes = int(config.kv_cache_gib * _GIB)
+        setting = f"engine.kv_cache_gib = {config.kv_cache_gib:g}"
     else:
         on_cpu = spec.device.type == "cpu"
         fraction = config.memory_fraction or (_SHARED_FRACTION if shared or on_cpu else _SERVER_FRACTION)
-        num_pages = int(_free_bytes(spec.device) * fraction) // page_bytes
-    num_pages = min(num_pages, most)
-    if num_pages * page_tokens < page_tokens * 2:
+        num_free = free_bytes(spec.device)
+        num_bytes = int(num_free * fraction)
+        setting = f"engine.memory_fraction = {fraction:g} of {num_free / _GIB:.4f} GiB that are free on {spec.device}"
+    num_pages = min(num_bytes // page_bytes, most)
+    if num_pages < 2:
         raise ConfigError(
             [
-                f"engine.kv_cache_gib = {config.kv_cache_gib:g}: one page of {page_tokens} tokens takes "
-                f"{page_bytes / _GIB:.4f} GiB and fewer than two fit; give it more memory"
+                f"{setting}: one page of {page_tokens} tokens takes {page_bytes / _GIB:.4f} GiB and fewer than two "
+                "fit; give the cache more, or free memory"
             ]
         )
     return num_pages + 1  # the scratch page
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # What torch holds and does not use can be given to the cache as well.
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return _available_ram()
-
-
-def _available_ram() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 8 * _GIB  # not Linux: assume an ordinary laptop; engine.kv_cache_gib says otherwise

@@ -32,7 +32,7 @@ _IDLE_S = 0.5
 _GATHER_S = 0.001
 _GATHER_LIMIT_S = 0.005
 _CLOSE_LIMIT_S = 120.0
-_MAX_PREFILLS_PER_ROUND = 4
+MAX_PREFILLS_PER_ROUND = 4
 """Batches of prompt chunks between two rounds of decoding: rows fill up in a few rounds, and streams do not stall."""
 
 
@@ -88,8 +88,8 @@ class EngineLoop:
     def is_alive(self) -> bool:
         return self._failure is None and not self._closing
 
-    def add(self, *sequences: Sequence) -> None:
-        self._post(*sequences)
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        self._post(sequences)
 
     def call(self, action: Callable[[], None], *, after_drain: bool = False, keeps_order: bool = False) -> Future[None]:
         """Run ``action`` on the loop's thread between two rounds, with nothing queued on the device.
@@ -98,7 +98,7 @@ class EngineLoop:
         that have not started go on waiting. ``keeps_order`` waits for drains that were asked for before.
         """
         command = Command(action, after_drain, keeps_order)
-        self._post(command)
+        self._post([command], calls=True)
         return command.done
 
     def abandon(self, sequences: Iterable[Sequence]) -> None:
@@ -126,18 +126,18 @@ class EngineLoop:
         self._thread.join(_CLOSE_LIMIT_S)
         if self._thread.is_alive():
             raise WaitTimeout(
-                f"gave up after {_CLOSE_LIMIT_S:.0f} s: closing the engine waits for its thread, which is in the middle "
-                "of a round; the device may hang: end the process"
+                f"gave up after {_CLOSE_LIMIT_S:.0f} s: closing the engine waits for its thread, which does not end; "
+                "the device may hang: end the process"
             )
 
-    def _post(self, *items: Sequence | Command) -> None:
+    def _post(self, items: Iterable[Sequence | Command], *, calls: bool = False) -> None:
         with self._wakeup:
             if self._failure is not None:
                 raise RolloutFailed(f"the engine has stopped: {self._failure}") from self._failure
             if self._closing:
                 raise RolloutFailed("the engine is closed")
             self._inbox.extend(items)
-            self._is_called = self._is_called or isinstance(items[-1], Command)
+            self._is_called |= calls
             self._wakeup.notify()
 
     # The thread.
@@ -178,36 +178,33 @@ class EngineLoop:
         return bool(runnable) and not self.is_paused and not self.is_asleep
 
     def _take_inbox(self) -> None:
-        while (item := self._first_in_inbox()) is not None:
-            # Only this thread takes out, and only what cannot fail any more: what fails here fails with all the others.
-            if isinstance(item, Sequence):
-                self.scheduler.add(item)
-                self._inbox.popleft()
-            elif self._rounds:
-                self._read_all()
-            else:
-                self._inbox.popleft()
-                self._obey(item)
-
-    def _first_in_inbox(self) -> Sequence | Command | None:
-        """The next thing to take in; when there is nothing more, what was abandoned meanwhile is ended."""
-        with self._wakeup:
-            if self._inbox:
-                return self._inbox[0]
-            # Under one lock: whatever is abandoned by now has left the inbox, so the scheduler knows it.
-            abandoned, self._abandoned = self._abandoned, set()
-            self._is_called = False
+        """Take in what has come; then end what has been abandoned, all of it in one go."""
+        while True:
+            with self._wakeup:
+                if not self._inbox:
+                    # Under the same lock: all that is abandoned by now has come in, so the scheduler knows it.
+                    abandoned, self._abandoned = self._abandoned, set()
+                    self._is_called = False
+                    break
+                item = self._inbox[0]
+            self._take(item)
         if abandoned:
             self._read_all()
             self.abort(abandoned.__contains__)
-        return None
 
-    def _obey(self, command: Command) -> None:
-        if command.after_drain or (command.keeps_order and self._awaiting_drain):
+    def _take(self, item: Sequence | Command) -> None:
+        """Take in the first item of the inbox. It stays there until nothing can fail: it fails with all the others."""
+        if isinstance(item, Sequence):
+            self.scheduler.add(item)
+            self._inbox.popleft()
+            return
+        self._read_all()
+        self._inbox.popleft()
+        if item.after_drain or (item.keeps_order and self._awaiting_drain):
             self.scheduler.hold()
-            self._awaiting_drain.append(command)
+            self._awaiting_drain.append(item)
         else:
-            command.carry_out()
+            item.carry_out()
 
     def _round(self) -> None:
         """Prompts, then some steps of all rows, then the output of the round before."""
@@ -221,7 +218,7 @@ class EngineLoop:
                 self._read(self._rounds.popleft())
 
     def _prefill(self) -> None:
-        for _ in range(_MAX_PREFILLS_PER_ROUND):
+        for _ in range(MAX_PREFILLS_PER_ROUND):
             plan = self.scheduler.plan_prefill()
             if plan is None:
                 return

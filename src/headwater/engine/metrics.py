@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 
 _WINDOW_S = 5.0
+_LEAST_SPAN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -29,26 +32,33 @@ class EngineMetrics:
     num_tokens_cached: int
     """Prompt tokens that were found in the prefix cache and not computed."""
     tokens_per_s: float
-    """Generated tokens over the last few seconds."""
+    """Generated tokens over the last five seconds, or over the engine's life where that is shorter."""
 
 
 class Throughput:
-    """Counts tokens, and how many of them are recent."""
+    """Counts tokens, and how many of them are recent. Read by other threads than the one that counts."""
 
     def __init__(self) -> None:
         self.total = 0
-        self._marks: list[tuple[float, int]] = []
+        self._born = time.monotonic()
+        self._lock = threading.Lock()
+        self._marks: deque[tuple[float, int]] = deque()
 
     def add(self, num_tokens: int) -> None:
         now = time.monotonic()
         self.total += num_tokens
-        self._marks.append((now, num_tokens))
-        while self._marks and self._marks[0][0] < now - _WINDOW_S:
-            self._marks.pop(0)
+        with self._lock:
+            self._marks.append((now, num_tokens))
+            self._forget_before(now - _WINDOW_S)
 
     def per_second(self) -> float:
         now = time.monotonic()
-        recent = [(when, count) for when, count in list(self._marks) if when >= now - _WINDOW_S]
-        if not recent:
-            return 0.0
-        return sum(count for _, count in recent) / max(now - recent[0][0], 1e-3)
+        with self._lock:
+            self._forget_before(now - _WINDOW_S)
+            num_recent = sum(count for _, count in self._marks)
+        # Over the whole window, idle time too: over the time since the first mark, one round would look like millions.
+        return num_recent / min(_WINDOW_S, max(_LEAST_SPAN_S, now - self._born))
+
+    def _forget_before(self, when: float) -> None:
+        while self._marks and self._marks[0][0] < when:
+            self._marks.popleft()

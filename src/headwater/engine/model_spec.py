@@ -15,6 +15,10 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types with pre-norm layers, RMS norm, rotary halves and a gated SiLU: those the fused decoder runs."""
 
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Rotary embeddings that are tested likewise. Some others (dynamic, longrope) change with the length of a sequence,
+and keys in the cache would be of another length."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -41,10 +45,10 @@ class ModelSpec:
                 f"{name}: the embedded engine does not run {config.model_type} models; it runs {', '.join(SUPPORTED)}; "
                 "use rollout.backend=hf for this one"
             )
-        if getattr(config, "rope_parameters", None) and _rope_type(config) not in ("default", "linear", "llama3"):
+        if getattr(config, "rope_parameters", None) and _rope_type(config) not in ROPE_TYPES:
             raise ModelError(
-                f"{name}: the embedded engine does not run {_rope_type(config)!r} rotary embeddings, which change with "
-                "the length of a sequence; use rollout.backend=hf"
+                f"{name}: the embedded engine does not run {_rope_type(config)!r} rotary embeddings; it runs "
+                f"{', '.join(ROPE_TYPES)}; use rollout.backend=hf for this one"
             )
         if getattr(config, "final_logit_softcapping", None):
             raise ModelError(
@@ -77,4 +81,4 @@ def can_fuse(config: Any) -> bool:
 def _rope_type(config: Any) -> str:
     parameters = config.rope_parameters
     kinds = {each["rope_type"] for each in parameters.values() if isinstance(each, dict)} or {parameters["rope_type"]}
-    return next((kind for kind in sorted(kinds) if kind not in ("default", "linear", "llama3")), "default")
+    return next((kind for kind in sorted(kinds) if kind not in ROPE_TYPES), "default")

@@ -81,6 +81,7 @@ def _parse(image: bytes, name: str) -> NamedTensors:
 def in_thread(action: Callable[[], None]) -> Future[None]:
     """Run ``action`` beside everything else: reading a large file must not hold generation up."""
     done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # it begins now; cancelling would neither stop it nor leave it a result to set
 
     def run() -> None:
         try:

@@ -139,7 +139,7 @@ def like_a_gpu(engine: Engine) -> Engine:
 
     def configure() -> None:
         engine._loop._depth = 1
-        engine._loop._bucket_of = lambda num_rows: min(capacity, 1 << max(0, num_rows - 1).bit_length())
+        engine._runner.bucket_of = lambda num_rows: min(capacity, 1 << max(0, num_rows - 1).bit_length())
 
     engine._loop.call(configure).result(LIMIT_S)
     return engine
@@ -337,13 +337,13 @@ class Stepped:
     def finish(self, max_turns: int = 3000) -> None:
         """Turns until nothing is open any more."""
         for _ in range(max_turns):
-            if not self.engine._num_open and not self._loop._inbox and not self._loop._drained:
+            if not self.engine._intake.num_open and not self._loop._inbox and not self._loop._awaiting_drain:
                 self.turn(2)  # what was queued ahead is read as well
                 self.settle()
                 return
             self.turn()
         waiting = self.engine.metrics()
-        pytest.fail(f"{self.engine._num_open} requests have not ended after {max_turns} turns: {waiting}")
+        pytest.fail(f"{self.engine._intake.num_open} requests have not ended after {max_turns} turns: {waiting}")
 
     def let_go(self) -> None:
         """From now on the loop runs by itself."""
@@ -374,7 +374,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
     scheduler = engine._loop.scheduler
     metrics = engine.metrics()
     assert (metrics.num_waiting, metrics.num_running, metrics.kv_pages_used) == (0, 0, 0)
-    assert engine._num_open == 0
+    assert engine._intake.num_open == 0
     assert scheduler.lanes.num_free == scheduler.lanes.capacity
     assert sorted(scheduler._free_rows) == list(range(scheduler.lanes.capacity))
     assert scheduler.num_rows == 0

@@ -19,6 +19,8 @@ from engine.engine_parts import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwater.engine.loop import MAX_PREFILLS_PER_ROUND
+
 pytestmark = pytest.mark.timeout(60)
 
 LENGTHS = (1, 3, 8, 15, 16, 17, 33, 50)
@@ -256,7 +258,7 @@ def test_older_requests_are_not_overtaken_by_younger_short_ones():
     with stepped(max_prefill_tokens=4, max_sequences=2, decode_steps=2) as slow:
         long = slow.submit(request(tokens_of(200), 0, max_new_tokens=2))
         short = [slow.submit(request(tokens_of(3), key, max_new_tokens=40)) for key in range(1, 5)]
-        slow.turn(200 // 4 // 16 + 3)
+        slow.turn(200 // 4 // MAX_PREFILLS_PER_ROUND + 3)
         slow.settle()
         assert long.done()
         assert not any(each.done() for each in short)

@@ -192,7 +192,7 @@ def test_a_cancelled_caller_frees_the_pages_of_its_request():
 
     with running() as engine:
         run(scenario(engine))
-        until(lambda: not engine._num_open, "the abandoned request goes on")
+        until(lambda: not engine._intake.num_open, "the abandoned request goes on")
         assert engine.metrics().num_tokens_generated < 240
         assert_nothing_is_held(engine)
 
@@ -206,7 +206,7 @@ def test_a_stream_that_is_closed_early_frees_the_pages_of_its_request():
 
     with running(decode_steps=1) as engine:
         assert run(scenario(engine)).tokens
-        until(lambda: not engine._num_open, "the abandoned request goes on")
+        until(lambda: not engine._intake.num_open, "the abandoned request goes on")
         assert engine.metrics().num_tokens_generated < 240
         assert_nothing_is_held(engine)
 
@@ -247,7 +247,7 @@ def test_an_event_loop_that_ends_at_the_wrong_moment_does_not_harm_the_engine():
         task = loop.create_task(ask())
         loop.call_soon(loop.stop)
         loop.run_forever()  # one turn: the request is sent
-        until(lambda: not engine._num_open, "the request has not ended")
+        until(lambda: not engine._intake.num_open, "the request has not ended")
         assert engine.is_alive
         assert len(engine.generate([LONG])) == 1
         task._log_destroy_pending = False

@@ -361,8 +361,9 @@ def test_weights_that_do_not_fit_are_refused_whole_and_the_old_ones_keep_serving
 
 def test_an_unknown_mode_is_refused_by_name(old):
     with running() as engine:
+        update = engine.update_weights(weights(1, 1), "gently")
         with pytest.raises(WeightsError, match=r"'gently'.*interrupt, in_flight or drain"):
-            engine.update_weights(weights(1, 1), "gently")
+            update.result(LIMIT_S)
         assert_same(engine.generate([GREEDY]), [old])
 
 
@@ -509,14 +510,14 @@ def test_requests_sleep_and_go_on_where_they_were(tags, gpu_like, old):
 
 def test_sleeping_gives_the_memory_of_the_cache_back_and_waking_takes_it_again():
     with running(kv_cache_gib=0.001) as engine:
-        before = engine._cache._storage.untyped_storage().nbytes()
+        before = engine._runner.cache._storage.untyped_storage().nbytes()
         assert before > 0.9 * 0.001 * 2**30
         engine.sleep(["weights"])
-        assert engine._cache._storage.untyped_storage().nbytes() == before
+        assert engine._runner.cache._storage.untyped_storage().nbytes() == before
         engine.sleep(["kv_cache"])
-        assert engine._cache._storage.untyped_storage().nbytes() == 0
+        assert engine._runner.cache._storage.untyped_storage().nbytes() == 0
         engine.wake()
-        assert engine._cache._storage.untyped_storage().nbytes() == before
+        assert engine._runner.cache._storage.untyped_storage().nbytes() == before
 
 
 def test_generation_goes_on_only_once_nothing_sleeps(old):
