@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwater.engine.plans import MAX_STOP_IDS, NewRow, SamplingNeeds
@@ -35,6 +36,8 @@ class Rows:
         self.min_new = zeros(capacity, dtype=torch.int32)
         self.alive = zeros(capacity, dtype=torch.bool)
         self.stop_ids = zeros(capacity, MAX_STOP_IDS) - 1
+        self.early_stop_ids = zeros(capacity, MAX_STOP_IDS) - 1
+        """All stop tokens of rows with a least number of tokens; as wide as the longest list so far needs."""
         self.page_table = zeros(capacity, max_pages, dtype=torch.int32)
         self.keys = zeros(capacity)
         self.temperature = zeros(capacity, dtype=torch.float32)
@@ -48,9 +51,6 @@ class Rows:
     def admit(self, new: Sequence[NewRow]) -> Tensor:
         """Set up rows whose prompts have just been computed; their first token is still to be drawn."""
         rows = self._tensor([each.row for each in new])
-        stops = np.full((len(new), MAX_STOP_IDS), -1, np.int64)
-        for place, each in enumerate(new):
-            stops[place, : len(each.stop_ids)] = each.stop_ids[:MAX_STOP_IDS]
         columns: list[tuple[Tensor, list[float] | list[int]]] = [
             (self.positions, [each.num_tokens - 1 for each in new]),
             (self.context_lens, [each.num_tokens for each in new]),
@@ -65,7 +65,9 @@ class Rows:
         ]
         for column, values in columns:
             column[rows] = self._tensor(values, column.dtype)
-        self.stop_ids[rows] = upload(torch.from_numpy(stops), self.device)
+        self._set_lists(self.stop_ids, rows, [each.stop_ids for each in new])
+        if any(each.sampling.min_new_tokens for each in new):
+            self._forbid_early(rows, [each.stop_ids if each.sampling.min_new_tokens else () for each in new])
         self.alive[rows] = True
         return rows
 
@@ -137,10 +139,25 @@ class Rows:
 
     def forbid_early_stops(self, logits: Tensor, rows: Tensor | slice) -> Tensor:
         """A row that has not made its least number of tokens cannot draw one that would end it."""
-        stops = self.stop_ids[rows]
+        stops = self.early_stop_ids[rows]
         early = (self.num_generated[rows] < self.min_new[rows])[:, None] & (stops >= 0)
         penalty = torch.where(early, -torch.inf, 0.0).to(logits.dtype)
         return logits.scatter_add(1, stops.clamp(min=0), penalty)
+
+    def _forbid_early(self, rows: Tensor, lists: Sequence[Sequence[int]]) -> None:
+        width, longest = self.early_stop_ids.shape[1], max(map(len, lists))
+        if longest > width:
+            # Doubled at least: the table moves, and a CUDA graph that reads it has to be captured again.
+            with torch.inference_mode(False):  # it outlives the pass that rows are admitted in
+                self.early_stop_ids = F.pad(self.early_stop_ids, (0, max(longest, 2 * width) - width), value=-1)
+        self._set_lists(self.early_stop_ids, rows, lists)
+
+    def _set_lists(self, table: Tensor, rows: Tensor, lists: Sequence[Sequence[int]]) -> None:
+        """Row by row as much of each list as the table is wide, then -1."""
+        values = np.full((len(lists), table.shape[1]), -1, np.int64)
+        for place, each in enumerate(lists):
+            values[place, : len(each)] = each[: table.shape[1]]
+        table[rows] = upload(torch.from_numpy(values), self.device)
 
     def _state(self) -> tuple[Tensor, ...]:
         return (
@@ -153,6 +170,7 @@ class Rows:
             self.min_new,
             self.alive,
             self.stop_ids,
+            self.early_stop_ids,
             self.page_table,
             self.keys,
             self.temperature,

@@ -21,6 +21,8 @@ from engine.engine_parts import (
 )
 from tiny import tokenizer
 
+from headwater.engine.plans import MAX_STOP_IDS
+
 pytestmark = pytest.mark.timeout(60)
 
 PROMPT = tokens_of(9)
@@ -114,9 +116,10 @@ def test_the_models_own_end_token_ends_a_response_unless_it_is_ignored(engine):
     assert len(free) == 20
 
 
+@pytest.mark.parametrize("num_stops", [MAX_STOP_IDS, MAX_STOP_IDS + 1, 200])
 @pytest.mark.parametrize("minimum", [1, 7, 40])
-def test_no_stop_token_before_the_least_number_of_tokens(engine, minimum):
-    stops = tuple(range(6, 22))
+def test_no_stop_token_before_the_least_number_of_tokens(engine, minimum, num_stops):
+    stops = tuple(range(6, 6 + num_stops))
     sampling = {"max_new_tokens": 40, "stop_token_ids": stops}
     free = engine.generate([request(PROMPT, key, **sampling) for key in range(40)])
     assert any(len(each.output_tokens) <= minimum for each in free)

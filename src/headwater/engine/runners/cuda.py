@@ -43,7 +43,7 @@ class CudaRunner(Runner):
         self._deterministic = deterministic
         more = range(_BUCKETS[-1] + _BUCKET_STEP, rows.capacity + _BUCKET_STEP, _BUCKET_STEP)
         self._buckets: list[int] = [bucket for bucket in (*_BUCKETS, *more) if bucket < rows.capacity] + [rows.capacity]
-        self._graphs: dict[tuple[int, SamplingNeeds], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, SamplingNeeds, int], torch.cuda.CUDAGraph] = {}
         self._graph_memory: Any = None
 
     def use_device(self) -> None:
@@ -68,7 +68,9 @@ class CudaRunner(Runner):
     def _graph(self, num_rows: int, needs: SamplingNeeds) -> torch.cuda.CUDAGraph:
         # The kernel handles temperature and greedy rows by itself; only the others need another graph.
         needs = SamplingNeeds(needs.truncates, True, True, needs.has_minimum)
-        graph = self._graphs.get((num_rows, needs))
+        # This table moves when it grows; graphs that read the old one are left behind.
+        width = self.rows.early_stop_ids.shape[1] if needs.has_minimum else 0
+        graph = self._graphs.get((num_rows, needs, width))
         if graph is None:
             with self._idle_rows(num_rows):
                 self._decode_step(num_rows, needs)  # compiles kernels, which a capture cannot
@@ -78,7 +80,7 @@ class CudaRunner(Runner):
                 with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
                     self._decode_step(num_rows, needs)
             self._graph_memory = graph.pool()
-            self._graphs[num_rows, needs] = graph
+            self._graphs[num_rows, needs, width] = graph
         return graph
 
     @contextmanager
