@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from headwater.config.schema import UpdateMode
-from headwater.core.protocols import MemoryTag
 from headwater.engine.server.errors import ApiError
 from headwater.engine.server.fields import Fields
-from headwater.engine.server.sglang.steering import read_tags
 
 _MODES: tuple[UpdateMode, ...] = get_args(UpdateMode)
 
@@ -24,13 +22,6 @@ def read_version(body: Mapping[str, Any]) -> int:
     version = _needed_version(fields)
     fields.done()
     return version
-
-
-def read_sleep(body: Mapping[str, Any]) -> tuple[MemoryTag, ...]:
-    fields = Fields(body)
-    names = fields.texts("tags")
-    fields.done()
-    return read_tags(names)
 
 
 @dataclass(frozen=True)

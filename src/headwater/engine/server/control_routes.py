@@ -9,7 +9,8 @@ from dataclasses import asdict
 from aiohttp import web
 
 import headwater
-from headwater.engine.server.control import Abort, WeightsCall, read_nothing, read_sleep, read_version
+from headwater.engine.server.control import Abort, WeightsCall, read_nothing, read_version
+from headwater.engine.server.memory_tags import read_memory_tags
 from headwater.engine.server.metrics_text import CONTENT_TYPE, metrics_text
 from headwater.engine.server.state import STATE, reply
 
@@ -35,19 +36,19 @@ async def abort(request: web.Request) -> web.Response:
     if call.request_id is None:
         return reply({"num_aborted": await asyncio.to_thread(state.engine.abort_all)})
     ids = state.active.find(call.request_id)
-    return reply({"num_aborted": sum([await asyncio.to_thread(state.engine.abort, each) for each in ids])})
+    return reply({"num_aborted": await asyncio.to_thread(state.engine.abort_each, ids)})
 
 
 async def sleep(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    tags = await state.read(request, read_sleep)
+    tags = await state.read(request, read_memory_tags)
     await asyncio.to_thread(state.engine.sleep, tags)
     return reply({"asleep": tags})
 
 
 async def wake(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    tags = await state.read(request, read_sleep)
+    tags = await state.read(request, read_memory_tags)
     await asyncio.to_thread(state.engine.wake, tags)
     return reply({"awake": tags})
 

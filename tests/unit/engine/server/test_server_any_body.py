@@ -9,13 +9,14 @@ from engine.server.parts import NAME, limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.engine.server.control import Abort, WeightsCall, read_nothing, read_sleep, read_version
+from headwater.engine.server.control import Abort, WeightsCall, read_nothing, read_version
 from headwater.engine.server.errors import ApiError
 from headwater.engine.server.json_body import read_object, write
+from headwater.engine.server.memory_tags import read_memory_tags
 from headwater.engine.server.openai.chat_request import read_chat
 from headwater.engine.server.openai.completion_request import read_completion
 from headwater.engine.server.sglang.request import read_generate
-from headwater.engine.server.sglang.steering import AbortCall, MemoryCall, PauseCall, UpdateFromDisk
+from headwater.engine.server.sglang.steering import AbortCall, PauseCall, UpdateFromDisk
 
 SCALARS = st.one_of(
     st.none(),
@@ -58,12 +59,11 @@ READERS = {
     ),
     "abort_request": (AbortCall.read, ["rid", "abort_all"]),
     "pause_generation": (PauseCall.read, ["mode"]),
-    "memory": (MemoryCall.read, ["tags"]),
     "update_from_disk": (UpdateFromDisk.read, ["model_path", "weight_version", "flush_cache", "load_format"]),
     "abort": (Abort.read, ["request_id", "all"]),
     "update_weights": (WeightsCall.read, ["version", "mode", "source"]),
     "version": (read_version, ["version"]),
-    "sleep": (read_sleep, ["tags"]),
+    "sleep": (read_memory_tags, ["tags"]),
     "pause": (read_nothing, []),
 }  # fmt: skip
 

@@ -11,13 +11,15 @@ from headwater.cli.serve import is_loopback, read_engine_config
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError
 from headwater.engine.server.active import ActiveRequests
-from headwater.engine.server.control import Abort, WeightsCall, read_nothing, read_sleep, read_version
+from headwater.engine.server.control import Abort, WeightsCall, read_nothing, read_version
+from headwater.engine.server.memory_tags import read_memory_tags
 from headwater.engine.server.metrics_text import metrics_text
 
 
 def test_bodies():
     assert read_version({"version": 3}) == 3
-    assert read_sleep({"tags": ["kv_cache"]}) == ("kv_cache",)
+    assert read_memory_tags({"tags": ["kv_cache"]}) == ("kv_cache",)
+    assert read_memory_tags({}) == ("kv_cache", "weights")
     assert Abort.read({"request_id": "a"}) == Abort("a")
     assert Abort.read({"all": True}) == Abort(None)
     call = WeightsCall.read({"version": 3, "mode": "drain", "source": {"file": "x"}})
@@ -31,7 +33,7 @@ def test_bodies():
         (read_nothing, {"now": True}, "now: no such field"),
         (read_version, {}, "version: is missing"),
         (read_version, {"version": -1}, "version = -1: must be >= 0"),
-        (read_sleep, {"tags": ["optimizer"]}, 'tags[0] = "optimizer": must be one of kv_cache, weights'),
+        (read_memory_tags, {"tags": ["optimizer"]}, 'tags[0] = "optimizer": must be one of kv_cache, weights'),
         (Abort.read, {}, "name one request, or set all = true"),
         (Abort.read, {"request_id": "a", "all": True}, "name one request, or set all = true"),
         (WeightsCall.read, {"version": 1}, "source: is missing"),

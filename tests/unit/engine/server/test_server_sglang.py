@@ -10,7 +10,7 @@ from headwater.core.records import ModelResponse, SamplingParams
 from headwater.engine.server.output import whole
 from headwater.engine.server.sglang.reply import GenerateReply
 from headwater.engine.server.sglang.request import read_generate
-from headwater.engine.server.sglang.steering import AbortCall, MemoryCall, PauseCall, UpdateFromDisk
+from headwater.engine.server.sglang.steering import AbortCall, PauseCall, UpdateFromDisk
 
 
 def read(body, **bounds):
@@ -155,9 +155,6 @@ def test_steering_bodies():
     assert PauseCall.read({}).mode == "abort"
     assert PauseCall.read({"mode": "in_place"}).mode == "in_place"
     assert "must be one of abort, retract, in_place" in str(refusal(PauseCall.read, {"mode": "stop"}))
-    assert MemoryCall.read({}).tags == ("kv_cache", "weights")
-    assert MemoryCall.read({"tags": ["weights"]}).tags == ("weights",)
-    assert "tags[0] =" in str(refusal(MemoryCall.read, {"tags": ["cuda_graph"]}))
 
 
 def test_weights_from_disk():

@@ -16,10 +16,11 @@ from headwater.core.records import ModelRequest, SamplingParams
 from headwater.engine.server.errors import ApiError, api_error
 from headwater.engine.server.event_stream import send_events
 from headwater.engine.server.generation import generate_all, stream_all
+from headwater.engine.server.memory_tags import read_memory_tags
 from headwater.engine.server.output import PieceMaker, whole
 from headwater.engine.server.sglang.reply import GenerateReply
 from headwater.engine.server.sglang.request import GenerateCall, read_generate
-from headwater.engine.server.sglang.steering import AbortCall, MemoryCall, PauseCall, UpdateFromDisk, read_continue
+from headwater.engine.server.sglang.steering import AbortCall, PauseCall, UpdateFromDisk, read_continue
 from headwater.engine.server.state import STATE, ServerState, reply
 
 HEALTH_TIMEOUT_S = 20.0
@@ -61,8 +62,7 @@ async def abort_request(request: web.Request) -> web.Response:
     if call.rid is None:
         await asyncio.to_thread(state.engine.abort_all)
     else:
-        for request_id in state.active.find(call.rid):
-            await asyncio.to_thread(state.engine.abort, request_id)
+        await asyncio.to_thread(state.engine.abort_each, state.active.find(call.rid))
     return reply({"success": True})
 
 
@@ -105,15 +105,15 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 
 async def release_memory_occupation(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    call = await state.read(request, MemoryCall.read)
-    await asyncio.to_thread(state.engine.sleep, call.tags)
+    tags = await state.read(request, read_memory_tags)
+    await asyncio.to_thread(state.engine.sleep, tags)
     return reply({"success": True})
 
 
 async def resume_memory_occupation(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    call = await state.read(request, MemoryCall.read)
-    await asyncio.to_thread(state.engine.wake, call.tags)
+    tags = await state.read(request, read_memory_tags)
+    await asyncio.to_thread(state.engine.wake, tags)
     return reply({"success": True})
 
 

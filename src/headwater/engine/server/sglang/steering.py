@@ -1,4 +1,4 @@
-"""What SGLang's steering calls ask for: aborting, pausing, weights from disk, and memory by tag."""
+"""What SGLang's steering calls ask for: aborting, pausing and weights from disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headwater.config.schema import UpdateMode
-from headwater.core.protocols import ALL_TAGS, MemoryTag
 from headwater.engine.server.errors import ApiError, wrong
 from headwater.engine.server.fields import Fields, is_integer
 
@@ -85,26 +84,6 @@ class UpdateFromDisk:
         fields.ignored("torch_empty_cache", "recapture_cuda_graph", "token_step")
         fields.done()
         return read
-
-
-@dataclass(frozen=True)
-class MemoryCall:
-    tags: tuple[MemoryTag, ...]
-
-    @classmethod
-    def read(cls, body: Mapping[str, Any]) -> MemoryCall:
-        fields = Fields(body)
-        names = fields.texts("tags")
-        fields.done()
-        return cls(read_tags(names))
-
-
-def read_tags(names: tuple[str, ...]) -> tuple[MemoryTag, ...]:
-    """Every tag where none is named."""
-    for place, name in enumerate(names):
-        if name not in ALL_TAGS:
-            raise wrong(f"tags[{place}]", name, f"must be one of {', '.join(ALL_TAGS)}")
-    return tuple(tag for tag in ALL_TAGS if tag in names) if names else ALL_TAGS
 
 
 def _version(value: Any) -> int | None:
