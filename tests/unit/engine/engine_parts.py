@@ -33,8 +33,6 @@ from headwater.engine.engine import Engine
 from headwater.engine.sequence import Delta
 from headwater.models.load import load_model
 
-torch.set_num_threads(1)
-
 VOCABULARY = 512
 END = 1
 LIMIT_S = 60.0
@@ -286,9 +284,11 @@ class Stepped:
             if not self._loop.is_alive:
                 return
             self._permits.release()
+            deadline = time.monotonic() + LIMIT_S
             while not self._parked.acquire(timeout=0.2):
                 if not self._loop._thread.is_alive():
                     return
+                assert time.monotonic() < deadline, f"a turn of the engine's loop has not ended after {LIMIT_S:g} s"
 
     def call(self, action: Callable[[], Any]) -> Any:
         """A control call that waits for the loop: made now, carried out at the start of the next turn."""

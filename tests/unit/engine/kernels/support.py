@@ -11,7 +11,6 @@ import torch
 ON_CUDA = torch.cuda.is_available()
 if not ON_CUDA:
     assert os.environ.get("TRITON_INTERPRET") == "1", "tests/conftest.py turns Triton's interpreter on"
-    torch.set_num_threads(1)
 
 triton = pytest.importorskip("triton", exc_type=ImportError)
 
