@@ -23,7 +23,9 @@ from engine.engine_parts import (
     weights,
 )
 
-from headwater.core.errors import QueueFull, RolloutFailed
+from headwater.core.errors import QueueFull, RolloutFailed, WeightsError
+from headwater.engine import metrics as engine_metrics
+from headwater.engine.metrics import Throughput
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -332,10 +334,6 @@ def test_a_control_call_is_answered_when_reading_the_queued_rounds_fails():
         answer = slow.submit(LONG)
         slow.turn(2)
         assert slow.engine._loop._rounds
-
-        def fail(_):
-            raise RuntimeError("the device is on fire")
-
         slow.engine._loop._read = fail
         update = slow.engine.update_weights(weights(1, 1))
         slow.turn()
@@ -376,6 +374,55 @@ def test_a_control_call_finds_nothing_queued_on_the_device():
         loop.scheduler.add = add
         slow.finish()
         assert queued == [0]
+
+
+def fail(*_):
+    raise RuntimeError("the device is on fire")
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "drain"])
+def test_an_update_that_breaks_half_way_ends_the_engine(mode):
+    """Nothing may be generated from weights that are half old and half new."""
+    with stepped() as slow:
+        answer = slow.submit(request(tokens_of(9), max_new_tokens=12))
+        slow.turn()
+        slow.engine._weights.apply = fail
+        update, later = (slow.engine.update_weights(weights(1, version), mode) for version in (1, 2))
+        waiting = slow.submit(LONG)
+        slow.turn(30)
+        for future in (update, later):
+            with pytest.raises(RuntimeError, match="on fire"):
+                future.result(5)
+        with pytest.raises(RolloutFailed, match="on fire"):
+            waiting.result(5)
+        if mode == "drain":
+            assert len(answer.result(5).output_tokens) == 12
+        assert not slow.engine.is_alive
+        assert slow.engine._intake.num_open == 0
+
+
+def test_a_control_call_that_is_refused_does_not_end_the_engine(whole):
+    with running() as engine:
+        engine.sleep(["weights"])
+        with pytest.raises(WeightsError):
+            engine.update_weights(weights(1, 1)).result(LIMIT_S)
+        engine.wake()
+        assert_same(engine.generate([LONG]), [whole])
+
+
+def test_a_request_that_the_scheduler_cannot_take_fails_with_the_engine_and_only_once():
+    with stepped() as slow:
+        running_one = slow.submit(LONG)
+        slow.turn(2)
+        scheduler = slow.engine._loop.scheduler
+        add = scheduler.add
+        scheduler.add = lambda sequence: add(sequence) or fail()
+        answers = [running_one, *(slow.submit(request(tokens_of(4), key)) for key in range(2))]
+        slow.turn()
+        for answer in answers:
+            with pytest.raises(RolloutFailed, match="on fire"):
+                answer.result(5)
+        assert slow.engine._intake.num_open == 0
 
 
 def test_a_failed_engine_can_be_closed():
@@ -554,6 +601,26 @@ def test_metrics_count_what_happened():
     assert metrics.num_finished == 3
     assert metrics.tokens_per_s > 0
     assert 0 < metrics.last_update_pause_s < 5
+
+
+def test_throughput_is_over_the_window_and_not_over_the_first_moment(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(engine_metrics.time, "monotonic", lambda: clock[0])
+    throughput = Throughput()
+    assert throughput.per_second() == 0
+    clock[0] += 2
+    throughput.add(1000)
+    assert throughput.per_second() == 500, "two seconds old"
+    clock[0] += 100
+    assert throughput.per_second() == 0
+    throughput.add(1000)
+    assert throughput.per_second() == 200, "five seconds of which it was idle for most"
+    clock[0] += 4
+    throughput.add(500)
+    assert throughput.per_second() == 300
+    clock[0] += 2
+    assert throughput.per_second() == 100, "the first thousand is forgotten"
+    assert throughput.total == 2500
 
 
 def test_many_engines_in_one_process_do_not_disturb_each_other(whole):

@@ -26,7 +26,7 @@ from safetensors.torch import save, save_file
 from tiny import tokenizer
 
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import WeightsError
+from headwater.core.errors import RolloutFailed, WeightsError
 from headwater.core.protocols import WeightUpdate
 from headwater.engine import weight_source
 from headwater.engine.engine import Engine
@@ -330,6 +330,8 @@ def spoiled(how):
         update[name][3, 5] = torch.nan
     elif how == "infinite":
         update[name][3, 5] = -torch.inf
+    elif how == "whole numbers":
+        update[name] = update[name].long()
     else:
         update[name] = update[name][:-1]
     return update
@@ -344,6 +346,7 @@ def spoiled(how):
         ("not a number", "up_proj.weight holds NaN or infinite values"),
         ("infinite", "up_proj.weight holds NaN or infinite values"),
         ("shape", r"has shape \(63, 32\), expected \(64, 32\)"),
+        ("whole numbers", r"up_proj.weight is torch.int64"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_whole_and_the_old_ones_keep_serving(old, how, message, mode):
@@ -365,6 +368,42 @@ def test_an_unknown_mode_is_refused_by_name(old):
         with pytest.raises(WeightsError, match=r"'gently'.*interrupt, in_flight or drain"):
             update.result(LIMIT_S)
         assert_same(engine.generate([GREEDY]), [old])
+
+
+@pytest.mark.parametrize("version", [-1, 2**31, 2**70])
+def test_a_version_that_a_token_cannot_carry_is_refused(version, old):
+    with running() as engine:
+        message = rf"version = {version}: must be in 0..2147483647"
+        update = engine.update_weights(weights(1, version))
+        with pytest.raises(WeightsError, match=message):
+            update.result(LIMIT_S)
+        with pytest.raises(WeightsError, match=message):
+            engine.set_version(version)
+        assert engine.get_version() == 0
+        assert_same(engine.generate([GREEDY]), [old])
+
+
+def test_the_largest_version_is_carried_by_every_token(new):
+    with running() as engine:
+        engine.update_weights(weights(1, 2**31 - 1)).result(LIMIT_S)
+        [response] = engine.generate([GREEDY])
+    assert_same([response], [new])
+    assert set(response.output_versions) == {2**31 - 1}
+
+
+def test_a_refused_update_is_a_failed_future_also_when_the_engine_is_closed():
+    with running() as engine:
+        engine.close()
+        with pytest.raises(RolloutFailed, match="closed"):
+            engine.update_weights(weights(1, 1)).result(LIMIT_S)
+
+
+def test_reading_weights_has_begun_when_the_future_is_there_and_cannot_be_cancelled():
+    release = threading.Event()
+    done = weight_source.in_thread(lambda: release.wait(LIMIT_S))
+    assert not done.cancel()
+    release.set()
+    assert done.result(LIMIT_S) is None
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])

@@ -1,0 +1,242 @@
+"""Nobody waits for ever, nobody is kept waiting by others, and who stops waiting leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from engine.engine_parts import LIMIT_S, assert_nothing_is_held, request, run, running, stepped, tokens_of
+
+from headwater.core.errors import RolloutFailed, WaitTimeout
+from headwater.engine import delivery, intake
+from headwater.engine.delivery import Gathering, Mailbox, wait_for
+from headwater.engine.loop import MAX_PREFILLS_PER_ROUND
+
+pytestmark = pytest.mark.timeout(60)
+
+LONG = request(tokens_of(9), 1, "long", max_new_tokens=240)
+
+
+def until(condition, what):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def recorded(engine):
+    """The order in which the runner is asked to compute."""
+    order = []
+    for name in ("prefill", "decode"):
+        work = getattr(engine._runner, name)
+
+        def note(*arguments, name=name, work=work):
+            order.append(name)
+            return work(*arguments)
+
+        setattr(engine._runner, name, note)
+    return order
+
+
+# Prompts beside streams and control calls
+
+
+def test_streams_go_on_while_a_long_prompt_is_computed():
+    with stepped(max_prefill_tokens=4, decode_steps=1) as slow:
+        slow.submit(LONG)
+        slow.turn(4)
+        order = recorded(slow.engine)
+        slow.submit(request(tokens_of(200), max_new_tokens=2))
+        slow.turn(8)
+        assert order == [*["prefill"] * MAX_PREFILLS_PER_ROUND, "decode"] * 8
+
+
+def test_a_control_call_waits_for_one_batch_of_prompts_and_not_for_all_that_may_be_computed_in_a_round():
+    with stepped(max_prefill_tokens=4) as slow:
+        order = recorded(slow.engine)
+        prefill = slow.engine._runner.prefill
+
+        def called_meanwhile(batch):
+            if not order:
+                slow.engine._loop.call(lambda: order.append("call"))
+            return prefill(batch)
+
+        slow.engine._runner.prefill = called_meanwhile
+        slow.submit(request(tokens_of(200), max_new_tokens=2))
+        slow.turn(2)
+        assert order[:3] == ["prefill", "call", "prefill"]
+
+
+def test_calls_without_end_do_not_keep_prompts_from_being_computed():
+    with stepped(max_prefill_tokens=4) as slow:
+        answer = slow.submit(request(tokens_of(40), max_new_tokens=2))
+        for _ in range(15):
+            slow.engine._loop.call(lambda: None)
+            slow.turn()
+        slow.settle()
+        assert answer.done()
+
+
+# Callers that go away
+
+
+class Interrupted(Gathering):
+    """A caller that presses Ctrl-C as soon as its requests run."""
+
+    def wait(self, progress):
+        until(lambda: progress()[0], "no token is made")
+        raise KeyboardInterrupt
+
+
+def test_what_ends_the_wait_for_a_list_of_requests_ends_the_requests(monkeypatch):
+    monkeypatch.setattr("headwater.engine.engine.Gathering", Interrupted)
+    with running(decode_steps=1) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([LONG, request(tokens_of(5), 2, max_new_tokens=240)])
+        until(lambda: not engine._intake.num_open, "the abandoned requests go on")
+        assert engine.metrics().num_aborted == 2
+        assert_nothing_is_held(engine)
+
+
+def test_a_list_that_is_refused_half_way_leaves_no_request_and_no_place_in_the_queue_taken(monkeypatch):
+    monkeypatch.setattr(intake, "_ENTER_AT_ONCE", 2)
+    with running(decode_steps=1) as engine:
+        add, num_calls = engine._loop.add, []
+
+        def closes(sequences):
+            num_calls.append(1)
+            if len(num_calls) == 2:
+                raise RolloutFailed("the engine is closed")
+            add(sequences)
+
+        engine._loop.add = closes
+        with pytest.raises(RolloutFailed, match="closed"):
+            engine.generate([request(tokens_of(5), key, max_new_tokens=240) for key in range(7)])
+        until(lambda: not engine._intake.num_open, "places in the queue are lost, or requests go on")
+        assert engine._intake.num_open == 0
+        assert_nothing_is_held(engine)
+
+
+def test_many_callers_that_go_away_are_looked_for_once():
+    async def scenario(engine):
+        tasks = [asyncio.ensure_future(engine.agenerate(request(tokens_of(5), key))) for key in range(2000)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    with running() as engine:
+        engine.pause()
+        looks, abort = [], engine._loop.abort
+        engine._loop.abort = lambda wanted: looks.append(1) or abort(wanted)
+        run(scenario(engine))
+        until(lambda: not engine._intake.num_open, "the abandoned requests stay")
+        assert len(looks) < 50
+        assert engine.metrics().num_aborted == 2000
+        assert_nothing_is_held(engine)
+
+
+def test_a_request_that_is_abandoned_before_the_loop_has_taken_it_in_ends_as_well():
+    with stepped() as slow:
+        first, second = (slow.submit(request(tokens_of(5), key, max_new_tokens=240)) for key in range(2))
+        for each in (second, first):
+            each.cancel()
+        slow.settle()
+        slow.turn()
+        assert_nothing_is_held(slow.engine)
+
+
+def test_many_requests_are_aborted_by_one_call():
+    with stepped() as slow:
+        answers = [slow.submit(request(tokens_of(5), key, str(key), max_new_tokens=100)) for key in range(4)]
+        slow.turn(2)
+        assert slow.call(lambda: slow.engine.abort_each(["0", "2", "nobody"])) == 2
+        slow.finish()
+        assert [each.result(LIMIT_S).stop_reason for each in answers] == ["abort", "length", "abort", "length"]
+
+
+# Limits
+
+
+def test_waiting_for_an_engine_that_computes_nothing_has_an_end_and_says_so(monkeypatch):
+    monkeypatch.setattr(delivery, "_LOOK_S", 0.01)
+    monkeypatch.setattr(delivery, "_STALL_LIMIT_S", 0.1)
+    with running() as engine:
+        release = threading.Event()
+        decode = engine._runner.decode
+        engine._runner.decode = lambda *arguments: release.wait(LIMIT_S) and decode(*arguments)
+        try:
+            with pytest.raises(WaitTimeout, match=r"2 of 2 requests.*computed nothing for"):
+                engine.generate([LONG, LONG])
+        finally:
+            release.set()
+        until(lambda: not engine._intake.num_open, "the abandoned requests go on")
+
+
+@pytest.mark.parametrize(("stop", "go_on"), [("pause", "resume"), ("sleep", "wake")])
+def test_a_paused_or_sleeping_engine_may_be_waited_for_as_long_as_it_takes(monkeypatch, stop, go_on):
+    monkeypatch.setattr(delivery, "_LOOK_S", 0.01)
+    monkeypatch.setattr(delivery, "_STALL_LIMIT_S", 0.1)
+    with running() as engine:
+        getattr(engine, stop)()
+        threading.Timer(0.4, getattr(engine, go_on)).start()
+        started = time.monotonic()
+        [response] = engine.generate([request(tokens_of(5))])
+        assert time.monotonic() - started > 0.3
+        assert len(response.output_tokens) == 12
+
+
+def test_slow_progress_is_progress(monkeypatch):
+    monkeypatch.setattr(delivery, "_LOOK_S", 0.01)
+    monkeypatch.setattr(delivery, "_STALL_LIMIT_S", 0.3)
+    with running(decode_steps=1) as engine:
+        decode = engine._runner.decode
+        engine._runner.decode = lambda *arguments: time.sleep(0.06) or decode(*arguments)
+        [response] = engine.generate([request(tokens_of(5))])
+        assert response.generate_s > 0.6
+
+
+def test_closing_an_engine_that_hangs_has_an_end(monkeypatch):
+    monkeypatch.setattr("headwater.engine.loop._CLOSE_LIMIT_S", 0.1)
+    with running() as engine:
+        release = threading.Event()
+        engine._loop.call(lambda: release.wait(LIMIT_S))
+        with pytest.raises(WaitTimeout, match="closing the engine"):
+            engine.close()
+        release.set()
+        engine._loop._thread.join(LIMIT_S)
+
+
+def test_a_control_call_that_does_not_end_says_whether_it_has_begun(monkeypatch):
+    monkeypatch.setattr(delivery, "_CONTROL_LIMIT_S", 0.1)
+    with running() as engine:
+        release, begun = threading.Event(), threading.Event()
+        first = engine._loop.call(lambda: begun.set() or release.wait(LIMIT_S))
+        assert begun.wait(LIMIT_S)
+        with pytest.raises(WaitTimeout, match="pausing waited for running requests and is called off"):
+            engine.pause()
+        with pytest.raises(WaitTimeout, match="resting has begun"):
+            wait_for(first, "resting")
+        release.set()
+    assert not engine.is_paused
+
+
+# Handing over
+
+
+def test_one_delivery_that_fails_does_not_keep_the_others_from_arriving():
+    async def scenario():
+        loop, heard, arrived = asyncio.get_running_loop(), [], []
+        loop.set_exception_handler(lambda _, context: heard.append(context["exception"]))
+        mailbox = Mailbox(loop)
+        mailbox.post(lambda: arrived.append("one"))
+        mailbox.post(lambda: 1 / 0)
+        mailbox.post(lambda: arrived.append("two"))
+        await asyncio.sleep(0.01)
+        return heard, arrived
+
+    heard, arrived = run(scenario())
+    assert arrived == ["one", "two"]
+    assert [type(each) for each in heard] == [ZeroDivisionError]
