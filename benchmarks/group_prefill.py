@@ -8,11 +8,11 @@ ungrouped side turns the prefix cache off and makes every prompt different, so t
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 
-from shapes import SHAPES, build_model, default_device, default_dtype, make_prompts, make_requests, write_record
+from options import add_shape, add_work, parser_of
+from record import write_record
+from shapes import build_model, default_device, default_dtype, make_prompts, make_requests
 
 from headwater.config.schema import EngineConfig
 from headwater.engine.engine import Engine
@@ -29,12 +29,10 @@ def run(engine: Engine, prompts: list[tuple[int, ...]], samples: int) -> tuple[i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser = parser_of(__doc__)
+    add_shape(parser)
+    add_work(parser, samples=16, prompt_tokens=128)
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
     device = default_device()
     num_sequences = options.prompts * options.samples

@@ -5,12 +5,12 @@ python benchmarks/queue_depth.py [--depths 512 4096]
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 
-from shapes import SHAPES, build_model, default_device, default_dtype, make_prompts, make_requests, write_record
+from options import add_shape, add_work, parser_of
+from record import write_record
+from shapes import build_model, default_device, default_dtype, make_prompts, make_requests
 
 from headwater.config.schema import EngineConfig
 from headwater.engine.engine import Engine
@@ -18,14 +18,11 @@ from headwater.models.tokenizer import build_tokenizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser = parser_of(__doc__)
+    add_shape(parser)
+    add_work(parser, prompt_tokens=32, new_tokens=32, runs=5)
     parser.add_argument("--depths", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--rows", type=int, default=256, help="sequences generated at a time")
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
     device = default_device()
     model = build_model(options.shape, device, default_dtype(device))

@@ -8,8 +8,8 @@ A case is sequences × new tokens. Weights are random (speed does not depend on 
 on, no response ends early, and the time is that of the whole engine, from first request to last response. The
 baseline gets the same prompts; on a GPU it makes fewer tokens, because it would take minutes.
 
-The floor is what the device cannot beat: each step reads all weights and the keys and values of every sequence once and
-multiplies by every weight; each prompt is multiplied once. It follows from the copy and matrix rates measured first.
+The floor is a time that layers computed one after the other cannot beat at the copy and matrix rates measured first;
+``floor_tokens_per_s`` says what it counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import SHAPES, build_model, default_device, default_dtype, make_prompts, make_requests, write_record
+from options import add_shape, add_work, parser_of
+from record import write_record
+from shapes import build_model, default_device, default_dtype, make_prompts, make_requests
 
 from headwater.config.schema import EngineConfig
 from headwater.engine.engine import Engine
@@ -116,6 +118,14 @@ def _wait(device: torch.device) -> None:
 
 
 def floor_tokens_per_s(model: Any, case: Case, num_prompts: int, prompt_tokens: int, ceilings: Ceilings) -> float:
+    """Tokens per second if nothing but this took time.
+
+    Each prompt is multiplied once, by every weight but the head's. Each step multiplies every sequence by every weight,
+    or reads the weights once, whichever takes longer; then it reads the keys and values of all sequences. Those of a
+    prompt that several samples share count once per step: every sample attends to them, but memory need deliver them
+    only once if the other samples find them in the second-level cache. Attention's arithmetic, its reading during
+    prefill, activations, logits, sampling and launches count as free.
+    """
     spec = ModelSpec.of(model)
     num_weights = sum(each.numel() for each in model.parameters())
     head = spec.vocab_size * spec.hidden_size
@@ -123,8 +133,8 @@ def floor_tokens_per_s(model: Any, case: Case, num_prompts: int, prompt_tokens: 
     weight_s = max(
         num_weights * spec.dtype.itemsize / ceilings.copy_bytes_per_s, decode_flop / ceilings.matmul_flop_per_s
     )
-    mean_context = prompt_tokens + case.new_tokens / 2
-    kv_s = case.sequences * mean_context * spec.kv_bytes_per_token / ceilings.copy_bytes_per_s
+    mean_kv_tokens = num_prompts * prompt_tokens + case.sequences * case.new_tokens / 2
+    kv_s = mean_kv_tokens * spec.kv_bytes_per_token / ceilings.copy_bytes_per_s
     prefill_s = 2 * (num_weights - head) * num_prompts * prompt_tokens / ceilings.matmul_flop_per_s
     return case.sequences * case.new_tokens / (prefill_s + case.new_tokens * (weight_s + kv_s))
 
@@ -172,17 +182,14 @@ def show(result: Result) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser = parser_of(__doc__)
+    add_shape(parser)
+    add_work(parser, samples=1, prompt_tokens=128, runs=2)
     parser.add_argument("--cases", nargs="+", default=["256x16"], type=Case.parse, metavar="SEQxTOKENS")
-    parser.add_argument("--samples", type=int, default=1, help="samples per prompt (default 1: all prompts differ)")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--runs", type=int, default=2, help="timed runs; the fastest counts")
     parser.add_argument("--no-baseline", action="store_true")
     parser.add_argument("--decode-steps", type=int, default=EngineConfig().decode_steps)
     parser.add_argument("--deterministic", action="store_true", help="the engine's bitwise mode")
     parser.add_argument("--profile", metavar="FILE", help="write where the GPU's time went in the last case")
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
     device = default_device()
     dtype = default_dtype(device)

@@ -13,7 +13,6 @@ loaded and one warm-up run behind it; the fastest of the timed runs counts. Only
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import socket
@@ -26,8 +25,10 @@ from pathlib import Path
 
 import aiohttp
 import torch
+from options import add_work, parser_of
+from record import write_record
 from rollout_throughput import run_baseline
-from shapes import make_prompts, make_requests, write_record
+from shapes import make_prompts, make_requests
 
 from headwater.config.schema import EngineConfig
 from headwater.engine.engine import Engine
@@ -39,10 +40,9 @@ _START_LIMIT_S = 300
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
+    add_work(parser, runs=2)
     parser.add_argument("--vllm-python", help="interpreter that has vLLM; without it that side is left out")
-    parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
     folder = fetched_folder()
     tokenizer = load_tokenizer(str(folder))

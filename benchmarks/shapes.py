@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import platform
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,11 +61,3 @@ def make_requests(prompts: list[tuple[int, ...]], samples: int, new_tokens: int,
         for place, prompt in enumerate(prompts)
         for sample in range(samples)
     ]
-
-
-def write_record(path: Path | None, device: torch.device, **values: Any) -> None:
-    if path is None:
-        return
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, CPU"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine, "torch": torch.__version__, **values}, indent=1) + "\n")

@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from pathlib import Path
 
 import torch
-from shapes import SHAPES, build_model, default_device, default_dtype, make_prompts, make_requests, write_record
+from options import add_shape, add_work, parser_of
+from record import write_record
+from shapes import build_model, default_device, default_dtype, make_prompts, make_requests
 
 from headwater.config.schema import EngineConfig, UpdateMode
 from headwater.core.protocols import WeightUpdate
@@ -25,12 +26,11 @@ MODES: tuple[UpdateMode, ...] = ("interrupt", "in_flight")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser = parser_of(__doc__)
+    add_shape(parser)
+    add_work(parser, new_tokens=1024)
     parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=1024)
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
     device = default_device()
     model = build_model(options.shape, device, default_dtype(device))

@@ -1,0 +1,37 @@
+"""What a benchmark leaves behind: its results, and what it takes to run it again."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def write_record(path: Path | None, device: torch.device, **values: Any) -> None:
+    if path is None:
+        return
+    origin = {
+        "machine": torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, CPU",
+        "torch": torch.__version__,
+        "commit": commit(),
+        "arguments": sys.argv[1:],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(origin | values, indent=1) + "\n")
+
+
+@cache
+def commit() -> str:
+    """The short hash of what is checked out, with ``-dirty`` if tracked files differ; ``unknown`` without git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
