@@ -410,13 +410,14 @@ def test_a_control_call_that_is_refused_does_not_end_the_engine(whole):
         assert_same(engine.generate([LONG]), [whole])
 
 
-def test_a_request_that_the_scheduler_cannot_take_fails_with_the_engine_and_only_once():
+@pytest.mark.parametrize("takes_it_first", [False, True])
+def test_a_request_that_the_scheduler_cannot_take_fails_with_the_engine_and_only_once(takes_it_first):
     with stepped() as slow:
         running_one = slow.submit(LONG)
         slow.turn(2)
         scheduler = slow.engine._loop.scheduler
         add = scheduler.add
-        scheduler.add = lambda sequence: add(sequence) or fail()
+        scheduler.add = lambda sequence: (takes_it_first and add(sequence)) or fail()
         answers = [running_one, *(slow.submit(request(tokens_of(4), key)) for key in range(2))]
         slow.turn()
         for answer in answers:
