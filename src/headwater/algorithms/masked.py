@@ -1,4 +1,4 @@
-"""Statistics over the entries a mask keeps."""
+"""Statistics over the entries a mask keeps. Entries it drops may be NaN or infinite without harm."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from torch import Tensor
 EPSILON = 1e-8
 
 
+def keep(values: Tensor, mask: Tensor) -> Tensor:
+    """``values`` with 0 where ``mask`` is 0; unlike a product this also removes NaN, from the gradient too."""
+    return values.masked_fill(mask == 0, 0.0)
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum where ``mask`` is 1. Masked entries may be NaN or infinite without harm."""
-    kept = values.masked_fill(mask == 0, 0.0)
+    kept = keep(values, mask)
     return kept.sum() if dim is None else kept.sum(dim=dim)
 
 
@@ -17,3 +21,23 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean where ``mask`` is 1; 0 where it keeps nothing."""
     count = mask.sum() if dim is None else mask.sum(dim=dim)
     return masked_sum(values, mask, dim) / (count + EPSILON)
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Each row's mean over its kept entries, on all of its entries."""
+    count = mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    return (keep(values, mask).sum(dim=-1, keepdim=True) / count).expand_as(values)
+
+
+def masked_var(values: Tensor, mask: Tensor) -> Tensor:
+    """Unbiased variance; 0 where the mask keeps fewer than two entries."""
+    count = mask.sum()
+    biased = masked_mean((values - masked_mean(values, mask)).square(), mask)
+    return biased * count / (count - 1).clamp(min=1)
+
+
+def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """Zero mean and unit variance over the kept entries, 0 at the others. ``shift_mean=False`` adds the mean back."""
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * (masked_var(values, mask) + EPSILON).rsqrt()
+    return keep(whitened if shift_mean else whitened + mean, mask)

@@ -30,6 +30,10 @@ class DataError(HeadwaterError):
     """A data file, row or prompt that cannot be used."""
 
 
+class MissingColumn(HeadwaterError):
+    """A part of the algorithm needs a column of the batch that nothing in this run provides."""
+
+
 class ModelError(HeadwaterError):
     """A model that is missing, damaged or not supported."""
 

@@ -1,4 +1,7 @@
-"""Advantage estimators, one file each: ``f(inputs: AdvantageInputs, **settings) -> advantages [samples, tokens]``."""
+"""Advantage estimators, one file each: ``f(inputs: AdvantageInputs, **settings) -> Advantages``.
+
+Masked tokens get advantage 0 in all of them, whatever stands there in the inputs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from headwater.algorithms.columns import check_shapes
+from headwater.algorithms.masked import keep
 from headwater.core.registry import Registry
 
 ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages")
@@ -13,10 +18,55 @@ ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages")
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may use. ``rewards`` and ``mask`` are ``[samples, tokens]``."""
+    """What an estimator may use, ``[samples, tokens]`` unless said otherwise. What this run lacks is None.
+
+    All but ``rewards`` are set to 0 where ``mask`` is 0.
+    """
 
     rewards: Tensor
+    """A sample's score is the sum of its row, masked tokens too: an untrained sample still counts in its group."""
     mask: Tensor
     """1 on the tokens that are trained."""
     groups: Tensor
-    """``[samples]``: the number of each sample's group."""
+    """``[samples]``: equal within a group."""
+    values: Tensor | None = None
+    """The critic's."""
+    baselines: Tensor | None = None
+    """``[samples]``: the score of the greedy response to the same prompt."""
+    turns: Tensor | None = None
+    """The number of the turn each token belongs to; -1 outside."""
+    reward_parts: Tensor | None = None
+    """``[samples, parts]``: the scores that make up the reward, where a reward has several."""
+    old_logprobs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    """The sum over the vocabulary of the squared probabilities, at each token."""
+    weights: Tensor | None = None
+    """Importance weights of a correction."""
+
+    def __post_init__(self) -> None:
+        samples = self.mask.shape[0]
+        check_shapes((samples,), groups=self.groups, baselines=self.baselines)
+        per_token = {name: getattr(self, name) for name in ("values", "old_logprobs", "sum_pi_squared", "weights")}
+        check_shapes(tuple(self.mask.shape), rewards=self.rewards, turns=self.turns, **per_token)
+        for name, value in per_token.items():
+            if value is not None:
+                object.__setattr__(self, name, keep(value, self.mask))
+
+    @property
+    def scores(self) -> Tensor:
+        return self.rewards.sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Both ``[samples, tokens]``, 0 at masked tokens."""
+
+    advantages: Tensor
+    returns: Tensor
+    """What a critic is trained towards."""
+
+
+def outcome(advantages: Tensor, mask: Tensor) -> Advantages:
+    """One advantage per sample ``[samples]``, or per token, as both advantage and return."""
+    per_token = keep((advantages[:, None] if advantages.dim() == 1 else advantages).expand_as(mask), mask)
+    return Advantages(per_token, per_token)

@@ -1,6 +1,7 @@
 """Policy losses, one file each: ``f(inputs: PolicyLossInputs, **settings) -> PolicyLoss``.
 
-They return one loss per token and know nothing of micro-batches or ranks; aggregation is the training engine's.
+They return one loss per token and know nothing of micro-batches or ranks; aggregation is the training engine's. The
+weights of a correction multiply the token losses afterwards.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from headwater.algorithms.columns import check_shapes
+from headwater.algorithms.masked import keep
 from headwater.core.registry import Registry
 
 POLICY_LOSSES = Registry("policy loss", "headwater.algorithms.policy_losses")
@@ -20,14 +24,27 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What a loss may use, all ``[samples, tokens]``."""
+    """What a loss may use, all ``[samples, tokens]`` and set to 0 where ``mask`` is 0."""
 
     logprobs: Tensor
-    """Of the policy being trained; the only one with a gradient."""
+    """Of the policy being trained; with ``entropy`` the only one with a gradient."""
     old_logprobs: Tensor
+    """Of the policy that updates are measured from: the proximal policy where it differs from the one that sampled."""
     advantages: Tensor
     mask: Tensor
     """1 on the tokens that are trained. A loss of one token need not apply it."""
+    rollout_logprobs: Tensor | None = None
+    """Of the policy that sampled, as the engine recorded them."""
+    entropy: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        names = ("logprobs", "old_logprobs", "advantages", "rollout_logprobs", "entropy")
+        columns = {name: getattr(self, name) for name in names}
+        check_shapes(tuple(self.mask.shape), **columns)
+        # Masking the sum of the losses would not do: the gradient of a NaN token is NaN however small its share.
+        for name, value in columns.items():
+            if value is not None:
+                object.__setattr__(self, name, keep(value, self.mask))
 
 
 @dataclass(frozen=True)
@@ -35,3 +52,26 @@ class PolicyLoss:
     token_losses: Tensor
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-token values worth a masked mean in the metrics."""
+    aggregation: str | None = None
+    """Set by a loss that is defined only under one aggregation; it goes before the configured one."""
+    mask: Tensor | None = None
+    """The tokens left, where the loss removes some. Their losses are 0 already; averages still divide by the tokens
+    of the original mask, so removing tokens never makes the others count more."""
+
+
+def log_ratios(inputs: PolicyLossInputs) -> Tensor:
+    return (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """``max(-A·r, -A·clip(r, 1-low, 1+high))``, and where the clip decided."""
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(plain, clipped), (clipped > plain).to(ratio.dtype)
+
+
+def dual_clip_bound(losses: Tensor, advantages: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """At most ``-A·bound`` where ``A < 0``, and where that decided: one runaway ratio must not own the batch."""
+    limit = -advantages * bound
+    bounded = (advantages < 0) & (losses > limit)
+    return torch.where(advantages < 0, torch.minimum(losses, limit), losses), bounded.to(losses.dtype)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
-from headwater.algorithms.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+from headwater.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyLossInputs,
+    clipped_surrogate,
+    dual_clip_bound,
+    log_ratios,
+)
 
 
 @POLICY_LOSSES.register
@@ -16,16 +21,8 @@ def ppo(
     dual_clip: float = 3.0,
 ) -> PolicyLoss:
     """``max(-A·r, -A·clip(r, 1-low, 1+high))``; for ``A < 0`` at most ``-A·dual_clip``."""
-    advantages = inputs.advantages
-    log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = torch.maximum(plain, clipped)
-    bounded = torch.minimum(losses, -advantages * dual_clip)
-    with torch.no_grad():
-        diagnostics = {
-            "clip_fraction": (clipped > plain).float(),
-            "approx_kl": -log_ratio,
-        }
-    return PolicyLoss(torch.where(advantages < 0, bounded, losses), diagnostics)
+    log_ratio = log_ratios(inputs)
+    losses, clipped = clipped_surrogate(log_ratio.exp(), inputs.advantages, clip_low, clip_high)
+    losses, bounded = dual_clip_bound(losses, inputs.advantages, dual_clip)
+    diagnostics = {"clip_fraction": clipped, "dual_clip_fraction": bounded, "approx_kl": -log_ratio.detach()}
+    return PolicyLoss(losses, diagnostics)

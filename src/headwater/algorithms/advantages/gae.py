@@ -1,0 +1,39 @@
+"""Generalised advantage estimation: a critic's surprises, token by token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
+from headwater.algorithms.columns import require
+from headwater.algorithms.masked import keep, whiten
+
+
+@ADVANTAGES.register
+def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whitened: bool = True) -> Advantages:
+    """``A = δ + gamma·lam·A'`` with ``δ = r + gamma·V' - V``; returns are ``A + V`` before whitening."""
+    values = require(inputs.values, "values", "algorithm.advantage = gae", "it needs a critic")
+    advantages = keep(gae_recursion(inputs.rewards, values, inputs.mask, gamma, lam), inputs.mask)
+    returns = keep(advantages + values, inputs.mask)
+    return Advantages(whiten(advantages, inputs.mask) if whitened else advantages, returns)
+
+
+def gae_recursion(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: Tensor | None = None
+) -> Tensor:
+    """The raw advantages. At a masked token stands that of the next kept one: the recursion passes through it.
+
+    ``bootstrap`` ``[samples]`` is the value after the last column, for rows that were cut off there.
+    """
+    rewards, values, kept = keep(rewards, mask), keep(values, mask), mask != 0
+    advantage = torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(advantage) if bootstrap is None else bootstrap
+    columns = []
+    for column in reversed(range(values.shape[1])):
+        here = kept[:, column]
+        surprise = rewards[:, column] + gamma * next_value - values[:, column]
+        advantage = torch.where(here, surprise + gamma * lam * advantage, advantage)
+        next_value = torch.where(here, values[:, column], next_value)
+        columns.append(advantage)
+    return torch.stack(columns[::-1], dim=1)

@@ -1,0 +1,41 @@
+"""Several rewards at once, each compared within its group on its own scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, outcome
+from headwater.algorithms.advantages.grpo import group_relative
+from headwater.algorithms.columns import require
+from headwater.algorithms.groups import Groups
+from headwater.algorithms.masked import whiten
+from headwater.core.errors import DataError
+
+
+@ADVANTAGES.register
+def gdpo(
+    inputs: AdvantageInputs,
+    *,
+    reward_weights: Sequence[float] | None = None,
+    normalize_by_std: bool = True,
+    epsilon: float = 1e-6,
+) -> Advantages:
+    """The weighted sum of every reward's GRPO advantage, whitened over the batch's tokens; weights default to 1."""
+    parts = require(
+        inputs.reward_parts, "reward_parts", "algorithm.advantage = gdpo", "use a reward that returns several scores"
+    )
+    weights = [1.0] * parts.shape[1] if reward_weights is None else list(reward_weights)
+    if len(weights) != parts.shape[1]:
+        raise DataError(
+            f"algorithm.advantage_args.reward_weights = {weights}: the reward has {parts.shape[1]} parts; "
+            "give one weight for each"
+        )
+    groups = Groups.of(inputs.groups)
+    scaled = [
+        weight * group_relative(part, groups, normalize_by_std, epsilon)
+        for weight, part in zip(weights, parts.unbind(dim=1), strict=True)
+    ]
+    total = torch.stack(scaled).sum(dim=0)
+    return outcome(whiten(total[:, None].expand_as(inputs.mask), inputs.mask), inputs.mask)

@@ -1,0 +1,27 @@
+"""Pass@k: only a group's best response is credited, with its lead over the second best."""
+
+from __future__ import annotations
+
+import torch
+
+from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, outcome
+from headwater.algorithms.groups import Groups
+from headwater.core.errors import DataError
+
+
+@ADVANTAGES.register
+def grpo_passk(inputs: AdvantageInputs, *, normalize_by_std: bool = True, epsilon: float = 1e-6) -> Advantages:
+    """``(best - second) / (std + epsilon)`` on the best response of each group, 0 on the others; a tie gives 0."""
+    scores, groups = inputs.scores, Groups.of(inputs.groups)
+    if bool(groups.single.any()):
+        raise DataError(
+            "algorithm.advantage = grpo_passk compares the two best responses of a group, and a group has only one; "
+            "set rollout.num_samples_per_prompt to 2 or more"
+        )
+    best = scores == groups.max(scores)
+    second = groups.max(scores.masked_fill(best, -torch.inf))
+    leads = best & (groups.sum(best.long()) == 1)
+    lead = torch.where(leads, scores - second, torch.zeros_like(scores))
+    if normalize_by_std:
+        lead = lead / (groups.std(scores) + epsilon)
+    return outcome(lead, inputs.mask)

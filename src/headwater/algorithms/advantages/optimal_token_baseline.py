@@ -1,0 +1,64 @@
+"""A baseline for every position: the group's return-to-go, weighted by how noisy each sample's gradient is so far."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
+from headwater.algorithms.columns import require
+from headwater.algorithms.groups import Groups
+from headwater.algorithms.masked import keep
+from headwater.algorithms.returns import returns_to_go
+
+_USER = "algorithm.advantage = optimal_token_baseline"
+
+
+@ADVANTAGES.register
+def optimal_token_baseline(
+    inputs: AdvantageInputs, *, skip_masked: bool = False, zero_tail: bool = True, epsilon: float = 1e-8
+) -> Advantages:
+    """``A_t = G_t - Σ(G_t·W_t) / Σ(W_t)`` over the group, ``W_t`` summing ``(1 - 2·p + Σp²)·w²`` up to ``t``.
+
+    Position ``t`` is a column; with ``skip_masked`` it counts trained tokens only, so that multi-turn samples are
+    compared at equal progress. ``zero_tail`` gives no baseline where only the longest sample is left, which would
+    otherwise be its own baseline. Importance weights ``w`` are used where the run has them.
+    """
+    old_logprobs = require(inputs.old_logprobs, "old_logprobs", _USER, "set algorithm.old_logprobs")
+    sum_pi_squared = require(inputs.sum_pi_squared, "sum_pi_squared", _USER, "the learner must compute it")
+    mask, groups = inputs.mask, Groups.of(inputs.groups)
+    returns = returns_to_go(inputs.rewards, mask)
+    noise = 1 - 2 * old_logprobs.exp() + sum_pi_squared
+    if inputs.weights is not None:
+        noise = noise * inputs.weights.square()
+    path_noise = keep(noise, mask).cumsum(dim=-1)
+    position = _positions(mask, skip_masked)
+    lengths = mask.sum(dim=-1).long()
+
+    numerator = _group_sum(keep(returns * path_noise, mask), position, groups)
+    baseline = numerator / (_group_sum(keep(path_noise, mask), position, groups) + epsilon)
+    compared = groups.sum((lengths > 0).long()) if skip_masked else groups.size
+    has_baseline = (compared > 1)[:, None].expand_as(position)
+    if zero_tail:
+        has_baseline = has_baseline & (position < _shared_length(lengths, groups)[:, None])
+    return Advantages(keep(returns - keep(baseline, has_baseline), mask), returns)
+
+
+def _positions(mask: Tensor, skip_masked: bool) -> Tensor:
+    if skip_masked:
+        return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+    return torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+
+
+def _group_sum(values: Tensor, position: Tensor, groups: Groups) -> Tensor:
+    """The sum over the group of what stands at the same position, looked up at every token."""
+    by_position = torch.zeros_like(values).scatter_add_(1, position, values)
+    return groups.sum(by_position).gather(1, position)
+
+
+def _shared_length(lengths: Tensor, groups: Groups) -> Tensor:
+    """``[samples]``: the group's second longest for the one sample that is longest; longer than any for the others."""
+    longest = lengths == groups.max(lengths)
+    alone = longest & (groups.sum(longest.long()) == 1)
+    second = groups.max(lengths.masked_fill(longest, 0))
+    return torch.where(alone, second, torch.full_like(lengths, torch.iinfo(lengths.dtype).max))

@@ -1,0 +1,14 @@
+"""REINFORCE++: discounted returns, normalised over the whole batch instead of a group."""
+
+from __future__ import annotations
+
+from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
+from headwater.algorithms.masked import whiten
+from headwater.algorithms.returns import returns_to_go
+
+
+@ADVANTAGES.register
+def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Advantages:
+    """The return-to-go of every token, whitened over the batch."""
+    returns = returns_to_go(inputs.rewards, inputs.mask, gamma)
+    return Advantages(whiten(returns, inputs.mask), returns)

@@ -1,0 +1,18 @@
+"""ReMax: the baseline is what the same policy scores when it decodes greedily."""
+
+from __future__ import annotations
+
+from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
+from headwater.algorithms.columns import require
+from headwater.algorithms.masked import keep
+from headwater.algorithms.returns import returns_to_go
+
+
+@ADVANTAGES.register
+def remax(inputs: AdvantageInputs) -> Advantages:
+    """Return-to-go minus the greedy response's score."""
+    baselines = require(
+        inputs.baselines, "baselines", "algorithm.advantage = remax", "it needs a greedy rollout of every prompt"
+    )
+    returns = returns_to_go(inputs.rewards, inputs.mask)
+    return Advantages(keep(returns - baselines[:, None], inputs.mask), returns)

@@ -1,0 +1,21 @@
+"""Columns that only some algorithms need."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headwater.core.errors import MissingColumn
+
+
+def require(value: Tensor | None, column: str, needed_by: str, remedy: str) -> Tensor:
+    """``value``, or an error that names the column, who needs it and what provides it."""
+    if value is None:
+        raise MissingColumn(f"{needed_by} needs the column {column!r}, which this run does not make; {remedy}")
+    return value
+
+
+def check_shapes(shape: tuple[int, ...], **columns: Tensor | None) -> None:
+    """Every column that is given must have ``shape``."""
+    for name, value in columns.items():
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, the mask {shape}")

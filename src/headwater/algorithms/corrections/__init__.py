@@ -1,0 +1,74 @@
+"""Corrections for data that an older or differently computed policy sampled, one file each:
+``f(inputs: CorrectionInputs, **settings) -> Correction``.
+
+Every bound is on the ratio ``π_train / π_rollout``. A correction depends on no gradient, so it is computed once for
+a batch; its weights multiply the token losses and its mask replaces the loss mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Literal
+
+from torch import Tensor
+
+from headwater.algorithms.columns import check_shapes
+from headwater.algorithms.masked import keep
+from headwater.core.registry import Registry
+
+CORRECTIONS = Registry("correction", "headwater.algorithms.corrections")
+
+MAX_LOG_RATIO = 20.0
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+@dataclass(frozen=True)
+class CorrectionInputs:
+    """All ``[samples, tokens]``."""
+
+    old_logprobs: Tensor
+    """Of the policy that trains, when the batch was taken: the proximal policy."""
+    rollout_logprobs: Tensor
+    """Of the policy that sampled, as the engine recorded them."""
+    mask: Tensor
+
+    def __post_init__(self) -> None:
+        check_shapes(tuple(self.mask.shape), old=self.old_logprobs, rollout=self.rollout_logprobs)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """``log π_train / π_rollout``, 0 at masked tokens, without gradient."""
+        return keep(self.old_logprobs - self.rollout_logprobs, self.mask).detach()
+
+
+@dataclass(frozen=True)
+class Correction:
+    weights: Tensor
+    """``[samples, tokens]``: what the token losses are multiplied by; 0 at tokens that do not count."""
+    mask: Tensor
+    """``[samples, tokens]``: the tokens left in the loss."""
+    diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Per-token values worth a masked mean over the original mask."""
+
+
+def ratios(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """The ratio of each token, or of its whole sequence: the product of its tokens' or their geometric mean."""
+    if level == "sequence":
+        log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(mask)
+    elif level == "geometric":
+        means = log_ratio.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        log_ratio = means.expand_as(mask)
+    return keep(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), mask)
+
+
+def combine(corrections: Sequence[Correction]) -> Correction:
+    """Several corrections of the same batch as one: weights multiply, and a token must be kept by all."""
+    return reduce(
+        lambda one, other: Correction(
+            one.weights * other.weights, one.mask * other.mask, {**one.diagnostics, **other.diagnostics}
+        ),
+        corrections,
+    )

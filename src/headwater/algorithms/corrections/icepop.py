@@ -1,0 +1,26 @@
+"""IcePop: a weight outside the bounds becomes 0 instead of being capped."""
+
+from __future__ import annotations
+
+from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, ratios
+from headwater.algorithms.masked import keep
+from headwater.algorithms.weights import batch_normalize
+
+
+@CORRECTIONS.register
+def icepop(
+    inputs: CorrectionInputs,
+    *,
+    level: Level = "token",
+    lower: float = 0.5,
+    upper: float = 5.0,
+    normalize: bool = False,
+) -> Correction:
+    """Weights are the ratios inside ``[lower, upper]`` and 0 outside; the mask stays, so averages still count all."""
+    ratio = ratios(inputs.log_ratio, inputs.mask, level)
+    inside = (ratio >= lower) & (ratio <= upper)
+    weights = keep(ratio, inside)
+    diagnostics = {"outside_fraction": keep((~inside).to(ratio.dtype), inputs.mask)}
+    if normalize:
+        weights = batch_normalize(weights, inputs.mask, level)
+    return Correction(weights, inputs.mask, diagnostics)

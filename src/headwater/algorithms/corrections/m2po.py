@@ -1,0 +1,22 @@
+"""M2PO: bound the second moment of the log ratio by dropping the tokens that carry it."""
+
+from __future__ import annotations
+
+import torch
+
+from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs
+
+
+@CORRECTIONS.register
+def m2po(inputs: CorrectionInputs, *, threshold: float = 0.04) -> Correction:
+    """Drop the tokens of largest ``(log r)²``, as few as leave a mean below ``threshold``; one token always stays."""
+    kept_index = inputs.mask.flatten().nonzero()[:, 0]
+    squares, order = inputs.log_ratio.flatten()[kept_index].square().sort()
+    counts = torch.arange(1, len(squares) + 1, device=squares.device)
+    below = squares.cumsum(dim=0) / counts < threshold
+    # Means of the smallest squares only grow, so the number of means below the threshold is how many may stay.
+    num_kept = max(int(below.sum()), 1)
+    mask = torch.zeros_like(inputs.mask).flatten()
+    mask[kept_index[order[:num_kept]]] = 1
+    mask = mask.view_as(inputs.mask)
+    return Correction(mask, mask, {"rejected_fraction": inputs.mask - mask})

@@ -1,0 +1,66 @@
+"""Rejection: tokens or whole sequences that have moved too far leave the loss."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headwater.algorithms.corrections import CORRECTIONS, MAX_LOG_RATIO, Correction, CorrectionInputs, ratios
+from headwater.algorithms.masked import keep
+
+Metric = Literal["ratio", "k1", "k2", "k3", "k3_reverse"]
+Reduction = Literal["sum", "mean", "max"]
+
+
+@CORRECTIONS.register
+def reject(
+    inputs: CorrectionInputs,
+    *,
+    level: Literal["token", "sequence"] = "token",
+    metric: Metric = "ratio",
+    reduction: Reduction = "mean",
+    lower: float | None = None,
+    upper: float = 2.0,
+    weighted: bool = False,
+) -> Correction:
+    """Keep what has its metric in ``[lower, upper]``, bounds included.
+
+    With ``r = π_train / π_rollout`` the metrics are ``ratio`` r, ``k1`` log r, ``k2`` (log r)²/2, ``k3`` r - 1 - log r
+    (the unbiased KL of samples from the rollout) and ``k3_reverse`` 1/r - 1 + log r. A sequence's metric is the sum,
+    mean or maximum of its tokens'; of ``ratio`` it is taken in logs, so a mean is the geometric one. Weights are 1, or
+    with ``weighted`` the ratio: the geometric mean where sequences are judged by their ratio, else each token's own.
+    """
+    log_ratio = inputs.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    measured = log_ratio if metric == "ratio" else _measure(log_ratio, metric)
+    if level == "sequence":
+        measured = _reduce(measured, inputs.mask, reduction)
+    if metric == "ratio":
+        measured = measured.exp()
+    inside = measured <= upper
+    if lower is not None:
+        inside = inside & (measured >= lower)
+    kept = keep(inputs.mask, inside.expand_as(inputs.mask))
+    by_sequence = level == "sequence" and metric == "ratio"
+    weights = ratios(log_ratio, inputs.mask, "geometric" if by_sequence else "token") if weighted else kept
+    return Correction(keep(weights, kept), kept, {"rejected_fraction": inputs.mask - kept})
+
+
+def _measure(log_ratio: Tensor, metric: Literal["k1", "k2", "k3", "k3_reverse"]) -> Tensor:
+    if metric == "k1":
+        return log_ratio
+    if metric == "k2":
+        return log_ratio.square() / 2
+    if metric == "k3":
+        return log_ratio.exp() - 1 - log_ratio
+    return (-log_ratio).exp() - 1 + log_ratio
+
+
+def _reduce(values: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
+    """``[samples, 1]``; a sequence without tokens measures 0."""
+    if reduction == "max":
+        highest = values.masked_fill(mask == 0, -torch.inf).amax(dim=-1, keepdim=True)
+        return highest.masked_fill((mask == 0).all(dim=-1, keepdim=True), 0.0)
+    total = keep(values, mask).sum(dim=-1, keepdim=True)
+    return total if reduction == "sum" else total / mask.sum(dim=-1, keepdim=True).clamp(min=1)

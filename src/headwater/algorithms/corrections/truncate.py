@@ -1,0 +1,25 @@
+"""Truncated importance sampling: weights are capped, so that no sample counts more than so many times."""
+
+from __future__ import annotations
+
+from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, ratios
+from headwater.algorithms.masked import keep
+from headwater.algorithms.weights import batch_normalize
+
+
+@CORRECTIONS.register
+def truncate(
+    inputs: CorrectionInputs,
+    *,
+    level: Level = "token",
+    upper: float = 2.0,
+    lower: float = 0.0,
+    normalize: bool = False,
+) -> Correction:
+    """Weights are the ratios clamped to ``[lower, upper]``; ``normalize`` divides them by the batch's mean."""
+    ratio = ratios(inputs.log_ratio, inputs.mask, level)
+    weights = keep(ratio.clamp(lower, upper), inputs.mask)
+    diagnostics = {"truncated_fraction": (weights != ratio).to(ratio.dtype)}
+    if normalize:
+        weights = batch_normalize(weights, inputs.mask, level)
+    return Correction(weights, inputs.mask, diagnostics)

@@ -1,0 +1,1 @@
+"""Staying near a reference policy: estimators, a penalty in the reward, and controllers of its size."""

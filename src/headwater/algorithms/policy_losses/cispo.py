@@ -1,0 +1,15 @@
+"""CISPO: clip the importance weight, not the update, so that no token loses its gradient."""
+
+from __future__ import annotations
+
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
+
+
+@POLICY_LOSSES.register
+def cispo(inputs: PolicyLossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) -> PolicyLoss:
+    """``-clip(r, 1-low, 1+high)·A·logp``, the clipped ratio taken as a constant."""
+    log_ratio = log_ratios(inputs).detach()
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    diagnostics = {"clip_fraction": (ratio != clipped).to(ratio.dtype), "approx_kl": -log_ratio}
+    return PolicyLoss(-clipped * inputs.advantages * inputs.logprobs, diagnostics)

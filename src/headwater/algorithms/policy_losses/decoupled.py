@@ -1,0 +1,83 @@
+"""PPO around a proximal policy, on data that an older policy sampled (AReaL)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from headwater.algorithms.columns import require
+from headwater.algorithms.corrections import Correction, CorrectionInputs
+from headwater.algorithms.corrections.reject import Metric, Reduction, reject
+from headwater.algorithms.corrections.truncate import truncate
+from headwater.algorithms.masked import keep, row_mean
+from headwater.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyLossInputs,
+    clipped_surrogate,
+    dual_clip_bound,
+    log_ratios,
+)
+
+
+@POLICY_LOSSES.register
+def decoupled(
+    inputs: PolicyLossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    ratio_level: Literal["token", "sequence"] = "token",
+    weight: Literal["none", "clamp", "mask"] = "mask",
+    weight_level: Literal["token", "sequence"] = "token",
+    metric: Metric = "ratio",
+    reduction: Reduction = "mean",
+    lower: float | None = None,
+    upper: float = 5.0,
+) -> PolicyLoss:
+    """``ppo(r)·w`` with ``r = exp(logp - proximal)`` and ``w = exp(proximal - behaviour)``.
+
+    ``old_logprobs`` are the proximal policy's and ``rollout_logprobs`` the behaviour's. Where ``w`` (or ``metric``)
+    leaves ``[lower, upper]``, bounds included, it is clamped, or its tokens leave the loss (``mask``); at sequence
+    level ``w`` is the geometric mean over the sequence. ``weight="none"`` leaves ``w`` out: plain PPO around the
+    proximal policy. ``ratio_level="sequence"`` clips the sequence's geometric-mean ratio (GSPO), with the row's mean
+    advantage.
+    """
+    correction = None
+    if weight != "none":
+        behaviour = require(
+            inputs.rollout_logprobs,
+            "rollout_logprobs",
+            "algorithm.policy_loss = decoupled",
+            "use an engine that has them",
+        )
+        given = CorrectionInputs(inputs.old_logprobs, behaviour, inputs.mask)
+        correction = _weigh(given, weight, weight_level, metric, reduction, lower, upper)
+    mask = inputs.mask if correction is None else correction.mask
+    log_ratio, advantages = log_ratios(inputs), inputs.advantages
+    if ratio_level == "sequence":
+        log_ratio, advantages = row_mean(log_ratio, mask), row_mean(advantages, mask)
+    ratio = keep(log_ratio.exp(), mask)
+    losses, clipped = clipped_surrogate(ratio, advantages, clip_low, clip_high)
+    diagnostics = {"approx_kl": -log_ratio.detach(), "ratio": ratio.detach(), "clip_fraction": clipped}
+    if dual_clip is not None:
+        losses, diagnostics["dual_clip_fraction"] = dual_clip_bound(losses, advantages, dual_clip)
+    if correction is None:
+        return PolicyLoss(losses, diagnostics)
+    diagnostics |= {"behaviour_weight": correction.weights, **correction.diagnostics}
+    return PolicyLoss(losses * correction.weights, diagnostics, mask=mask)
+
+
+def _weigh(
+    inputs: CorrectionInputs,
+    weight: Literal["clamp", "mask"],
+    level: Literal["token", "sequence"],
+    metric: Metric,
+    reduction: Reduction,
+    lower: float | None,
+    upper: float,
+) -> Correction:
+    if weight == "mask":
+        return reject(inputs, level=level, metric=metric, reduction=reduction, lower=lower, upper=upper, weighted=True)
+    if metric != "ratio" or (level == "sequence" and reduction != "mean"):
+        raise ValueError("weight = 'clamp' clamps the weight itself: use metric = 'ratio' and reduction = 'mean'")
+    return truncate(inputs, level="token" if level == "token" else "geometric", lower=lower or 0.0, upper=upper)

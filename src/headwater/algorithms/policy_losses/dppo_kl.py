@@ -1,0 +1,26 @@
+"""DPPO with a binary KL: as ``dppo_tv``, measured by the KL between "this token" and "any other"."""
+
+from __future__ import annotations
+
+import torch
+
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+from headwater.algorithms.trust_region import inside_region_loss
+
+_EPSILON = 1e-8
+
+
+@POLICY_LOSSES.register
+def dppo_kl(
+    inputs: PolicyLossInputs, *, bound_low: float = 0.05, bound_high: float = 0.05, max_ratio: float = 20.0
+) -> PolicyLoss:
+    """``-A·min(r, max_ratio)·logp`` with the ratio constant, unless the token has already moved the way ``A`` pushes it
+    by more than the bound, in binary KL from the old policy."""
+    with torch.no_grad():
+        p, old = inputs.logprobs.exp(), inputs.old_logprobs.exp()
+        others = ((1 - old + _EPSILON) / (1 - p + _EPSILON)).log()
+        divergence = old * (inputs.old_logprobs - inputs.logprobs) + (1 - old) * others
+        up = (divergence <= bound_high) | (p <= old)
+        down = (divergence <= bound_low) | (p >= old)
+        inside = torch.where(inputs.advantages > 0, up, down)
+    return inside_region_loss(inputs, inside, max_ratio)

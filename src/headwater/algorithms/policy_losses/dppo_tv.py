@@ -1,0 +1,20 @@
+"""DPPO with total variation: the trust region is on the sampled token's probability, not on its ratio."""
+
+from __future__ import annotations
+
+import torch
+
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+from headwater.algorithms.trust_region import inside_region_loss
+
+
+@POLICY_LOSSES.register
+def dppo_tv(
+    inputs: PolicyLossInputs, *, bound_low: float = 0.15, bound_high: float = 0.15, max_ratio: float = 20.0
+) -> PolicyLoss:
+    """``-A·min(r, max_ratio)·logp`` with the ratio constant, on tokens that may still move the way ``A`` pushes them:
+    up while ``p - p_old <= bound_high``, down while ``p_old - p <= bound_low``."""
+    with torch.no_grad():
+        rise = inputs.logprobs.exp() - inputs.old_logprobs.exp()
+        inside = torch.where(inputs.advantages > 0, rise <= bound_high, rise >= -bound_low)
+    return inside_region_loss(inputs, inside, max_ratio)

@@ -1,0 +1,13 @@
+"""DRO: a policy gradient held to the old policy by a squared log ratio, for data of any policy."""
+
+from __future__ import annotations
+
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+
+
+@POLICY_LOSSES.register
+def dro(inputs: PolicyLossInputs, *, beta: float = 0.1) -> PolicyLoss:
+    """``-(A·logp - beta/2·(log r)²)``."""
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    losses = -(inputs.advantages * inputs.logprobs - beta / 2 * log_ratio.square())
+    return PolicyLoss(losses, {"approx_kl": -log_ratio.detach()})

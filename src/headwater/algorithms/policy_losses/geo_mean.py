@@ -1,0 +1,29 @@
+"""GMPO: the geometric mean of the tokens' clipped ratios, one loss per sequence."""
+
+from __future__ import annotations
+
+import torch
+
+from headwater.algorithms.masked import masked_mean
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+
+
+@POLICY_LOSSES.register
+def geo_mean(inputs: PolicyLossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> PolicyLoss:
+    """``-mean(A)·exp(mean of the log ratios)``, each **log** ratio clipped to ``[-low, high]`` on its adverse side.
+
+    Every token of a row carries the row's loss, so the aggregation is ``seq-mean-token-mean`` by definition.
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    clamped = log_ratio.clamp(-clip_low, clip_high)
+    sign = inputs.advantages.sign()
+    adverse = sign * torch.minimum(sign * log_ratio, sign * clamped)
+    ratio = masked_mean(adverse, inputs.mask, dim=-1).exp()
+    losses = -masked_mean(inputs.advantages, inputs.mask, dim=-1) * ratio
+    outside = log_ratio != clamped
+    diagnostics = {
+        "clip_fraction": (outside & (sign > 0)).to(ratio.dtype),
+        "clip_fraction_negative": (outside & (sign < 0)).to(ratio.dtype),
+        "approx_kl": -log_ratio.detach(),
+    }
+    return PolicyLoss(losses[:, None].expand_as(log_ratio), diagnostics, "seq-mean-token-mean")

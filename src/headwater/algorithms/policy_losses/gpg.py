@@ -1,0 +1,11 @@
+"""The plain policy gradient, with no ratio and no clip."""
+
+from __future__ import annotations
+
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+
+
+@POLICY_LOSSES.register
+def gpg(inputs: PolicyLossInputs) -> PolicyLoss:
+    """``-A·logp``; on data of the current policy only, as nothing corrects for an older one."""
+    return PolicyLoss(-inputs.advantages * inputs.logprobs)

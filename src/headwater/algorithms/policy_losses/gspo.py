@@ -1,0 +1,23 @@
+"""Clipping whole sequences: the ratio is the geometric mean of the tokens' ratios."""
+
+from __future__ import annotations
+
+from headwater.algorithms.masked import masked_mean
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, clipped_surrogate
+
+_MAX_LOG_RATIO = 10.0
+
+
+@POLICY_LOSSES.register
+def gspo(inputs: PolicyLossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
+    """PPO's clip on ``exp(mean of logp - old)``, with no dual clip; made for ``seq-mean-token-mean``.
+
+    The bounds are far smaller than PPO's, because a mean over a sequence moves far less than one token.
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    sequence = masked_mean(log_ratio, inputs.mask, dim=-1).detach()[:, None]
+    # The value is the sequence's, the gradient reaches each token through its own log-prob.
+    own = inputs.logprobs - inputs.logprobs.detach() + sequence
+    ratio = own.clamp(max=_MAX_LOG_RATIO).exp()
+    losses, clipped = clipped_surrogate(ratio, inputs.advantages, clip_low, clip_high)
+    return PolicyLoss(losses, {"clip_fraction": clipped, "approx_kl": -log_ratio.detach()})

@@ -1,0 +1,24 @@
+"""KL-Cov: hold back the few tokens whose log-prob and advantage rise together most."""
+
+from __future__ import annotations
+
+import torch
+
+from headwater.algorithms.covariance import token_covariance
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+
+
+@POLICY_LOSSES.register
+def kl_cov(inputs: PolicyLossInputs, *, fraction: float = 2e-4, coefficient: float = 1.0) -> PolicyLoss:
+    """``-A·r``, plus ``coefficient·|log r|`` on the ``fraction`` of tokens of highest covariance (at least one).
+
+    There is no clip: it is meant for nearly on-policy data. The covariance is that of the micro-batch.
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    kept = inputs.mask != 0
+    num_kept = int(kept.sum())
+    num_held = min(max(int(fraction * num_kept), 1), num_kept)
+    covariance = token_covariance(inputs).masked_fill(~kept, -torch.inf).flatten()
+    held = torch.zeros_like(covariance).index_fill_(0, covariance.topk(num_held).indices, 1.0).view_as(log_ratio)
+    losses = -inputs.advantages * log_ratio.exp() + coefficient * held * log_ratio.abs()
+    return PolicyLoss(losses, {"held_fraction": held, "approx_kl": log_ratio.detach().abs()})

@@ -1,0 +1,34 @@
+"""SAPO: a smooth gate in place of the clip."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from headwater.algorithms.masked import row_mean
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
+
+
+@POLICY_LOSSES.register
+def sapo(
+    inputs: PolicyLossInputs,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    ratio_level: Literal["token", "sequence"] = "token",
+    aggregation: str | None = "seq-mean-token-mean",
+) -> PolicyLoss:
+    """``-A·gate`` with ``gate = sigmoid(tau·(r - 1))·4/tau``, ``tau`` by the sign of ``A``.
+
+    At sequence level ``r`` is the geometric mean of the row's ratios and ``A`` the row's mean. A larger tau forgets
+    tokens far from the old policy faster. verl fixes ``seq-mean-token-mean``, as here; AReaL averages over tokens:
+    pass ``aggregation: null`` to use the configured one.
+    """
+    log_ratio, advantages = log_ratios(inputs), inputs.advantages
+    if ratio_level == "sequence":
+        log_ratio, advantages = row_mean(log_ratio, inputs.mask), row_mean(advantages, inputs.mask)
+    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
+    diagnostics = {"soft_gate": gate.detach(), "approx_kl": -log_ratio.detach()}
+    return PolicyLoss(-advantages * gate, diagnostics, aggregation)

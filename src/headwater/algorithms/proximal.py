@@ -1,0 +1,38 @@
+"""The proximal policy between the one that sampled and the current one, without a forward pass of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwater.algorithms.masked import masked_mean
+
+
+def progress(versions: Tensor, current_version: int) -> Tensor:
+    """``alpha = clamp((v-1-v_b)/(v-v_b), 0, 1)``: how far the proximal policy ``v - 1`` is on the way from the
+    version ``v_b`` that sampled a token to the current ``v``; 0 for tokens that were not sampled or are not older."""
+    behind = current_version - versions
+    alpha = ((behind - 1) / behind.clamp(min=1)).clamp(0.0, 1.0)
+    return torch.where((behind > 0) & (versions >= 0), alpha, torch.zeros_like(alpha))
+
+
+def loglinear(rollout_logprobs: Tensor, logprobs: Tensor, versions: Tensor, current_version: int) -> Tensor:
+    """``behaviour + alpha·(current - behaviour)``: the geometric mean of the two policies."""
+    alpha = progress(versions, current_version)
+    return rollout_logprobs + alpha * (logprobs - rollout_logprobs)
+
+
+def linear(rollout_logprobs: Tensor, logprobs: Tensor, versions: Tensor, current_version: int) -> Tensor:
+    """The log of the mixture ``(1-alpha)·behaviour + alpha·current``."""
+    alpha = progress(versions, current_version)
+    return ((1 - alpha) * rollout_logprobs.exp() + alpha * logprobs.exp() + 1e-10).log()
+
+
+def approximation_metrics(approximate: Tensor, recomputed: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far an approximation is from the recomputed proximal policy, over the kept tokens."""
+    error = approximate - recomputed
+    return {
+        "proximal_error_mean": float(masked_mean(error, mask)),
+        "proximal_error_abs": float(masked_mean(error.abs(), mask)),
+        "proximal_ratio_mean": float(masked_mean(error.exp(), mask)),
+    }
