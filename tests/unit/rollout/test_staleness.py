@@ -1,0 +1,76 @@
+"""Admission of prompt groups."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.rollout.staleness import RolloutCounts, StalenessManager
+
+
+def manager(max_concurrent=8, batch_size=4, max_staleness=1):
+    return StalenessManager(max_concurrent=max_concurrent, batch_size=batch_size, max_staleness=max_staleness)
+
+
+@given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 3), st.lists(st.sampled_from("sarv"), max_size=80))
+def test_whoever_asks_first_never_runs_ahead(max_concurrent, batch_size, max_staleness, events):
+    admission, version = manager(max_concurrent, batch_size, max_staleness), 0
+    for event in events:
+        running = admission.counts.running
+        if event == "s" and admission.capacity(version) > 0:
+            admission.enqueue()
+            admission.start()
+        elif event == "a" and running:
+            admission.accept()
+        elif event == "r" and running:
+            admission.reject()
+        elif event == "v" and admission.counts.accepted >= (version + 1) * batch_size:
+            version += 1
+        counts = admission.counts
+        assert counts.running <= max_concurrent
+        # What is not yet trained on fits in the batches that may be ahead.
+        assert counts.accepted + counts.running - version * batch_size <= admission.pending_limit
+
+
+def test_a_rejected_group_gives_its_place_back():
+    admission = manager(max_concurrent=4, batch_size=4, max_staleness=0)
+    for _ in range(4):
+        admission.enqueue()
+        admission.start()
+    assert admission.capacity(0) == 0
+    admission.reject()
+    assert admission.capacity(0) == 1
+    admission.accept()
+    assert admission.capacity(0) == 1
+
+
+def test_a_restart_counts_what_was_taken_and_what_is_buffered():
+    admission = manager()
+    admission.recover(5, num_buffered=3)
+    assert admission.counts == RolloutCounts(accepted=23)
+    assert admission.capacity(5) == 5
+
+
+def test_an_end_without_a_start_is_refused():
+    with pytest.raises(ValueError, match="not counted"):
+        manager().accept()
+
+
+def test_threads_do_not_lose_counts():
+    admission = manager()
+
+    def work():
+        for _ in range(500):
+            admission.enqueue()
+            admission.start()
+            admission.accept()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert admission.counts == RolloutCounts(accepted=2000)
