@@ -1,8 +1,18 @@
-"""Reading oracle vectors and comparing with them."""
+"""Reading oracle vectors and comparing with them.
+
+A family is a function from a case's ``args`` and ``inputs`` to outputs, registered under the name of its file:
+
+    @family("verl_gae")
+    def gae(args, inputs): return {"advantages": ..., "returns": ...}
+
+It must give every output the file expects. A property family checks the answer itself and returns nothing.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +20,71 @@ import torch
 
 FOLDER = Path(__file__).parents[2] / "oracles"
 
+FAMILIES: dict[str, Callable[[dict, dict], Mapping[str, Any]]] = {}
+PROPERTIES: dict[str, Callable[[dict, dict, dict], None]] = {}
 
-def cases(family: str) -> list[dict[str, Any]]:
-    return json.loads((FOLDER / f"{family}.json").read_text())["public"]
+
+def family(name: str):
+    def register(function):
+        assert name not in FAMILIES
+        FAMILIES[name] = function
+        return function
+
+    return register
+
+
+def property_family(name: str):
+    def register(function):
+        assert name not in PROPERTIES
+        PROPERTIES[name] = function
+        return function
+
+    return register
+
+
+@cache
+def read(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def tensor(value: Any) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-def check(case: dict[str, Any], output: str, actual: torch.Tensor, where: torch.Tensor | None = None) -> None:
-    expected = tensor(case["expected"][output])
-    if where is not None:
-        actual, expected = actual[where != 0], expected[where != 0]
-    torch.testing.assert_close(actual.detach(), expected, rtol=1e-5, atol=case["atol"][output])
+def run(name: str, case: dict[str, Any]) -> None:
+    """Run one case and compare all that is expected of it."""
+    if name in PROPERTIES:
+        PROPERTIES[name](case["args"], case["inputs"], case["expected"])
+        return
+    actual = FAMILIES[name](case["args"], case["inputs"])
+    assert set(actual) == set(case["expected"]), "an expected output was not compared"
+    where = read(name).get("compare_where") or {}
+    for output, expected in case["expected"].items():
+        kept = tensor(case["inputs"][where[output]]) != 0 if output in where else None
+        _compare(output, actual[output], expected, kept, case)
+
+
+def _compare(output: str, actual: Any, expected: Any, kept: torch.Tensor | None, case: dict[str, Any]) -> None:
+    if isinstance(expected, dict):
+        assert set(actual) == set(expected), output
+        for key, value in expected.items():
+            _compare(f"{output}.{key}", actual[key], value, None, case)
+        return
+    if case["exact"]:
+        assert torch.as_tensor(actual).tolist() == expected, output
+        return
+    # Strings such as "inf" are floats too.
+    expected = tensor(_floats(expected))
+    actual = torch.as_tensor(actual).detach().float()
+    if kept is not None:
+        actual, expected = actual[kept], expected[kept]
+    atol = case["atol"].get(output.split(".")[0], 0.0)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=atol, msg=lambda text: f"{output}: {text}")
+
+
+def _floats(value: Any) -> Any:
+    return [_floats(each) for each in value] if isinstance(value, list) else float(value)

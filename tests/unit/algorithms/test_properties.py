@@ -2,62 +2,201 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import get_args
+
 import pytest
 import torch
-from hypothesis import given, settings
+from algorithms.strategies import (
+    advantage_inputs,
+    as_loss_inputs,
+    batches,
+    correction_inputs,
+    policy_loss_inputs,
+    spoilt,
+)
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headwater.algorithms.advantages import AdvantageInputs
-from headwater.algorithms.advantages.grpo import grpo
-from headwater.algorithms.aggregate import token_mean
-from headwater.algorithms.masked import masked_sum
+from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from headwater.algorithms.aggregate import Aggregation, StepTotals, aggregate
+from headwater.algorithms.corrections import CORRECTIONS, CorrectionInputs
+from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, weight_metrics
+from headwater.algorithms.policy_losses import POLICY_LOSSES
+from headwater.algorithms.value_loss import value_loss
+
+examples = settings(deadline=None, max_examples=25)
+
+MODES = get_args(Aggregation)
+ONE_PER_TOKEN = [name for name in POLICY_LOSSES.names() if name not in ("clip_cov", "kl_cov")]
+"""The covariance losses look at the whole micro-batch, by their definition."""
 
 
-@st.composite
-def batches(draw):
-    rows, width = draw(st.integers(2, 12)), draw(st.integers(1, 6))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    mask = (torch.rand(rows, width, generator=generator) < 0.7).float()
-    return torch.randn(rows, width, generator=generator), mask, generator
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=50)
+def gradient(losses, mask, mode, totals, leaf):
+    return torch.autograd.grad(aggregate(losses, mask, mode, totals), leaf)[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@examples
+@given(batches(), st.integers(1, 5), st.integers(1, 3))
+def test_neither_micro_batches_nor_ranks_change_the_step(mode, batch, size, num_ranks):
+    losses, mask = batch.normal().requires_grad_(), batch.mask
+    totals = StepTotals.of(mask, width=11.0)
+    whole = aggregate(losses, mask, mode, totals)
+    expected = gradient(losses, mask, mode, totals, losses)
+
+    ranked = replace(totals, data_parallel_size=num_ranks)
+    value, summed = torch.zeros(()), torch.zeros_like(losses)
+    for rank in range(num_ranks):
+        rows = torch.arange(rank, len(losses), num_ranks)
+        for part in rows.split(size):
+            share = aggregate(losses[part], mask[part], mode, ranked)
+            value = value + share.detach() / num_ranks
+            summed = summed + torch.autograd.grad(share, losses)[0] / num_ranks
+    close(value, whole.detach())
+    close(summed, expected)
+
+
+@pytest.mark.parametrize("name", ONE_PER_TOKEN)
+@examples
 @given(batches(), st.integers(1, 5))
-def test_token_mean_does_not_depend_on_the_cut(batch, size):
-    losses, mask, _ = batch
-    num_tokens = max(float(mask.sum()), 1.0)
-    whole = token_mean(losses, mask, num_tokens)
-    parts = sum(
-        token_mean(part, kept, num_tokens) for part, kept in zip(losses.split(size), mask.split(size), strict=True)
-    )
-    torch.testing.assert_close(parts, whole)
+def test_micro_batches_do_not_change_a_policy_gradient(name, batch, size):
+    loss_fn, columns = POLICY_LOSSES.resolve(name), policy_loss_inputs(batch)
+    totals = StepTotals.of(batch.mask)
+
+    def gradient_of(cut):
+        logprobs = columns["logprobs"].clone().requires_grad_()
+        for rows in torch.arange(len(logprobs)).split(cut):
+            part = {key: value[rows] for key, value in columns.items()} | {"logprobs": logprobs[rows]}
+            loss = loss_fn(as_loss_inputs(part))
+            mode = loss.aggregation or "token-mean"
+            aggregate(loss.token_losses, part["mask"], mode, totals).backward()
+        return logprobs.grad
+
+    close(gradient_of(size), gradient_of(len(batch.mask)))
 
 
-@settings(deadline=None, max_examples=50)
+def permuted(inputs: AdvantageInputs, order) -> AdvantageInputs:
+    columns = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return AdvantageInputs(**{name: value[order] for name, value in columns.items()})
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+@examples
+@given(batches(min_group=2))
+def test_permuting_samples_permutes_advantages(name, batch):
+    estimator, inputs, order = ADVANTAGES.resolve(name), advantage_inputs(batch), batch.order()
+    expected, actual = estimator(inputs), estimator(permuted(inputs, order))
+    close(actual.advantages, expected.advantages[order])
+    close(actual.returns, expected.returns[order])
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+@examples
+@given(batches(min_group=2))
+def test_advantages_do_not_depend_on_masked_tokens(name, batch):
+    estimator, inputs = ADVANTAGES.resolve(name), advantage_inputs(batch)
+    # A sample's score is the sum of all its rewards, so those are the one column that must be clean.
+    dirty = {
+        column: spoilt(getattr(inputs, column), batch.mask)
+        for column in ("values", "old_logprobs", "sum_pi_squared", "weights")
+    }
+    expected, actual = estimator(inputs), estimator(replace(inputs, **dirty))
+    assert torch.equal(actual.advantages, expected.advantages)
+    assert torch.equal(actual.returns, expected.returns)
+    assert not actual.advantages[batch.mask == 0].any()
+    assert not actual.returns[batch.mask == 0].any()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@examples
 @given(batches())
-def test_permuting_samples_permutes_grpo_advantages(batch):
-    rewards, mask, generator = batch
-    groups = torch.randint(0, 3, (len(rewards),), generator=generator)
-    order = torch.randperm(len(rewards), generator=generator)
-    permuted = grpo(AdvantageInputs(rewards[order], mask[order], groups[order]))
-    torch.testing.assert_close(permuted, grpo(AdvantageInputs(rewards, mask, groups))[order])
+def test_losses_do_not_depend_on_masked_tokens(name, batch):
+    loss_fn, columns = POLICY_LOSSES.resolve(name), policy_loss_inputs(batch)
+
+    def evaluated(columns):
+        logprobs = columns["logprobs"].clone().requires_grad_()
+        loss = loss_fn(as_loss_inputs({**columns, "logprobs": logprobs}))
+        total = aggregate(loss.token_losses, batch.mask, loss.aggregation or "token-mean", StepTotals.of(batch.mask))
+        total.backward()
+        return total, logprobs.grad, loss
+
+    dirty = {key: value if key == "mask" else spoilt(value, batch.mask) for key, value in columns.items()}
+    (expected, expected_grad, clean), (total, grad, loss) = evaluated(columns), evaluated(dirty)
+    assert torch.equal(total, expected)
+    assert torch.equal(grad, expected_grad)
+    assert not grad[batch.mask == 0].any()
+    for key, values in clean.diagnostics.items():
+        kept = batch.mask != 0
+        assert torch.equal(loss.diagnostics[key][kept], values[kept]), key
 
 
-@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1.0, -2.3])
-@pytest.mark.parametrize("count", [2, 8, 16, 100])
-def test_grpo_of_equal_rewards_is_exactly_zero(reward, count):
-    ones = torch.ones(count, 1)
-    assert not grpo(AdvantageInputs(reward * ones, ones, torch.zeros(count))).any()
+@pytest.mark.parametrize("name", CORRECTIONS.names())
+@examples
+@given(batches())
+def test_corrections_do_not_depend_on_masked_tokens(name, batch):
+    correct, inputs = CORRECTIONS.resolve(name), correction_inputs(batch)
+    dirty = CorrectionInputs(
+        spoilt(inputs.old_logprobs, batch.mask), spoilt(inputs.rollout_logprobs, batch.mask), batch.mask
+    )
+    expected, actual = correct(inputs), correct(dirty)
+    assert torch.equal(actual.weights, expected.weights)
+    assert torch.equal(actual.mask, expected.mask)
+    assert not actual.weights[batch.mask == 0].any()
+    assert bool((actual.mask <= batch.mask).all())
 
 
-def test_grpo_by_hand():
-    # Rewards 1, 0, 0, 1: mean 0.5, unbiased deviation sqrt(1/3).
-    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
-    advantages = grpo(AdvantageInputs(rewards, torch.ones(4, 2), torch.zeros(4)))
-    torch.testing.assert_close(advantages[0], torch.full((2,), 0.5 / ((1 / 3) ** 0.5 + 1e-6)))
-    torch.testing.assert_close(advantages[1], -advantages[0])
+@pytest.mark.parametrize("name", CORRECTIONS.names())
+@examples
+@given(batches())
+def test_a_correction_does_nothing_on_policy(name, batch):
+    logprobs = batch.logprobs()
+    corrected = CORRECTIONS.resolve(name)(CorrectionInputs(logprobs, logprobs, batch.mask))
+    assert torch.equal(corrected.weights, batch.mask)
+    assert torch.equal(corrected.mask, batch.mask)
 
 
-def test_masked_entries_may_be_anything():
-    values = torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]])
-    assert masked_sum(values, torch.eye(2)).item() == 3.0
+@examples
+@given(batches())
+def test_the_value_loss_does_not_depend_on_masked_tokens(batch):
+    values, old, returns = batch.normal(), batch.normal(), batch.normal()
+
+    def evaluated(*columns):
+        values = columns[0].clone().requires_grad_()
+        loss = value_loss(values, *columns[1:], batch.mask).token_losses
+        aggregate(loss, batch.mask, "token-mean", StepTotals.of(batch.mask)).backward()
+        return values.grad
+
+    dirty = [spoilt(each, batch.mask) for each in (values, old, returns)]
+    assert torch.equal(evaluated(*dirty), evaluated(values, old, returns))
+
+
+@examples
+@given(batches())
+def test_diagnostics_do_not_depend_on_masked_tokens(batch):
+    old, rollout = batch.logprobs(), batch.logprobs()
+    dirty_old, dirty_rollout = spoilt(old, batch.mask), spoilt(rollout, batch.mask)
+    assert offpolicy_metrics(dirty_old, dirty_rollout, batch.mask) == offpolicy_metrics(old, rollout, batch.mask)
+    assert ratio_percentiles(dirty_old, batch.mask) == ratio_percentiles(old, batch.mask)
+    for level in ("token", "sequence"):
+        clean, dirty = (
+            weight_metrics(each, batch.mask, batch.mask, level=level, lower=None, upper=2.0)
+            for each in (old, dirty_old)
+        )
+        assert dirty == clean
+
+
+@examples
+@given(batches(min_group=2), st.floats(-5, 5))
+def test_group_estimators_ignore_a_constant_reward(batch, constant):
+    """Equal scores teach nothing, exactly, whatever the score is."""
+    assume(constant != 0)
+    rewards = torch.zeros(batch.shape)
+    rewards[:, 0] = constant
+    inputs = AdvantageInputs(rewards, batch.mask, batch.groups)
+    for name in ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"):
+        assert not ADVANTAGES.resolve(name)(inputs).advantages.any(), name

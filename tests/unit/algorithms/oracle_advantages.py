@@ -1,0 +1,234 @@
+"""Advantage estimators against verl, and the whole of AReaL's advantage pipeline."""
+
+from __future__ import annotations
+
+import torch
+from algorithms.oracle import family, tensor
+
+from headwater.algorithms.advantages import AdvantageInputs
+from headwater.algorithms.advantages.gae import gae, gae_recursion
+from headwater.algorithms.advantages.gdpo import gdpo
+from headwater.algorithms.advantages.gpg import gpg
+from headwater.algorithms.advantages.grpo import grpo
+from headwater.algorithms.advantages.grpo_passk import grpo_passk
+from headwater.algorithms.advantages.opo import opo
+from headwater.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
+from headwater.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
+from headwater.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
+from headwater.algorithms.advantages.remax import remax
+from headwater.algorithms.advantages.rloo import rloo
+from headwater.algorithms.kl.penalty import kl_penalty
+from headwater.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
+from headwater.algorithms.normalize import normalize
+from headwater.algorithms.reward_shaping import overlong_penalty, scale_scores, zero_unfinished
+
+
+def group_numbers(index) -> torch.Tensor:
+    numbers = {uid: number for number, uid in enumerate(dict.fromkeys(index))}
+    return torch.tensor([numbers[uid] for uid in index])
+
+
+def advantage_inputs(inputs, **columns) -> AdvantageInputs:
+    mask = tensor(inputs["response_mask"])
+    groups = group_numbers(inputs["index"]) if "index" in inputs else torch.zeros(len(mask))
+    rewards = tensor(inputs["token_level_rewards"]) if "token_level_rewards" in inputs else torch.zeros_like(mask)
+    return AdvantageInputs(rewards, mask, groups, **columns)
+
+
+def outcome(estimator, args, inputs, **settings):
+    result = estimator(advantage_inputs(inputs), **settings)
+    torch.testing.assert_close(result.returns, result.advantages)
+    return {"advantages": result.advantages}
+
+
+def both(result):
+    return {"advantages": result.advantages, "returns": result.returns}
+
+
+def normalized_by_std(args):
+    return {"normalize_by_std": bool(args["norm_adv_by_std_in_grpo"]), "epsilon": args["epsilon"]}
+
+
+@family("verl_grpo")
+@family("verl_grpo_vectorized")
+def run_grpo(args, inputs):
+    return outcome(grpo, args, inputs, **normalized_by_std(args))
+
+
+@family("verl_grpo_passk")
+def run_grpo_passk(args, inputs):
+    return outcome(grpo_passk, args, inputs, **normalized_by_std(args))
+
+
+@family("verl_rloo")
+def run_rloo(args, inputs):
+    return outcome(rloo, args, inputs, singleton="score")
+
+
+@family("verl_rloo_vectorized")
+def run_rloo_vectorized(args, inputs):
+    return outcome(rloo, args, inputs)
+
+
+@family("verl_opo")
+def run_opo(args, inputs):
+    return outcome(opo, args, inputs)
+
+
+@family("verl_gpg")
+def run_gpg(args, inputs):
+    return outcome(gpg, args, inputs, divisor=args["f_norm"])
+
+
+@family("verl_reinforce_pp_baseline")
+def run_reinforce_plus_plus_baseline(args, inputs):
+    return outcome(reinforce_plus_plus_baseline, args, inputs)
+
+
+@family("verl_gdpo")
+def run_gdpo(args, inputs):
+    given = advantage_inputs(inputs, reward_parts=tensor(inputs["rewards"]).T)
+    result = gdpo(
+        given,
+        reward_weights=args["gdpo_reward_weights"],
+        normalize_by_std=bool(args["norm_adv_by_std_in_grpo"]),
+    )
+    return {"advantages": result.advantages}
+
+
+@family("verl_reinforce_pp")
+def run_reinforce_plus_plus(args, inputs):
+    return both(reinforce_plus_plus(advantage_inputs(inputs), gamma=args["gamma"]))
+
+
+@family("verl_remax")
+def run_remax(args, inputs):
+    return both(remax(advantage_inputs(inputs, baselines=tensor(inputs["reward_baselines"]))))
+
+
+@family("verl_gae")
+def run_gae(args, inputs):
+    return both(gae(advantage_inputs(inputs, values=tensor(inputs["values"])), gamma=args["gamma"], lam=args["lam"]))
+
+
+@family("verl_optimal_token_baseline")
+def run_optimal_token_baseline(args, inputs):
+    given = advantage_inputs(
+        inputs,
+        old_logprobs=tensor(inputs["old_log_probs"]),
+        sum_pi_squared=tensor(inputs["sum_pi_squared"]),
+        weights=tensor(inputs["rollout_is_weights"]) if "rollout_is_weights" in inputs else None,
+    )
+    return both(
+        optimal_token_baseline(
+            given,
+            skip_masked=args["variant"] == "tir_otb",
+            zero_tail=bool(args["handle_zero_tail"]),
+            epsilon=args["epsilon"],
+        )
+    )
+
+
+@family("verl_masked_stats")
+def run_masked_stats(args, inputs):
+    values, mask, axis = tensor(inputs["values"]), tensor(inputs["mask"]), args["axis"]
+    return {
+        "sum": masked_sum(values, mask, axis),
+        "mean": masked_mean(values, mask, axis),
+        "var": masked_var(values, mask),
+        "whiten": whiten(values, mask, shift_mean=bool(args["shift_mean"])),
+    }
+
+
+def normalized(values, config, mask=None):
+    """AReaL's NormConfig in our words; its groups are consecutive rows."""
+    groups = torch.arange(len(values)) // config["group_size"] if config.get("group_size") else None
+    return normalize(
+        values,
+        mask=mask,
+        groups=groups,
+        mean_level=config["mean_level"] or "none",
+        std_level=config["std_level"] or "none",
+        leave_one_out=bool(config.get("mean_leave1out", False)),
+        unbiased=bool(config.get("std_unbiased", True)),
+        epsilon=config.get("eps", 1e-5),
+    )
+
+
+@family("areal_normalization")
+def run_normalization(args, inputs):
+    mask = tensor(inputs["mask"]) if "mask" in inputs else None
+    return {"y": normalized(tensor(inputs["x"]), args, mask)}
+
+
+@family("areal_masked_normalization")
+def run_masked_normalization(args, inputs):
+    y = normalize(
+        tensor(inputs["x"]), mask=tensor(inputs["mask"]), unbiased=bool(args["unbiased"]), epsilon=args["eps"]
+    )
+    return {"y": y}
+
+
+@family("areal_overlong_penalty")
+def run_overlong_penalty(args, inputs):
+    penalty = overlong_penalty(
+        torch.tensor(inputs["response_lengths"]),
+        max_tokens=args["max_response_length"],
+        buffer_tokens=args["overlong_tokens"],
+        factor=args["overlong_penalty_factor"],
+    )
+    return {"rewards": tensor(inputs["rewards"]) + penalty}
+
+
+@family("areal_compute_advantages")
+def run_compute_advantages(args, inputs):
+    """AReaL's pipeline, put together from our parts. Its columns are the positions that predict, one to the left."""
+    attention = tensor(inputs["attention_mask"])
+    lengths, width = attention.sum(dim=1).long(), attention.shape[1]
+    unfinished = lengths == width
+    rows = torch.arange(len(attention))
+    own_mask = tensor(inputs["loss_mask"])
+    mask = own_mask.roll(-1, dims=1)
+
+    scores = tensor(inputs["rewards"])
+    if args.get("overlong_reward_penalty"):
+        scores = scores + overlong_penalty(
+            own_mask.sum(dim=1),
+            max_tokens=args["max_new_tokens"],
+            buffer_tokens=args["overlong_tokens"],
+            factor=args["overlong_penalty_factor"],
+        )
+    scores = scale_scores(scores, bias=args["reward_bias"], scale=args["reward_scaling"], clip=args["reward_clip"])
+    if args.get("reward_norm"):
+        scores = normalized(scores, args["reward_norm"])
+    if args["mask_no_eos_with_zero"]:
+        scores = zero_unfinished(scores, ~unfinished)
+
+    recomputed = not args["use_decoupled_loss"] and args["recompute_logprob"]
+    logprobs = tensor(inputs["prox_logp"]) if recomputed else tensor(inputs["logprobs"]).roll(-1, dims=1)
+    logprobs = logprobs * mask
+    reference = tensor(inputs["ref_logp"]) * mask if "ref_logp" in inputs else torch.zeros_like(logprobs)
+    kl_rewards = -args["kl_ctl"] * kl_penalty(logprobs, reference, args["kl_estimator"]).clamp(-10, 10)
+    rewards = kl_rewards.clone()
+    rewards[rows, lengths - 1] = 0
+    rewards[rows, (lengths - 2).clamp(min=0)] += scores
+
+    values = tensor(inputs["values"]) if "values" in inputs else torch.zeros_like(rewards)
+    raw = gae_recursion(
+        rewards[:, :-1],
+        values[:, :-1],
+        mask[:, :-1],
+        args["discount"],
+        args["gae_lambda"],
+        bootstrap=values[:, -1] * unfinished,
+    )
+    raw = torch.nn.functional.pad(raw, (0, 1))
+    advantages = normalized(raw, args["adv_norm"], mask) if args.get("adv_norm") else raw
+    return {
+        "advantages": advantages,
+        "returns": raw + values,
+        "kl_rewards": kl_rewards,
+        "tot_rewards": rewards,
+        "loss_mask": mask,
+        "logprobs": logprobs,
+    }

@@ -1,0 +1,260 @@
+"""Corrections for off-policy data against verl and AReaL, and AReaL's losses."""
+
+from __future__ import annotations
+
+import torch
+from algorithms.oracle import family, tensor
+from algorithms.oracle_losses import bounds, importance, rejection
+
+from headwater.algorithms.aggregate import StepTotals, aggregate
+from headwater.algorithms.corrections import CorrectionInputs
+from headwater.algorithms.corrections.m2po import m2po
+from headwater.algorithms.corrections.reject import reject
+from headwater.algorithms.corrections.truncate import truncate
+from headwater.algorithms.diagnostics import offpolicy_metrics, weight_metrics
+from headwater.algorithms.kl.penalty import kl_penalty
+from headwater.algorithms.masked import keep, masked_mean
+from headwater.algorithms.policy_losses import PolicyLossInputs
+from headwater.algorithms.policy_losses.decoupled import decoupled
+from headwater.algorithms.policy_losses.sapo import sapo
+from headwater.algorithms.preference import dpo, ipo
+from headwater.algorithms.proximal import linear, loglinear
+from headwater.algorithms.value_loss import value_loss
+from headwater.algorithms.weights import mean_weight
+
+
+def as_rollout(inputs) -> CorrectionInputs:
+    """verl's vectors give the log ratio itself."""
+    log_ratio = tensor(inputs["log_ratio"])
+    return CorrectionInputs(log_ratio, torch.zeros_like(log_ratio), tensor(inputs["response_mask"]))
+
+
+VERL_METRICS = {
+    "max": "max",
+    "min": "min",
+    "mean": "mean",
+    "std": "std",
+    "effective_sample_size": "eff_sample_size",
+    "fraction_high": "ratio_fraction_high",
+    "fraction_low": "ratio_fraction_low",
+    "sequence_mean": "seq_mean",
+    "sequence_std": "seq_std",
+    "sequence_max": "seq_max",
+    "sequence_min": "seq_min",
+    "sequence_max_deviation": "seq_max_deviation",
+    "sequence_fraction_high": "seq_fraction_high",
+    "sequence_fraction_low": "seq_fraction_low",
+}
+
+
+@family("verl_rollout_is_weights")
+def run_importance_weights(args, inputs):
+    given, level = as_rollout(inputs), args["rollout_is"]
+    lower, upper = bounds(args["rollout_is_threshold"])
+    plain = importance(given, level, args["rollout_is_threshold"], normalize=False)
+    measured = weight_metrics(given.log_ratio, plain.weights, given.mask, level=level, lower=lower, upper=upper)
+    metrics = {f"rollout_is_{VERL_METRICS[name]}": value for name, value in measured.items()}
+    if lower is not None:
+        metrics["rollout_is_oob_ratio"] = masked_mean(plain.diagnostics["outside_fraction"], given.mask)
+    if args["rollout_is_batch_normalize"]:
+        metrics["rollout_is_batch_norm_factor"] = mean_weight(plain.weights, given.mask, level)
+    weights = importance(given, level, args["rollout_is_threshold"], args["rollout_is_batch_normalize"]).weights
+    return {"rollout_is_weights": weights, "metrics": metrics}
+
+
+@family("verl_rollout_rejection")
+def run_rejection(args, inputs):
+    given = as_rollout(inputs)
+    kept = rejection(given, args["rollout_rs"], args["rollout_rs_threshold"]).mask
+    rejected = given.mask - kept
+    return {
+        "modified_response_mask": kept,
+        "masked_fraction": masked_mean(rejected, given.mask),
+        "seq_masked_fraction": rejected.any(dim=-1).float().mean(),
+    }
+
+
+@family("verl_offpolicy_metrics")
+def run_offpolicy_metrics(args, inputs):
+    columns = (tensor(inputs[name]) for name in ("old_log_prob", "rollout_log_prob", "response_mask"))
+    return {"metrics": offpolicy_metrics(*columns)}
+
+
+class Layout:
+    """AReaL gives some cases packed, with the sequences end to end; we only have rows."""
+
+    def __init__(self, inputs) -> None:
+        self.cuts = inputs.get("cu_seqlens")
+
+    def rows(self, values) -> torch.Tensor:
+        flat = tensor(values)
+        if self.cuts is None:
+            return flat
+        parts = [flat[start:end] for start, end in zip(self.cuts, self.cuts[1:], strict=False)]
+        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.cuts is None:
+            return rows
+        lengths = [end - start for start, end in zip(self.cuts, self.cuts[1:], strict=False)]
+        return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+
+
+def areal_metric(name: str) -> str:
+    """Their k3 is of the inverse ratio."""
+    return {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "k3_reverse"}[name]
+
+
+@family("areal_rejection_sampling")
+def run_areal_rejection(args, inputs):
+    layout = Layout(inputs)
+    given = CorrectionInputs(
+        *(layout.rows(inputs[name]) for name in ("proximal_logprobs", "old_logprobs", "loss_mask"))
+    )
+    if args["action"] == "mask":
+        correction = reject(
+            given,
+            level=args["level"],
+            metric=areal_metric(args["metric"]),
+            reduction=args.get("agg", "mean"),
+            lower=args.get("lower"),
+            upper=args["upper"],
+            weighted=True,
+        )
+        filtered = correction.diagnostics["rejected_fraction"]
+    else:
+        level = "token" if args["level"] == "token" else "geometric"
+        correction = truncate(given, level=level, lower=args.get("lower") or 0.0, upper=args["upper"])
+        filtered = correction.diagnostics["truncated_fraction"]
+    return {
+        "loss_mask": layout.back(correction.mask),
+        "behave_imp_weight": layout.back(correction.weights),
+        "filtered_fraction": masked_mean(filtered, given.mask),
+    }
+
+
+def decoupled_settings(args):
+    settings = {
+        "clip_low": args["eps_clip"],
+        "clip_high": args["eps_clip"] if args["eps_clip_higher"] is None else args["eps_clip_higher"],
+        "dual_clip": args["c_clip"],
+        "ratio_level": args["importance_sampling_level"],
+        "weight": "none",
+    }
+    config = args["rejection_sampling"]
+    if config is not None:
+        settings |= {
+            "weight": config["action"],
+            "weight_level": config["level"],
+            "metric": areal_metric(config["metric"]),
+            "reduction": config.get("agg", "mean"),
+            "lower": config.get("lower"),
+            "upper": config["upper"],
+        }
+    return settings
+
+
+@family("areal_ppo_actor_loss")
+def run_decoupled(args, inputs):
+    layout = Layout(inputs)
+    logprobs, proximal, behaviour, advantages, mask = (
+        layout.rows(inputs[name])
+        for name in ("logprobs", "proximal_logprobs", "old_logprobs", "advantages", "loss_mask")
+    )
+    logprobs.requires_grad_()
+    loss = decoupled(
+        PolicyLossInputs(logprobs, proximal, advantages, mask, rollout_logprobs=behaviour), **decoupled_settings(args)
+    )
+    total = aggregate(loss.token_losses, mask, "token-mean", StepTotals.of(mask))
+    total.backward()
+    left = mask if loss.mask is None else loss.mask
+    zeros = torch.zeros_like(mask)
+    outputs = {
+        "loss": total,
+        "grad_logprobs": layout.back(logprobs.grad),
+        "importance_weight": layout.back(keep(loss.diagnostics["ratio"], left)),
+        "clip_mask": layout.back(keep(loss.diagnostics["clip_fraction"], left)),
+        "dual_clip_mask": layout.back(keep(loss.diagnostics.get("dual_clip_fraction", zeros), left)),
+    }
+    if args["rejection_sampling"] is not None:
+        filtered = loss.diagnostics.get("rejected_fraction", loss.diagnostics.get("truncated_fraction"))
+        outputs |= {
+            "behave_imp_weight": layout.back(loss.diagnostics["behaviour_weight"]),
+            "behave_mask": layout.back(left),
+            "behave_approx_kl": layout.back(keep(proximal - behaviour, left)),
+            "filtered_fraction": masked_mean(filtered, mask),
+        }
+    return outputs
+
+
+@family("areal_sapo_loss")
+def run_sapo(args, inputs):
+    layout = Layout(inputs)
+    logprobs, old, advantages, mask = (
+        layout.rows(inputs[name]) for name in ("logprobs", "old_logprobs", "advantages", "loss_mask")
+    )
+    logprobs.requires_grad_()
+    loss = sapo(
+        PolicyLossInputs(logprobs, old, advantages, mask),
+        tau_positive=args["tau_pos"],
+        tau_negative=args["tau_neg"],
+        ratio_level=args["importance_sampling_level"],
+        aggregation=None,
+    )
+    total = aggregate(loss.token_losses, mask, "token-mean", StepTotals.of(mask))
+    total.backward()
+    return {
+        "loss": total,
+        "grad_logprobs": layout.back(logprobs.grad),
+        "soft_gate": layout.back(loss.diagnostics["soft_gate"]),
+    }
+
+
+@family("areal_m2po_mask")
+def run_m2po(args, inputs):
+    given = CorrectionInputs(*(tensor(inputs[name]) for name in ("prox_logp", "old_logp", "loss_mask")))
+    return {"loss_mask": m2po(given, threshold=args["m2_threshold"]).mask}
+
+
+@family("areal_kl_estimator")
+def run_kl_estimator(args, inputs):
+    kl = kl_penalty(tensor(inputs["log_probs"]), tensor(inputs["log_probs_base"]), args["kl_estimator"])
+    return {"kl": kl.clamp(-10, 10) if args["apply_clamp"] else kl}
+
+
+@family("areal_prox_logp")
+def run_proximal(args, inputs):
+    columns = tensor(inputs["old_logp"]), tensor(inputs["logprobs"]), torch.tensor(inputs["versions"])
+    version = args["current_version"]
+    return {"loglinear": loglinear(*columns, version), "linear": linear(*columns, version), "rollout": columns[0]}
+
+
+@family("areal_critic_loss")
+def run_critic_loss(args, inputs):
+    values, mask = tensor(inputs["value"]).requires_grad_(), tensor(inputs["loss_mask"])
+    loss = value_loss(
+        values,
+        tensor(inputs["old_value"]),
+        tensor(inputs["target_value"]),
+        mask,
+        clip=args["value_eps_clip"],
+        kind=args["loss_fn_type"],
+    )
+    total = aggregate(loss.token_losses, mask, "token-mean", StepTotals.of(mask))
+    total.backward()
+    # AReaL clips by old + clamp(v - old), whose rounding can count a value as clipped that was left as it is.
+    old, target = tensor(inputs["old_value"]), tensor(inputs["target_value"])
+    near_old = old + (values - old).clamp(-args["value_eps_clip"], args["value_eps_clip"])
+    plain, clipped = (
+        value_loss(each, old, target, mask, clip=torch.inf, kind=args["loss_fn_type"]).token_losses
+        for each in (values, near_old)
+    )
+    return {"loss": total, "grad_value": values.grad, "clip_mask": keep((clipped > plain).float(), mask)}
+
+
+@family("areal_dpo_loss")
+def run_preference(args, inputs):
+    margin = tensor(inputs["logits"]).requires_grad_()
+    losses = (dpo if args["loss_type"] == "sigmoid" else ipo)(margin, beta=args["beta"])
+    losses.sum().backward()
+    return {"loss": losses, "grad_logits": margin.grad}

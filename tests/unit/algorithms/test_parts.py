@@ -1,0 +1,163 @@
+"""The smaller parts, on numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from headwater.algorithms.aggregate import StepTotals, aggregate
+from headwater.algorithms.columns import require
+from headwater.algorithms.corrections import CorrectionInputs, combine
+from headwater.algorithms.corrections.icepop import icepop
+from headwater.algorithms.corrections.reject import reject
+from headwater.algorithms.corrections.truncate import truncate
+from headwater.algorithms.diagnostics import ratio_percentiles, staleness_histogram
+from headwater.algorithms.entropy import entropy_from_logits
+from headwater.algorithms.kl.penalty import kl_penalty
+from headwater.algorithms.masked import masked_sum, masked_var, whiten
+from headwater.algorithms.policy_losses import PolicyLossInputs
+from headwater.algorithms.policy_losses.clip_cov import clip_cov
+from headwater.algorithms.policy_losses.decoupled import decoupled
+from headwater.algorithms.proximal import approximation_metrics, progress
+from headwater.algorithms.reward_shaping import overlong_penalty
+from headwater.core.errors import MissingColumn, UnknownName
+
+
+def ratios(*values):
+    """Correction inputs of one row with these ratios π_train/π_rollout."""
+    old = torch.tensor([values]).log()
+    return CorrectionInputs(old, torch.zeros_like(old), torch.ones_like(old))
+
+
+def test_masked_entries_may_be_anything():
+    values = torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]])
+    assert masked_sum(values, torch.eye(2)).item() == 3.0
+
+
+def test_one_entry_has_no_spread():
+    values, mask = torch.tensor([3.0, 5.0]), torch.tensor([1.0, 0.0])
+    assert masked_var(values, mask).item() == 0.0
+    assert whiten(values, mask).tolist() == [0.0, 0.0]
+
+
+def test_an_unknown_aggregation_is_named():
+    ones = torch.ones(1, 1)
+    with pytest.raises(UnknownName, match="did you mean 'token-mean'"):
+        aggregate(ones, ones, "token_mean", StepTotals.of(ones))
+
+
+def test_an_unknown_kl_estimator_is_named():
+    with pytest.raises(UnknownName, match="k3"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "full")
+
+
+def test_bounds_are_on_train_over_rollout_and_inclusive():
+    given = ratios(0.25, 0.5, 1.0, 2.0, 4.0)
+    assert truncate(given, upper=2.0).weights.tolist() == [[0.25, 0.5, 1.0, 2.0, 2.0]]
+    assert icepop(given, lower=0.5, upper=2.0).weights.tolist() == [[0.0, 0.5, 1.0, 2.0, 0.0]]
+    assert reject(given, lower=0.5, upper=2.0).mask.tolist() == [[0.0, 1.0, 1.0, 1.0, 0.0]]
+
+
+def test_one_bad_token_rejects_its_sequence_by_the_maximum_only():
+    given = ratios(0.5, 0.5, 4.0)
+    assert not reject(given, level="sequence", reduction="max", upper=3.0).mask.any()
+    assert reject(given, level="sequence", reduction="mean", upper=3.0).mask.all()
+
+
+def test_combined_corrections_multiply():
+    given = ratios(0.25, 1.0, 4.0)
+    both = combine([truncate(given, upper=2.0), reject(given, lower=0.5, upper=8.0)])
+    assert both.weights.tolist() == [[0.0, 1.0, 2.0]]
+    assert both.mask.tolist() == [[0.0, 1.0, 1.0]]
+    assert set(both.diagnostics) == {"truncated_fraction", "rejected_fraction"}
+
+
+def loss_inputs(**columns):
+    shape = (2, 3)
+    plain = {name: torch.zeros(shape) for name in ("logprobs", "old_logprobs", "advantages")}
+    return PolicyLossInputs(**{**plain, "mask": torch.ones(shape), **columns})
+
+
+def test_the_decoupled_loss_needs_the_rollout_only_for_its_weight():
+    assert not decoupled(loss_inputs(), weight="none").token_losses.any()
+    with pytest.raises(MissingColumn, match="rollout_logprobs"):
+        decoupled(loss_inputs())
+
+
+def test_the_decoupled_weight_multiplies_the_clipped_loss():
+    # r = 2 is clipped to 1.2, w = exp(proximal - behaviour) = 0.5: the loss is -1.2·0.5, not min(r·w, ...).
+    two = torch.full((2, 3), math.log(2.0))
+    inputs = loss_inputs(logprobs=two, advantages=torch.ones(2, 3), rollout_logprobs=two)
+    assert decoupled(inputs).token_losses.tolist() == [[pytest.approx(-0.6)] * 3] * 2
+
+
+def test_removed_tokens_do_not_make_the_others_count_more():
+    behaviour = torch.tensor([[0.0, 0.0, -10.0], [0.0, 0.0, 0.0]])
+    inputs = loss_inputs(advantages=torch.ones(2, 3), rollout_logprobs=behaviour)
+    loss = decoupled(inputs, upper=5.0)
+    assert loss.mask is not None
+    assert loss.mask.sum() == 5
+    assert aggregate(loss.token_losses, inputs.mask, "token-mean", StepTotals.of(inputs.mask)) == pytest.approx(-5 / 6)
+
+
+def test_clamping_by_another_metric_is_refused():
+    with pytest.raises(ValueError, match="clamps the weight itself"):
+        decoupled(loss_inputs(rollout_logprobs=torch.zeros(2, 3)), weight="clamp", metric="k3")
+
+
+def test_clip_cov_takes_out_as_many_tokens_as_it_was_told():
+    generator = torch.Generator().manual_seed(0)
+    columns = {name: torch.randn(8, 8, generator=generator) for name in ("logprobs", "advantages")}
+    inputs = PolicyLossInputs(**columns, old_logprobs=columns["logprobs"], mask=torch.ones(8, 8))
+    first = clip_cov(inputs, fraction=0.1, lower=0.0, upper=100.0)
+    assert first.diagnostics["clip_fraction"].sum() == 6
+    again = clip_cov(inputs, fraction=0.1, lower=0.0, upper=100.0)
+    assert torch.equal(again.token_losses, first.token_losses)
+    other = clip_cov(inputs, fraction=0.1, lower=0.0, upper=100.0, seed=1)
+    assert not torch.equal(other.token_losses, first.token_losses)
+
+
+def test_the_proximal_policy_is_one_version_behind():
+    versions = torch.tensor([-1, 0, 2, 3, 4, 5])
+    assert progress(versions, 4).tolist() == [0.0, 0.75, 0.5, 0.0, 0.0, 0.0]
+
+
+def test_approximation_metrics_are_zero_where_it_is_exact():
+    logprobs = -torch.rand(2, 3)
+    metrics = approximation_metrics(logprobs, logprobs, torch.ones(2, 3))
+    assert metrics["proximal_error_abs"] == 0.0
+    assert metrics["proximal_ratio_mean"] == pytest.approx(1.0)
+
+
+def test_the_overlong_penalty_begins_in_the_buffer():
+    penalty = overlong_penalty(torch.tensor([50, 80, 90, 100]), max_tokens=100, buffer_tokens=20, factor=2.0)
+    assert penalty.tolist() == [0.0, 0.0, -1.0, -2.0]
+
+
+def test_the_entropy_of_a_forced_token_is_zero():
+    logits = torch.tensor([0.0, -torch.inf, -torch.inf], requires_grad=True)
+    entropy = entropy_from_logits(logits)
+    entropy.backward()
+    assert entropy.item() == 0.0
+    assert torch.isfinite(logits.grad).all()
+
+
+def test_staleness_counts_trained_tokens_only():
+    versions, mask = torch.tensor([[3, 2, -1, 2]]), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    assert staleness_histogram(versions, mask, 4) == {1: 1, 2: 1}
+
+
+def test_percentiles_of_an_even_spread():
+    log_ratio = torch.arange(1, 102).float().log()[None]
+    percentiles = ratio_percentiles(log_ratio, torch.ones_like(log_ratio))
+    assert {name: round(value) for name, value in percentiles.items()} == {
+        "ratio_p01": 2, "ratio_p10": 11, "ratio_p50": 51, "ratio_p90": 91, "ratio_p99": 100,
+    }  # fmt: skip
+    assert ratio_percentiles(log_ratio, torch.zeros_like(log_ratio)) == {}
+
+
+def test_a_column_that_is_there_is_handed_on():
+    column = torch.ones(1)
+    assert require(column, "values", "someone", "do something") is column
