@@ -52,7 +52,7 @@ def test_neither_micro_batches_nor_ranks_change_the_step(mode, batch, size, num_
     ranked = replace(totals, data_parallel_size=num_ranks)
     value, summed = torch.zeros(()), torch.zeros_like(losses)
     for rank in range(num_ranks):
-        rows = torch.arange(rank, len(losses), num_ranks)
+        rows = torch.arange(len(losses))[rank::num_ranks]
         for part in rows.split(size):
             share = aggregate(losses[part], mask[part], mode, ranked)
             value = value + share.detach() / num_ranks
