@@ -29,5 +29,5 @@ def clip_cov(
     num_taken = max(int(fraction * int(kept.sum())), 1)
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))[:num_taken]
     rows, columns = candidates[order.to(candidates.device)].unbind(dim=1)
-    taken = torch.zeros_like(losses).index_put_((rows, columns), torch.ones((), device=losses.device))
+    taken = torch.zeros_like(losses).index_put_((rows, columns), losses.new_ones(()))
     return PolicyLoss(losses * (1 - taken), {"clip_fraction": taken, "approx_kl": -log_ratio.detach()})
