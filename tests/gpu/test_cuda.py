@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 
 import pytest
 import tiny
@@ -15,11 +14,13 @@ from headwater.cli.main import main
 from headwater.config.schema import TrainingConfig
 from headwater.core.records import ModelRequest, SamplingParams, Score, Trajectory
 from headwater.engine.sampler import SamplingBatch, sample, uniforms
-from headwater.models.load import load_model
+from headwater.models.load import load_model, resolve_dtype
+from headwater.models.weights import copy_weights
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
 from headwater.rollout.padding import pad_trajectories
-from headwater.training.engine import LocalTrainEngine
+from headwater.training.engine import TrainEngine
+from headwater.training.packed_module import PolicyModule
 
 
 def test_uniforms_are_the_same_bits_as_on_the_cpu():
@@ -35,6 +36,10 @@ def test_tokens_are_drawn_as_on_the_cpu():
     cpu, _ = sample(logits, SamplingBatch.build(params, keys, torch.device("cpu")), positions)
     cuda, _ = sample(logits.cuda(), SamplingBatch.build(params, keys, torch.device("cuda")), positions.cuda())
     assert (cpu != cuda.cpu()).sum() <= 1  # a draw on the very border between two tokens may round the other way
+
+
+def likelihood(outputs, batch):
+    return PolicyLoss(-outputs["logprobs"])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("bfloat16", 0.3)])
@@ -53,11 +58,15 @@ def test_engine_and_trainer_agree(dtype, tolerance):
     pairs = zip(prompts, responses, strict=True)
     trajectories = [Trajectory.from_response(prompt, 0, response, Score(1.0)) for prompt, response in pairs]
     data = pad_trajectories(trajectories, tiny.tokenizer().pad_token_id)
-    trainer = LocalTrainEngine(copy.deepcopy(model), TrainingConfig(learning_rate=1e-3), temperature=1.0)
-    gap = (trainer.logprobs(data) - data.batch["rollout_logprobs"]).abs() * data.batch["response_mask"]
+    learner = load_model("tiny:qwen3", dtype="float32", device="auto", seed=0)
+    copy_weights(learner, model.named_parameters())
+    trainer = TrainEngine(
+        PolicyModule(learner, 1.0), TrainingConfig(learning_rate=1e-3), compute_dtype=resolve_dtype(dtype)
+    )
+    gap = (trainer.compute(data)["logprobs"] - data.batch["rollout_logprobs"]).abs() * data.batch["response_mask"]
     assert gap.max() < tolerance
-    before = trainer.train_step(data, lambda logprobs, batch: PolicyLoss(-logprobs))["loss"]
-    after = trainer.train_step(data, lambda logprobs, batch: PolicyLoss(-logprobs))["loss"]
+    before = trainer.train_step(data, likelihood)["loss"]
+    after = trainer.train_step(data, likelihood)["loss"]
     assert after < before
 
 
@@ -73,10 +82,10 @@ def test_training_computes_in_bfloat16_but_keeps_float32_weights():
     """In bfloat16 weights an update of this size would be rounded away."""
     model = load_model("tiny:qwen3", dtype="float32", device="cuda", seed=0)
     config = TrainingConfig(learning_rate=1e-6)
-    trainer = LocalTrainEngine(model, config, temperature=1.0, compute_dtype=torch.bfloat16)
+    trainer = TrainEngine(PolicyModule(model, 1.0), config, compute_dtype=torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
     data = pad_trajectories([tiny.trajectory(seed) for seed in range(8)], pad_token_id=0)
-    trainer.train_step(data, lambda logprobs, batch: PolicyLoss(-logprobs))
+    trainer.train_step(data, likelihood)
     changed = [(tensor != before[name]).float().mean() for name, tensor in trainer.export_weights()]
     assert all(tensor.dtype == torch.float32 for _, tensor in trainer.export_weights())
     assert torch.stack(changed).mean() > 0.8

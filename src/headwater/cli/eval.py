@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.checkpoint import Checkpoints, read_state
     from headwater.trainer.evaluate import evaluate
-    from headwater.trainer.setup import build_rollout
+    from headwater.trainer.rollout_setup import build_rollout
 
     run = RunDirectory.open(args.run)
     # This command evaluates whatever the run itself did, so its eval settings are read.

@@ -63,8 +63,9 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.loop import Trainer
-    from headwater.trainer.setup import build_rollout, build_training, describe
+    from headwater.trainer.rollout_setup import build_rollout, describe
     from headwater.trainer.summary import summarise
+    from headwater.trainer.training_setup import build_training
 
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
@@ -74,7 +75,12 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     # Whatever can fail by bad input is built first: only a run that can start gets a directory.
     rollout = build_rollout(config, model_path)
     try:
-        training = build_training(config, model_path, rollout.tokenizer)
+        training = build_training(
+            config,
+            model_path,
+            rollout.tokenizer,
+            reference_path=str(run.reference) if run and run.reference.exists() else config.model.path,
+        )
         run = run or RunDirectory.create(Path(config.run.root), config.run.name)
         trainer = Trainer(config, rollout, training, run, display)
         if checkpoint is not None:

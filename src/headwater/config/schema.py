@@ -149,6 +149,17 @@ class RewardConfig:
     """Extra keyword arguments of the scoring function."""
     timeout_s: Annotated[float, MoreThan(0)] = 60.0
     """Longest time one response may take to score; longer is a failure."""
+    model: str = ""
+    """A reward model (a transformers sequence classifier with one label): a folder or hub id; empty means none."""
+    model_weight: float = 1.0
+    """The reward model's score is added to the reward with this weight."""
+    overlong_tokens: Annotated[int, AtLeast(0, "use 0 for no penalty")] = 0
+    """Last tokens of rollout.max_new_tokens over which a penalty for length grows (DAPO); 0 is none."""
+    overlong_penalty: Annotated[float, AtLeast(0)] = 1.0
+    """The penalty of a response that uses all its tokens."""
+
+
+OldLogprobs = Literal["rollout", "recompute", "loglinear", "metrics"]
 
 
 @dataclass(frozen=True)
@@ -161,8 +172,35 @@ class AlgorithmConfig:
     """Policy loss."""
     policy_loss_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the policy loss, for example {clip_high: 0.28}."""
-    old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """Old log-probs of the loss: those of the engine that sampled, or a forward pass before the update."""
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
+    ] = "token-mean"
+    """How the losses of tokens become the loss of a step; the last but one divides by rollout.max_new_tokens."""
+    old_logprobs: OldLogprobs = "rollout"
+    """The policy that updates are measured from: the one that sampled, a forward pass, or a guess between the two."""
+    corrections: tuple[Annotated[str, Extension("headwater.algorithms.corrections")], ...] = ()
+    """What is done about samples that the engine drew from another policy than the learner's, in order."""
+    corrections_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments by correction, for example {truncate: {upper: 2.0}}."""
+    kl_in_reward: Annotated[float, AtLeast(0)] = 0.0
+    """Coefficient of the divergence from the reference policy, taken off every token's reward; 0 is none."""
+    kl_in_loss: Annotated[float, AtLeast(0)] = 0.0
+    """Coefficient of the divergence from the reference policy, added to every token's loss; 0 is none."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k3"
+    """How a divergence is estimated from the sampled tokens; + keeps the value and takes the gradient of k2."""
+    kl_target: Annotated[float, AtLeast(0, "use 0 for a fixed coefficient")] = 0.0
+    """Steer kl_in_reward so that the mean divergence stays near this; 0 keeps it fixed."""
+    kl_horizon: Annotated[int, AtLeast(1)] = 10000
+    """Samples over which the steering acts: larger is slower."""
+    entropy_bonus: Annotated[float, AtLeast(0)] = 0.0
+    """Coefficient of the entropy, taken off every token's loss; 0 is none."""
+    filter_groups: bool = False
+    """Draw new prompts in place of groups whose samples all scored the same: they have nothing to teach (DAPO)."""
+    max_filter_rounds: Annotated[int, AtLeast(1)] = 10
+    """With filter_groups, rounds of new prompts before a step goes on with the groups it has."""
+
+
+Schedule = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True)
@@ -171,6 +209,10 @@ class TrainingConfig:
     """Peak learning rate of AdamW."""
     num_warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Optimiser steps over which the learning rate rises from zero."""
+    schedule: Schedule = "constant"
+    """What the learning rate does after the warm-up, until the last step of the run."""
+    lowest_learning_rate_fraction: Annotated[float, Within(0, 1)] = 0.0
+    """Where a linear or cosine schedule ends, as a fraction of the peak."""
     weight_decay: Annotated[float, AtLeast(0)] = 0.0
     """Decoupled weight decay."""
     adam_beta1: Annotated[float, Within(0, 0.9999)] = 0.9
@@ -179,6 +221,8 @@ class TrainingConfig:
     """AdamW's decay of the squared-gradient average."""
     max_grad_norm: Annotated[float, MoreThan(0)] = 1.0
     """Gradients are scaled down to this norm."""
+    max_bad_steps: Annotated[int, AtLeast(1)] = 3
+    """Optimiser steps in a row with a loss or gradient that is not finite before the run stops; each is skipped."""
     num_minibatches: Annotated[int, AtLeast(1)] = 1
     """Optimiser steps per pass over a batch; must divide the prompts of a step."""
     num_epochs: Annotated[int, AtLeast(1)] = 1
@@ -187,6 +231,38 @@ class TrainingConfig:
     """Spend nothing on samples whose advantage is zero; turn off for a loss that has terms without the advantage."""
     max_tokens_per_microbatch: Annotated[int, AtLeast(1)] = 16384
     """Tokens in one forward and backward pass; lower it if memory runs out, the gradient stays the same."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once for all its samples, forward and backward."""
+    checkpoint_activations: bool = False
+    """Keep only each layer's input and compute the rest again in the backward pass: less memory, a third more work."""
+    compile: bool = False
+    """Compile the layers with torch.compile: a minute at the start, then faster steps on a GPU."""
+    offload_optimizer: bool = False
+    """On a GPU, keep AdamW's averages in main memory and stream them through the device at each step."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    enabled: bool = False
+    """Train a critic beside the policy; the advantages gae and gae_turn need one."""
+    path: str = ""
+    """The model the critic starts from; empty means the policy's, with a new value head."""
+    learning_rate: Annotated[float, MoreThan(0)] = 1e-5
+    """Peak learning rate of the critic."""
+    clip: Annotated[float, MoreThan(0)] = 0.5
+    """A value may move so far from the one before the update before the loss stops rewarding it."""
+    num_warmup_steps: Annotated[int, AtLeast(0)] = 0
+    """Training steps in which only the critic learns, before the policy begins."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: Annotated[int, AtLeast(0, "use 0 to train all weights")] = 0
+    """Rank of the trained adapters; 0 trains all weights. The model without adapters is then the reference."""
+    alpha: Annotated[int, AtLeast(1)] = 32
+    """Adapters are scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter; empty means all but the output layer."""
 
 
 @dataclass(frozen=True)
@@ -232,5 +308,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -59,10 +59,10 @@ def load_tokenizer(path: str) -> Any:
     source = resolve_model(path)
     if source.kind == "tiny":
         return build_tokenizer()
-    location = _locate(source)
+    location = locate(source)
     if isinstance(location, Path):
         folder_checks.check_tokenizer(location)
-    config = _read_config(location)
+    config = read_config(location)
     plain = isinstance(location, Path) and folder_checks.is_self_described(location)
     loader = PreTrainedTokenizerFast if plain else AutoTokenizer
     try:
@@ -84,7 +84,7 @@ def load_model(path: str, *, dtype: str, device: str, seed: int) -> Any:
         model = build_model(path, seed=seed).to(number_type)
         model.config.dtype = number_type
     else:
-        model = _load_pretrained(_locate(source), number_type)
+        model = _load_pretrained(locate(source), number_type)
     try:
         return model.to(target)
     except torch.OutOfMemoryError as error:
@@ -98,8 +98,8 @@ def load_processor(path: str) -> Any | None:
     source = resolve_model(path)
     if source.kind in ("tiny", "smollm2"):
         return None
-    location = _locate(source)
-    config = _read_config(location)
+    location = locate(source)
+    config = read_config(location)
     if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return None
     try:
@@ -122,7 +122,7 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return ids
 
 
-def _locate(source: ModelSource) -> Path | str:
+def locate(source: ModelSource) -> Path | str:
     """A checked folder, or the hub id."""
     if source.kind == "hub":
         return source.path
@@ -131,7 +131,8 @@ def _locate(source: ModelSource) -> Path | str:
     return location
 
 
-def _read_config(location: Path | str) -> Any:
+def read_config(location: Path | str) -> Any:
+    """The model's config.json as transformers reads it."""
     try:
         return AutoConfig.from_pretrained(location)
     except Exception as error:  # a wrong value in config.json surfaces as whatever the architecture's config raises
@@ -139,8 +140,14 @@ def _read_config(location: Path | str) -> Any:
 
 
 def _load_pretrained(location: Path | str, dtype: torch.dtype) -> Any:
-    config = _read_config(location)
-    auto_class = _auto_class(location, config)
+    model = load_with(_auto_class(location, read_config(location)), location, dtype)
+    _mend_generation_config(model)
+    return model
+
+
+def load_with(auto_class: Any, location: Path | str, dtype: torch.dtype) -> Any:
+    """A model in eval mode by one of transformers' auto classes, with all its weights from the files."""
+    config = read_config(location)
     if isinstance(location, Path):
         folder_checks.check_weights(location)
     # A hub model keeps its progress bars: they show the download.
@@ -153,7 +160,6 @@ def _load_pretrained(location: Path | str, dtype: torch.dtype) -> Any:
     except Exception as error:  # architectures raise what they like when a shape in config.json makes no sense
         raise _cannot_read(location, "weights", error) from error
     _check_report(location, report)
-    _mend_generation_config(model)
     return model.eval()
 
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ModelError
 from headwater.models.quiet import quiet
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def save_model(model: Any, tokenizer: Any, folder: Path | str) -> Path:
-    """Save in the Hugging Face format; an existing folder is used only if it is empty."""
+
+def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: Mapping[str, Tensor] | None = None) -> Path:
+    """Save in the Hugging Face format; an existing folder is used only if it is empty.
+
+    ``weights`` are saved in place of the model's own, by the names these have.
+    """
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(
@@ -24,7 +31,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path | str) -> Path:
     try:
         temporary.mkdir(parents=True)
         with quiet():
-            model.save_pretrained(temporary)
+            model.save_pretrained(temporary, state_dict=weights)
             tokenizer.save_pretrained(temporary)
         _share_weights(temporary)
         os.rename(temporary, target)

@@ -57,6 +57,11 @@ class RunDirectory:
             _write_text(self.free_file(".", "config", ".yaml"), text)
 
     @property
+    def reference(self) -> Path:
+        """The policy that training is kept near, where a supervised start came before it."""
+        return self.path / "reference"
+
+    @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -17,6 +17,9 @@ T = TypeVar("T")
 DrawPrompts = Callable[[int], Sequence[PromptDraw]]
 """Gives the next so many prompts; fewer when there are no more."""
 
+GREEDY = -1
+"""The sample number of an episode that only its reward is wanted of."""
+
 _MAX_BARREN_ROUNDS = 2
 """Rounds of prompts in a row that may yield no group at all before the run stops instead of looping."""
 
@@ -25,7 +28,8 @@ class WorkflowExecutor:
     """Runs ``num_samples`` episodes per prompt and gathers them into groups.
 
     A rejected episode (``None``) or, under ``on_failure="drop"``, a failed one drops its whole group: counted, with its
-    reason, and replaced by another prompt.
+    reason, and replaced by another prompt. So does a group that ``should_accept`` refuses; after ``max_rounds`` rounds
+    of prompts a batch goes on with the groups it has. ``greedy`` runs one more episode per prompt, for its reward.
     """
 
     def __init__(
@@ -37,6 +41,9 @@ class WorkflowExecutor:
         num_samples: int,
         timeout_s: float,
         on_failure: Literal["stop", "drop"],
+        greedy: RolloutWorkflow | None = None,
+        should_accept: Callable[[Group], bool] | None = None,
+        max_rounds: int | None = None,
     ) -> None:
         self._engine = engine
         self._workflow = workflow
@@ -44,6 +51,9 @@ class WorkflowExecutor:
         self._num_samples = num_samples
         self._timeout_s = timeout_s
         self._on_failure = on_failure
+        self._greedy = greedy
+        self._should_accept = should_accept
+        self._max_rounds = max_rounds
 
     def rollout_batch(self, num_groups: int, draw_prompts: DrawPrompts) -> RolloutBatch:
         """Draw prompts and run them until ``num_groups`` groups are complete, or until there are no more prompts."""
@@ -65,18 +75,20 @@ class WorkflowExecutor:
     async def _gather(
         self, num_groups: int, draw_prompts: DrawPrompts, groups: list[Group], dropped: list[Dropped]
     ) -> None:
-        num_barren_rounds = 0
+        num_barren_rounds = num_rounds = 0
         while len(groups) < num_groups and (draws := draw_prompts(num_groups - len(groups))):
-            num_before = len(groups)
+            num_before, num_rounds = len(groups), num_rounds + 1
             for outcome in await _all_or_first_error([self._run_group(draw) for draw in draws]):
                 if isinstance(outcome, Group):
                     groups.append(outcome)
                 else:
                     dropped.append(outcome)
             num_barren_rounds = 0 if len(groups) > num_before else num_barren_rounds + 1
-            if num_barren_rounds == _MAX_BARREN_ROUNDS:
+            if num_barren_rounds == _MAX_BARREN_ROUNDS and self._max_rounds is None:
                 break
-        if num_barren_rounds == _MAX_BARREN_ROUNDS or not groups:
+            if num_rounds == self._max_rounds:
+                break
+        if (num_barren_rounds == _MAX_BARREN_ROUNDS and self._max_rounds is None) or not groups:
             causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
             raise RolloutFailed(
                 f"{len(dropped)} groups of this step were dropped and only {len(groups)} are complete; "
@@ -89,8 +101,9 @@ class WorkflowExecutor:
             self._workflow.arun_episode(self._engine, EpisodeInput(prompt, sample, derive_key(draw.rng_key, sample)))
             for sample in range(self._num_samples)
         )
+        greedy = [self._greedy.arun_episode(self._engine, EpisodeInput(prompt, GREEDY, 0))] if self._greedy else []
         try:
-            results = await _all_or_first_error(episodes)
+            results = await _all_or_first_error([*episodes, *greedy])
         except (RewardFailed, RolloutFailed) as error:
             if self._on_failure == "stop":
                 raise
@@ -103,13 +116,21 @@ class WorkflowExecutor:
             if self._on_failure == "stop":
                 raise RolloutFailed(message) from error
             return Dropped(prompt.uid, message)
-        return self._to_group(prompt, results)
+        group = self._to_group(prompt, results)
+        if isinstance(group, Group) and self._should_accept is not None and not self._should_accept(group):
+            return Dropped(prompt.uid, "filtered: all its samples scored the same")
+        return group
 
     def _to_group(self, prompt: Prompt, results: Sequence[object]) -> Group | Dropped:
+        if any(result is None or result == [] for result in results):
+            return Dropped(prompt.uid, "rejected by the workflow")
+        samples = self._trajectories(prompt, results[: self._num_samples])
+        greedy = self._trajectories(prompt, results[self._num_samples :])
+        return Group(prompt, tuple(samples), baseline=greedy[-1].reward if greedy else None)
+
+    def _trajectories(self, prompt: Prompt, results: Sequence[object]) -> list[Trajectory]:
         trajectories: list[Trajectory] = []
         for result in results:
-            if result is None or result == []:
-                return Dropped(prompt.uid, "rejected by the workflow")
             parts = result if isinstance(result, list) else [result]
             for part in parts:
                 if not isinstance(part, Trajectory):
@@ -119,7 +140,7 @@ class WorkflowExecutor:
                         "return a Trajectory, a list of them, or None to reject the episode"
                     )
                 trajectories.append(part)
-        return Group(prompt, tuple(trajectories))
+        return trajectories
 
 
 async def _all_or_first_error(coroutines: Iterable[Awaitable[T]]) -> list[T]:

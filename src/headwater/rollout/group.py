@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from headwater.core.records import Prompt, Trajectory
 
 
@@ -20,6 +22,8 @@ class PromptDraw:
 class Group:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+    baseline: float | None = None
+    """The reward of the greedy response, where one was asked for."""
 
     def __post_init__(self) -> None:
         strangers = [each.uid for each in self.trajectories if each.uid != self.prompt.uid]
@@ -45,3 +49,13 @@ class RolloutBatch:
     @property
     def trajectories(self) -> Sequence[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+    def group_numbers(self) -> torch.Tensor:
+        """``[trajectories]``: the number of each one's group."""
+        return torch.tensor([number for number, group in enumerate(self.groups) for _ in group.trajectories])
+
+    def baselines(self) -> torch.Tensor | None:
+        """``[trajectories]``: the greedy reward of each one's prompt; None where it was not asked for."""
+        if any(group.baseline is None for group in self.groups):
+            return None
+        return torch.tensor([group.baseline for group in self.groups for _ in group.trajectories])

@@ -35,8 +35,7 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
         logprobs[row, :length] = torch.tensor(each.logprobs[start:])
         versions[row, :length] = torch.tensor(each.versions[start:], dtype=torch.int64)
         if length:
-            trained = response_mask[row].nonzero()
-            rewards[row, int(trained[-1]) if len(trained) else length - 1] = each.reward
+            rewards[row, score_column(each)] = each.reward
     return DataProto.from_dict(
         tensors={
             "input_ids": input_ids,
@@ -49,3 +48,15 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
         },
         non_tensors={"uid": [each.uid for each in trajectories], "sample": [each.sample for each in trajectories]},
     )
+
+
+def score_column(trajectory: Trajectory) -> int:
+    """Where in its response a trajectory's reward stands."""
+    mask = trajectory.loss_mask[trajectory.prompt_length :]
+    return max((column for column, trained in enumerate(mask) if trained), default=len(mask) - 1)
+
+
+def add_to_scores(rewards: torch.Tensor, scores: torch.Tensor, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    """``rewards`` ``[samples, response]`` with one more score per trajectory where its reward stands."""
+    columns = torch.tensor([max(0, score_column(each)) for each in trajectories])
+    return rewards.index_put((torch.arange(len(rewards)), columns), scores.to(rewards.dtype), accumulate=True)

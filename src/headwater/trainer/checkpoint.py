@@ -10,7 +10,8 @@ from typing import Any
 
 from headwater.core.errors import RunError
 from headwater.models.save import save_model
-from headwater.training.engine import LocalTrainEngine
+from headwater.training.actor import Actor
+from headwater.training.critic import Critic
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,19 @@ class TrainerState:
     sampler: dict[str, Any]
     warm_started: bool
     """Whether the supervised start is behind us, or there is none."""
+    kl_coefficient: float = 0.0
+    """Of the penalty in the reward, which may be steered."""
 
 
 class Checkpoints:
-    """``checkpoints/step_000100/``: ``model/`` in Hugging Face format, ``optimizer.pt`` and ``state.json``."""
+    """``checkpoints/step_000100/``: ``model/`` in Hugging Face format, ``train/`` with weights and optimiser as they
+    are trained, the same of a critic under ``critic/``, and ``state.json``."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
 
-    def save(self, state: TrainerState, engine: LocalTrainEngine, tokenizer: Any) -> Path:
+    def save(self, state: TrainerState, actor: Actor, critic: Critic | None, tokenizer: Any) -> Path:
         """Written beside its place and moved there when it is whole, so a checkpoint that exists is complete."""
         target = self._folder / f"step_{state.step:06d}"
         if target.exists():
@@ -40,8 +44,10 @@ class Checkpoints:
             shutil.rmtree(leftover)
         temporary = self._folder / f".{target.name}"
         temporary.mkdir(parents=True)
-        save_model(engine.model, tokenizer, temporary / "model")
-        engine.save(temporary)
+        save_model(actor.engine.module.model, tokenizer, temporary / "model", dict(actor.engine.export_weights()))
+        actor.engine.save(temporary)
+        if critic is not None:
+            critic.engine.save(temporary / "critic")
         (temporary / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
         temporary.replace(target)
         for old in self.all()[: -self._keep]:

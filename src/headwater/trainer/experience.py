@@ -1,42 +1,158 @@
-"""From rollouts to what the learner trains on: old log-probs and advantages."""
+"""From rollouts to what the learner trains on: log-probs, values, rewards, advantages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwater.algorithms.advantages import AdvantageInputs
+from headwater.algorithms.advantages import AdvantageInputs, Advantages
+from headwater.algorithms.corrections import Correction, CorrectionInputs, combine
+from headwater.algorithms.diagnostics import offpolicy_metrics, staleness_histogram
+from headwater.algorithms.kl.controllers import KLController
+from headwater.algorithms.kl.reward import penalize_rewards
 from headwater.algorithms.masked import masked_mean
+from headwater.algorithms.proximal import approximation_metrics, loglinear
+from headwater.algorithms.reward_shaping import overlong_penalty
+from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.rollout.group import RolloutBatch
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.padding import add_to_scores, pad_trajectories
 from headwater.training.actor import Actor
+from headwater.training.critic import Critic
+from headwater.training.reference import Reference
+from headwater.training.reward_model import RewardModel
 
-AdvantageFunction = Callable[[AdvantageInputs], Tensor]
+AdvantageFunction = Callable[[AdvantageInputs], Advantages]
+CorrectionFunction = Callable[[CorrectionInputs], Correction]
 
 
+@dataclass(frozen=True)
+class Experience:
+    data: DataProto
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class ExperienceMaker:
-    def __init__(
-        self, advantage: AdvantageFunction, actor: Actor, *, recompute_old_logprobs: bool, pad_token_id: int
-    ) -> None:
-        self._advantage = advantage
-        self._actor = actor
-        self._recompute = recompute_old_logprobs
-        self._pad_token_id = pad_token_id
+    """What it adds depends on who is there: a critic gives values, a reference its log-probs."""
 
-    def make(self, batch: RolloutBatch) -> DataProto:
-        """Adds ``old_logprobs`` and ``advantages``, both ``[samples, response]``, to the padded rollouts."""
-        data = pad_trajectories(batch.trajectories, self._pad_token_id)
-        groups = torch.tensor([number for number, group in enumerate(batch.groups) for _ in group.trajectories])
-        inputs = AdvantageInputs(data.batch["rewards"], data.batch["response_mask"], groups)
-        old_logprobs = self._actor.logprobs(data) if self._recompute else data.batch["rollout_logprobs"]
-        return data.with_columns(tensors={"old_logprobs": old_logprobs, "advantages": self._advantage(inputs)})
+    config: Config
+    advantage: AdvantageFunction
+    corrections: Sequence[CorrectionFunction]
+    kl: KLController
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    reward_model: RewardModel | None
+    pad_token_id: int
+
+    def make(self, batch: RolloutBatch, version: int) -> Experience:
+        """Rollouts as a padded batch with ``old_logprobs``, ``advantages`` and ``returns``, ``[samples, response]``.
+
+        ``version`` is the policy that is about to be trained.
+        """
+        data = pad_trajectories(batch.trajectories, self.pad_token_id).with_columns(meta_info={"version": version})
+        metrics: dict[str, float] = {}
+        columns = self._old_policy(data, version, metrics)
+        rewards = self._rewards(batch, data, metrics)
+        if self.reference is not None:
+            columns["reference_logprobs"] = self.reference.logprobs(data)
+            rewards = self._penalized(rewards, data, columns, metrics)
+        if self.critic is not None:
+            columns["values"] = self.critic.values(data)
+        mask = data.batch["response_mask"]
+        advantages = self.advantage(
+            AdvantageInputs(
+                rewards,
+                mask,
+                batch.group_numbers(),
+                values=columns.get("values"),
+                baselines=batch.baselines(),
+                turns=_turns(mask),
+                old_logprobs=columns["old_logprobs"],
+                sum_pi_squared=columns.pop("sum_pi_squared", None),
+            )
+        )
+        columns |= {"rewards": rewards, "advantages": advantages.advantages, "returns": advantages.returns}
+        columns |= self._corrected(data, columns["old_logprobs"], metrics)
+        return Experience(data.with_columns(tensors=columns), metrics)
+
+    def _old_policy(self, data: DataProto, version: int, metrics: dict[str, float]) -> dict[str, Tensor]:
+        tensors, method = data.batch, self.config.algorithm.old_logprobs
+        rollout, mask, versions = tensors["rollout_logprobs"], tensors["response_mask"], tensors["versions"]
+        lags = staleness_histogram(versions, mask, version)
+        metrics |= {f"staleness/lag_{lag}": count / sum(lags.values()) for lag, count in sorted(lags.items())}
+        if method in ("rollout", "loglinear"):
+            return {"old_logprobs": rollout}
+        computed = self.actor.engine.compute(data)
+        old = computed["logprobs"]
+        metrics |= {f"rollout_gap/{name}": value for name, value in offpolicy_metrics(old, rollout, mask).items()}
+        metrics["rollout_logprob_gap"] = float(masked_mean((old - rollout).abs(), mask))
+        if method == "metrics":
+            metrics |= approximation_metrics(loglinear(rollout, old, versions, version), old, mask)
+        return {"old_logprobs": old, "sum_pi_squared": computed["sum_pi_squared"]}
+
+    def _rewards(self, batch: RolloutBatch, data: DataProto, metrics: dict[str, float]) -> Tensor:
+        rewards: Tensor = data.batch["rewards"]
+        settings = self.config.reward
+        if self.reward_model is not None:
+            scores = self.reward_model.scores(_conversations(batch))
+            metrics["reward_model/mean"] = float(scores.mean())
+            rewards = add_to_scores(rewards, settings.model_weight * scores, batch.trajectories)
+        if settings.overlong_tokens:
+            lengths = torch.tensor([len(each.response_tokens) for each in batch.trajectories])
+            penalty = overlong_penalty(
+                lengths,
+                max_tokens=self.config.rollout.max_new_tokens,
+                buffer_tokens=settings.overlong_tokens,
+                factor=settings.overlong_penalty,
+            )
+            metrics["reward/overlong_penalty"] = float(penalty.mean())
+            rewards = add_to_scores(rewards, penalty, batch.trajectories)
+        return rewards
+
+    def _penalized(
+        self, rewards: Tensor, data: DataProto, columns: Mapping[str, Tensor], metrics: dict[str, float]
+    ) -> Tensor:
+        penalized = penalize_rewards(
+            rewards,
+            columns["old_logprobs"],
+            columns["reference_logprobs"],
+            data.batch["response_mask"],
+            kind=self.config.algorithm.kl_estimator,
+            coefficient=self.kl.coefficient,
+        )
+        metrics |= {"kl/reference": penalized.kl, "kl/coefficient": self.kl.coefficient}
+        self.kl.update(penalized.kl, len(data))
+        return penalized.rewards
+
+    def _corrected(self, data: DataProto, old: Tensor, metrics: dict[str, float]) -> dict[str, Tensor]:
+        if not self.corrections:
+            return {}
+        mask = data.batch["response_mask"]
+        inputs = CorrectionInputs(old, data.batch["rollout_logprobs"], mask)
+        corrected = combine([correct(inputs) for correct in self.corrections])
+        metrics |= {
+            f"correction/{name}": float(masked_mean(values, mask)) for name, values in corrected.diagnostics.items()
+        }
+        metrics["correction/kept_fraction"] = float(corrected.mask.sum() / mask.sum())
+        return {"correction_weights": corrected.weights, "response_mask": corrected.mask}
 
 
-def rollout_gap(experience: DataProto) -> float:
-    """Mean absolute difference between the trainer's and the engine's log-probs: how far the two models disagree."""
-    tensors = experience.batch
-    gap = (tensors["old_logprobs"] - tensors["rollout_logprobs"]).abs()
-    return float(masked_mean(gap, tensors["response_mask"]))
+def _conversations(batch: RolloutBatch) -> list[list[Mapping[str, Any]]]:
+    return [
+        [*group.prompt.messages, {"role": "assistant", "content": each.info["response_text"]}]
+        for group in batch.groups
+        for each in group.trajectories
+    ]
+
+
+def _turns(mask: Tensor) -> Tensor:
+    """The number of each trained token's turn: a new one begins after tokens that the policy did not write."""
+    trained = mask != 0
+    begins = trained & ~torch.nn.functional.pad(trained, (1, 0))[:, :-1]
+    return (begins.cumsum(dim=1) - 1).masked_fill(~trained, -1)

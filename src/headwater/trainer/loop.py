@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from headwater.config.schema import Config
-from headwater.core.data_proto import DataProto
 from headwater.observe.progress import Display
 from headwater.observe.rollout_file import write_rollouts
 from headwater.observe.run_directory import RunDirectory
@@ -15,10 +14,11 @@ from headwater.rollout.group import RolloutBatch
 from headwater.rollout.prompt_stream import PromptStream
 from headwater.trainer.checkpoint import Checkpoints, TrainerState, read_state
 from headwater.trainer.evaluate import evaluate
-from headwater.trainer.experience import rollout_gap
+from headwater.trainer.experience import Experience
 from headwater.trainer.interrupts import Interrupts
-from headwater.trainer.setup import RolloutParts, TrainingParts
+from headwater.trainer.rollout_setup import RolloutParts
 from headwater.trainer.step_metrics import shown_metrics, step_metrics
+from headwater.trainer.training_setup import TrainingParts
 from headwater.trainer.warm_start import warm_start
 from headwater.weights.memory import publish
 
@@ -50,13 +50,22 @@ class Trainer:
         self._stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
         self._interrupts = Interrupts(lambda: display.say("Stopping after this update. Ctrl-C again stops at once."))
-        self._state = TrainerState(0, self._stream.state_dict(), warm_started=config.warm_start.num_steps == 0)
+        self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
         self._consistent = self._state.warm_started
+
+    def _state_at(self, step: int) -> TrainerState:
+        return TrainerState(
+            step,
+            self._stream.state_dict(),
+            warm_started=True,
+            kl_coefficient=self._training.experience.kl.coefficient,
+        )
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from ``checkpoint``, whose weights the parts were built with."""
         state = read_state(checkpoint)
-        self._training.actor.engine.load(checkpoint)
+        self._training.load(checkpoint)
+        self._training.experience.kl.coefficient = state.kl_coefficient
         self._stream.load_state_dict(state.sampler)
         self._parts.engine.set_version(state.step)
         self._state = state
@@ -124,16 +133,21 @@ class Trainer:
         self._parts.spans.drain()
         return self._parts.train_rollouts.rollout_batch(self._config.trainer.num_prompts_per_step, self._stream.take)
 
-    def _make_experience(self, batch: RolloutBatch) -> DataProto:
+    def _make_experience(self, batch: RolloutBatch) -> Experience:
         with self._parts.spans.span("experience"):
-            return self._training.experience.make(batch)
+            return self._training.experience.make(batch, self._state.step)
 
-    def _update(self, experience: DataProto) -> dict[str, float]:
+    def _update(self, experience: Experience) -> dict[str, float]:
+        """Teach the critic, and the policy once the critic knows something."""
         self._consistent = False
+        stats = dict(experience.metrics)
         with self._parts.spans.span("train"):
-            stats = self._training.actor.update(experience)
-        if self._config.algorithm.old_logprobs == "recompute":
-            stats["rollout_logprob_gap"] = rollout_gap(experience)
+            if self._training.critic is not None:
+                learned = self._training.critic.update(experience.data)
+                stats |= {f"critic/{name}": value for name, value in learned.items()}
+            if self._state.step >= self._config.critic.num_warmup_steps:
+                learned = self._training.actor.update(experience.data)
+                stats |= {f"actor/{name}": value for name, value in learned.items()}
         return stats
 
     def _publish(self) -> None:
@@ -141,7 +155,7 @@ class Trainer:
         step = self._state.step + 1
         with self._parts.spans.span("publish"):
             publish(self._training.actor.engine, self._parts.engine, step)
-        self._state = TrainerState(step, self._stream.state_dict(), warm_started=True)
+        self._state = self._state_at(step)
         self._consistent = True
 
     def _record(self, batch: RolloutBatch, update: dict[str, float], step_s: float) -> dict[str, float]:
@@ -184,6 +198,7 @@ class Trainer:
             display=self._display,
         )
         publish(self._training.actor.engine, self._parts.engine, 0)
+        self._training.start_reference(self._run.reference, self._parts.tokenizer)
         self._run.append_metrics({"kind": "warm_start", "step": 0, "time": time.time(), **asdict(result)})
         self._state = replace(self._state, warm_started=True)
         self._consistent = True
@@ -195,7 +210,7 @@ class Trainer:
 
     def _save(self) -> None:
         with self._interrupts.deferred():
-            self._checkpoints.save(self._state, self._training.actor.engine, self._parts.tokenizer)
+            self._checkpoints.save(self._state, self._training.actor, self._training.critic, self._parts.tokenizer)
 
 
 def _due(step: int, every: int) -> bool:

@@ -25,7 +25,7 @@ def step_metrics(
         # Groups whose samples all scored the same have no advantage and teach nothing.
         "groups/informative_fraction": informative / len(batch.groups),
         "groups/dropped": len(batch.dropped),
-        **{f"actor/{name}": value for name, value in update.items()},
+        **update,
         **{f"time/{name}_s": value for name, value in seconds.items()},
         "time/step_s": step_s,
         "throughput/generated_tokens_per_s": sum(lengths) / step_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from headwater.data.load import PromptDataset
 from headwater.data.sampler import ShufflingSampler
 from headwater.observe.progress import Display
 from headwater.rollout.padding import pad_trajectories
-from headwater.training.engine import LocalTrainEngine
+from headwater.training.engine import TrainEngine
 
 _CHECK_EVERY_STEPS = 10
 _NUM_WARMUP_STEPS = 10
@@ -31,7 +31,7 @@ class WarmStartResult:
 
 def warm_start(
     config: WarmStartConfig,
-    learner: LocalTrainEngine,
+    learner: TrainEngine,
     tokenizer: Any,
     dataset: PromptDataset,
     *,
@@ -60,8 +60,8 @@ def warm_start(
     return WarmStartResult(step, loss)
 
 
-def _negative_log_likelihood(logprobs: Tensor, batch: DataProto) -> PolicyLoss:
-    return PolicyLoss(-logprobs)
+def _negative_log_likelihood(outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
+    return PolicyLoss(-outputs["logprobs"])
 
 
 def _demonstration(prompt: Prompt, tokenizer: Any) -> Trajectory:

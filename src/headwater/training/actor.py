@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
+from headwater.algorithms.kl.penalty import kl_penalty
 from headwater.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
+from headwater.algorithms.proximal import loglinear
+from headwater.config.schema import AlgorithmConfig
 from headwater.core.data_proto import DataProto
-from headwater.training.engine import LocalTrainEngine
+from headwater.training.engine import TrainEngine
+from headwater.training.passes import mean_stats, minibatches
 
 PolicyLossFunction = Callable[[PolicyLossInputs], PolicyLoss]
 
@@ -16,59 +21,64 @@ PolicyLossFunction = Callable[[PolicyLossInputs], PolicyLoss]
 class Actor:
     """Updates the policy.
 
-    With ``skip_zero_advantages`` a sample whose advantage is zero everywhere is not computed: its gradient is zero, and
-    it still counts among the tokens that the loss is averaged over, so the step is the same for less work. A mini-batch
-    of nothing but such samples takes no step at all.
+    With ``training.skip_zero_advantages`` a sample whose advantage is zero everywhere is not computed: its gradient is
+    zero, and it still counts in what the loss is averaged over, so the step is the same for less work. A mini-batch of
+    nothing but such samples takes no step at all.
     """
 
     def __init__(
-        self,
-        engine: LocalTrainEngine,
-        policy_loss: PolicyLossFunction,
-        *,
-        num_minibatches: int,
-        num_epochs: int,
-        skip_zero_advantages: bool,
+        self, engine: TrainEngine, policy_loss: PolicyLossFunction, algorithm: AlgorithmConfig, *, loss_width: int
     ) -> None:
         self.engine = engine
         self._policy_loss = policy_loss
-        self._num_minibatches = num_minibatches
-        self._num_epochs = num_epochs
-        self._skip_zero_advantages = skip_zero_advantages
+        self._algorithm = algorithm
+        self._loss_width = loss_width
 
     def logprobs(self, batch: DataProto) -> Tensor:
-        return self.engine.logprobs(batch)
+        return self.engine.compute(batch)["logprobs"]
 
     def update(self, experience: DataProto) -> dict[str, float]:
         """Train on ``experience``; returns the statistics, averaged over the optimiser steps taken."""
-        steps = [
-            stats
-            for _ in range(self._num_epochs)
-            for minibatch in self._minibatches(experience)
-            if (stats := self._step(minibatch)) is not None
-        ]
-        means = {}
-        for name in dict.fromkeys(name for step in steps for name in step):
-            values = [step[name] for step in steps if name in step]
-            means[name] = sum(values) / len(values)
-        skipped = sum(step["skipped_steps"] for step in steps)
-        return {**means, "skipped_steps": skipped, "optimizer_steps": len(steps) - skipped}
+        steps = [self._step(minibatch) for minibatch in minibatches(experience, self.engine.config)]
+        return mean_stats([stats for stats in steps if stats is not None])
 
     def _step(self, minibatch: DataProto) -> dict[str, float] | None:
         """One optimiser step; None where no sample has anything to teach."""
-        num_tokens = float(minibatch.batch["response_mask"].sum())
-        if self._skip_zero_advantages:
+        totals = replace(self.engine.totals(minibatch), width=self._loss_width)
+        if self.engine.config.skip_zero_advantages:
             informative = (minibatch.batch["advantages"] != 0).any(dim=1)
-            if not informative.any():
+            if not self.engine.ranks.max(int(informative.sum())):
                 return None
             minibatch = minibatch[informative]
-        return self.engine.train_step(minibatch, self._token_losses, num_tokens)
-
-    def _token_losses(self, logprobs: Tensor, batch: DataProto) -> PolicyLoss:
-        tensors = batch.batch
-        return self._policy_loss(
-            PolicyLossInputs(logprobs, tensors["old_logprobs"], tensors["advantages"], tensors["response_mask"])
+        return self.engine.train_step(
+            minibatch, self._token_losses, aggregation=self._algorithm.aggregation, totals=totals
         )
 
-    def _minibatches(self, experience: DataProto) -> list[DataProto]:
-        return experience.split(-(-len(experience) // self._num_minibatches))
+    def _token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
+        tensors, algorithm = batch.batch, self._algorithm
+        logprobs, entropy, mask = outputs["logprobs"], outputs["entropy"], tensors["response_mask"]
+        if algorithm.old_logprobs == "loglinear":
+            version = batch.meta_info["version"]
+            old = loglinear(tensors["rollout_logprobs"], logprobs.detach(), tensors["versions"], version)
+        else:
+            old = tensors["old_logprobs"]
+        loss = self._policy_loss(
+            PolicyLossInputs(
+                logprobs,
+                old,
+                tensors["advantages"],
+                mask,
+                rollout_logprobs=tensors["rollout_logprobs"],
+                entropy=entropy,
+            )
+        )
+        losses, diagnostics = loss.token_losses, dict(loss.diagnostics)
+        if "correction_weights" in tensors:
+            losses = losses * tensors["correction_weights"]
+        if algorithm.kl_in_loss > 0:
+            kl = kl_penalty(logprobs, tensors["reference_logprobs"], algorithm.kl_estimator)
+            losses = losses + algorithm.kl_in_loss * kl
+            diagnostics["reference_kl"] = kl.detach()
+        if algorithm.entropy_bonus > 0:
+            losses = losses - algorithm.entropy_bonus * entropy
+        return replace(loss, token_losses=losses, diagnostics=diagnostics)

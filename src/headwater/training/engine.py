@@ -1,142 +1,223 @@
-"""The single-process training engine: one model, one optimiser, gradients accumulated over micro-batches."""
+"""The training engine: one model, packed micro-batches, gradients summed over them, one optimiser."""
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwater.algorithms.aggregate import token_mean
+from headwater.algorithms.aggregate import StepTotals, aggregate
 from headwater.algorithms.masked import masked_sum
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import TrainingConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import RunError
-from headwater.training.logprobs import response_logprobs
-from headwater.training.microbatch import part_lengths, plan_microbatches, trim
+from headwater.training import sharded_checkpoint
+from headwater.training.lora import merged_weights
+from headwater.training.memory import CPU
+from headwater.training.optimizer import Optimizer
+from headwater.training.packed_module import PackedModule
+from headwater.training.packing import Pack, Row, idle_pack, pack_rows, read_rows
+from headwater.training.ranks import Ranks
+from headwater.training.sharding import shard
 
-logger = logging.getLogger(__name__)
+_TOKENS = frozenset({"input_ids", "attention_mask", "position_ids"})
 
-LossFunction = Callable[[Tensor, DataProto], PolicyLoss]
-"""From the current log-probs and the micro-batch to a loss per token."""
-
-_MAX_BAD_STEPS = 3
-"""Optimiser steps in a row with a gradient that is not finite before the run stops."""
+LossFunction = Callable[[Mapping[str, Tensor], DataProto], PolicyLoss]
+"""From what the module computed, padded to ``[samples, response]``, and the micro-batch to a loss per token."""
 
 
-class LocalTrainEngine:
-    """Trains ``model`` on padded batches (see ``rollout.padding``).
+class ForwardEngine:
+    """Runs ``module`` over batches (see ``rollout.padding``) without training it."""
 
-    Every micro-batch's loss is divided by the token count of the whole step, so how a batch is cut never changes the
-    gradient. The weights are float32; ``compute_dtype`` is what the forward and backward passes compute in. Dropout
-    stays off: the policy that is trained is the one that sampled.
+    def __init__(
+        self,
+        module: PackedModule,
+        config: TrainingConfig,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.module = module
+        self.config = config
+        self.ranks = ranks or Ranks.current()
+        self.device: torch.device = module.model.device
+        shard(module, self.ranks, config, compute_dtype=compute_dtype, device=self.device)
+
+    @torch.no_grad()
+    def compute(self, batch: DataProto) -> dict[str, Tensor]:
+        """What the module says of the trained tokens, each ``[samples, response]``, 0 elsewhere."""
+        shape = batch.batch["response_mask"].shape
+        results: dict[str, Tensor] = {}
+        for pack, _ in self._packs(batch):
+            for name, values in self.module(pack).items():
+                result = results.setdefault(name, torch.zeros(shape))
+                result[pack.rows] = pack.padded(values).to(result.device)
+        return results
+
+    def offload(self) -> None:
+        """Move everything to main memory, for a rollout on the same device."""
+        self._move(CPU)
+
+    def onload(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        self.module.to(device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def _packs(self, batch: DataProto) -> Iterator[tuple[Pack, bool]]:
+        """The packs of this rank's rows, and whether they count.
+
+        Ranks compute their layers together, so all make the same number of passes; one that has too few rows repeats
+        one for company.
+        """
+        rows, width = read_rows(batch), batch.batch["response_mask"].shape[1]
+        packs = self._pack(rows, width, 1)
+        num_packs = self.ranks.max(len(packs))
+        if len(packs) < num_packs:
+            packs = self._pack(rows, width, num_packs)
+        for number in range(num_packs):
+            counts = number < len(packs)
+            yield (packs[number] if counts else packs[0] if packs else idle_pack(width)).to(self.device), counts
+
+    def _pack(self, rows: Sequence[Row], width: int, min_packs: int) -> list[Pack]:
+        return pack_rows(
+            rows,
+            width,
+            self.config.max_tokens_per_microbatch,
+            min_packs=min_packs,
+            share_prompts=self.config.share_prompts,
+        )
+
+
+class TrainEngine(ForwardEngine):
+    """Trains ``module``.
+
+    Every micro-batch's loss is divided by the counts of the whole step, over all ranks, so how a batch is cut never
+    changes the gradient. The trained weights are float32; ``compute_dtype`` is what the passes compute in.
     """
 
     def __init__(
-        self, model: Any, config: TrainingConfig, *, temperature: float, compute_dtype: torch.dtype = torch.float32
+        self,
+        module: PackedModule,
+        config: TrainingConfig,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        ranks: Ranks | None = None,
+        num_decay_steps: int = 0,
     ) -> None:
-        self.model = model.eval()
-        self._compute_dtype = compute_dtype
-        self.config = config
-        self._temperature = temperature
-        self._optimizer = torch.optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            weight_decay=config.weight_decay,
-        )
-        self._num_steps = 0
-        self._num_bad_steps = 0
+        super().__init__(module, config, compute_dtype=compute_dtype, ranks=ranks)
+        self._optimizer = self._make_optimizer(config, num_decay_steps)
 
-    def sibling(self, config: TrainingConfig) -> LocalTrainEngine:
+    def sibling(self, config: TrainingConfig) -> TrainEngine:
         """Another engine on the same weights, with an optimiser of its own."""
-        return LocalTrainEngine(self.model, config, temperature=self._temperature, compute_dtype=self._compute_dtype)
+        other = copy.copy(self)
+        other.config = config
+        other._optimizer = self._make_optimizer(config, 0)
+        return other
 
-    @torch.no_grad()
-    def logprobs(self, batch: DataProto) -> Tensor:
-        """Log-probs of the responses, ``[samples, response]``, zero where a row has no token."""
-        result = torch.zeros_like(batch.batch["response_mask"])
-        for rows, micro in self._microbatches(batch):
-            logprobs, _ = self._forward(micro)
-            result[rows, : logprobs.shape[1]] = logprobs.to(result.device)
-        return result
+    def _make_optimizer(self, config: TrainingConfig, num_decay_steps: int) -> Optimizer:
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        return Optimizer(trained, config, num_decay_steps)
 
-    def train_step(self, batch: DataProto, loss_fn: LossFunction, num_tokens: float | None = None) -> dict[str, float]:
-        """One optimiser step on the whole batch. A gradient that is not finite is skipped and counted, not applied.
+    def totals(self, batch: DataProto) -> StepTotals:
+        """The counts that losses are averaged over, of all ranks' rows."""
+        mask = batch.batch["response_mask"]
+        counts = torch.stack([mask.sum(), (mask.sum(dim=1) > 0).sum()]).double().to(self.device)
+        num_tokens, num_sequences = self.ranks.sum(counts).tolist()
+        return StepTotals(num_tokens, num_sequences, data_parallel_size=self.ranks.count, width=mask.shape[1])
 
-        ``num_tokens`` is the token count that losses are averaged over: the batch's own, unless rows without a gradient
-        were left out of it.
+    def train_step(
+        self,
+        batch: DataProto,
+        loss_fn: LossFunction,
+        *,
+        aggregation: str = "token-mean",
+        totals: StepTotals | None = None,
+    ) -> dict[str, float]:
+        """One optimiser step on the whole batch, of which each rank holds its rows.
+
+        ``totals`` are those of the batch, unless rows without a gradient were left out of it. A loss or gradient that
+        is not finite is skipped and counted, not applied.
         """
-        num_tokens = float(batch.batch["response_mask"].sum()) if num_tokens is None else num_tokens
-        if num_tokens == 0:
+        totals = totals or self.totals(batch)
+        if totals.num_tokens == 0:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
-        total_loss, num_seen = 0.0, 0.0
-        totals: dict[str, Tensor] = {}
-        for _, micro in self._microbatches(batch):
-            mask = micro.batch["response_mask"]
-            logprobs, entropy = self._forward(micro)
-            loss = loss_fn(logprobs, micro)
-            scaled = token_mean(loss.token_losses, mask, num_tokens)
-            scaled.backward()  # type: ignore[no-untyped-call]
-            num_seen += float(mask.sum())
-            for name, values in {"entropy": entropy, **loss.diagnostics}.items():
-                totals[name] = totals.get(name, torch.zeros(())) + masked_sum(values, mask).cpu()
-            total_loss += scaled.item()
-        means = {name: float(total) / num_seen for name, total in totals.items()}
-        return {"loss": total_loss, **means, **self._apply_gradient()}
+        sums = _Sums(self.device)
+        for pack, counts in self._packs(batch):
+            outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
+            if counts:
+                self._backward(outputs, _micro(batch, pack), loss_fn, aggregation, totals, sums)
+            else:
+                nothing = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
+                nothing.backward()  # type: ignore[no-untyped-call]
+        means = sums.means(self.ranks)
+        return {**means, **self._optimizer.step(means["loss"])}
+
+    def _backward(
+        self,
+        outputs: Mapping[str, Tensor],
+        micro: DataProto,
+        loss_fn: LossFunction,
+        aggregation: str,
+        totals: StepTotals,
+        sums: _Sums,
+    ) -> None:
+        mask = micro.batch["response_mask"]
+        loss = loss_fn(outputs, micro)
+        scaled = aggregate(loss.token_losses, mask, loss.aggregation or aggregation, totals)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        # Ranks average their gradients, which the loss makes up for; the loss that is shown is the sum.
+        sums.add_loss(scaled / totals.data_parallel_size)
+        shown = {**{name: values for name, values in outputs.items() if name == "entropy"}, **loss.diagnostics}
+        sums.add(shown, mask)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter under its Hugging Face name."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+        """Every parameter whole, under its Hugging Face name; all ranks take part."""
+        yield from merged_weights(self.module.model)
 
     def save(self, folder: Path) -> None:
-        """Optimiser state; the weights are saved beside it in Hugging Face format by the checkpoint."""
-        state = {"optimizer": self._optimizer.state_dict(), "num_steps": self._num_steps}
-        torch.save(state, folder / "optimizer.pt")
+        """What is trained and its optimiser, a shard per rank."""
+        sharded_checkpoint.save(folder, self.module.model, self._optimizer, self.ranks)
 
     def load(self, folder: Path) -> None:
-        state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._num_steps = state["num_steps"]
+        sharded_checkpoint.load(folder, self.module.model, self._optimizer, self.ranks)
 
-    def _forward(self, micro: DataProto) -> tuple[Tensor, Tensor]:
-        low_precision = self._compute_dtype != torch.float32
-        with torch.autocast(self.model.device.type, dtype=self._compute_dtype, enabled=low_precision):
-            return response_logprobs(self.model, micro, self._temperature)
+    def _move(self, device: torch.device) -> None:
+        self._optimizer.move(device)
+        super()._move(device)
 
-    def _microbatches(self, batch: DataProto) -> Iterator[tuple[list[int], DataProto]]:
-        for rows in plan_microbatches(*part_lengths(batch), self.config.max_tokens_per_microbatch):
-            yield rows, trim(batch[rows]).to(self.model.device)
 
-    def _apply_gradient(self) -> dict[str, float]:
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
-        stats = {"learning_rate": self._learning_rate(), "skipped_steps": 0.0}
-        if math.isfinite(norm):
-            for group in self._optimizer.param_groups:
-                group["lr"] = stats["learning_rate"]
-            self._optimizer.step()
-            self._num_steps += 1
-            self._num_bad_steps = 0
-            stats["grad_norm"] = norm
-        else:
-            logger.warning("the gradient is not finite: this optimiser step is skipped")
-            self._num_bad_steps += 1
-            stats["skipped_steps"] = 1.0
-        self._optimizer.zero_grad(set_to_none=True)
-        if self._num_bad_steps >= _MAX_BAD_STEPS:
-            raise RunError(
-                f"the gradient was not finite {_MAX_BAD_STEPS} steps in a row; lower training.learning_rate "
-                f"(= {self.config.learning_rate:g}) or training.max_grad_norm (= {self.config.max_grad_norm:g})"
-            )
-        return stats
+class _Sums:
+    """Sums over micro-batches that stay on the device until the step is done."""
 
-    def _learning_rate(self) -> float:
-        """Linear warm-up, then constant."""
-        warmup = self.config.num_warmup_steps
-        return self.config.learning_rate * min(1.0, (self._num_steps + 1) / (warmup + 1))
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._num_tokens = torch.zeros_like(self._loss)
+        self._values: dict[str, Tensor] = {}
+
+    def add_loss(self, loss: Tensor) -> None:
+        self._loss += loss.detach()
+
+    def add(self, values: Mapping[str, Tensor], mask: Tensor) -> None:
+        self._num_tokens += mask.sum()
+        for name, each in values.items():
+            total = masked_sum(each.detach().double(), mask)
+            self._values[name] = self._values[name] + total if name in self._values else total
+
+    def means(self, ranks: Ranks) -> dict[str, float]:
+        """The loss, and means per token; over all ranks."""
+        stacked = torch.stack([self._loss, self._num_tokens, *self._values.values()])
+        loss, num_tokens, *totals = ranks.sum(stacked).tolist()
+        return {"loss": loss, **{name: total / num_tokens for name, total in zip(self._values, totals, strict=True)}}
+
+
+def _micro(batch: DataProto, pack: Pack) -> DataProto:
+    """The rows of a pack, without the tokens, which the pack holds."""
+    return batch.select(sorted(set(batch.batch.keys()) - _TOKENS))[pack.rows].to(pack.row.device)

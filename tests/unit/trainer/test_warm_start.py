@@ -9,14 +9,15 @@ from headwater.config.schema import TrainingConfig, WarmStartConfig
 from headwater.core.errors import DataError
 from headwater.observe.progress import Display
 from headwater.trainer.warm_start import warm_start
-from headwater.training.engine import LocalTrainEngine
+from headwater.training.engine import TrainEngine
+from headwater.training.packed_module import PolicyModule
 
 
 def run(rewards, dataset, **settings):
     asked = iter(rewards)
     return warm_start(
         WarmStartConfig(**{"num_steps": 30, "num_sequences_per_step": 4, **settings}),
-        LocalTrainEngine(tiny.model(), TrainingConfig(), temperature=1.0),
+        TrainEngine(PolicyModule(tiny.model(), 1.0), TrainingConfig()),
         tiny.tokenizer(),
         dataset,
         seed=0,

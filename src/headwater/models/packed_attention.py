@@ -1,0 +1,174 @@
+"""Attention over packed sequences, registered with transformers so that its own decoder layers call it.
+
+A pack is many sequences one after the other, as one row. Its **segments** say who sees whom: the tokens of a segment
+see those of its prefix (another stretch of the pack, a prompt that several samples share) and, causally, each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AttentionInterface
+
+from headwater.core.errors import ModelError
+
+NAME = "headwater_packed"
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Stretches of a pack, in its order and covering it, each with the stretch it sees besides itself."""
+
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    prefix_starts: NDArray[np.int64]
+    prefix_lengths: NDArray[np.int64]
+    """0 for a segment that sees only itself."""
+
+    def key_places(self, segment: int) -> NDArray[np.int64]:
+        """The tokens a segment sees, in the order of their positions."""
+        prefix, start = self.prefix_starts[segment], self.starts[segment]
+        own = np.arange(start, start + self.lengths[segment])
+        return np.concatenate([np.arange(prefix, prefix + self.prefix_lengths[segment]), own])
+
+
+class PackedAttention(Protocol):
+    """One way to compute the attention of one pack, on one kind of device."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
+        """``[tokens, heads, head dim]`` in and out; a ``window`` of 0 means no sliding window."""
+        ...
+
+
+def packed_attention(segments: Segments, device: torch.device) -> PackedAttention:
+    return VarlenAttention(segments, device) if device.type == "cuda" else BucketedAttention(segments, device)
+
+
+class VarlenAttention:
+    """On CUDA: torch's variable-length kernel. Keys that several segments see are laid out once per segment."""
+
+    def __init__(self, segments: Segments, device: torch.device) -> None:
+        key_lengths = segments.lengths + segments.prefix_lengths
+        self._query_starts = _cumulative(segments.lengths).to(device)
+        self._key_starts = _cumulative(key_lengths).to(device)
+        self._longest_query, self._longest_key = int(segments.lengths.max()), int(key_lengths.max())
+        self._key_places: Tensor | None = None
+        if segments.prefix_lengths.any():
+            places = np.concatenate([segments.key_places(each) for each in range(len(segments.starts))])
+            self._key_places = torch.from_numpy(places).to(device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # the import alone needs a CUDA build
+
+        if self._key_places is not None:
+            key, value = key[self._key_places], value[self._key_places]
+        output = varlen_attn(
+            query,
+            key,
+            value,
+            self._query_starts,
+            self._key_starts,
+            self._longest_query,
+            self._longest_key,
+            scale=scale,
+            window_size=(window - 1 if window else -1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(output, Tensor)
+        return output
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Segments of one shape."""
+
+    queries: Tensor
+    """``[segments, query length]``: places in the pack."""
+    keys: Tensor
+
+
+class BucketedAttention:
+    """On a CPU: segments of equal shape together, so that nothing is padded and few calls are made."""
+
+    def __init__(self, segments: Segments, device: torch.device) -> None:
+        shapes: dict[tuple[int, int], list[int]] = {}
+        for segment, shape in enumerate(zip(segments.lengths, segments.prefix_lengths, strict=True)):
+            shapes.setdefault((int(shape[0]), int(shape[1])), []).append(segment)
+        self._buckets: list[_Bucket] = []
+        for members in shapes.values():
+            keys = np.stack([segments.key_places(each) for each in members])
+            length = int(segments.lengths[members[0]])
+            self._buckets.append(
+                _Bucket(torch.from_numpy(keys[:, -length:]).to(device), torch.from_numpy(keys).to(device))
+            )
+        written = torch.cat([bucket.queries.flatten() for bucket in self._buckets])
+        self._place_of_token = torch.empty_like(written)
+        self._place_of_token[written] = torch.arange(len(written), device=device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
+        outputs = [self._attend(bucket, query, key, value, scale, window) for bucket in self._buckets]
+        return torch.cat(outputs)[self._place_of_token]
+
+    def _attend(self, bucket: _Bucket, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+        (num, num_queries), num_keys = bucket.queries.shape, bucket.keys.shape[1]
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
+        if window:
+            visible = visible.triu(num_keys - num_queries - window + 1)
+        output = F.scaled_dot_product_attention(
+            query[bucket.queries].transpose(1, 2),
+            key[bucket.keys].transpose(1, 2),
+            value[bucket.keys].transpose(1, 2),
+            attn_mask=visible,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.transpose(1, 2).reshape(num * num_queries, *query.shape[1:])
+
+
+def use_packed_attention(model: Any) -> None:
+    """Make ``model`` attend through the ``PackedAttention`` that its forward call is given as ``packed_attention``."""
+    if not model._supports_attention_backend:
+        raise ModelError(
+            f"{model.config.model_type}: its layers do not take an attention function, so it cannot be trained on "
+            "packed sequences; use a Llama, Qwen, Mistral, Gemma or another decoder of transformers that does"
+        )
+    AttentionInterface.register(NAME, _attend)
+    model.set_attn_implementation(NAME)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_attention: PackedAttention,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if softcap is not None or s_aux is not None:
+        raise ModelError(f"{module.config.model_type}: attention with a soft cap or sinks cannot be trained packed yet")
+    # All tokens of a pack are one row of length T to transformers: [1, heads, T, head dim].
+    output = packed_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window or 0,
+    )
+    return output[None], None
+
+
+def _cumulative(lengths: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))

@@ -1,0 +1,51 @@
+"""Extensions with their configured arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from headwater.config.convert import WrongValue, convert_value
+from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.registry import Registry, is_path
+
+
+def with_arguments(registry: Registry, name: str, arguments: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """The extension with its configured keyword arguments bound; one it does not take is an error naming the key."""
+    thing = registry.resolve(name)
+    if not callable(thing):
+        raise ConfigError([f"{key.removesuffix('_args')} = {name}: not callable; name a function or a class"])
+    hints = get_type_hints(thing.__init__ if inspect.isclass(thing) else thing)
+    parameters = inspect.signature(thing).parameters.values()
+    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    problems, values = [], {}
+    for argument, value in arguments.items():
+        if argument in known:
+            try:
+                values[argument] = convert_value(hints.get(argument, Any), value)
+            except WrongValue as error:
+                problems.append(f"{key}.{argument} = {value!r}: {error}")
+        elif takes_any:
+            values[argument] = value
+        else:
+            takes = ", ".join(known) or "no arguments"
+            problems.append(f"{key}.{argument}: no such argument; {registry.kind} {name!r} takes {takes}")
+    if problems:
+        raise ConfigError(problems)
+
+    def call(*args: Any) -> Any:
+        try:
+            return thing(*args, **values)
+        except HeadwaterError:
+            raise
+        except Exception as error:
+            if not is_path(name):
+                raise
+            setting = f"{key.removesuffix('_args')} = {name}"
+            raise HeadwaterError(
+                f"{setting}: raised {type(error).__name__}: {error}; run with --debug to see where"
+            ) from error
+
+    return call

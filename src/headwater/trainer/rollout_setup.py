@@ -1,0 +1,109 @@
+"""From a config to what generates and scores responses."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headwater.backends import BACKENDS, BackendContext
+from headwater.config.schema import Config
+from headwater.core.protocols import InferenceEngine, RolloutWorkflow
+from headwater.core.records import SamplingParams
+from headwater.data.load import PromptDataset, load_dataset
+from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.models.load import load_processor, load_tokenizer
+from headwater.observe.spans import Spans
+from headwater.rewards.managers import REWARD_MANAGERS
+from headwater.rollout.executor import WorkflowExecutor
+from headwater.rollout.group import Group
+from headwater.trainer.arguments import with_arguments
+from headwater.workflows import WORKFLOWS, WorkflowContext
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """What generates and scores responses: all that evaluation needs."""
+
+    tokenizer: Any
+    engine: InferenceEngine
+    spans: Spans
+    train_rollouts: WorkflowExecutor
+    probe_rollouts: WorkflowExecutor
+    """As training samples, but one response per prompt: a cheap look at where the policy stands."""
+    eval_rollouts: WorkflowExecutor
+    eval_data: PromptDataset | None
+    loop: asyncio.Runner
+    """The one event loop that all episodes run on."""
+
+    def close(self) -> None:
+        self.loop.close()
+        self.engine.close()
+
+
+def build_rollout(config: Config, model_path: str) -> RolloutParts:
+    spans = Spans()
+    tokenizer = load_tokenizer(model_path)
+    eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, load_processor(model_path))
+    engine = BACKENDS.resolve(config.rollout.backend).from_context(BackendContext(config, model_path, tokenizer, spans))
+    reward = REWARD_MANAGERS.resolve(config.reward.manager)(config.reward, spans)
+    make_workflow = with_arguments(
+        WORKFLOWS, config.rollout.workflow, config.rollout.workflow_args, "rollout.workflow_args"
+    )
+    train_sampling = SamplingParams(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_k=config.rollout.top_k,
+        top_p=config.rollout.top_p,
+    )
+    eval_sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=config.eval.temperature)
+
+    loop = asyncio.Runner()
+
+    def executor(sampling: SamplingParams, num_samples: int, **options: Any) -> WorkflowExecutor:
+        return WorkflowExecutor(
+            engine,
+            workflow(sampling),
+            loop,
+            num_samples=num_samples,
+            timeout_s=config.rollout.timeout_s,
+            on_failure=config.rollout.on_failure,
+            **options,
+        )
+
+    def workflow(sampling: SamplingParams) -> RolloutWorkflow:
+        made: RolloutWorkflow = make_workflow(WorkflowContext(tokenizer, reward, sampling))
+        return made
+
+    # ReMax compares a response with the greedy one to the same prompt.
+    needs_greedy = config.algorithm.advantage == "remax"
+    greedy = replace(train_sampling, temperature=0.0, top_k=0, top_p=1.0) if needs_greedy else None
+    return RolloutParts(
+        tokenizer=tokenizer,
+        engine=engine,
+        spans=spans,
+        train_rollouts=executor(
+            train_sampling,
+            config.rollout.num_samples_per_prompt,
+            greedy=workflow(greedy) if greedy else None,
+            should_accept=_scores_differ if config.algorithm.filter_groups else None,
+            max_rounds=config.algorithm.max_filter_rounds if config.algorithm.filter_groups else None,
+        ),
+        probe_rollouts=executor(train_sampling, 1),
+        eval_rollouts=executor(eval_sampling, config.eval.num_samples_per_prompt),
+        eval_data=eval_data,
+        loop=loop,
+    )
+
+
+def _scores_differ(group: Group) -> bool:
+    return len({each.reward for each in group.trajectories}) > 1
+
+
+def describe(dataset: PromptDataset | None, kind: str) -> str:
+    """``4096 training prompts``, and how many were left out for their length."""
+    if dataset is None:
+        return f"no {kind} prompts"
+    num_filtered = dataset.num_filtered if isinstance(dataset, RLHFDataset) else 0
+    left_out = f" ({num_filtered} over data.max_prompt_tokens left out)" if num_filtered else ""
+    return f"{len(dataset)} {kind} prompts{left_out}"

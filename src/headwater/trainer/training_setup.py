@@ -1,0 +1,151 @@
+"""From a config to what learns: the policy, who helps it, and the making of experience."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headwater.algorithms.advantages import ADVANTAGES
+from headwater.algorithms.corrections import CORRECTIONS
+from headwater.algorithms.kl.controllers import AdaptiveKL, FixedKL, KLController
+from headwater.algorithms.policy_losses import POLICY_LOSSES
+from headwater.config.schema import AlgorithmConfig, Config
+from headwater.core.errors import ConfigError
+from headwater.data.load import PromptDataset, load_dataset
+from headwater.models.load import load_model, load_processor, load_tokenizer, resolve_dtype
+from headwater.models.save import save_model
+from headwater.models.scored import load_critic, load_reward_model
+from headwater.models.weights import copy_weights
+from headwater.trainer.arguments import with_arguments
+from headwater.trainer.experience import CorrectionFunction, ExperienceMaker
+from headwater.training.actor import Actor
+from headwater.training.critic import Critic
+from headwater.training.engine import ForwardEngine, TrainEngine
+from headwater.training.lora import add_adapters
+from headwater.training.packed_module import PolicyModule, ValueModule
+from headwater.training.reference import AdapterReference, FrozenReference, Reference
+from headwater.training.reward_model import RewardModel
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    train_data: PromptDataset
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    experience: ExperienceMaker
+
+    def load(self, checkpoint: Path) -> None:
+        self.actor.engine.load(checkpoint)
+        if self.critic is not None:
+            self.critic.engine.load(checkpoint / "critic")
+
+    def start_reference(self, folder: Path, tokenizer: Any) -> None:
+        """The policy as it stands is the reference from now on; ``folder`` keeps it for a run that is resumed."""
+        if isinstance(self.reference, FrozenReference):
+            model = self.reference.engine.module.model
+            copy_weights(model, self.actor.engine.export_weights())
+            if not folder.exists():
+                save_model(model, tokenizer, folder)
+
+
+def build_training(config: Config, model_path: str, tokenizer: Any, *, reference_path: str) -> TrainingParts:
+    """``model_path`` holds the policy to go on from, ``reference_path`` the one it started from."""
+    algorithm = config.algorithm
+    train_data = load_dataset(config.data, tokenizer, "train", config.run.seed, load_processor(model_path))
+    if train_data is None:
+        raise ConfigError(["data.train = []: no prompts to train on; name a task or at least one file"])
+    policy_loss = with_arguments(
+        POLICY_LOSSES, algorithm.policy_loss, algorithm.policy_loss_args, "algorithm.policy_loss_args"
+    )
+    advantage = with_arguments(ADVANTAGES, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
+    corrections = _corrections(algorithm)
+    # Adapters go back onto the model they were made for; a checkpoint's own folder has them merged in.
+    policy_path = config.model.path if config.lora.rank else model_path
+    engine = _policy_engine(config, policy_path)
+    actor = Actor(engine, policy_loss, algorithm, loss_width=config.rollout.max_new_tokens)
+    critic = _critic(config) if config.critic.enabled else None
+    reference = _reference(config, engine, reference_path)
+    experience = ExperienceMaker(
+        config,
+        advantage,
+        corrections,
+        _kl_controller(algorithm),
+        actor,
+        critic,
+        reference,
+        _reward_model(config) if config.reward.model else None,
+        tokenizer.pad_token_id,
+    )
+    return TrainingParts(train_data, actor, critic, reference, experience)
+
+
+def _policy_engine(config: Config, path: str) -> TrainEngine:
+    # What is trained is float32 whatever the passes compute in: small updates would vanish in a narrower type.
+    dtype = config.model.dtype if config.lora.rank else "float32"
+    model = load_model(path, dtype=dtype, device=config.model.device, seed=config.run.seed)
+    module = PolicyModule(model, config.rollout.temperature)
+    if config.lora.rank:
+        add_adapters(model, config.lora)
+    return TrainEngine(
+        module,
+        config.training,
+        compute_dtype=resolve_dtype(config.model.dtype),
+        num_decay_steps=_num_optimizer_steps(config),
+    )
+
+
+def _critic(config: Config) -> Critic:
+    model = load_critic(
+        config.critic.path or config.model.path,
+        dtype="float32",
+        device=config.model.device,
+        seed=config.run.seed,
+    )
+    engine = TrainEngine(
+        ValueModule(model),
+        replace(config.training, learning_rate=config.critic.learning_rate),
+        compute_dtype=resolve_dtype(config.model.dtype),
+        num_decay_steps=_num_optimizer_steps(config),
+    )
+    return Critic(engine, config.critic, config.algorithm, loss_width=config.rollout.max_new_tokens)
+
+
+def _reference(config: Config, policy: TrainEngine, path: str) -> Reference | None:
+    if config.algorithm.kl_in_loss == 0 and config.algorithm.kl_in_reward == 0:
+        return None
+    if config.lora.rank:
+        return AdapterReference(policy)
+    model = load_model(path, dtype=config.model.dtype, device=config.model.device, seed=config.run.seed)
+    module = PolicyModule(model.requires_grad_(False), config.rollout.temperature)
+    return FrozenReference(ForwardEngine(module, config.training, compute_dtype=resolve_dtype(config.model.dtype)))
+
+
+def _reward_model(config: Config) -> RewardModel:
+    path = config.reward.model
+    model = load_reward_model(path, dtype=config.model.dtype, device=config.model.device)
+    return RewardModel(ValueModule(model.requires_grad_(False)), load_tokenizer(path), config.training)
+
+
+def _num_optimizer_steps(config: Config) -> int:
+    return config.trainer.total_steps * config.training.num_minibatches * config.training.num_epochs
+
+
+def _kl_controller(algorithm: AlgorithmConfig) -> KLController:
+    if algorithm.kl_target > 0:
+        return AdaptiveKL(algorithm.kl_in_reward, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+    return FixedKL(algorithm.kl_in_reward)
+
+
+def _corrections(algorithm: AlgorithmConfig) -> list[CorrectionFunction]:
+    unknown = [name for name in algorithm.corrections_args if name not in algorithm.corrections]
+    if unknown:
+        reason = "algorithm.corrections does not name it; add it there, or remove this"
+        raise ConfigError([f"algorithm.corrections_args.{name}: {reason}" for name in unknown])
+    return [
+        with_arguments(
+            CORRECTIONS, name, algorithm.corrections_args.get(name, {}), f"algorithm.corrections_args.{name}"
+        )
+        for name in algorithm.corrections
+    ]

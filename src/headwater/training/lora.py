@@ -1,0 +1,74 @@
+"""Low-rank adapters: a few trained weights beside a frozen model, which stays its own reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from headwater.config.schema import LoraConfig
+from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.training.names import plain_name
+
+_ADAPTER = "default"
+
+
+def add_adapters(model: Any, config: LoraConfig) -> None:
+    """Put adapters beside the linear layers of ``model``, in place, and freeze everything else."""
+    try:
+        import peft
+    except ImportError as error:
+        raise HeadwaterError(
+            f"lora.rank = {config.rank}: needs the peft package; pip install 'headwater[lora]'"
+        ) from error
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=list(config.targets) if config.targets else "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    except ValueError as error:
+        raise ConfigError([f"lora.targets = {list(config.targets)}: {error}"]) from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before it had adapters."""
+    layers = list(_adapted(model))
+    for _, layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for _, layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight as if the model never had adapters: theirs are added to the layers they stand beside."""
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in _adapted(model)}
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            continue
+        weight = parameter.detach()
+        if name in adapted:
+            delta = adapted[name].get_delta_weight(_ADAPTER).detach()
+            weight = (weight.to(delta.dtype) + delta).to(weight.dtype)
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield plain_name(name).replace(".base_layer.", "."), whole
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    # By what they can do, so that nothing is imported where nothing is adapted.
+    for name, layer in model.named_modules():
+        if hasattr(layer, "enable_adapters") and hasattr(layer, "get_delta_weight"):
+            yield name, layer

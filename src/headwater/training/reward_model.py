@@ -1,0 +1,46 @@
+"""A learned judge: a sequence classifier with one label, whose score of a whole conversation is a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.config.schema import TrainingConfig
+from headwater.core.errors import DataError
+from headwater.training.packed_module import ValueModule
+from headwater.training.packing import Row, pack_rows
+
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages with ``role`` and ``content``, the answer last."""
+
+
+class RewardModel:
+    """Scores conversations in its own words: they are rendered and tokenised by the judge's own tokenizer."""
+
+    def __init__(self, module: ValueModule, tokenizer: Any, config: TrainingConfig) -> None:
+        self._module = module
+        self._tokenizer = tokenizer
+        self._config = config
+
+    @torch.no_grad()
+    def scores(self, conversations: Sequence[Conversation]) -> Tensor:
+        """One score per conversation, read at its last token."""
+        rows = [self._row(index, conversation) for index, conversation in enumerate(conversations)]
+        device = self._module.model.device
+        scores = torch.zeros(len(rows))
+        for pack in pack_rows(rows, 1, self._config.max_tokens_per_microbatch):
+            values = self._module(pack.to(device))["values"]
+            scores[pack.rows] = pack.padded(values.cpu())[:, 0]
+        if not scores.isfinite().all():
+            raise DataError("reward.model: gave a score that is not a finite number; check the model and its dtype")
+        return scores
+
+    def _row(self, index: int, conversation: Conversation) -> Row:
+        tokens = self._tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=False)
+        first = np.zeros(1, np.int64)
+        # All of it as a prompt: what is read is the state of the last token, as if it predicted one more.
+        return Row(index, prompt=np.array(tokens, np.int64), response=first[:0], columns=first, targets=first)

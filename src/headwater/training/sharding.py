@@ -1,0 +1,40 @@
+"""Laying a module out over ranks: FSDP2, mixed precision, activation checkpointing, compilation."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from headwater.config.schema import TrainingConfig
+from headwater.training.packed_module import PackedModule
+from headwater.training.ranks import Ranks
+
+
+def shard(
+    module: PackedModule,
+    ranks: Ranks,
+    config: TrainingConfig,
+    *,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Prepare ``module`` in place, one decoder layer at a time.
+
+    The weights keep their own type (float32 for what is trained); layers compute in ``compute_dtype`` and gradients are
+    summed in float32. A single process that computes in the type of its weights needs no sharding and gets none.
+    """
+    layers = module.layers
+    for index in range(len(layers)):
+        if config.checkpoint_activations:
+            layers[index] = checkpoint_wrapper(layers[index])
+        if config.compile:
+            layers[index].compile(dynamic=True)
+    stored = next(module.parameters()).dtype
+    if ranks.count == 1 and stored == compute_dtype:
+        return
+    mesh = ranks.mesh(device)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(module, mesh=mesh, mp_policy=precision)

@@ -1,0 +1,138 @@
+"""Log-probs of chosen tokens and what else is worth knowing of their distributions, straight from hidden states.
+
+``[tokens, vocabulary]`` never exists for a whole batch: the head is applied to a chunk of tokens at a time, and again
+in the backward pass unless there was only one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
+"""Logits computed at a time: 128 MiB of float32 on a CPU, 1 GiB of bfloat16 on a GPU."""
+
+
+class TokenStatistics(NamedTuple):
+    """All ``[tokens]`` in float32."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    sum_pi_squared: Tensor
+    """The sum of the squared probabilities; without a gradient."""
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+) -> TokenStatistics:
+    """Of every target and the distribution over the vocabulary at its place.
+
+    ``hidden`` is ``[tokens, hidden size]`` and ``weight`` and ``bias`` are the output layer's.
+    """
+    if bias is None:
+        bias = weight.new_zeros(())
+    return TokenStatistics(*_TokenLogprobs.apply(hidden, weight, bias, targets, temperature))  # type: ignore[no-untyped-call]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        size = max(1, _CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
+        statistics = _on(hidden.device, _statistics)
+        results = []
+        logits = hidden.new_empty(0)
+        for part, target in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
+            logits = _logits(part, weight, bias)
+            results.append(statistics(logits, target, temperature))
+        logprobs, entropies, squares, normalizers = (torch.cat(each) for each in zip(*results, strict=True))
+        kept = logits if len(results) == 1 and any(ctx.needs_input_grad) else hidden.new_empty(0)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, normalizers, kept)
+        ctx.temperature, ctx.size = temperature, size
+        ctx.mark_non_differentiable(squares)
+        return logprobs, entropies, squares
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, entropies, normalizers, kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        logits_gradient = _on(hidden.device, _logits_gradient)
+        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
+        # Summed over chunks in float32, whatever the passes compute in.
+        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        bias_gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
+        for start in range(0, len(hidden), ctx.size):
+            chunk = slice(start, start + ctx.size)
+            logits = kept if len(kept) else _logits(hidden[chunk], weight, bias)
+            gradient = logits_gradient(
+                logits,
+                targets[chunk],
+                normalizers[chunk],
+                entropies[chunk],
+                *(each[chunk] for each in gradients[:2]),
+                ctx.temperature,
+            )
+            if hidden_gradient is not None:
+                torch.mm(gradient, weight, out=hidden_gradient[chunk])
+            if weight_gradient is not None:
+                if weight.dtype == torch.float32:
+                    weight_gradient.addmm_(gradient.T, hidden[chunk])
+                else:
+                    weight_gradient += gradient.T @ hidden[chunk]
+            if bias_gradient is not None and bias.ndim:
+                bias_gradient += gradient.sum(dim=0, dtype=torch.float32)
+        return (
+            hidden_gradient,
+            None if weight_gradient is None else weight_gradient.to(weight.dtype),
+            None if bias_gradient is None else bias_gradient.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, hidden, weight.T) if bias.ndim else hidden @ weight.T
+
+
+def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-prob of the target, entropy, sum of squares, and the logarithm of the normaliser."""
+    scaled = logits.float() / temperature
+    normalizer = scaled.logsumexp(dim=-1)
+    logprobs = scaled - normalizer[:, None]
+    probabilities = logprobs.exp()
+    entropy = -(probabilities * logprobs).sum(dim=-1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropy, probabilities.square().sum(dim=-1), normalizer
+
+
+def _logits_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    normalizers: Tensor,
+    entropies: Tensor,
+    logprob_gradient: Tensor,
+    entropy_gradient: Tensor,
+    temperature: float,
+) -> Tensor:
+    logprobs = logits.float() / temperature - normalizers[:, None]
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    gradient = -logprobs.exp() * (
+        logprob_gradient[:, None] + entropy_gradient[:, None] * (logprobs + entropies[:, None])
+    )
+    gradient = torch.where(is_target, gradient + logprob_gradient[:, None], gradient)
+    return (gradient / temperature).to(logits.dtype)
+
+
+_compiled: dict[Any, Any] = {}
+
+
+def _on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` itself on a CPU; on CUDA compiled into one pass over the logits instead of one per operation."""
+    if device.type != "cuda":
+        return function
+    if function not in _compiled:
+        _compiled[function] = torch.compile(function, dynamic=True)
+    return _compiled[function]  # type: ignore[no-any-return]
