@@ -6,36 +6,16 @@ A setting that nothing would read is an error as well: a run must not look confi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import PurePath
 
+from headwater.config.algorithm_checks import ALGORITHM_CHECKS
+from headwater.config.clash import Check, Clash, Layers, given_in, unread
 from headwater.config.keys import settings, value_at
 from headwater.config.schema import Config
-from headwater.config.tree import DEFAULT, show
+from headwater.config.tree import show
 
 FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
-
-# A group of one response is its own baseline, so these would train on zeros.
-GROUP_ADVANTAGES = frozenset({"grpo"})
-
-Layers = Mapping[str, int]
-"""Given key → the layer that had the last word on it; a key that is not in it has its default."""
-
-
-@dataclass(frozen=True)
-class Clash:
-    """``keys[0]`` is the one to blame; the others are those it clashes with."""
-
-    keys: tuple[str, ...]
-    reason: str
-
-    def line(self, config: Config, origins: Mapping[str, str]) -> str:
-        key = self.keys[0]
-        return f"{key} = {show(value_at(config, key))} ({origins.get(key, DEFAULT)}): {self.reason}"
-
-
-Check = Callable[[Config, Layers], Iterator[Clash]]
 
 
 def find_clashes(config: Config, layers: Layers) -> list[Clash]:
@@ -64,16 +44,6 @@ def sequence_fits_microbatch(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
-def group_has_baseline(config: Config, layers: Layers) -> Iterator[Clash]:
-    advantage, samples = config.algorithm.advantage, config.rollout.num_samples_per_prompt
-    if advantage in GROUP_ADVANTAGES and samples < 2:
-        yield Clash(
-            ("rollout.num_samples_per_prompt", "algorithm.advantage"),
-            f"algorithm.advantage = {advantage} compares the responses to one prompt, and a group of one has no "
-            "baseline; use at least 2",
-        )
-
-
 def synchronous_only(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.rollout.max_staleness > 0:
         yield Clash(("rollout.max_staleness",), "this version trains synchronously; use 0")
@@ -91,19 +61,6 @@ def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
                 (key, "trainer.total_steps"),
                 f"is more than trainer.total_steps = {total}, so it {consequence}; "
                 f"use at most {total}, or 0 to turn it off",
-            )
-
-
-def truncated_sampling_needs_recomputed_logprobs(config: Config, layers: Layers) -> Iterator[Clash]:
-    """The engine's log-probs are of the cut distribution, the learner's of the full one: their ratio would be wrong."""
-    if config.algorithm.old_logprobs == "recompute":
-        return
-    for key, keeps_all in (("rollout.top_k", 0), ("rollout.top_p", 1.0)):
-        if value_at(config, key) != keeps_all:
-            yield Clash(
-                (key, "algorithm.old_logprobs"),
-                "samples from a cut distribution, whose log-probs the learner's full one cannot be compared with; "
-                f"use {keeps_all}, or algorithm.old_logprobs=recompute",
             )
 
 
@@ -166,14 +123,15 @@ def files_evaluate_on_something(config: Config, layers: Layers) -> Iterator[Clas
 
 def warm_start_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.warm_start.num_steps == 0:
-        switch = ("warm_start.num_steps",)
-        yield from _unread("warm_start", switch, "warm_start.num_steps = 0 means no warm start; set it too", layers)
+        why = "warm_start.num_steps = 0 means no warm start; set it too"
+        yield from unread(given_in("warm_start", layers), ("warm_start.num_steps",), why, layers)
 
 
 def eval_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
     if not (config.eval.before or config.eval.after or config.eval.every_steps):
         switches = ("eval.before", "eval.after", "eval.every_steps")
-        yield from _unread("eval", switches, f"{', '.join(switches)} are all off; turn one on", layers)
+        why = f"{', '.join(switches)} are all off; turn one on"
+        yield from unread(given_in("eval", layers), switches, why, layers)
 
 
 def engine_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -190,16 +148,10 @@ def engine_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
             )
 
 
-def _unread(section: str, switches: tuple[str, ...], why: str, layers: Layers) -> Iterator[Clash]:
-    """Settings of a part that is off, unless it was switched off in the same place or later.
-
-    Switching a part off on the command line is fine although the recipe sets it up; asking on the command line for
-    what the recipe has off is not. One file may say both, as resolved recipes do.
-    """
-    switched_off = max(layers.get(key, -1) for key in switches)
-    for key, layer in layers.items():
-        if key.startswith(f"{section}.") and key not in switches and layer > switched_off:
-            yield Clash((key, *switches), f"nothing reads this, because {why}, or remove this")
+def schedule_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.training.schedule == "constant":
+        why = "training.schedule = constant never falls; use linear or cosine"
+        yield from unread(["training.lowest_learning_rate_fraction"], ("training.schedule",), why, layers)
 
 
 def is_file(source: str) -> bool:
@@ -219,10 +171,8 @@ def lengths_are_measured(config: Config, layers: Layers) -> Iterator[Clash]:
 CHECKS: tuple[Check, ...] = (
     minibatches_divide_prompts,
     sequence_fits_microbatch,
-    group_has_baseline,
     synchronous_only,
     periods_end_within_run,
-    truncated_sampling_needs_recomputed_logprobs,
     task_fills_a_step,
     float16_needs_loss_scaling,
     greedy_samples_differ,
@@ -232,4 +182,6 @@ CHECKS: tuple[Check, ...] = (
     warm_start_settings_are_read,
     eval_settings_are_read,
     engine_settings_are_read,
+    schedule_settings_are_read,
+    *ALGORITHM_CHECKS,
 )

@@ -27,11 +27,6 @@ FILES = "data.train=[rows.parquet]"
             "training.max_tokens_per_microbatch = 767",
             ["data.max_prompt_tokens", "rollout.max_new_tokens", "768"],
         ),
-        (
-            ["rollout.num_samples_per_prompt=1"],
-            "rollout.num_samples_per_prompt = 1",
-            ["algorithm.advantage = grpo", "at least 2"],
-        ),
         (["rollout.max_staleness=1"], "rollout.max_staleness = 1", ["use 0"]),
         (
             ["eval.every_steps=11", "trainer.total_steps=10"],
@@ -39,16 +34,6 @@ FILES = "data.train=[rows.parquet]"
             ["trainer.total_steps = 10", "0 to turn it off"],
         ),
         (["trainer.checkpoint_every_steps=101"], "trainer.checkpoint_every_steps = 101", ["trainer.total_steps = 100"]),
-        (
-            ["rollout.top_k=5"],
-            "rollout.top_k = 5",
-            ["use 0, or algorithm.old_logprobs=recompute"],
-        ),
-        (
-            ["rollout.top_p=0.9"],
-            "rollout.top_p = 0.9",
-            ["use 1.0, or algorithm.old_logprobs=recompute"],
-        ),
         (
             ["data.num_filter_workers=4", "data.truncation=left"],
             "data.num_filter_workers = 4",
@@ -67,6 +52,11 @@ FILES = "data.train=[rows.parquet]"
         (["data.eval=held.jsonl", "data.num_eval_rows=100"], "data.num_eval_rows = 100", ["data.eval = [held.jsonl]"]),
         ([FILES, "eval.every_steps=5"], "eval.every_steps = 5", ["data.eval is empty", "data.train"]),
         (["warm_start.learning_rate=1e-3"], "warm_start.learning_rate = 0.001", ["warm_start.num_steps = 0"]),
+        (
+            ["training.lowest_learning_rate_fraction=0.1"],
+            "training.lowest_learning_rate_fraction = 0.1",
+            ["training.schedule = constant never falls; use linear or cosine"],
+        ),
     ],
 )
 def test_a_clash_names_both_keys_and_the_remedy(problems, overrides, blamed, mentions):
@@ -82,8 +72,6 @@ def test_a_clash_names_both_keys_and_the_remedy(problems, overrides, blamed, men
         ["training.num_minibatches=8"],
         ["training.max_tokens_per_microbatch=768"],
         ["eval.every_steps=10", "trainer.checkpoint_every_steps=10", "trainer.total_steps=10"],
-        ["algorithm.old_logprobs=recompute"],
-        ["rollout.top_k=5", "rollout.top_p=0.9", "algorithm.old_logprobs=recompute"],
         ["data.num_train_rows=32"],
         ["data.num_train_rows=16", "data.train=[arithmetic, countdown]"],
         ["eval.num_samples_per_prompt=2", "eval.temperature=0.5"],
@@ -94,14 +82,11 @@ def test_a_clash_names_both_keys_and_the_remedy(problems, overrides, blamed, men
         ["data.train=[rows.parquet, arithmetic]", "data.num_train_rows=100"],
         ["warm_start.num_steps=5", "warm_start.learning_rate=1e-3"],
         ["eval.before=false", "eval.num_prompts=8"],
+        ["training.schedule=cosine", "training.lowest_learning_rate_fraction=0.1"],
     ],
 )
 def test_settings_that_go_together_load(overrides):
     load_config(None, overrides)
-
-
-def test_a_sampled_advantage_of_ones_own_may_have_groups_of_one():
-    load_config(None, ["algorithm.advantage=my.module:baseline", "rollout.num_samples_per_prompt=1"])
 
 
 def test_switching_off_over_a_recipe_that_sets_up_is_fine(write):

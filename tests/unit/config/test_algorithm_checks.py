@@ -1,0 +1,228 @@
+"""Settings of algorithms, rewards, the critic and adapters that clash, or that nothing would read."""
+
+from __future__ import annotations
+
+import pytest
+
+from headwater.config.explain import to_yaml
+from headwater.config.load import load_config
+
+ALL_SAMPLES = "training.skip_zero_advantages=false"
+PPO = ["algorithm.advantage=gae", "critic.enabled=true"]
+
+CLASHES = [
+    *(
+        (
+            [f"algorithm.advantage={name}", "rollout.num_samples_per_prompt=1"],
+            "rollout.num_samples_per_prompt = 1 (command line)",
+            [f"algorithm.advantage = {name} compares", "at least 2"],
+        )
+        for name in ("grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline")
+    ),
+    (
+        [
+            "algorithm.advantage=optimal_token_baseline",
+            "algorithm.old_logprobs=recompute",
+            "rollout.num_samples_per_prompt=1",
+        ],
+        "rollout.num_samples_per_prompt = 1",
+        ["optimal_token_baseline compares"],
+    ),
+    *(
+        (
+            [f"algorithm.advantage={name}"],
+            f"algorithm.advantage = '{name}'",
+            ["critic.enabled=true", "such as grpo"],
+        )
+        for name in ("gae", "gae_turn")
+    ),
+    (["critic.enabled=true"], "critic.enabled = true", ["algorithm.advantage = grpo reads no values", "advantage=gae"]),
+    (["critic.clip=0.2"], "critic.clip = 0.2", ["critic.enabled = false means no critic; turn it on, or remove"]),
+    (
+        [*PPO, "critic.num_warmup_steps=10", "trainer.total_steps=10"],
+        "critic.num_warmup_steps = 10",
+        ["trainer.total_steps = 10; use less than 10"],
+    ),
+    (["lora.alpha=16"], "lora.alpha = 16", ["lora.rank = 0 trains all weights; set it too"]),
+    (
+        ["lora.rank=8", "warm_start.num_steps=5", "algorithm.kl_in_reward=0.1"],
+        "lora.rank = 8",
+        ["the model without adapters", "warm_start.num_steps=0"],
+    ),
+    (
+        ["algorithm.entropy_bonus=0.01"],
+        "training.skip_zero_advantages = true (default)",
+        ["algorithm.entropy_bonus has a gradient there; use false"],
+    ),
+    (
+        ["algorithm.kl_in_loss=0.01", "algorithm.entropy_bonus=0.01"],
+        "training.skip_zero_advantages = true",
+        ["algorithm.entropy_bonus has a gradient there and algorithm.kl_in_loss has"],
+    ),
+    *(
+        (
+            [f"algorithm.policy_loss={name}"],
+            "training.skip_zero_advantages = true",
+            [f"algorithm.policy_loss = {name} depends on them; use false"],
+        )
+        for name in ("dro", "kl_cov", "clip_cov")
+    ),
+    (["algorithm.kl_target=6"], "algorithm.kl_target = 6.0", ["algorithm.kl_in_reward = 0 is no penalty to steer"]),
+    (
+        ["algorithm.kl_in_reward=0.1", "algorithm.kl_horizon=100"],
+        "algorithm.kl_horizon = 100",
+        ["algorithm.kl_target = 0 steers nothing"],
+    ),
+    (
+        ["algorithm.kl_estimator=k1"],
+        "algorithm.kl_estimator = 'k1'",
+        ["algorithm.kl_in_reward and algorithm.kl_in_loss are both 0; set one"],
+    ),
+    (
+        ["algorithm.kl_in_reward=0.1", "algorithm.kl_estimator=k3+"],
+        "algorithm.kl_estimator = 'k3+'",
+        ["a penalty in the reward has none; use k3, or algorithm.kl_in_loss"],
+    ),
+    *(
+        (
+            ["algorithm.corrections=[truncate]", f"algorithm.old_logprobs={old}"],
+            "algorithm.corrections = [truncate]",
+            [f"algorithm.old_logprobs = {old}", "every ratio is 1; use algorithm.old_logprobs=recompute, or []"],
+        )
+        for old in ("rollout", "loglinear")
+    ),
+    (
+        ["algorithm.corrections=[m2po]", "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"],
+        "algorithm.corrections = [m2po]",
+        ["algorithm.policy_loss = decoupled already weighs by the same ratio"],
+    ),
+    (
+        ["algorithm.policy_loss=decoupled"],
+        "algorithm.policy_loss = 'decoupled'",
+        ["algorithm.old_logprobs = rollout", "recompute or loglinear, or policy_loss=ppo"],
+    ),
+    (
+        ["algorithm.advantage=optimal_token_baseline"],
+        "algorithm.advantage = 'optimal_token_baseline'",
+        ["use algorithm.old_logprobs=recompute"],
+    ),
+    (["rollout.top_k=5"], "rollout.top_k = 5", ["use 0, or algorithm.old_logprobs=recompute"]),
+    (
+        ["rollout.top_p=0.9", "algorithm.old_logprobs=loglinear"],
+        "rollout.top_p = 0.9",
+        ["use 1.0, or algorithm.old_logprobs=recompute"],
+    ),
+    *(
+        (
+            [f"algorithm.policy_loss={name}", "algorithm.aggregation=token-sum"],
+            "algorithm.aggregation = 'token-sum'",
+            [f"algorithm.policy_loss = {name} always takes seq-mean-token-mean"],
+        )
+        for name in ("geo_mean", "sapo")
+    ),
+    (
+        ["algorithm.filter_groups=true", "rollout.num_samples_per_prompt=1", "algorithm.advantage=remax"],
+        "algorithm.filter_groups = true",
+        ["every group would be dropped", "rollout.num_samples_per_prompt=2"],
+    ),
+    (
+        ["algorithm.filter_groups=true", "reward.model=./judge"],
+        "algorithm.filter_groups = true",
+        ["before reward.model scores them"],
+    ),
+    (
+        ["algorithm.max_filter_rounds=3"],
+        "algorithm.max_filter_rounds = 3",
+        ["algorithm.filter_groups = false draws no new prompts"],
+    ),
+    (
+        ["algorithm.advantage=remax", "reward.model=./judge"],
+        "algorithm.advantage = 'remax'",
+        ["reward.model does not score the greedy response"],
+    ),
+    (["reward.model_weight=0.5"], "reward.model_weight = 0.5", ["reward.model is empty; name one, or remove this"]),
+    (
+        ["reward.overlong_penalty=0.5"],
+        "reward.overlong_penalty = 0.5",
+        ["reward.overlong_tokens = 0 means no penalty; set it too"],
+    ),
+    (
+        ["reward.overlong_tokens=257"],
+        "reward.overlong_tokens = 257",
+        ["rollout.max_new_tokens = 256; use at most 256"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "blamed", "mentions"), CLASHES)
+def test_a_clash_names_both_keys_and_the_remedy(problems, overrides, blamed, mentions):
+    (line,) = problems(None, *overrides)
+    assert line.startswith(blamed)
+    for mention in mentions:
+        assert mention in line
+
+
+FITTING = [
+    [*PPO, "critic.clip=0.2", "critic.num_warmup_steps=99", "rollout.num_samples_per_prompt=1"],
+    ["critic.enabled=true", "algorithm.advantage=my.module:advantage", "rollout.num_samples_per_prompt=1"],
+    ["algorithm.advantage=remax", "rollout.num_samples_per_prompt=1"],
+    ["algorithm.advantage=reinforce_plus_plus", "rollout.num_samples_per_prompt=1"],
+    ["lora.rank=8", "lora.alpha=16", "algorithm.kl_in_reward=0.1"],
+    ["lora.rank=8", "warm_start.num_steps=5"],
+    ["lora.rank=8", *PPO],
+    ["algorithm.entropy_bonus=0.01", ALL_SAMPLES],
+    ["algorithm.kl_in_loss=0.01", "algorithm.kl_estimator=k3+", ALL_SAMPLES],
+    ["algorithm.policy_loss=kl_cov", ALL_SAMPLES],
+    ["algorithm.kl_in_reward=0.1", "algorithm.kl_estimator=k1", "algorithm.kl_target=6", "algorithm.kl_horizon=100"],
+    ["algorithm.corrections=[truncate, reject]", "algorithm.old_logprobs=recompute"],
+    ["algorithm.corrections=[m2po]", "algorithm.old_logprobs=metrics"],
+    ["algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"],
+    ["algorithm.policy_loss=decoupled", "algorithm.old_logprobs=loglinear"],
+    ["algorithm.advantage=optimal_token_baseline", "algorithm.old_logprobs=metrics"],
+    ["rollout.top_k=5", "rollout.top_p=0.9", "algorithm.old_logprobs=recompute"],
+    ["rollout.top_k=5", "algorithm.old_logprobs=metrics"],
+    ["algorithm.policy_loss=sapo", "algorithm.policy_loss_args.aggregation=null", "algorithm.aggregation=token-sum"],
+    ["algorithm.policy_loss=geo_mean", "algorithm.aggregation=seq-mean-token-mean"],
+    ["algorithm.filter_groups=true", "algorithm.max_filter_rounds=3"],
+    ["reward.model=./judge", "reward.model_weight=0.5"],
+    ["reward.overlong_tokens=256", "reward.overlong_penalty=0.5"],
+]
+
+
+@pytest.mark.parametrize("overrides", FITTING)
+def test_settings_that_go_together_load_and_load_again_when_resolved(overrides, write):
+    config = load_config(None, overrides).config
+    assert load_config(write("resolved.yaml", to_yaml(config))).config == config
+
+
+SET_UP = """
+algorithm: {advantage: gae, kl_in_reward: 0.1, kl_target: 6, kl_horizon: 100, kl_estimator: k1, filter_groups: true,
+            max_filter_rounds: 3}
+critic: {enabled: true, num_warmup_steps: 5}
+lora: {rank: 8, alpha: 16}
+reward: {overlong_tokens: 4, overlong_penalty: 0.5}
+training: {schedule: linear, lowest_learning_rate_fraction: 0.1}
+"""
+SWITCHED_OFF = [
+    "algorithm.advantage=grpo", "critic.enabled=false", "lora.rank=0", "reward.overlong_tokens=0",
+    "algorithm.kl_in_reward=0", "algorithm.kl_target=0", "algorithm.kl_in_loss=0", "algorithm.filter_groups=false",
+    "training.schedule=constant",
+]  # fmt: skip
+
+
+def test_parts_of_a_recipe_can_be_switched_off_and_the_run_resumed(write):
+    recipe = write("r.yaml", SET_UP)
+    load_config(recipe)
+    config = load_config(recipe, SWITCHED_OFF).config
+    assert not config.critic.enabled
+    assert load_config(write("resolved.yaml", to_yaml(config)), ["trainer.total_steps=200"]).config.lora.alpha == 16
+
+
+def test_asking_for_a_part_that_the_recipe_has_off_is_a_problem(write, problems):
+    resolved = write("resolved.yaml", to_yaml(load_config(None).config))
+    asked = ["critic.clip=0.2", "lora.alpha=16", "algorithm.kl_target=6", "reward.model_weight=2"]
+    assert [line.split(" ")[0] for line in problems(resolved, *asked)] == [each.split("=")[0] for each in asked]
+
+
+def test_an_advantage_of_ones_own_may_have_groups_of_one():
+    load_config(None, ["algorithm.advantage=my.module:baseline", "rollout.num_samples_per_prompt=1"])
