@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from headwater.core.randomness import derive_key
 from headwater.core.records import ModelRequest, SamplingParams
 
-SHAPES = ("qwen2.5-1.5b", "smollm2", "tiny")
+SHAPES = ("qwen2.5-1.5b", "qwen2.5-7b", "smollm2", "tiny")
 
 
 def default_device() -> torch.device:
@@ -31,6 +31,13 @@ def build_model(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
                 rope_parameters={"rope_type": "default", "rope_theta": 1e6}, dtype=dtype,
             )  # fmt: skip
             model: Any = Qwen2ForCausalLM(config)
+        elif shape == "qwen2.5-7b":
+            config = Qwen2Config(
+                vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+                num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=32768, tie_word_embeddings=False,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e6}, dtype=dtype,
+            )  # fmt: skip
+            model = Qwen2ForCausalLM(config)
         elif shape == "smollm2":
             config = LlamaConfig(
                 vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,

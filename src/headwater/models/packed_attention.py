@@ -6,7 +6,10 @@ see those of its prefix (another stretch of the pack, a prompt that several samp
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,8 +49,10 @@ class PackedAttention(Protocol):
         ...
 
 
-def packed_attention(segments: Segments, device: torch.device) -> PackedAttention:
-    return VarlenAttention(segments, device) if device.type == "cuda" else BucketedAttention(segments, device)
+def packed_attention(segments: Segments, device: torch.device, dtype: torch.dtype) -> PackedAttention:
+    # The variable-length kernel takes half precision only.
+    has_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    return VarlenAttention(segments, device) if has_kernel else BucketedAttention(segments, device)
 
 
 class VarlenAttention:
@@ -64,11 +69,9 @@ class VarlenAttention:
             self._key_places = torch.from_numpy(places).to(device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # the import alone needs a CUDA build
-
         if self._key_places is not None:
             key, value = key[self._key_places], value[self._key_places]
-        output = varlen_attn(
+        output = _varlen_attention()(
             query,
             key,
             value,
@@ -78,10 +81,26 @@ class VarlenAttention:
             self._longest_key,
             scale=scale,
             window_size=(window - 1 if window else -1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(output, Tensor)
         return output
+
+
+@cache
+def _varlen_attention() -> Callable[..., Any]:
+    """torch's kernel, where every group of query heads finds its own key head by itself."""
+    from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build of torch
+
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return partial(varlen_attn, enable_gqa=True)
+
+    def repeat_heads(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
+        times = query.shape[1] // key.shape[1]
+        if times > 1:
+            key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
+        return varlen_attn(query, key, value, *rest, **options)
+
+    return repeat_heads
 
 
 @dataclass(frozen=True)
@@ -94,7 +113,7 @@ class _Bucket:
 
 
 class BucketedAttention:
-    """On a CPU: segments of equal shape together, so that nothing is padded and few calls are made."""
+    """On a CPU, and in float32: segments of equal shape together, so that nothing is padded and few calls are made."""
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
         shapes: dict[tuple[int, int], list[int]] = {}

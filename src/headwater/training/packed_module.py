@@ -33,12 +33,14 @@ class PackedModule(nn.Module):
 
     def hidden(self, pack: Pack) -> Tensor:
         """The hidden state that predicts each trained token, ``[trained tokens, hidden size]``."""
+        # Inside a forward pass a sharded weight has the type that the layers compute in.
+        dtype = self.model.get_input_embeddings().weight.dtype
         states: Tensor = (
             self.model.get_decoder()(
                 input_ids=pack.input_ids[None],
                 position_ids=pack.position_ids[None],
                 use_cache=False,
-                packed_attention=packed_attention(pack.segments, pack.input_ids.device),
+                packed_attention=packed_attention(pack.segments, pack.input_ids.device, dtype),
             )
             .last_hidden_state[0]
             .index_select(0, pack.predictors)

@@ -1,0 +1,202 @@
+"""One optimiser step and one pass of log-probs on packed sequences, beside the same step padded.
+
+    python benchmarks/train_step.py --shape qwen2.5-1.5b --out benchmarks/results/train_step_qwen2.5-1.5b_h200.json
+    python benchmarks/train_step.py --shape qwen2.5-7b --cases lora full_offload --tokens 32768      # does it fit?
+
+Lengths are drawn from a long-tailed distribution. Utilisation counts the products a sequence needs, forward once and
+backward twice, and causal attention; neither padding nor what is computed a second time to save memory. It is a
+fraction of the matrix rate measured on the machine (``--peak-tflops``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from options import add_shape, parser_of
+from padded_module import PaddedPolicyModule, PaddedTrainEngine
+from record import write_record
+from shapes import build_model, default_device, default_dtype
+
+from headwater.algorithms.policy_losses.ppo import ppo
+from headwater.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig
+from headwater.core.data_proto import DataProto
+from headwater.core.records import Trajectory
+from headwater.rollout.padding import pad_trajectories
+from headwater.training.actor import Actor
+from headwater.training.engine import TrainEngine
+from headwater.training.lora import add_adapters
+from headwater.training.packed_module import PolicyModule
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    make_module: Callable[..., Any] = PolicyModule
+    make_engine: Callable[..., Any] = TrainEngine
+    training: tuple[tuple[str, Any], ...] = ()
+    lora_rank: int = 0
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("packed"),
+        Case("compiled", training=(("compile", True),)),
+        Case("checkpointed", training=(("checkpoint_activations", True),)),
+        Case("padded", make_module=PaddedPolicyModule, make_engine=PaddedTrainEngine),
+        Case("lora", training=(("checkpoint_activations", True),), lora_rank=32),
+        Case("full_offload", training=(("checkpoint_activations", True), ("offload_optimizer", True))),
+    )
+}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    add_shape(parser)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["padded", "packed", "compiled"])
+    parser.add_argument("--tokens", type=int, default=65536, help="per step (default 65536)")
+    parser.add_argument("--microbatch", type=int, default=16384, help="tokens per pass (default 16384)")
+    parser.add_argument("--mean", type=int, default=600, help="mean length (default 600)")
+    parser.add_argument("--longest", type=int, default=4096, help="longest sequence (default 4096)")
+    parser.add_argument("--samples", type=int, default=1, help="sequences that share a prompt (default 1)")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after two that are not (default 3)")
+    parser.add_argument("--peak-tflops", type=float, default=790.0, help="the machine's matrix rate (default 790)")
+    options = parser.parse_args()
+    device = default_device()
+    rows = []
+    for name in options.cases:
+        rows.append(_measure(CASES[name], options, device))
+        print(_line(options.shape, rows[-1]), flush=True)
+    by_name = {row["case"]: row for row in rows}
+    if "padded" in by_name:
+        for name in by_name.keys() - {"padded"}:
+            ratio = by_name[name]["train_tokens_per_s"] / by_name["padded"]["train_tokens_per_s"]
+            by_name[name]["speed_up_over_padded"] = ratio
+            print(f"{name}: {ratio:.2f} times the tokens/s of the padded step")
+    write_record(options.out, device, shape=options.shape, tokens=options.tokens, rows=rows)
+
+
+def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    gc.collect()  # the model of the case before
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    dtype = default_dtype(device)
+    # What is trained is float32; frozen weights are only computed with.
+    model = build_model(options.shape, device, dtype if case.lora_rank else torch.float32)
+    data = _experience(options, model.config.vocab_size)
+    work = _Work.of(model, data)
+    module = case.make_module(model, 1.0)
+    if case.lora_rank:
+        add_adapters(model, LoraConfig(rank=case.lora_rank))
+    config = TrainingConfig(
+        max_tokens_per_microbatch=options.microbatch, skip_zero_advantages=False, **dict(case.training)
+    )
+    learner = Actor(case.make_engine(module, config, compute_dtype=dtype), ppo, AlgorithmConfig(), loss_width=4096)
+    logprobs_s = _time(lambda: learner.logprobs(data), options.steps, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    train_s = _time(lambda: learner.update(data), options.steps, device)
+    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+    # A frozen weight needs no gradient of its own: of the three products of a trained layer it lacks one.
+    passes = 2 if case.lora_rank else 3
+    return {
+        "case": case.name,
+        "sequences": len(data),
+        "tokens": work.tokens,
+        "train_s": train_s,
+        "train_tokens_per_s": work.tokens / train_s,
+        "train_utilisation": passes * work.flops / train_s / options.peak_tflops / 1e12,
+        "logprobs_s": logprobs_s,
+        "logprobs_tokens_per_s": work.tokens / logprobs_s,
+        "logprobs_utilisation": work.flops / logprobs_s / options.peak_tflops / 1e12,
+        "peak_gib": peak,
+    }
+
+
+@dataclass(frozen=True)
+class _Work:
+    tokens: int
+    flops: float
+    """Of one forward pass."""
+
+    @classmethod
+    def of(cls, model: Any, data: DataProto) -> _Work:
+        lengths = data.batch["attention_mask"].sum(dim=1).double()
+        config = model.config
+        heads = config.num_attention_heads * (config.hidden_size // config.num_attention_heads)
+        embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        weights = sum(parameter.numel() for parameter in model.parameters()) - embedding
+        products = 2.0 * weights * float(lengths.sum())
+        # Scores and values, over half of all pairs.
+        attention = 2 * 2.0 * heads * config.num_hidden_layers * float(lengths.square().sum()) / 2
+        return cls(int(lengths.sum()), products + attention)
+
+
+def _experience(options: argparse.Namespace, vocabulary: int) -> DataProto:
+    """Sequences whose lengths are log-normal, cut at the longest, until there are tokens enough."""
+    generator = torch.Generator().manual_seed(0)
+    trajectories: list[Trajectory] = []
+    num_tokens = 0
+    while num_tokens < options.tokens:
+        prompt = torch.randint(10, vocabulary, (128,), generator=generator).tolist()
+        for sample in range(options.samples):
+            spread = float(torch.randn((), generator=generator))
+            # exp(mu + sigma²/2) is the mean of a log-normal; with sigma 1 a tenth of the lengths is over twice it.
+            length = options.mean * torch.tensor(spread - 0.5).exp()
+            length = int(min(max(float(length), len(prompt) + 8), options.longest, options.tokens - num_tokens + 136))
+            response = torch.randint(10, vocabulary, (length - len(prompt),), generator=generator).tolist()
+            trajectories.append(_trajectory(prompt, response, sample))
+            num_tokens += length
+    data = pad_trajectories(trajectories, pad_token_id=0)
+    advantages = torch.randn(len(data), 1, generator=generator) * data.batch["response_mask"]
+    return data.with_columns(tensors={"old_logprobs": data.batch["rollout_logprobs"], "advantages": advantages})
+
+
+def _trajectory(prompt: list[int], response: list[int], sample: int) -> Trajectory:
+    return Trajectory(
+        uid="row",
+        sample=sample,
+        tokens=(*prompt, *response),
+        prompt_length=len(prompt),
+        loss_mask=(0,) * len(prompt) + (1,) * len(response),
+        logprobs=(0.0,) * len(prompt) + (-11.0,) * len(response),
+        versions=(-1,) * len(prompt) + (0,) * len(response),
+        reward=0.0,
+        stop_reason="length",
+    )
+
+
+def _time(work: Callable[[], Any], steps: int, device: torch.device) -> float:
+    for _ in range(2):
+        work()
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(steps):
+        work()
+    _wait(device)
+    return (time.perf_counter() - started) / steps
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _line(shape: str, row: dict[str, Any]) -> str:
+    return (
+        f"{shape} {row['case']:<13} {row['sequences']} sequences, {row['tokens']:,} tokens: "
+        f"train {row['train_s']:.2f} s, {row['train_tokens_per_s']:,.0f} tokens/s, {row['train_utilisation']:.1%}; "
+        f"log-probs {row['logprobs_s']:.2f} s, {row['logprobs_utilisation']:.1%}; peak {row['peak_gib']:.1f} GiB"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Packed training on a CUDA device: the same numbers as elsewhere, and memory that comes and goes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from training.test_engine import experience
+from training.test_packing import batch, plain_logprobs
+
+from headwater.algorithms.policy_losses.ppo import ppo
+from headwater.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig
+from headwater.models.load import load_model
+from headwater.models.packed_attention import BucketedAttention, VarlenAttention
+from headwater.training.actor import Actor
+from headwater.training.engine import TrainEngine
+from headwater.training.lora import add_adapters
+from headwater.training.packed_module import PolicyModule
+from headwater.training.packing import pack_rows, read_rows
+
+CUDA = torch.device("cuda")
+
+
+def actor(*, device: str = "cuda", dtype: torch.dtype = torch.float32, lora_rank: int = 0, **training) -> Actor:
+    stored = "bfloat16" if lora_rank and dtype == torch.bfloat16 else "float32"
+    model = load_model("tiny:qwen3", dtype=stored, device=device, seed=0)
+    module = PolicyModule(model, 1.0)
+    if lora_rank:
+        torch.manual_seed(0)
+        add_adapters(model, LoraConfig(rank=lora_rank))
+    config = TrainingConfig(learning_rate=1e-3, skip_zero_advantages=False, **training)
+    return Actor(TrainEngine(module, config, compute_dtype=dtype), ppo, AlgorithmConfig(), loss_width=8)
+
+
+def weights(learner: Actor) -> torch.Tensor:
+    return torch.cat([tensor.float().flatten().cpu() for _, tensor in learner.engine.export_weights()])
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_the_kernel_attends_as_the_plain_way_does(window):
+    data = batch()
+    [pack] = pack_rows(read_rows(data), data.batch["response_mask"].shape[1], 10_000)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    shape = (len(pack.input_ids), 4, 32)
+    leaves = [torch.randn(*shape, generator=generator, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
+    query, key, value, upstream = leaves[0], leaves[1][:, :2], leaves[2][:, :2], leaves[3]
+    results = []
+    for way in (VarlenAttention, BucketedAttention):
+        inputs = [each.clone().requires_grad_() for each in (query, key, value)]
+        output = way(pack.segments, CUDA)(*inputs, scale=0.2, window=window)
+        (output * upstream).sum().backward()
+        results.append([output, *(each.grad for each in inputs)])
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_float32_logprobs_are_those_of_single_rows(share_prompts):
+    model = load_model("tiny:qwen3", dtype="float32", device="cuda", seed=0)
+    data = batch()
+    expected = plain_logprobs(data.to("cuda"), copy.deepcopy(model)).cpu()
+    module = PolicyModule(model, 1.0)
+    result = torch.zeros_like(data.batch["response_mask"])
+    for pack in pack_rows(read_rows(data), data.batch["response_mask"].shape[1], 10_000, share_prompts=share_prompts):
+        result[pack.rows] = pack.padded(module(pack.to(CUDA))["logprobs"].cpu())
+    torch.testing.assert_close(result, expected, atol=2e-3, rtol=1e-3)
+
+
+def test_a_step_on_the_gpu_is_the_step_on_the_cpu():
+    gpu, cpu = actor(), actor(device="cpu")
+    data = experience(1)
+    for _ in range(2):
+        on_gpu, on_cpu = gpu.update(data), cpu.update(data)
+        for key in ("loss", "grad_norm", "entropy"):
+            assert on_gpu[key] == pytest.approx(on_cpu[key], rel=1e-2, abs=1e-4)
+    assert (weights(gpu) - weights(cpu)).abs().mean() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"checkpoint_activations": True},
+        {"compile": True},
+        {"offload_optimizer": True},
+        {"lora_rank": 4},
+        {"lora_rank": 4, "offload_optimizer": True, "checkpoint_activations": True},
+    ],
+    ids=str,
+)
+def test_bfloat16_training_learns_in_every_setting(settings):
+    learner = actor(dtype=torch.bfloat16, **settings)
+    data = experience(2)
+    data = data.with_columns(tensors={"advantages": data.batch["response_mask"].clone()})
+    before = learner.logprobs(data).sum()
+    for _ in range(5):
+        learner.update(data.with_columns(tensors={"old_logprobs": learner.logprobs(data)}))
+    assert learner.logprobs(data).sum() > before
+
+
+def test_a_streamed_optimizer_takes_the_same_steps():
+    plain, streamed = actor(dtype=torch.bfloat16), actor(dtype=torch.bfloat16, offload_optimizer=True)
+    for seed in (1, 2, 3):
+        plain.update(experience(seed))
+        streamed.update(experience(seed))
+    torch.testing.assert_close(weights(streamed), weights(plain), atol=1e-5, rtol=1e-4)
+    states = [
+        value
+        for optimizer in streamed.engine._optimizer.optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if value.ndim
+    ]
+    assert states
+    assert all(getattr(each, "_local_tensor", each).device.type == "cpu" for each in states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offload_gives_memory_back_and_onload_goes_on(dtype):
+    learner, twin = actor(dtype=dtype), actor(dtype=dtype)
+    for each in (learner, twin):
+        each.update(experience(1))
+    before = torch.cuda.memory_allocated()
+    size = sum(parameter.numel() * 4 for parameter in learner.engine.module.parameters())
+    learner.engine.offload()
+    assert before - torch.cuda.memory_allocated() > 2.5 * size  # the weights and AdamW's two averages
+    learner.engine.onload()
+    for each in (learner, twin):
+        each.update(experience(2))
+    torch.testing.assert_close(weights(learner), weights(twin), atol=2e-3, rtol=1e-3)
+    assert (weights(learner) - weights(twin)).abs().mean() < 1e-4
+
+
+def test_checkpoints_go_on_from_where_they_were_saved(tmp_path):
+    learner = actor(dtype=torch.bfloat16, offload_optimizer=True)
+    learner.update(experience(1))
+    learner.engine.save(tmp_path)
+    saved = weights(learner)
+    learner.update(experience(2))
+    again = actor(dtype=torch.bfloat16, offload_optimizer=True)
+    again.engine.load(tmp_path)
+    assert torch.equal(weights(again), saved)
+    again.update(experience(2))
+    assert (weights(again) - weights(learner)).abs().mean() < 1e-4
