@@ -76,7 +76,11 @@ class WorkflowExecutor:
         self, num_groups: int, draw_prompts: DrawPrompts, groups: list[Group], dropped: list[Dropped]
     ) -> None:
         num_barren_rounds = num_rounds = 0
-        while len(groups) < num_groups and (draws := draw_prompts(num_groups - len(groups))):
+        while (
+            len(groups) < num_groups
+            and num_rounds != self._max_rounds
+            and (draws := draw_prompts(num_groups - len(groups)))
+        ):
             num_before, num_rounds = len(groups), num_rounds + 1
             for outcome in await _all_or_first_error([self._run_group(draw) for draw in draws]):
                 if isinstance(outcome, Group):
@@ -84,16 +88,11 @@ class WorkflowExecutor:
                 else:
                     dropped.append(outcome)
             num_barren_rounds = 0 if len(groups) > num_before else num_barren_rounds + 1
+            # Where rounds have no limit, nothing else would end a run whose rollouts all fail.
             if num_barren_rounds == _MAX_BARREN_ROUNDS and self._max_rounds is None:
-                break
-            if num_rounds == self._max_rounds:
-                break
-        if (num_barren_rounds == _MAX_BARREN_ROUNDS and self._max_rounds is None) or not groups:
-            causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
-            raise RolloutFailed(
-                f"{len(dropped)} groups of this step were dropped and only {len(groups)} are complete; "
-                f"the first causes:\n{causes}"
-            )
+                raise _too_few(groups, dropped)
+        if not groups:
+            raise _too_few(groups, dropped)
 
     async def _run_group(self, draw: PromptDraw) -> Group | Dropped:
         prompt = draw.prompt
@@ -118,7 +117,7 @@ class WorkflowExecutor:
             return Dropped(prompt.uid, message)
         group = self._to_group(prompt, results)
         if isinstance(group, Group) and self._should_accept is not None and not self._should_accept(group):
-            return Dropped(prompt.uid, "filtered: all its samples scored the same")
+            return Dropped(prompt.uid, "all its samples scored the same (algorithm.filter_groups)", is_filtered=True)
         return group
 
     def _to_group(self, prompt: Prompt, results: Sequence[object]) -> Group | Dropped:
@@ -141,6 +140,14 @@ class WorkflowExecutor:
                     )
                 trajectories.append(part)
         return trajectories
+
+
+def _too_few(groups: Sequence[Group], dropped: Sequence[Dropped]) -> RolloutFailed:
+    causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
+    return RolloutFailed(
+        f"{len(dropped)} groups of this step were dropped and only {len(groups)} are complete; "
+        f"the first causes:\n{causes}"
+    )
 
 
 async def _all_or_first_error(coroutines: Iterable[Awaitable[T]]) -> list[T]:

@@ -37,6 +37,8 @@ class Dropped:
 
     uid: str
     reason: str
+    is_filtered: bool = False
+    """Whether nothing failed, and there was only nothing to learn from it."""
 
 
 @dataclass(frozen=True, slots=True)

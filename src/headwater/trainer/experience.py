@@ -19,6 +19,8 @@ from headwater.algorithms.proximal import approximation_metrics, loglinear
 from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
+from headwater.core.errors import DataError
+from headwater.core.records import Trajectory
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import add_to_scores, pad_trajectories
 from headwater.training.actor import Actor
@@ -58,6 +60,7 @@ class ExperienceMaker:
         data = pad_trajectories(batch.trajectories, self.pad_token_id).with_columns(meta_info={"version": version})
         metrics: dict[str, float] = {}
         columns = self._old_policy(data, version, metrics)
+        corrected = self._corrected(data, columns["old_logprobs"], metrics)
         rewards = self._rewards(batch, data, metrics)
         if self.reference is not None:
             columns["reference_logprobs"] = self.reference.logprobs(data)
@@ -73,13 +76,14 @@ class ExperienceMaker:
                 values=columns.get("values"),
                 baselines=batch.baselines(),
                 turns=_turns(mask),
+                reward_parts=_reward_parts(batch),
                 old_logprobs=columns["old_logprobs"],
                 sum_pi_squared=columns.pop("sum_pi_squared", None),
+                weights=corrected.get("correction_weights"),
             )
         )
         columns |= {"rewards": rewards, "advantages": advantages.advantages, "returns": advantages.returns}
-        columns |= self._corrected(data, columns["old_logprobs"], metrics)
-        return Experience(data.with_columns(tensors=columns), metrics)
+        return Experience(data.with_columns(tensors={**columns, **corrected}), metrics)
 
     def _old_policy(self, data: DataProto, version: int, metrics: dict[str, float]) -> dict[str, Tensor]:
         tensors, method = data.batch, self.config.algorithm.old_logprobs
@@ -145,10 +149,33 @@ class ExperienceMaker:
 
 def _conversations(batch: RolloutBatch) -> list[list[Mapping[str, Any]]]:
     return [
-        [*group.prompt.messages, {"role": "assistant", "content": each.info["response_text"]}]
+        [*group.prompt.messages, {"role": "assistant", "content": _response_text(each)}]
         for group in batch.groups
         for each in group.trajectories
     ]
+
+
+def _response_text(trajectory: Trajectory) -> str:
+    text = trajectory.info.get("response_text")
+    if not isinstance(text, str):
+        raise DataError(
+            f"row {trajectory.uid}: reward.model reads responses as text, and the workflow gave none; "
+            "put it into the trajectory's info['response_text']"
+        )
+    return text
+
+
+def _reward_parts(batch: RolloutBatch) -> Tensor | None:
+    """``[samples, parts]``: the list that a scorer put beside its score under ``reward_parts``, where all have one."""
+    parts = [each.info["reward_parts"] for each in batch.trajectories if "reward_parts" in each.info]
+    if len(parts) < len(batch.trajectories):
+        return None
+    try:
+        return torch.tensor([[float(part) for part in each] for each in parts])
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"reward_parts are not lists of as many numbers in every sample ({error}); mend reward.function"
+        ) from error
 
 
 def _turns(mask: Tensor) -> Tensor:

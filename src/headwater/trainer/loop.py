@@ -65,7 +65,9 @@ class Trainer:
         """Go on from ``checkpoint``, whose weights the parts were built with."""
         state = read_state(checkpoint)
         self._training.load(checkpoint)
-        self._training.experience.kl.coefficient = state.kl_coefficient
+        if self._config.algorithm.kl_target > 0:
+            # A coefficient that is not steered is the config's, which may have changed.
+            self._training.experience.kl.coefficient = state.kl_coefficient
         self._stream.load_state_dict(state.sampler)
         self._parts.engine.set_version(state.step)
         self._state = state
@@ -145,7 +147,7 @@ class Trainer:
             if self._training.critic is not None:
                 learned = self._training.critic.update(experience.data)
                 stats |= {f"critic/{name}": value for name, value in learned.items()}
-            if self._state.step >= self._config.critic.num_warmup_steps:
+            if self._training.critic is None or self._state.step >= self._config.critic.num_warmup_steps:
                 learned = self._training.actor.update(experience.data)
                 stats |= {f"actor/{name}": value for name, value in learned.items()}
         return stats

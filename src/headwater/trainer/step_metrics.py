@@ -13,6 +13,7 @@ def step_metrics(
 ) -> dict[str, float]:
     rewards = [each.reward for each in batch.trajectories]
     lengths = [len(each.response_tokens) for each in batch.trajectories]
+    filtered = sum(each.is_filtered for each in batch.dropped)
     informative = sum(len({each.reward for each in group.trajectories}) > 1 for group in batch.groups)
     return {
         "reward/mean": statistics.fmean(rewards),
@@ -24,7 +25,8 @@ def step_metrics(
         "stopped_fraction": sum(each.stop_reason == "stop" for each in batch.trajectories) / len(rewards),
         # Groups whose samples all scored the same have no advantage and teach nothing.
         "groups/informative_fraction": informative / len(batch.groups),
-        "groups/dropped": len(batch.dropped),
+        "groups/dropped": len(batch.dropped) - filtered,
+        "groups/filtered": filtered,
         **update,
         **{f"time/{name}_s": value for name, value in seconds.items()},
         "time/step_s": step_s,

@@ -1,0 +1,62 @@
+"""What the config makes of rollouts: greedy baselines and the filter of groups, on the real engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headwater.config.load import load_config
+from headwater.rollout.prompt_stream import PromptStream
+from headwater.trainer.rollout_setup import build_rollout
+
+ROOT = Path(__file__).parents[3]
+SMALL = [
+    "data.num_train_rows=50", "data.num_eval_rows=50", "warm_start.num_steps=0", "eval.temperature=0",
+    f"reward.function={ROOT}/tests/integration/varied_reward.py:compute_score",
+]  # fmt: skip
+
+
+@pytest.fixture
+def rollout():
+    opened = []
+
+    def build(*overrides: str):
+        config = load_config(ROOT / "recipes" / "quickstart.yaml", [*SMALL, *overrides]).config
+        opened.append(build_rollout(config, config.model.path))
+        return opened[-1]
+
+    yield build
+    for each in opened:
+        each.close()
+
+
+def stream(parts) -> PromptStream:
+    return PromptStream(parts.eval_data, seed=0, shuffle=False)
+
+
+def test_the_baseline_of_remax_is_what_greedy_decoding_scores(rollout):
+    parts = rollout("algorithm.advantage=remax", "rollout.temperature=2")
+    batch = parts.train_rollouts.rollout_batch(8, stream(parts).take)
+    greedy = parts.eval_rollouts.rollout_batch(8, stream(parts).take)
+    assert [group.baseline for group in batch.groups] == [each.reward for each in greedy.trajectories]
+    assert len({group.baseline for group in batch.groups}) > 1
+
+
+def test_other_advantages_pay_for_no_greedy_response(rollout):
+    parts = rollout("algorithm.advantage=rloo")
+    assert parts.train_rollouts.rollout_batch(2, stream(parts).take).baselines() is None
+
+
+def test_a_filter_keeps_groups_that_differ_and_evaluation_keeps_all(rollout, tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(ground_truth in '02468' and len(solution_str) % 2)\n"
+    )
+    parts = rollout("algorithm.filter_groups=true", f"reward.function={file}:compute_score")
+    batch = parts.train_rollouts.rollout_batch(4, stream(parts).take)
+    assert len(batch.groups) == 4
+    assert all(len({each.reward for each in group.trajectories}) == 2 for group in batch.groups)
+    assert batch.dropped
+    assert len(parts.eval_rollouts.rollout_batch(20, stream(parts).take).groups) == 20
