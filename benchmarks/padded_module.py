@@ -46,12 +46,12 @@ class PaddedPolicyModule(PackedModule):
 class PaddedTrainEngine(TrainEngine):
     """Counts padding among the tokens of a micro-batch."""
 
-    def _pack(self, rows: Sequence[Row], width: int, min_packs: int) -> list[Pack]:
+    def _pack(self, rows: Sequence[Row], width: int, max_tokens: int, min_packs: int) -> list[Pack]:
         parts: list[list[Row]] = []
         longest = 0
         for row in rows:
             length = len(row.prompt) + len(row.response)
-            if not parts or (len(parts[-1]) + 1) * max(longest, length) > self.config.max_tokens_per_microbatch:
+            if not parts or (len(parts[-1]) + 1) * max(longest, length) > max_tokens:
                 parts.append([])
                 longest = 0
             parts[-1].append(row)

@@ -24,6 +24,9 @@ from headwater.training.packing import Pack, Row, idle_pack, pack_rows, read_row
 from headwater.training.ranks import Ranks
 from headwater.training.sharding import shard
 
+_FORWARD_FACTOR = 4
+"""A pass without a gradient keeps nothing for later, so it may take so many times the tokens at once."""
+
 _TOKENS = frozenset({"input_ids", "attention_mask", "position_ids"})
 
 LossFunction = Callable[[Mapping[str, Tensor], DataProto], PolicyLoss]
@@ -52,7 +55,7 @@ class ForwardEngine:
         """What the module says of the trained tokens, each ``[samples, response]``, 0 elsewhere."""
         shape = batch.batch["response_mask"].shape
         results: dict[str, Tensor] = {}
-        for pack, _ in self._packs(batch):
+        for pack, _ in self._packs(batch, _FORWARD_FACTOR * self.config.max_tokens_per_microbatch):
             for name, values in self.module(pack).items():
                 result = results.setdefault(name, torch.zeros(shape))
                 result[pack.rows] = pack.padded(values).to(result.device)
@@ -71,29 +74,23 @@ class ForwardEngine:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
-    def _packs(self, batch: DataProto) -> Iterator[tuple[Pack, bool]]:
+    def _packs(self, batch: DataProto, max_tokens: int) -> Iterator[tuple[Pack, bool]]:
         """The packs of this rank's rows, and whether they count.
 
         Ranks compute their layers together, so all make the same number of passes; one that has too few rows repeats
         one for company.
         """
         rows, width = read_rows(batch), batch.batch["response_mask"].shape[1]
-        packs = self._pack(rows, width, 1)
+        packs = self._pack(rows, width, max_tokens, 1)
         num_packs = self.ranks.max(len(packs))
         if len(packs) < num_packs:
-            packs = self._pack(rows, width, num_packs)
+            packs = self._pack(rows, width, max_tokens, num_packs)
         for number in range(num_packs):
             counts = number < len(packs)
             yield (packs[number] if counts else packs[0] if packs else idle_pack(width)).to(self.device), counts
 
-    def _pack(self, rows: Sequence[Row], width: int, min_packs: int) -> list[Pack]:
-        return pack_rows(
-            rows,
-            width,
-            self.config.max_tokens_per_microbatch,
-            min_packs=min_packs,
-            share_prompts=self.config.share_prompts,
-        )
+    def _pack(self, rows: Sequence[Row], width: int, max_tokens: int, min_packs: int) -> list[Pack]:
+        return pack_rows(rows, width, max_tokens, min_packs=min_packs, share_prompts=self.config.share_prompts)
 
 
 class TrainEngine(ForwardEngine):
@@ -150,7 +147,7 @@ class TrainEngine(ForwardEngine):
         if totals.num_tokens == 0:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
         sums = _Sums(self.device)
-        for pack, counts in self._packs(batch):
+        for pack, counts in self._packs(batch, self.config.max_tokens_per_microbatch):
             outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
             if counts:
                 self._backward(outputs, _micro(batch, pack), loss_fn, aggregation, totals, sums)

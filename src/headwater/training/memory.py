@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 CPU = torch.device("cpu")
 
+_MAX_BLOCK = 1 << 32
+
+
+def held_by(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor that may be sharded."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data
+
+
+def hold(tensor: Tensor, storage: Tensor) -> None:
+    """Let ``tensor``, the same object, hold ``storage`` from now on, wherever that is."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = storage
+    else:
+        tensor.data = storage
+
 
 @torch.no_grad()
 def relocate(tensor: Tensor, device: torch.device) -> None:
-    """Move what ``tensor`` holds; the tensor stays the same object.
+    """Move what ``tensor`` holds; the tensor stays the same object."""
+    hold(tensor, held_by(tensor).to(device, non_blocking=True))
 
-    In main memory it is pinned, so that it travels at full speed both ways and without holding up the device.
+
+class PinnedMemory:
+    """Main memory that a device copies from and to at full speed, in blocks.
+
+    torch rounds every pinned tensor up to a power of two, which for many odd ones is half as much again or more; so
+    blocks of a power of two are asked for, and tensors laid out in them.
     """
-    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data
-    if device.type == "cpu" and held.is_cuda:
-        moved = torch.empty(held.shape, dtype=held.dtype, pin_memory=True).copy_(held, non_blocking=True)
-    else:
-        moved = held.to(device, non_blocking=True)
-    if isinstance(tensor, DTensor):
-        tensor._local_tensor = moved
-    else:
-        tensor.data = moved
+
+    def __init__(self, num_bytes: int) -> None:
+        """``num_bytes`` are what will be wanted in all; more is found when it is."""
+        self._block = min(_MAX_BLOCK, 1 << max(16, (num_bytes - 1).bit_length()))
+        self._free: list[Tensor] = []
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        size = -(-math.prod(shape) * dtype.itemsize // 64) * 64  # so that each starts on a whole cache line
+        for place, rest in enumerate(self._free):
+            if len(rest) >= size:
+                self._free[place] = rest[size:]
+                break
+        else:
+            rest = torch.empty(max(size, self._block), dtype=torch.uint8, pin_memory=True)
+            self._free.append(rest[size:])
+        return rest[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from headwater.config.schema import TrainingConfig
 from headwater.core.errors import RunError
-from headwater.training.memory import CPU, relocate
+from headwater.training.memory import PinnedMemory, held_by, hold, relocate
 from headwater.training.schedule import LearningRate
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ class Optimizer:
         )
         self._num_bad_steps = 0
         self._is_streamed = config.offload_optimizer and self._parameters[0].device.type == "cuda"
+        self._homes: dict[int, Tensor] = {}
+        self._pinned = PinnedMemory(2 * sum(held_by(each).nbytes for each in self._parameters))
         # One optimiser per parameter where each takes its turn on the device.
         shares = [[each] for each in self._parameters] if self._is_streamed else [self._parameters]
         self.optimizers = [self._adamw(share) for share in shares]
@@ -64,10 +66,10 @@ class Optimizer:
                 for group in optimizer.param_groups:
                     group["lr"] = stats["learning_rate"]
                 if self._is_streamed:
-                    _relocate(optimizer, self._parameters[0].device)
+                    self._fetch(optimizer)
                 optimizer.step()
                 if self._is_streamed:
-                    _relocate(optimizer, CPU)
+                    self._send_home(optimizer)
             self.num_steps += 1
             self._num_bad_steps = 0
             stats["grad_norm"] = norm
@@ -95,6 +97,7 @@ class Optimizer:
         """Forget the averages; unless ``is_empty``, make room for those that are about to be read."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
+            self._homes.clear()
             for parameter in optimizer.param_groups[0]["params"] if not is_empty else ():
                 optimizer.state[parameter] = {
                     "step": torch.zeros((), device=parameter.device if parameter.is_cuda else None),
@@ -102,7 +105,7 @@ class Optimizer:
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
             if self._is_streamed:
-                _relocate(optimizer, CPU)
+                self._send_home(optimizer)
 
     def clear(self) -> None:
         for parameter in self._parameters:
@@ -112,15 +115,29 @@ class Optimizer:
         """Move the averages; a streamed optimiser's stay in main memory."""
         if not self._is_streamed:
             for optimizer in self.optimizers:
-                _relocate(optimizer, device)
+                for average in _averages(optimizer):
+                    relocate(average, device)
+
+    @torch.no_grad()
+    def _fetch(self, optimizer: torch.optim.Optimizer) -> None:
+        for average in _averages(optimizer):
+            hold(average, held_by(average).to(self._parameters[0].device, non_blocking=True))
+
+    @torch.no_grad()
+    def _send_home(self, optimizer: torch.optim.Optimizer) -> None:
+        for average in _averages(optimizer):
+            held = held_by(average)
+            if id(average) not in self._homes:
+                self._homes[id(average)] = self._pinned.empty(held.shape, held.dtype)
+            hold(average, self._homes[id(average)].copy_(held, non_blocking=True))
 
 
-def _relocate(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the averages; the step counts stay where AdamW wants them."""
+def _averages(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """All of AdamW's state but the step counts, which stay where it wants them."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor) and value.ndim:
-                relocate(value, device)
+                yield value
 
 
 def _global_norm(norm: Tensor) -> float:
