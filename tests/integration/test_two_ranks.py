@@ -14,10 +14,10 @@ from headwater.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig
 from headwater.core.data_proto import DataProto
 from headwater.rollout.padding import pad_trajectories
 from headwater.training.actor import Actor
+from headwater.training.balance import balanced_parts
 from headwater.training.engine import TrainEngine
 from headwater.training.lora import add_adapters
 from headwater.training.packed_module import PolicyModule
-from headwater.training.partition import partition_groups
 
 SETTINGS = {
     "plain": {},
@@ -41,8 +41,7 @@ def share(data: DataProto, rank: int) -> DataProto:
     """A rank's rows; of a small batch the second rank gets a single one, and has to keep the first one company."""
     if len(data) < 8:
         return data[: len(data) - 1] if rank == 0 else data[len(data) - 1 :]
-    lengths = data.batch["attention_mask"].sum(dim=1).tolist()
-    return data[partition_groups(lengths, [row // 2 for row in range(len(data))], 2)[rank]]
+    return balanced_parts(data, 2)[rank]
 
 
 def actor(

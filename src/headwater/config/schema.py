@@ -239,6 +239,8 @@ class TrainingConfig:
     """Compile the layers with torch.compile: a minute at the start, then faster steps on a GPU."""
     offload_optimizer: bool = False
     """On a GPU, keep AdamW's averages in main memory and stream them through the device at each step."""
+    offload_during_rollout: bool = False
+    """On a GPU, move weights and averages to main memory while responses are generated, and back to train."""
 
 
 @dataclass(frozen=True)

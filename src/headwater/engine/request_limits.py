@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from headwater.core.errors import RequestError
 from headwater.core.records import ModelRequest
 
+_MAX_FORBIDDEN = 1024
+"""Stop tokens that the device keeps a list of for every sequence, to forbid them for a while."""
+
 _LEAST_TEMPERATURE = 1e-6
 
 
@@ -47,6 +50,11 @@ class RequestLimits:
         unknown = [token for token in sampling.stop_token_ids if not 0 <= token < self.vocab_size]
         if unknown:
             raise RequestError(f"{name}: stop token id {unknown[0]} is outside the vocabulary of {self.vocab_size}")
+        if sampling.min_new_tokens and len(sampling.stop_token_ids) > _MAX_FORBIDDEN:
+            raise RequestError(
+                f"{name}: {len(sampling.stop_token_ids)} stop token ids: at most {_MAX_FORBIDDEN} go with "
+                f"min_new_tokens = {sampling.min_new_tokens}; name fewer, or use min_new_tokens = 0"
+            )
         if not -(2**63) <= request.rng_key < 2**63:
             raise RequestError(f"{name}: rng_key = {request.rng_key}: must be a signed 64-bit number")
         if sampling.top_k >= 2**63:

@@ -36,6 +36,17 @@ class TrainingParts:
     reference: Reference | None
     experience: ExperienceMaker
 
+    def offload(self) -> None:
+        """Make room on the device for a rollout."""
+        for role in (self.actor, self.critic):
+            if role is not None:
+                role.engine.offload()
+
+    def onload(self) -> None:
+        for role in (self.actor, self.critic):
+            if role is not None:
+                role.engine.onload()
+
     def load(self, checkpoint: Path) -> None:
         self.actor.engine.load(checkpoint)
         if self.critic is not None:
@@ -87,7 +98,7 @@ def _policy_engine(config: Config, path: str) -> TrainEngine:
     model = load_model(path, dtype=dtype, device=config.model.device, seed=config.run.seed)
     module = PolicyModule(model, config.rollout.temperature)
     if config.lora.rank:
-        add_adapters(model, config.lora)
+        add_adapters(model, config.lora, seed=config.run.seed)
     return TrainEngine(
         module,
         config.training,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -16,8 +17,11 @@ from headwater.training.names import plain_name
 _ADAPTER = "default"
 
 
-def add_adapters(model: Any, config: LoraConfig) -> None:
-    """Put adapters beside the linear layers of ``model``, in place, and freeze everything else."""
+def add_adapters(model: Any, config: LoraConfig, *, seed: int = 0) -> None:
+    """Put adapters beside the linear layers of ``model``, in place, and freeze everything else.
+
+    ``seed`` decides the random half of them; the other starts at zero, so that the model is at first what it was.
+    """
     try:
         import peft
     except ImportError as error:
@@ -31,7 +35,10 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         task_type="CAUSAL_LM",
     )
     try:
-        peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+        with torch.random.fork_rng(devices=[]):
+            # peft draws on the CPU and moves the adapters afterwards.
+            torch.default_generator.manual_seed(seed)
+            peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     except ValueError as error:
         raise ConfigError([f"lora.targets = {list(config.targets)}: {error}"]) from error
     for name, parameter in model.named_parameters():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from headwater.core.errors import RunError
@@ -39,8 +40,8 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> 
     try:
         with _quiet():
             state_dict_loader.load(state, checkpoint_id=path, no_dist=ranks.count == 1)
-    except Exception as error:  # a reader of damaged files may raise anything
-        raise _damaged(path, error) from error
+    except CheckpointException as error:  # of every rank that failed, its own error
+        raise _damaged(path, next(iter(error.failures.values()))[0]) from error
     optimizer.num_steps = int(state["num_steps"])
 
 
@@ -77,9 +78,9 @@ def _check(path: Path, wanted: Mapping[str, Tensor], held: Mapping[str, Any]) ->
         )
 
 
-def _damaged(path: Path, error: Exception) -> RunError:
-    reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-    return RunError(f"{path}: damaged checkpoint ({reason[0]}); resume from an older one with --step")
+def _damaged(path: Path, error: BaseException) -> RunError:
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return RunError(f"{path}: damaged checkpoint ({reason}); resume from an older one with --step")
 
 
 @contextmanager

@@ -41,6 +41,10 @@ BAD = {
     "stop token too large": (asked(stop_token_ids=(512,)), "stop token id 512 is outside the vocabulary of 512"),
     "stop token negative": (asked(stop_token_ids=(5, -3)), "stop token id -3 is outside the vocabulary"),
     "early stop token too large": (asked(stop_token_ids=(600,), min_new_tokens=2), "stop token id 600"),
+    "too many early stop tokens": (
+        asked(stop_token_ids=(5,) * 1025, min_new_tokens=2),
+        "1025 stop token ids: at most 1024 go with min_new_tokens = 2",
+    ),
     "stop token huge": (asked(stop_token_ids=(2**70,)), f"stop token id {2**70}"),
     "key too large": (asked(key=2**63), f"rng_key = {2**63}"),
     "key too small": (asked(key=-(2**63) - 1), f"rng_key = {-(2**63) - 1}"),
