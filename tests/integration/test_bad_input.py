@@ -151,6 +151,43 @@ def test_settings_that_cannot_work(fails, setting, message):
     assert message in fails(setting)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["algorithm.advantage=gae"], "algorithm.advantage = 'gae' (command line): needs the values of a critic"),
+        (["algorithm.advantage=gdpo"], "algorithm.advantage = gdpo needs the column 'reward_parts'"),
+        (
+            ["algorithm.advantage=gae", "critic.enabled=true", "critic.path=./no/critic"],
+            "critic.path = no/critic: no such folder",
+        ),
+        (["reward.model=./no/judge"], "reward.model = no/judge: no such folder"),
+        (["lora.rank=4", "lora.targets=[nothing]"], "lora.targets = ['nothing']"),
+        (
+            ["algorithm.corrections_args={truncate: {upper: 3}}"],
+            "algorithm.corrections_args.truncate: algorithm.corrections does not name it",
+        ),
+        (
+            [
+                "algorithm.old_logprobs=recompute",
+                "algorithm.corrections=[m2po]",
+                "algorithm.corrections_args.m2po.low=3",
+            ],
+            "algorithm.corrections_args.m2po.low: no such argument; correction 'm2po' takes threshold",
+        ),
+        (
+            [
+                "algorithm.policy_loss=decoupled",
+                "algorithm.old_logprobs=recompute",
+                "algorithm.policy_loss_args={weight: clamp, metric: k1}",
+            ],
+            "algorithm.policy_loss_args.weight = 'clamp': clamps the weight itself",
+        ),
+    ],
+)
+def test_algorithms_that_cannot_work(fails, settings, message):
+    assert message in fails(*settings)
+
+
 BROKEN = """
 class Dataset:
     def __init__(self, **arguments):

@@ -19,7 +19,7 @@ from headwater.algorithms.proximal import approximation_metrics, loglinear
 from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
-from headwater.core.errors import DataError
+from headwater.core.errors import DataError, RunError
 from headwater.core.records import Trajectory
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import add_to_scores, pad_trajectories
@@ -143,6 +143,12 @@ class ExperienceMaker:
         metrics |= {
             f"correction/{name}": float(masked_mean(values, mask)) for name, values in corrected.diagnostics.items()
         }
+        if mask.any() and not corrected.mask.any():
+            raise RunError(
+                f"algorithm.corrections = {list(self.config.algorithm.corrections)}: left no token of step "
+                f"{data.meta_info['version'] + 1} to train on; loosen their bounds in algorithm.corrections_args, "
+                "or find out why the engine's log-probs differ (rollout_gap/* in metrics.jsonl)"
+            )
         metrics["correction/kept_fraction"] = float(corrected.mask.sum() / mask.sum())
         return {"correction_weights": corrected.weights, "response_mask": corrected.mask}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from headwater.algorithms.corrections import CORRECTIONS
 from headwater.algorithms.kl.controllers import AdaptiveKL, FixedKL, KLController
 from headwater.algorithms.policy_losses import POLICY_LOSSES
 from headwater.config.schema import AlgorithmConfig, Config
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, ModelError
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.models.load import load_model, load_processor, load_tokenizer, resolve_dtype
 from headwater.models.save import save_model
@@ -57,8 +60,9 @@ class TrainingParts:
         if isinstance(self.reference, FrozenReference):
             model = self.reference.engine.module.model
             copy_weights(model, self.actor.engine.export_weights())
-            if not folder.exists():
-                save_model(model, tokenizer, folder)
+            # What is there already is of a start that was made again, because it never came to a checkpoint.
+            shutil.rmtree(folder, ignore_errors=True)
+            save_model(model, tokenizer, folder)
 
 
 def build_training(config: Config, model_path: str, tokenizer: Any, *, reference_path: str) -> TrainingParts:
@@ -108,12 +112,9 @@ def _policy_engine(config: Config, path: str) -> TrainEngine:
 
 
 def _critic(config: Config) -> Critic:
-    model = load_critic(
-        config.critic.path or config.model.path,
-        dtype="float32",
-        device=config.model.device,
-        seed=config.run.seed,
-    )
+    path = config.critic.path or config.model.path
+    with _blaming("critic.path"):
+        model = load_critic(path, dtype="float32", device=config.model.device, seed=config.run.seed)
     engine = TrainEngine(
         ValueModule(model),
         replace(config.training, learning_rate=config.critic.learning_rate),
@@ -135,8 +136,19 @@ def _reference(config: Config, policy: TrainEngine, path: str) -> Reference | No
 
 def _reward_model(config: Config) -> RewardModel:
     path = config.reward.model
-    model = load_reward_model(path, dtype=config.model.dtype, device=config.model.device)
-    return RewardModel(ValueModule(model.requires_grad_(False)), load_tokenizer(path), config.training)
+    with _blaming("reward.model"):
+        model = load_reward_model(path, dtype=config.model.dtype, device=config.model.device)
+        tokenizer = load_tokenizer(path)
+    return RewardModel(ValueModule(model.requires_grad_(False)), tokenizer, config.training)
+
+
+@contextmanager
+def _blaming(key: str) -> Iterator[None]:
+    """What goes wrong in loading a model is blamed on ``model.path``; here another key names it."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path", key)) from error
 
 
 def _num_optimizer_steps(config: Config) -> int:

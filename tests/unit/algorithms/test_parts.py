@@ -22,7 +22,7 @@ from headwater.algorithms.policy_losses.clip_cov import clip_cov
 from headwater.algorithms.policy_losses.decoupled import decoupled
 from headwater.algorithms.proximal import approximation_metrics, progress
 from headwater.algorithms.reward_shaping import overlong_penalty
-from headwater.core.errors import MissingColumn, UnknownName
+from headwater.core.errors import ConfigError, MissingColumn, UnknownName
 
 
 def ratios(*values):
@@ -103,7 +103,7 @@ def test_removed_tokens_do_not_make_the_others_count_more():
 
 
 def test_clamping_by_another_metric_is_refused():
-    with pytest.raises(ValueError, match="clamps the weight itself"):
+    with pytest.raises(ConfigError, match="clamps the weight itself"):
         decoupled(loss_inputs(rollout_logprobs=torch.zeros(2, 3)), weight="clamp", metric="k3")
 
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
 from trainer.experience_parts import batch, move_policy, policy_logprobs, scores, training, trajectory, with_logprobs
 
-from headwater.core.errors import DataError, MissingColumn
+from headwater.core.errors import DataError, MissingColumn, RunError
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.padding import pad_trajectories
 
@@ -42,11 +43,13 @@ def test_the_reference_is_the_policy_as_it_started():
 
 def test_after_a_supervised_start_the_reference_begins_anew(tmp_path):
     parts, rollouts = training("algorithm.kl_in_reward=0.1"), batch()
-    move_policy(parts, rollouts)
-    parts.start_reference(tmp_path / "reference", tiny.tokenizer())
+    for _ in range(2):  # the second time as after a start that was broken off
+        move_policy(parts, rollouts)
+        parts.start_reference(tmp_path / "reference", tiny.tokenizer())
     columns = parts.experience.make(rollouts, version=0).data.batch
     assert torch.equal(columns["reference_logprobs"], policy_logprobs(parts, rollouts))
-    assert (tmp_path / "reference" / "model.safetensors").exists()
+    kept = load_file(tmp_path / "reference" / "model.safetensors")
+    assert all(torch.equal(kept[name], weight) for name, weight in parts.actor.engine.export_weights() if name in kept)
 
 
 @pytest.mark.parametrize(("kind", "estimate"), [("k1", lambda d: d), ("k2", lambda d: d.square() / 2)])
@@ -149,6 +152,16 @@ def test_a_rejected_token_leaves_the_mask_and_nothing_else_changes():
     assert_close(made.data.batch["correction_weights"], expected)
     assert made.metrics["correction/kept_fraction"] == pytest.approx(1 - 1 / float(whole.sum()))
     assert made.metrics["correction/rejected_fraction"] == pytest.approx(1 / float(whole.sum()))
+
+
+def test_corrections_that_leave_nothing_say_so():
+    parts = training(
+        "algorithm.old_logprobs=recompute",
+        "algorithm.corrections=[reject]",
+        "algorithm.corrections_args={reject: {upper: 1.0e-6}}",
+    )
+    with pytest.raises(RunError, match=r"algorithm\.corrections = \['reject'\]: left no token of step 3 to train on"):
+        parts.experience.make(batch(), version=2)
 
 
 def test_weights_are_the_capped_ratios_and_leave_the_mask_alone():

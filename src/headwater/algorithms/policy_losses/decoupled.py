@@ -17,6 +17,7 @@ from headwater.algorithms.policy_losses import (
     dual_clip_bound,
     log_ratios,
 )
+from headwater.core.errors import ConfigError
 
 
 @POLICY_LOSSES.register
@@ -79,5 +80,9 @@ def _weigh(
     if weight == "mask":
         return reject(inputs, level=level, metric=metric, reduction=reduction, lower=lower, upper=upper, weighted=True)
     if metric != "ratio" or (level == "sequence" and reduction != "mean"):
-        raise ValueError("weight = 'clamp' clamps the weight itself: use metric = 'ratio' and reduction = 'mean'")
+        raise ConfigError(
+            [
+                "algorithm.policy_loss_args.weight = 'clamp': clamps the weight itself; use metric: ratio, reduction: mean"
+            ]
+        )
     return truncate(inputs, level="token" if level == "token" else "geometric", lower=lower or 0.0, upper=upper)
