@@ -80,9 +80,6 @@ def _weigh(
     if weight == "mask":
         return reject(inputs, level=level, metric=metric, reduction=reduction, lower=lower, upper=upper, weighted=True)
     if metric != "ratio" or (level == "sequence" and reduction != "mean"):
-        raise ConfigError(
-            [
-                "algorithm.policy_loss_args.weight = 'clamp': clamps the weight itself; use metric: ratio, reduction: mean"
-            ]
-        )
+        reason = "clamps the weight itself; use metric: ratio and reduction: mean"
+        raise ConfigError([f"algorithm.policy_loss_args.weight = 'clamp': {reason}"])
     return truncate(inputs, level="token" if level == "token" else "geometric", lower=lower or 0.0, upper=upper)
