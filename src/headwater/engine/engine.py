@@ -70,10 +70,18 @@ class Engine:
             )
         max_sequences = config.max_sequences or (_GPU_SEQUENCES if on_gpu else _CPU_SEQUENCES)
         page_tokens = page_tokens_for(config, spec.device)
-        num_pages = num_pages_for(spec, config, max_sequences, page_tokens, shares_device)
+        max_prefill_tokens = config.max_prefill_tokens or (_GPU_PREFILL_TOKENS if on_gpu else _CPU_PREFILL_TOKENS)
+        num_pages = num_pages_for(
+            spec,
+            config,
+            max_sequences=max_sequences,
+            max_prefill_tokens=max_prefill_tokens,
+            page_tokens=page_tokens,
+            is_shared=shares_device,
+        )
         scheduler = Scheduler(
             max_sequences=max_sequences,
-            max_prefill_tokens=config.max_prefill_tokens or (_GPU_PREFILL_TOKENS if on_gpu else _CPU_PREFILL_TOKENS),
+            max_prefill_tokens=max_prefill_tokens,
             max_tokens_per_sequence=spec.max_positions,
             pool=PagePool(num_pages),
             page_tokens=page_tokens,

@@ -88,10 +88,18 @@ def page_tokens_for(config: EngineConfig, device: torch.device) -> int:
     return size
 
 
-def num_pages_for(spec: ModelSpec, config: EngineConfig, max_sequences: int, page_tokens: int, shared: bool) -> int:
+def num_pages_for(
+    spec: ModelSpec,
+    config: EngineConfig,
+    *,
+    max_sequences: int,
+    max_prefill_tokens: int,
+    page_tokens: int,
+    is_shared: bool,
+) -> int:
     """How many pages fit into what is free, and no more than all sequences at full length could fill.
 
-    ``shared`` says that a learner lives on the same device and needs its part.
+    ``is_shared`` says that a learner lives on the same device and needs its part.
     """
     page_bytes = spec.kv_bytes_per_token * page_tokens
     most = max_sequences * math.ceil(spec.max_positions / page_tokens) + 1  # see RequestLimits for the one more
@@ -100,16 +108,27 @@ def num_pages_for(spec: ModelSpec, config: EngineConfig, max_sequences: int, pag
         setting = f"engine.kv_cache_gib = {config.kv_cache_gib:g}"
     else:
         on_cpu = spec.device.type == "cpu"
-        fraction = config.memory_fraction or (_SHARED_FRACTION if shared or on_cpu else _SERVER_FRACTION)
-        num_free = free_bytes(spec.device)
+        fraction = config.memory_fraction or (_SHARED_FRACTION if is_shared or on_cpu else _SERVER_FRACTION)
+        num_free = max(0, free_bytes(spec.device) - _workspace_bytes(spec, max_sequences, max_prefill_tokens))
         num_bytes = int(num_free * fraction)
-        setting = f"engine.memory_fraction = {fraction:g} of {num_free / _GIB:.4f} GiB that are free on {spec.device}"
+        setting = (
+            f"engine.memory_fraction = {fraction:g} of {num_free / _GIB:.4f} GiB that {spec.device} has left for the "
+            f"cache with engine.max_sequences = {max_sequences} and engine.max_prefill_tokens = {max_prefill_tokens}"
+        )
     num_pages = min(num_bytes // page_bytes, most)
     if num_pages < 2:
         raise ConfigError(
             [
                 f"{setting}: one page of {page_tokens} tokens takes {page_bytes / _GIB:.4f} GiB and fewer than two "
-                "fit; give the cache more, or free memory"
+                "fit; give the cache more, lower the other settings, or free memory"
             ]
         )
     return num_pages + 1  # the scratch page
+
+
+def _workspace_bytes(spec: ModelSpec, max_sequences: int, max_prefill_tokens: int) -> int:
+    """What a pass needs for itself: activations of a batch of prompts, logits, and the sort of a cut distribution."""
+    activations = max_prefill_tokens * (6 * spec.hidden_size + 3 * spec.intermediate_size) * spec.dtype.itemsize
+    # Of every logit: itself, in float32, sorted, its place, and the probabilities and sums that decide the cut.
+    per_logit = spec.dtype.itemsize + 4 + 4 + 8 + 4 + 4
+    return activations + max_sequences * spec.vocab_size * per_logit

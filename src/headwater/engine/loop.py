@@ -33,7 +33,7 @@ _GATHER_S = 0.001
 _GATHER_LIMIT_S = 0.005
 _CLOSE_LIMIT_S = 120.0
 MAX_PREFILLS_PER_ROUND = 4
-"""Batches of prompt chunks between two rounds of decoding: rows fill up in a few rounds, and streams do not stall."""
+"""Batches of prompt chunks between two rounds of decoding, so that rows fill up in a few rounds."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,9 @@ class EngineLoop:
                 self._read(self._rounds.popleft())
 
     def _prefill(self) -> None:
-        for _ in range(MAX_PREFILLS_PER_ROUND):
+        # Whoever follows a response as it comes waits for one batch of prompts at most.
+        is_followed = self.scheduler.is_followed
+        for _ in range(1 if is_followed else MAX_PREFILLS_PER_ROUND):
             plan = self.scheduler.plan_prefill()
             if plan is None:
                 return

@@ -30,6 +30,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     hidden_size: int
+    intermediate_size: int
     vocab_size: int
     max_positions: int
     dtype: torch.dtype
@@ -62,6 +63,7 @@ class ModelSpec:
             num_kv_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
             vocab_size=config.vocab_size,
             max_positions=config.max_position_embeddings,
             dtype=model.dtype,

@@ -94,6 +94,10 @@ class PagePool:
         self.retain(found)
         return found
 
+    def knows(self, key: bytes) -> bool:
+        """Whether a page of this prefix is remembered."""
+        return key in self._page_of
+
     def register(self, pages: Pages, keys: Sequence[bytes]) -> None:
         """Remember full pages by their prefix; where another page already holds a prefix, that one stays."""
         for page, key in zip(pages.tolist(), keys, strict=True):

@@ -42,6 +42,7 @@ class PromptQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, PromptJob]] = []
+        self._aside: list[tuple[int, int, PromptJob]] = []
         self._waiting: dict[bytes, PromptJob] = {}
         self._num_pushed = 0
         self.num_sequences = 0
@@ -68,10 +69,24 @@ class PromptQueue:
             heapq.heappop(self._heap)
         return None
 
-    def take(self, job: PromptJob) -> None:
-        """``job`` is no longer waiting."""
-        del self._waiting[job.key]
-        self.num_sequences -= len(job.members)
+    def take(self, job: PromptJob, count: int) -> PromptJob:
+        """The first ``count`` members of ``job``, as a job that no longer waits; the others go on waiting."""
+        self.num_sequences -= count
+        if count == len(job.members):
+            del self._waiting[job.key]
+            return job
+        taken = PromptJob(job.tokens, job.key, job.members[:count])
+        job.members = job.members[count:]
+        return taken
+
+    def set_aside_first(self) -> None:
+        """Let ``first`` pass over the job it gives now, until ``take_back``."""
+        self._aside.append(heapq.heappop(self._heap))
+
+    def take_back(self) -> None:
+        for entry in self._aside:
+            heapq.heappush(self._heap, entry)
+        self._aside.clear()
 
     def remove(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """Take out the sequences that ``wanted`` names, in order of arrival."""

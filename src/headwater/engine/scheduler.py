@@ -62,6 +62,11 @@ class Scheduler:
     def num_running(self) -> int:
         return self.lanes.capacity - self.lanes.num_free
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether the host looks at a running sequence's tokens as they come."""
+        return bool(self.lanes.watched[self.running()].any())
+
     def num_pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
 
@@ -101,19 +106,22 @@ class Scheduler:
             self._num_rows -= 1
         return row
 
-    def preempt(self, lane: int) -> int:
-        """The sequence gives up its pages and waits to be computed again, tokens and all; returns its row."""
+    def preempt(self, lane: int, *, keeps_pages: bool = True) -> int:
+        """The sequence gives up its pages and waits to be computed again, tokens and all; returns its row.
+
+        ``keeps_pages``: as long as nobody needs them, they are found again.
+        """
         sequence = self.lanes.sequence[lane]
         assert sequence is not None
         self.lanes.collect(lane)
-        row = self.end(lane, may_go_on=True)
+        row = self.end(lane, may_go_on=keeps_pages)
         self._waiting.add(sequence)
         return row
 
     def preempt_all(self) -> list[int]:
         """Nothing stays in the cache; every sequence waits. Returns the rows that were in use."""
         self._stop_computing()
-        return [self.preempt(int(lane)) for lane in self.running()]
+        return [self.preempt(int(lane), keeps_pages=False) for lane in self.running()]
 
     def take_waiting(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """Take out sequences that have not started, for good."""
@@ -158,29 +166,43 @@ class Scheduler:
                 break
             chunks.append((job, min(budget, job.num_left)))
             budget -= chunks[-1][1]
-        while budget > 0 and (first := self._waiting.first()) is not None and self._start(first):
-            chunks.append((first, min(budget, first.num_left)))
+        beginnings = {self._beginning(job) for job in self._computing.values()}
+        while budget > 0 and (first := self._waiting.first()) is not None:
+            beginning = self._beginning(first)
+            if beginning is not None and beginning in beginnings and not self.pool.knows(beginning):
+                self._waiting.set_aside_first()  # its first page is about to be there: not again
+                continue
+            started = self._start(first)
+            if started is None:
+                break
+            beginnings.add(beginning)
+            chunks.append((started, min(budget, started.num_left)))
             budget -= chunks[-1][1]
+        self._waiting.take_back()
         return self._pack(chunks) if chunks else None
 
-    def _start(self, job: PromptJob) -> bool:
-        """Give ``job`` its pages; False when it must wait for rows or pages."""
+    def _beginning(self, job: PromptJob) -> bytes | None:
+        """The key of the job's first page, where others that start alike could use it."""
+        if not self._prefix_cache or len(job.tokens) <= self.page_tokens:
+            return None
+        return prefix_keys(job.tokens[: self.page_tokens], self.page_tokens, self.version)[0]
+
+    def _start(self, waiting: PromptJob) -> PromptJob | None:
+        """A job for as many members of ``waiting`` as there is room for, with its pages; None when all must wait."""
         num_rows_left = self.lanes.num_free - self._num_computing
-        if num_rows_left < 1 or job.key in self._computing:  # the same tokens come next, when they can be found
-            return False
-        keys = prefix_keys(job.tokens, self.page_tokens, self.version) if self._prefix_cache else []
+        if num_rows_left < 1 or waiting.key in self._computing:  # the same tokens come next, when they can be found
+            return None
+        tokens = waiting.tokens
+        keys = prefix_keys(tokens, self.page_tokens, self.version) if self._prefix_cache else []
         # The last token is always computed: its hidden state draws the first new one.
-        found = self.pool.match(keys[: (len(job.tokens) - 1) // self.page_tokens])
-        num_new = self.num_pages_of(len(job.tokens)) - len(found)
+        found = self.pool.match(keys[: (len(tokens) - 1) // self.page_tokens])
+        num_new = self.num_pages_of(len(tokens)) - len(found)
         # Every sample will want a page of its own soon; without room for one it would only be preempted.
         if num_new + 1 > self.pool.num_available:
             self.pool.release(found)
-            return False
-        num_members = max(1, min(len(job.members), num_rows_left, self.pool.num_available - num_new))
-        self._waiting.take(job)
-        for member in job.members[num_members:]:
-            self._waiting.add(member)
-        job.members = job.members[:num_members]
+            return None
+        num_members = max(1, min(len(waiting.members), num_rows_left, self.pool.num_available - num_new))
+        job = self._waiting.take(waiting, num_members)
         job.keys = keys
         job.pages = np.concatenate([found, self.pool.allocate(num_new)])
         job.num_computed = len(found) * self.page_tokens
@@ -188,7 +210,7 @@ class Scheduler:
         self.num_cached_tokens += job.num_computed
         self._computing[job.key] = job
         self._num_computing += num_members
-        return True
+        return job
 
     def _pack(self, chunks: list[tuple[PromptJob, int]]) -> PrefillPlan:
         table = np.zeros((len(chunks), max(len(job.pages) for job, _ in chunks)), np.int32)
