@@ -11,6 +11,8 @@ _MAX_FORBIDDEN = 1024
 """Stop tokens that the device keeps a list of for every sequence, to forbid them for a while."""
 
 _LEAST_TEMPERATURE = 1e-6
+_GREATEST_TEMPERATURE = 1e6
+"""Tokens are equally likely long before; what float32 calls infinite would turn forbidden tokens into NaN."""
 
 
 @dataclass(frozen=True)
@@ -62,4 +64,9 @@ class RequestLimits:
         if 0 < sampling.temperature < _LEAST_TEMPERATURE:
             raise RequestError(
                 f"{name}: temperature = {sampling.temperature:g}: must be 0 for greedy, or >= {_LEAST_TEMPERATURE:g}"
+            )
+        if sampling.temperature > _GREATEST_TEMPERATURE:
+            raise RequestError(
+                f"{name}: temperature = {sampling.temperature:g}: must be <= {_GREATEST_TEMPERATURE:g}, "
+                "where all tokens are equally likely already"
             )

@@ -51,6 +51,8 @@ BAD = {
     "top_k too large": (asked(top_k=2**63), f"top_k = {2**63}"),
     "temperature next to nothing": (asked(temperature=1e-40), "temperature = 1e-40"),
     "temperature nothing in float32": (asked(temperature=1e-46), "temperature = 1e-46"),
+    "temperature beyond measure": (asked(temperature=1.1e6), r"temperature = 1.1e\+06: must be <= 1e\+06"),
+    "temperature infinite in float32": (asked(temperature=1e39, min_new_tokens=1), r"temperature = 1e\+39"),
 }
 
 
@@ -76,7 +78,8 @@ def test_what_is_just_within_the_limits_is_served(engine):
         asked(top_k=2**63 - 1),
         asked(stop_token_ids=(0, 511)),
         asked(temperature=1e-6),
-        asked(temperature=1e4),
+        asked(temperature=1e6),
+        asked(temperature=1e6, min_new_tokens=2, stop_token_ids=(7,), top_p=0.5),
         asked(min_p=0.999, top_p=1e-9, top_k=1),
         asked(min_new_tokens=4, stop_token_ids=tuple(range(500))),
     ]
