@@ -73,9 +73,12 @@ class Fields:
         if value < minimum or (open_minimum and value == minimum):
             raise wrong(self.name(field), value, f"must be {'>' if open_minimum else '>='} {minimum:g}")
         try:
-            return float(value)
+            number = float(value)
         except OverflowError:
             raise wrong(self.name(field), value, "is too large") from None
+        if not math.isfinite(number):  # JSON can write it: 1e999
+            raise wrong(self.name(field), value, "must be a finite number")
+        return number
 
     def flag(self, field: str, default: bool) -> bool:
         value = self.raw(field)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from engine.server.parts import NAME, limits
@@ -23,7 +24,8 @@ SCALARS = st.one_of(
     st.booleans(),
     st.integers(-3, 600),
     st.sampled_from([2**70, -(2**70), 10**400]),
-    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(),
+    st.sampled_from([math.inf, -math.inf, math.nan]),
     st.text(st.characters(codec=None), max_size=4),
     st.sampled_from(["abc", "user", "text", "in_place", "drain", "weights", "a\ud800"]),
 )
@@ -35,7 +37,9 @@ VALUES = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(
-            st.sampled_from(["file", "shared_memory", "n", "top_k", "stop", "include_usage", "max_new_tokens", "x"]),
+            st.sampled_from(
+                ["file", "shared_memory", "n", "temperature", "top_k", "stop", "include_usage", "max_new_tokens", "x"]
+            ),
             inner,
             max_size=3,
         ),
@@ -67,6 +71,13 @@ READERS = {
     "pause": (read_nothing, []),
 }  # fmt: skip
 
+PROMPTS = {
+    "completion": {"prompt": "abc"},
+    "chat": {"messages": [{"role": "user", "content": "hello"}]},
+    "generate": {"text": "abc"},
+}
+"""What a body must have before the rest of it is looked at."""
+
 
 def refused(read, body) -> ApiError | None:
     try:
@@ -82,12 +93,28 @@ def refused(read, body) -> ApiError | None:
 def test_any_object_is_read_or_refused(call, data):
     read, fields = READERS[call]
     body = data.draw(st.dictionaries(st.sampled_from([*fields, "x"]), VALUES, max_size=4))
-    if call == "chat":
-        body.setdefault("messages", [{"role": "user", "content": "hello"}])
+    if data.draw(st.booleans()):
+        body = {**PROMPTS.get(call, {}), **body}
     error = refused(read, json.loads(json.dumps(body)))
     if error is not None:
         assert 400 <= error.status < 500
         assert json.loads(write(error.body()))["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("call", "body", "field"),
+    [
+        ("completion", b'{"prompt": "a", "temperature": 1e999}', "temperature = Infinity"),
+        ("completion", b'{"prompt": "a", "min_p": -1e999}', "min_p = -Infinity"),
+        ("chat", b'{"messages": [{"role": "user", "content": "a"}], "top_p": 1e400}', "top_p = Infinity"),
+        ("generate", b'{"text": "a", "sampling_params": {"temperature": 1e400}}', "sampling_params.temperature"),
+    ],
+)
+def test_a_number_too_large_for_a_float_is_refused_by_name(call, body, field):
+    error = refused(READERS[call][0], read_object(body))
+    assert error is not None
+    assert error.status == 400
+    assert field in str(error)
 
 
 @given(st.binary(max_size=50))

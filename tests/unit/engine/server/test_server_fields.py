@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 from engine.server.parts import refusal
 
@@ -60,6 +63,13 @@ def test_bounds():
     positive = refusal(lambda: Fields({"v": 0}).number("v", 1, minimum=0, open_minimum=True))
     assert str(positive) == "v = 0: must be > 0"
     assert "too large" in str(refusal(lambda: Fields({"v": 10**400}).number("v", 1)))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_number_is_finite(value):
+    error = refusal(lambda: Fields({"v": value}).number("v", 1))
+    assert str(error) == f"v = {json.dumps(value)}: must be a finite number"
+    refusal(lambda: Fields({"v": value}).number("v", 1, minimum=0, maximum=1))
 
 
 def test_neutral_values_compare_as_numbers_do():
