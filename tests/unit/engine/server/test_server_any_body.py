@@ -87,6 +87,12 @@ def refused(read, body) -> ApiError | None:
     return None
 
 
+def check_refusal(error: ApiError | None) -> None:
+    if error is not None:
+        assert 400 <= error.status < 500
+        assert json.loads(write(error.body()))["error"]["message"]
+
+
 @pytest.mark.parametrize("call", READERS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
@@ -95,10 +101,16 @@ def test_any_object_is_read_or_refused(call, data):
     body = data.draw(st.dictionaries(st.sampled_from([*fields, "x"]), VALUES, max_size=4))
     if data.draw(st.booleans()):
         body = {**PROMPTS.get(call, {}), **body}
-    error = refused(read, json.loads(json.dumps(body)))
-    if error is not None:
-        assert 400 <= error.status < 500
-        assert json.loads(write(error.body()))["error"]["message"]
+    check_refusal(refused(read, json.loads(json.dumps(body))))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("call", READERS)
+def test_what_is_not_finite_is_read_or_refused_in_any_field(call, value):
+    read, fields = READERS[call]
+    for field in fields:
+        for body in ({field: value}, {field: [value]}, {field: {"temperature": value}}):
+            check_refusal(refused(read, {**PROMPTS.get(call, {}), **body}))
 
 
 @pytest.mark.parametrize(
