@@ -7,6 +7,7 @@ from engine.server.parts import limits, refusal
 from tiny import tokenizer
 
 from headwater.core.records import ModelResponse, SamplingParams
+from headwater.engine.server.active import ActiveRequests
 from headwater.engine.server.output import whole
 from headwater.engine.server.sglang.reply import GenerateReply
 from headwater.engine.server.sglang.request import read_generate
@@ -43,8 +44,8 @@ def test_every_setting_arrives():
     )  # fmt: skip
     assert (first.logprobs, first.token_texts, call.stream, call.is_list) == (True, True, True, True)
     assert (first.rules.keep_stop, first.rules.skip_special_tokens) == (True, False)
-    assert (first.request.request_id, second.request.request_id) == ("mine_0", "mine_1")
-    assert call.names == {"mine": ("mine_0", "mine_1")}
+    assert (first.name, second.name) == ("mine_0", "mine_1")
+    assert call.names == {"mine": (first.request.request_id, second.request.request_id)}
     assert [sample.request.rng_key for sample in read(body).samples] == [first.request.rng_key, second.request.rng_key]
 
 
@@ -57,16 +58,35 @@ def test_a_batch_may_differ_by_prompt():
             "rid": ["a", "b"],
         }
     )
-    assert [sample.request.request_id for sample in call.samples] == ["a", "b_0", "b_1"]
+    assert [sample.name for sample in call.samples] == ["a", "b_0", "b_1"]
     assert [sample.request.sampling.max_new_tokens for sample in call.samples] == [1, 2, 2]
     assert [sample.logprobs for sample in call.samples] == [True, False, False]
-    assert call.names == {"a": ("a",), "b": ("b_0", "b_1")}
+    a, *b = (sample.request.request_id for sample in call.samples)
+    assert call.names == {"a": (a,), "b": tuple(b)}
 
 
 def test_one_rid_for_a_batch_begins_the_names_of_its_prompts():
     call = read({"input_ids": [[1], [2]], "rid": "r"})
-    assert call.names == {"r_0": ("r_0",), "r_1": ("r_1",), "r": ("r_0", "r_1")}
+    first, second = (sample.request.request_id for sample in call.samples)
+    assert call.names == {"r_0": (first,), "r_1": (second,), "r": (first, second)}
+    assert [sample.name for sample in call.samples] == ["r_0", "r_1"]
     assert call.is_list
+
+
+def test_names_that_look_alike_stand_for_requests_of_their_own():
+    """The samples of ``a`` are shown as ``a_0`` and ``a_1``; aborting somebody's ``a_0`` must not end them."""
+    active = ActiveRequests()
+    samples = read({"text": "hi", "rid": "a", "sampling_params": {"n": 2}})
+    other = read({"text": ["hi", "ho"], "rid": ["a_0", "a_1"]})
+    with active.hold(samples.names, "rid"), active.hold(other.names, "rid"):
+        ids = [*active.find("a"), *active.find("a_0"), *active.find("a_1")]
+    assert len(set(ids)) == len(ids) == 4
+    within = read({"text": ["hi", "ho"], "rid": ["b_0", "b"], "sampling_params": [{}, {"n": 2}]})
+    assert len({each.request_id for each in within.requests}) == 3
+
+
+def test_a_refusal_of_the_engine_names_the_rid():
+    assert read({"text": "hi", "rid": "mine"}).requests[0].request_id.startswith("mine-")
 
 
 @pytest.mark.parametrize("top_k", [-1, 1 << 30, None])

@@ -39,7 +39,7 @@ class GenerateReply:
         """``version`` is the engine's, for a response that has no token yet."""
         request = self._sample.request
         meta_info: dict[str, Any] = {
-            "id": request.request_id,
+            "id": self._sample.name,
             "finish_reason": self._finish,
             "prompt_tokens": len(request.input_tokens),
             "completion_tokens": len(self._tokens),

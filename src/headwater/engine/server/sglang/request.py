@@ -74,6 +74,8 @@ _LABELS = (
 class Sample:
     """One response to give: its request, and what its reply shows."""
 
+    name: str
+    """The reply's id: the client's ``rid``, numbered where it stands for several samples."""
     request: ModelRequest
     rules: TextRules
     logprobs: bool
@@ -113,11 +115,12 @@ def read_generate(body: Mapping[str, Any], limits: ModelLimits) -> GenerateCall:
     for place, (rid_of_prompt, tokens) in enumerate(zip(_rids(rid, len(prompts), is_batch), prompts, strict=True)):
         read = SamplingFields.read(sampling[place], limits, num_prompt=len(tokens))
         limits.check_count(len(samples) + read.num_samples, "sampling_params.n")
-        ids = [rid_of_prompt] if read.num_samples == 1 else [f"{rid_of_prompt}_{i}" for i in range(read.num_samples)]
-        names[rid_of_prompt] = tuple(ids)
-        for request_id, key in zip(ids, sample_keys(read.seed, read.num_samples), strict=True):
+        ids = tuple(_engine_id(rid_of_prompt) for _ in range(read.num_samples))
+        names[rid_of_prompt] = ids
+        for number, (request_id, key) in enumerate(zip(ids, sample_keys(read.seed, read.num_samples), strict=True)):
+            name = rid_of_prompt if read.num_samples == 1 else f"{rid_of_prompt}_{number}"
             request = ModelRequest(request_id, tokens, read.params, key)
-            samples.append(Sample(request, read.rules, logprobs[place], token_texts))
+            samples.append(Sample(name, request, read.rules, logprobs[place], token_texts))
     if isinstance(rid, str) and is_batch:
         names[rid] = tuple(sample.request.request_id for sample in samples)
     return GenerateCall(tuple(samples), is_batch or len(samples) > 1, stream, names)
@@ -180,6 +183,11 @@ def _rids(rid: Any, num_prompts: int, is_batch: bool) -> list[str]:
         return names
     name = _name(rid, "rid")
     return [f"{name}_{place}" for place in range(num_prompts)] if is_batch else [name]
+
+
+def _engine_id(name: str) -> str:
+    """An id that no other request has: samples of ``a`` are shown as ``a_0``, which another client may be called."""
+    return f"{name}-{uuid.uuid4().hex}"
 
 
 def _name(value: Any, field: str) -> str:
