@@ -81,7 +81,10 @@ def load_model(path: str, *, dtype: str, device: str, seed: int) -> Any:
     target, number_type = resolve_device(device), resolve_dtype(dtype)
     source = resolve_model(path)
     if source.kind == "tiny":
-        model = build_model(path, seed=seed).to(number_type)
+        model = build_model(path, seed=seed)
+        for parameter in model.parameters():
+            # Not the buffers: from_pretrained, too, keeps the rotary frequencies in float32.
+            parameter.data = parameter.data.to(number_type)
         model.config.dtype = number_type
     else:
         model = _load_pretrained(locate(source), number_type)

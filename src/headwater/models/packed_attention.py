@@ -23,6 +23,16 @@ from headwater.core.errors import ModelError
 
 NAME = "headwater_packed"
 
+_PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_LOGIT_FIELDS = (
+    "logits_scaling",
+    "logit_scale",
+    "final_logit_softcapping",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
+"""What transformers' models call a change to their logits; 1 or none leaves them as they are."""
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -157,8 +167,35 @@ def use_packed_attention(model: Any) -> None:
             f"{model.config.model_type}: its layers do not take an attention function, so it cannot be trained on "
             "packed sequences; use a Llama, Qwen, Mistral, Gemma or another decoder of transformers that does"
         )
+    _check_layers(model)
+    _check_logits(model)
     AttentionInterface.register(NAME, _attend)
     model.set_attn_implementation(NAME)
+
+
+def _check_layers(model: Any) -> None:
+    """Convolutions and recurrent states run along the whole row, from one sequence of a pack into the next."""
+    config = model.config.get_text_config(decoder=True)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKED_LAYERS)
+    if others:
+        raise ModelError(
+            f"{config.model_type}: layer_types has {', '.join(others)}, and only {' and '.join(sorted(_PACKED_LAYERS))} "
+            "keep the sequences of a pack apart; use a model of such layers alone"
+        )
+
+
+def _check_logits(model: Any) -> None:
+    """The learner reads log-probs off ``hidden @ output layer``, so what a model does to logits after that is missed."""
+    if model.get_output_embeddings() is None:
+        return
+    config = model.config.get_text_config(decoder=True)
+    for field in _LOGIT_FIELDS:
+        value = getattr(config, field, None)
+        if value not in (None, 1):
+            raise ModelError(
+                f"{config.model_type}: {field} = {value} changes the logits after the output layer, which the learner "
+                "does not do, so its log-probs would be wrong; use a model without it (Llama, Qwen, Mistral)"
+            )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

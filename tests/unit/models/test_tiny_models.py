@@ -84,3 +84,10 @@ def test_unknown_preset_names_the_known_ones(load: Any) -> None:
         ModelError, match=r"tiny:qwen33: unknown preset 'qwen33'; did you mean 'qwen3'\? known: llama, "
     ):
         load("tiny:qwen33")
+
+
+def test_rotary_frequencies_stay_in_float32_as_from_pretrained_keeps_them() -> None:
+    model, exact = build(dtype="bfloat16"), build()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact.model.rotary_emb.inv_freq)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
