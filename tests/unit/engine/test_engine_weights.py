@@ -483,23 +483,11 @@ def test_weights_from_shared_memory(new):
             assert_same(engine.generate([GREEDY]), [new])
     finally:
         segment.close()
-        # This process made the segment, and reading it has already taken it off the list of those to clean up.
-        weight_source.resource_tracker.register(segment._name, "shared_memory")
         segment.unlink()
 
 
-NO_IMAGES = {
-    "zeros": b"\x00" * 64,
-    "text": b"not a tensor" * 9,
-    "a list": (2).to_bytes(8, "little") + b"[]",
-    "nothing": (2).to_bytes(8, "little") + b"{}",
-    "ones": b"\xff" * 40,
-}
-
-
-@pytest.mark.parametrize("name", NO_IMAGES)
-def test_shared_memory_without_a_safetensors_image_changes_nothing(name, old):
-    segment = weight_source.write_shared(NO_IMAGES[name])
+def test_shared_memory_without_a_safetensors_image_changes_nothing(old):
+    segment = weight_source.write_shared(b"not a tensor" * 9)
     try:
         with running() as engine:
             with pytest.raises(WeightsError, match=segment.name):
@@ -507,7 +495,6 @@ def test_shared_memory_without_a_safetensors_image_changes_nothing(name, old):
             assert_same(engine.generate([GREEDY]), [old])
     finally:
         segment.close()
-        weight_source.resource_tracker.register(segment._name, "shared_memory")
         segment.unlink()
 
 
