@@ -12,6 +12,7 @@ from headwater.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from headwater.algorithms.proximal import loglinear
 from headwater.config.schema import AlgorithmConfig
 from headwater.core.data_proto import DataProto
+from headwater.core.errors import RunError
 from headwater.training.engine import TrainEngine
 from headwater.training.passes import mean_stats, minibatches
 
@@ -39,14 +40,19 @@ class Actor:
 
     def update(self, experience: DataProto) -> dict[str, float]:
         """Train on ``experience``; returns the statistics, averaged over the optimiser steps taken."""
+        if not self.engine.totals(experience).num_tokens and "correction_weights" not in experience.batch:
+            raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
         steps = [self._step(minibatch) for minibatch in minibatches(experience, self.engine.config)]
         return mean_stats([stats for stats in steps if stats is not None])
 
     def _step(self, minibatch: DataProto) -> dict[str, float] | None:
         """One optimiser step; None where no sample has anything to teach."""
         totals = replace(self.engine.totals(minibatch), width=self._loss_width)
+        if not totals.num_tokens:
+            return None
         if self.engine.config.skip_zero_advantages:
-            informative = (minibatch.batch["advantages"] != 0).any(dim=1)
+            tensors = minibatch.batch
+            informative = ((tensors["advantages"] != 0) & (tensors["response_mask"] != 0)).any(dim=1)
             if not self.engine.ranks.max(int(informative.sum())):
                 return None
             minibatch = minibatch[informative]

@@ -31,10 +31,14 @@ class Critic:
 
     def update(self, experience: DataProto) -> dict[str, float]:
         """Train towards the experience's ``returns``; returns the statistics, averaged over the optimiser steps."""
-        return mean_stats([self._step(minibatch) for minibatch in minibatches(experience, self.engine.config)])
+        steps = [self._step(minibatch) for minibatch in minibatches(experience, self.engine.config)]
+        return mean_stats([stats for stats in steps if stats is not None])
 
-    def _step(self, minibatch: DataProto) -> dict[str, float]:
+    def _step(self, minibatch: DataProto) -> dict[str, float] | None:
+        """One optimiser step; None where there is nothing to learn from."""
         totals = replace(self.engine.totals(minibatch), width=self._loss_width)
+        if not totals.num_tokens:
+            return None
         return self.engine.train_step(minibatch, self._token_losses, aggregation=self._aggregation, totals=totals)
 
     def _token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:

@@ -14,15 +14,15 @@ from headwater.algorithms.masked import masked_sum
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import TrainingConfig
 from headwater.core.data_proto import DataProto
-from headwater.core.errors import RunError
+from headwater.core.errors import DataError, RunError
 from headwater.training import sharded_checkpoint
 from headwater.training.lora import merged_weights
 from headwater.training.memory import CPU
 from headwater.training.optimizer import Optimizer
 from headwater.training.packed_module import PackedModule
-from headwater.training.packing import Pack, Row, idle_pack, pack_rows, read_rows
+from headwater.training.packing import Pack, Row, check_lengths, idle_pack, pack_rows, read_rows
 from headwater.training.ranks import Ranks
-from headwater.training.sharding import shard
+from headwater.training.sharding import reshard, shard
 
 _FORWARD_FACTOR = 4
 """A pass without a gradient keeps nothing for later, so it may take so many times the tokens at once."""
@@ -36,6 +36,8 @@ LossFunction = Callable[[Mapping[str, Tensor], DataProto], PolicyLoss]
 class ForwardEngine:
     """Runs ``module`` over batches (see ``rollout.padding``) without training it."""
 
+    _trains = False
+
     def __init__(
         self,
         module: PackedModule,
@@ -48,17 +50,19 @@ class ForwardEngine:
         self.config = config
         self.ranks = ranks or Ranks.current()
         self.device: torch.device = module.model.device
-        shard(module, self.ranks, config, compute_dtype=compute_dtype, device=self.device)
+        shard(module, self.ranks, config, compute_dtype=compute_dtype, device=self.device, trains=self._trains)
 
     @torch.no_grad()
     def compute(self, batch: DataProto) -> dict[str, Tensor]:
         """What the module says of the trained tokens, each ``[samples, response]``, 0 elsewhere."""
-        shape = batch.batch["response_mask"].shape
-        results: dict[str, Tensor] = {}
-        for pack, _ in self._packs(batch, _FORWARD_FACTOR * self.config.max_tokens_per_microbatch):
-            for name, values in self.module(pack).items():
-                result = results.setdefault(name, torch.zeros(shape))
-                result[pack.rows] = pack.padded(values).to(result.device)
+        results = {name: torch.zeros(batch.batch["response_mask"].shape) for name in self.module.outputs}
+        try:
+            for pack, counts in self._packs(batch, _FORWARD_FACTOR * self.config.max_tokens_per_microbatch):
+                outputs = self.module(pack)
+                for name in self.module.outputs if counts else ():
+                    results[name][pack.rows] = pack.padded(outputs[name]).cpu()
+        finally:
+            reshard(self.module)
         return results
 
     def offload(self) -> None:
@@ -80,7 +84,7 @@ class ForwardEngine:
         Ranks compute their layers together, so all make the same number of passes; one that has too few rows repeats
         one for company.
         """
-        rows, width = read_rows(batch), batch.batch["response_mask"].shape[1]
+        rows, width = self._rows(batch), batch.batch["response_mask"].shape[1]
         packs = self._pack(rows, width, max_tokens, 1)
         num_packs = self.ranks.max(len(packs))
         if len(packs) < num_packs:
@@ -88,6 +92,19 @@ class ForwardEngine:
         for number in range(num_packs):
             counts = number < len(packs)
             yield (packs[number] if counts else packs[0] if packs else idle_pack(width)).to(self.device), counts
+
+    def _rows(self, batch: DataProto) -> list[Row]:
+        """This rank's rows. Where one rank's cannot be computed all raise, so that none waits for it."""
+        problem: DataError | None = None
+        rows: list[Row] = []
+        try:
+            rows = read_rows(batch)
+            check_lengths(rows, self.config.max_tokens_per_microbatch)
+        except DataError as error:
+            problem = error
+        if self.ranks.max(int(problem is not None)):
+            raise problem or DataError("another rank cannot compute its rows; its own error says why")
+        return rows
 
     def _pack(self, rows: Sequence[Row], width: int, max_tokens: int, min_packs: int) -> list[Pack]:
         return pack_rows(rows, width, max_tokens, min_packs=min_packs, share_prompts=self.config.share_prompts)
@@ -99,6 +116,8 @@ class TrainEngine(ForwardEngine):
     Every micro-batch's loss is divided by the counts of the whole step, over all ranks, so how a batch is cut never
     changes the gradient. The trained weights are float32; ``compute_dtype`` is what the passes compute in.
     """
+
+    _trains = True
 
     def __init__(
         self,
@@ -147,13 +166,18 @@ class TrainEngine(ForwardEngine):
         if totals.num_tokens == 0:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
         sums = _Sums(self.device)
-        for pack, counts in self._packs(batch, self.config.max_tokens_per_microbatch):
-            outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
-            if counts:
-                self._backward(outputs, _micro(batch, pack), loss_fn, aggregation, totals, sums)
-            else:
-                nothing = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
-                nothing.backward()  # type: ignore[no-untyped-call]
+        try:
+            for pack, counts in self._packs(batch, self.config.max_tokens_per_microbatch):
+                outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
+                if counts:
+                    self._backward(outputs, _micro(batch, pack), loss_fn, aggregation, totals, sums)
+                else:
+                    nothing = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
+                    nothing.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._optimizer.clear()  # half a step's gradients must not join the next one's
+            reshard(self.module)
+            raise
         means = sums.means(self.ranks)
         return {**means, **self._optimizer.step(means["loss"])}
 
@@ -210,9 +234,12 @@ class _Sums:
 
     def means(self, ranks: Ranks) -> dict[str, float]:
         """The loss, and means per token; over all ranks."""
-        stacked = torch.stack([self._loss, self._num_tokens, *self._values.values()])
+        # A rank that only kept the others company has no values of its own.
+        names = ranks.union(self._values)
+        nothing = torch.zeros_like(self._loss)
+        stacked = torch.stack([self._loss, self._num_tokens, *(self._values.get(name, nothing) for name in names)])
         loss, num_tokens, *totals = ranks.sum(stacked).tolist()
-        return {"loss": loss, **{name: total / num_tokens for name, total in zip(self._values, totals, strict=True)}}
+        return {"loss": loss, **{name: total / num_tokens for name, total in zip(names, totals, strict=True)}}
 
 
 def _micro(batch: DataProto, pack: Pack) -> DataProto:

@@ -41,6 +41,13 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int = 0) -> None:
             peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     except ValueError as error:
         raise ConfigError([f"lora.targets = {list(config.targets)}: {error}"]) from error
+    if any(hasattr(layer, "base_layer") for layer in (model.get_output_embeddings(), model.get_input_embeddings())):
+        raise ConfigError(
+            [
+                f"lora.targets = {list(config.targets)}: the embedding and the output layer cannot have adapters; "
+                "name layers of the decoder, or none for all of them"
+            ]
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if parameter.requires_grad:
@@ -50,14 +57,15 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int = 0) -> None:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """The model as it was before it had adapters."""
-    layers = list(_adapted(model))
-    for _, layer in layers:
-        layer.enable_adapters(False)
+    layers = [layer for _, layer in _adapted(model)]
+    # Not by peft's enable_adapters: it also freezes them, and sharding takes note of what is frozen at its first pass.
+    for layer in layers:
+        layer._disable_adapters = True
     try:
         yield
     finally:
-        for _, layer in layers:
-            layer.enable_adapters(True)
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -26,12 +26,6 @@ def hold(tensor: Tensor, storage: Tensor) -> None:
         tensor.data = storage
 
 
-@torch.no_grad()
-def relocate(tensor: Tensor, device: torch.device) -> None:
-    """Move what ``tensor`` holds; the tensor stays the same object."""
-    hold(tensor, held_by(tensor).to(device, non_blocking=True))
-
-
 class PinnedMemory:
     """Main memory that a device copies from and to at full speed, in blocks.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from headwater.config.schema import TrainingConfig
 from headwater.core.errors import RunError
-from headwater.training.memory import PinnedMemory, held_by, hold, relocate
+from headwater.training.memory import CPU, PinnedMemory, held_by, hold
 from headwater.training.schedule import LearningRate
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ class Optimizer:
             config.lowest_learning_rate_fraction,
         )
         self._num_bad_steps = 0
-        self._is_streamed = config.offload_optimizer and self._parameters[0].device.type == "cuda"
+        self._device = self._parameters[0].device
+        self._is_streamed = config.offload_optimizer and self._device.type == "cuda"
         self._homes: dict[int, Tensor] = {}
         self._pinned = PinnedMemory(2 * sum(held_by(each).nbytes for each in self._parameters))
         # One optimiser per parameter where each takes its turn on the device.
@@ -93,12 +94,15 @@ class Optimizer:
                 return {name: value for name, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
         return {}
 
-    def reset_state(self, *, is_empty: bool) -> None:
-        """Forget the averages; unless ``is_empty``, make room for those that are about to be read."""
+    def reset_state(self, parameters: Collection[nn.Parameter]) -> None:
+        """Forget the averages, and make room for those of ``parameters``, which are about to be read."""
+        wanted = {id(parameter) for parameter in parameters}
+        self._homes.clear()
         for optimizer in self.optimizers:
             optimizer.state.clear()
-            self._homes.clear()
-            for parameter in optimizer.param_groups[0]["params"] if not is_empty else ():
+            for parameter in optimizer.param_groups[0]["params"]:
+                if id(parameter) not in wanted:
+                    continue
                 optimizer.state[parameter] = {
                     "step": torch.zeros((), device=parameter.device if parameter.is_cuda else None),
                     "exp_avg": torch.zeros_like(parameter),
@@ -106,6 +110,12 @@ class Optimizer:
                 }
             if self._is_streamed:
                 self._send_home(optimizer)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what is on its way to main memory has arrived."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def clear(self) -> None:
         for parameter in self._parameters:
@@ -113,20 +123,27 @@ class Optimizer:
 
     def move(self, device: torch.device) -> None:
         """Move the averages; a streamed optimiser's stay in main memory."""
-        if not self._is_streamed:
-            for optimizer in self.optimizers:
-                for average in _averages(optimizer):
-                    relocate(average, device)
+        if self._is_streamed:
+            return
+        for optimizer in self.optimizers:
+            if device == CPU:
+                self._send_home(optimizer)
+            else:
+                self._fetch(optimizer)
 
     @torch.no_grad()
     def _fetch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the averages to the device."""
         for average in _averages(optimizer):
-            hold(average, held_by(average).to(self._parameters[0].device, non_blocking=True))
+            hold(average, held_by(average).to(self._device, non_blocking=True))
 
     @torch.no_grad()
     def _send_home(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the averages to main memory, each to the place it had there before."""
         for average in _averages(optimizer):
             held = held_by(average)
+            if held.device == CPU:
+                continue
             if id(average) not in self._homes:
                 self._homes[id(average)] = self._pinned.empty(held.shape, held.dtype)
             hold(average, self._homes[id(average)].copy_(held, non_blocking=True))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwater.models.packed_attention import packed_attention, use_packed_attention
 from headwater.training.packing import Pack
-from headwater.training.token_logprobs import token_logprobs
+from headwater.training.token_logprobs import TokenStatistics, token_logprobs
 
 
 class PackedModule(nn.Module):
@@ -17,6 +18,9 @@ class PackedModule(nn.Module):
 
     A module of its own around the model, so that sharding sees one forward call, from embedding to result.
     """
+
+    outputs: ClassVar[tuple[str, ...]]
+    """The names of what ``forward`` gives."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -54,6 +58,8 @@ class PolicyModule(PackedModule):
     ``temperature`` is the one they were sampled with, so that engine and trainer speak of the same distribution.
     """
 
+    outputs = TokenStatistics._fields
+
     def __init__(self, model: Any, temperature: float) -> None:
         super().__init__(model)
         self._temperature = temperature
@@ -66,10 +72,13 @@ class PolicyModule(PackedModule):
 class ValueModule(PackedModule):
     """``values``: what is still to come, judged before each trained token."""
 
+    outputs = ("values",)
+
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         if not isinstance(getattr(model, "score", None), nn.Linear):
             raise TypeError(f"{type(model).__name__} has no linear layer named score; see models.load_critic")
 
     def forward(self, pack: Pack) -> Mapping[str, Tensor]:
-        return {"values": self.model.score(self.hidden(pack))[:, 0].float()}
+        # In float32: a value may have to differ from another by less than bfloat16 can tell.
+        return {"values": F.linear(self.hidden(pack).float(), self.model.score.weight.float())[:, 0]}

@@ -33,6 +33,10 @@ class Row:
     targets: NDArray[np.int64]
     """The tokens at those places."""
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.response)
+
 
 @dataclass(frozen=True)
 class Pack:
@@ -102,6 +106,15 @@ class _Bundle:
     num_tokens: int
 
 
+def check_lengths(rows: Sequence[Row], max_tokens: int) -> None:
+    for row in rows:
+        if row.num_tokens > max_tokens:
+            raise DataError(
+                f"row {row.index} of the batch has {row.num_tokens} tokens, over training.max_tokens_per_microbatch = "
+                f"{max_tokens}; raise that, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+            )
+
+
 def pack_rows(
     rows: Sequence[Row], width: int, max_tokens: int, *, min_packs: int = 1, share_prompts: bool = True
 ) -> list[Pack]:
@@ -121,12 +134,6 @@ def _bundles(rows: Sequence[Row], max_tokens: int, share_prompts: bool) -> Itera
         bundle: list[Row] = []
         num_tokens = len(members[0].prompt)
         for row in members:
-            alone = len(row.prompt) + len(row.response)
-            if alone > max_tokens:
-                raise DataError(
-                    f"row {row.index} of the batch has {alone} tokens, over training.max_tokens_per_microbatch = "
-                    f"{max_tokens}; raise that, or lower data.max_prompt_tokens or rollout.max_new_tokens"
-                )
             if num_tokens + len(row.response) > max_tokens:
                 yield _Bundle(bundle, num_tokens)
                 bundle, num_tokens = [], len(row.prompt)

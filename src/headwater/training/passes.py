@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from headwater.config.schema import TrainingConfig
 from headwater.core.data_proto import DataProto
 
 
 def minibatches(experience: DataProto, config: TrainingConfig) -> Iterator[DataProto]:
-    """Every mini-batch of every epoch, in order. Samples of a prompt stand together and mostly stay so."""
-    size = -(-len(experience) // config.num_minibatches)
+    """Every mini-batch of every epoch, in order. Samples of a prompt stand together and mostly stay so.
+
+    There are as many as configured however few rows there are: ranks with different numbers of rows take their steps
+    together.
+    """
+    cuts = [part * len(experience) // config.num_minibatches for part in range(config.num_minibatches + 1)]
     for _ in range(config.num_epochs):
-        yield from experience.split(size)
+        for start, end in pairwise(cuts):
+            yield experience[start:end]
 
 
 def mean_stats(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +23,9 @@ class Ranks:
         """Those of the process group that a launcher has set up; this process alone where there is none."""
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
 
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
     def mesh(self, device: torch.device) -> DeviceMesh:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # where a mesh of CUDA devices places this process
         if not dist.is_initialized():
             # Sharding wants a process group even where there is nothing to share.
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -47,6 +46,10 @@ class Ranks:
         dist.all_reduce(result, op=dist.ReduceOp.MAX)
         return int(result)
 
-    def barrier(self) -> None:
-        if self.count > 1:
-            dist.barrier()
+    def union(self, names: Iterable[str]) -> list[str]:
+        """The names that any rank has, in the same order on all."""
+        if self.count == 1:
+            return list(names)
+        gathered: list[list[str]] = [[] for _ in range(self.count)]
+        dist.all_gather_object(gathered, list(names))
+        return sorted({name for each in gathered for name in each})

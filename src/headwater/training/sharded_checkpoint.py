@@ -25,23 +25,28 @@ _NUM_SHOWN = 3
 
 def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
     """Write ``folder/train``: what is trained, and AdamW's state of it."""
-    with _quiet():
-        state_dict_saver.save(_state(model, optimizer), checkpoint_id=folder / _FOLDER, no_dist=ranks.count == 1)
+    path = folder / _FOLDER
+    optimizer.settle()
+    try:
+        with _quiet():
+            state_dict_saver.save(_state(model, optimizer), checkpoint_id=path, no_dist=ranks.count == 1)
+    except CheckpointException as error:
+        raise RunError(f"{path}: cannot save ({_first_cause(error)}); check free space and permissions") from error
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
     """Read what ``save`` wrote into a model of the same shape, whatever the number of ranks was then and is now."""
     path = folder / _FOLDER
     held = _read_metadata(path)
-    # A checkpoint from before the first step holds no averages.
-    optimizer.reset_state(is_empty=not any(name.startswith("optimizer.") for name in held))
+    _check(path, model, held)
+    # A parameter has averages once it had a gradient: none before the first step, and never if nothing reads it.
+    optimizer.reset_state([each for name, each in trained_parameters(model) if f"optimizer.{name}.exp_avg" in held])
     state = _state(model, optimizer)
-    _check(path, state, held)
     try:
         with _quiet():
             state_dict_loader.load(state, checkpoint_id=path, no_dist=ranks.count == 1)
-    except CheckpointException as error:  # of every rank that failed, its own error
-        raise _damaged(path, next(iter(error.failures.values()))[0]) from error
+    except CheckpointException as error:
+        raise _damaged(path, _first_cause(error)) from error
     optimizer.num_steps = int(state["num_steps"])
 
 
@@ -58,17 +63,19 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
     try:
         metadata: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # pickle and zip raise their own kinds for a damaged file
-        raise _damaged(path, error) from error
+        raise _damaged(path, _reason(error)) from error
     return metadata
 
 
-def _check(path: Path, wanted: Mapping[str, Tensor], held: Mapping[str, Any]) -> None:
-    problems = [f"has no {name}" for name in sorted(wanted.keys() - held.keys())]
-    problems += [f"holds {name}, which the model does not have" for name in sorted(held.keys() - wanted.keys())]
+def _check(path: Path, model: nn.Module, held: Mapping[str, Any]) -> None:
+    wanted = {f"model.{name}": tuple(parameter.shape) for name, parameter in trained_parameters(model)}
+    weights = {name: tuple(entry.size) for name, entry in held.items() if name.startswith("model.")}
+    problems = [f"has no {name}" for name in sorted(wanted.keys() - weights.keys())]
+    problems += [f"holds {name}, which the model does not have" for name in sorted(weights.keys() - wanted.keys())]
     problems += [
-        f"holds {name} as {tuple(held[name].size)}, not {tuple(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in held and tuple(held[name].size) != tuple(tensor.shape)
+        f"holds {name} as {weights[name]}, not {shape}"
+        for name, shape in wanted.items()
+        if name in weights and weights[name] != shape
     ]
     if problems:
         more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
@@ -78,9 +85,17 @@ def _check(path: Path, wanted: Mapping[str, Tensor], held: Mapping[str, Any]) ->
         )
 
 
-def _damaged(path: Path, error: BaseException) -> RunError:
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return RunError(f"{path}: damaged checkpoint ({reason}); resume from an older one with --step")
+def _damaged(path: Path, cause: str) -> RunError:
+    return RunError(f"{path}: damaged checkpoint ({cause}); resume from an older one with --step")
+
+
+def _first_cause(error: CheckpointException) -> str:
+    """What the first rank that failed ran into."""
+    return _reason(next(iter(error.failures.values()))[0])
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from headwater.config.schema import TrainingConfig
 from headwater.training.packed_module import PackedModule
@@ -18,6 +18,7 @@ def shard(
     *,
     compute_dtype: torch.dtype,
     device: torch.device,
+    trains: bool,
 ) -> None:
     """Prepare ``module`` in place, one decoder layer at a time.
 
@@ -26,15 +27,23 @@ def shard(
     """
     layers = module.layers
     for index in range(len(layers)):
-        if config.checkpoint_activations:
-            layers[index] = checkpoint_wrapper(layers[index])
         if config.compile:
             layers[index].compile(dynamic=True)
-    stored = next(module.parameters()).dtype
-    if ranks.count == 1 and stored == compute_dtype:
+        if config.checkpoint_activations and trains:
+            layers[index] = checkpoint_wrapper(layers[index])
+    if ranks.count == 1 and all(parameter.dtype == compute_dtype for parameter in module.parameters()):
         return
     mesh = ranks.mesh(device)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(module, mesh=mesh, mp_policy=precision)
+
+
+def reshard(module: PackedModule) -> None:
+    """Give up the copies in ``compute_dtype`` that a pass without a backward one leaves behind.
+
+    Until then the module's parameters are those copies, not the weights.
+    """
+    if isinstance(module, FSDPModule):
+        module.reshard()

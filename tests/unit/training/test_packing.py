@@ -16,7 +16,7 @@ from headwater.core.records import Trajectory
 from headwater.models.packed_attention import BucketedAttention, Segments
 from headwater.rollout.padding import pad_trajectories
 from headwater.training.packed_module import PolicyModule
-from headwater.training.packing import idle_pack, pack_rows, read_rows
+from headwater.training.packing import check_lengths, idle_pack, pack_rows, read_rows
 
 MODEL = tiny.model()
 
@@ -129,7 +129,7 @@ def test_a_group_over_the_budget_is_split_and_a_row_over_it_refused():
     with pytest.raises(
         DataError, match=r"row 0 of the batch has 6 tokens, over training\.max_tokens_per_microbatch = 5"
     ):
-        packs(pad_trajectories(samples, 0), 5)
+        check_lengths(read_rows(pad_trajectories(samples, 0)), 5)
 
 
 def test_an_idle_pack_runs():
