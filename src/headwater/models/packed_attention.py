@@ -179,13 +179,13 @@ def _check_layers(model: Any) -> None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKED_LAYERS)
     if others:
         raise ModelError(
-            f"{config.model_type}: layer_types has {', '.join(others)}, and only {' and '.join(sorted(_PACKED_LAYERS))} "
+            f"{config.model_type}: layer_types has {', '.join(others)}, and only full_attention and sliding_attention "
             "keep the sequences of a pack apart; use a model of such layers alone"
         )
 
 
 def _check_logits(model: Any) -> None:
-    """The learner reads log-probs off ``hidden @ output layer``, so what a model does to logits after that is missed."""
+    """The learner reads log-probs off the output layer's product, and misses what a model does to logits after it."""
     if model.get_output_embeddings() is None:
         return
     config = model.config.get_text_config(decoder=True)
