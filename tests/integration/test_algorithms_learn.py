@@ -29,7 +29,8 @@ def test_grpo_reports_divergence_corrections_and_staleness(tmp_path):
     first, second = train_small(tmp_path, "grpo", *settings)
     assert {
         "actor/loss", "actor/reference_kl", "actor/clip_fraction", "actor/entropy", "kl/reference", "kl/coefficient",
-        "correction/truncated_fraction", "correction/rejected_fraction", "correction/kept_fraction",
+        "correction/truncate/truncated_fraction", "correction/reject/rejected_fraction", "correction/kept_fraction",
+        "correction/effective_sample_size", "rollout_gap/ratio_p99",
         "staleness/lag_0", "rollout_logprob_gap", "rollout_gap/k3_kl", "proximal_error_abs",
     } <= first.keys()  # fmt: skip
     assert first["staleness/lag_0"] == first["correction/kept_fraction"] == 1.0

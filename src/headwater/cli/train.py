@@ -75,6 +75,8 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     # Whatever can fail by bad input is built first: only a run that can start gets a directory.
     rollout = build_rollout(config, model_path)
     try:
+        if config.training.offload_during_rollout:
+            rollout.sleep_cache()  # the learner is built in the room that it takes
         training = build_training(
             config,
             model_path,

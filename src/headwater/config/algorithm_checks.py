@@ -5,7 +5,7 @@ Only built-in names are judged: what an extension of one's own needs is its auth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from headwater.config.clash import Check, Clash, Layers, given_in, unread
 from headwater.config.keys import settings, value_at
@@ -25,6 +25,8 @@ LOSSES_WITH_AN_AGGREGATION = frozenset({"geo_mean", "sapo"})
 OWN_AGGREGATION = "seq-mean-token-mean"
 
 RECOMPUTED = ("recompute", "metrics")
+
+WEIGHTING_CORRECTIONS = frozenset({"truncate", "icepop"})
 
 
 def group_has_baseline(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -143,6 +145,24 @@ def corrections_have_something_to_correct(config: Config, layers: Layers) -> Ite
         )
 
 
+def corrections_weigh_once(config: Config, layers: Layers) -> Iterator[Clash]:
+    algorithm = config.algorithm
+    names = algorithm.corrections
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        yield Clash(("algorithm.corrections",), f"names {repeated} twice; once is enough")
+        return
+    rejection = algorithm.corrections_args.get("reject", {})
+    weighted = isinstance(rejection, Mapping) and rejection.get("weighted") is True
+    weighting = [name for name in names if name in WEIGHTING_CORRECTIONS or (name == "reject" and weighted)]
+    if len(weighting) > 1:
+        yield Clash(
+            ("algorithm.corrections", "algorithm.corrections_args"),
+            f"{' and '.join(weighting)} each weigh by the ratio, so that it would be squared; use one of them, and "
+            "reject or m2po to leave tokens out",
+        )
+
+
 def decoupled_has_two_policies(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.algorithm.policy_loss == "decoupled" and config.algorithm.old_logprobs == "rollout":
         yield Clash(
@@ -241,6 +261,7 @@ ALGORITHM_CHECKS: tuple[Check, ...] = (
     kl_settings_are_read,
     kl_gradient_is_used,
     corrections_have_something_to_correct,
+    corrections_weigh_once,
     decoupled_has_two_policies,
     recomputed_where_needed,
     truncated_sampling_needs_recomputed_logprobs,

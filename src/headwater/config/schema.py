@@ -240,7 +240,8 @@ class TrainingConfig:
     offload_optimizer: bool = False
     """On a GPU, keep AdamW's averages in main memory and stream them through the device at each step."""
     offload_during_rollout: bool = False
-    """On a GPU, move weights and averages to main memory while responses are generated, and back to train."""
+    """On a GPU, take turns: the learner goes to main memory while responses are generated, the engine's KV cache is
+    given back while the learner trains."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from headwater.algorithms.advantages import AdvantageInputs, Advantages
 from headwater.algorithms.corrections import Correction, CorrectionInputs, combine
-from headwater.algorithms.diagnostics import offpolicy_metrics, staleness_histogram
+from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram
 from headwater.algorithms.kl.controllers import KLController
 from headwater.algorithms.kl.reward import penalize_rewards
 from headwater.algorithms.masked import masked_mean
 from headwater.algorithms.proximal import approximation_metrics, loglinear
 from headwater.algorithms.reward_shaping import overlong_penalty
+from headwater.algorithms.weights import effective_sample_size
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
@@ -44,7 +45,7 @@ class ExperienceMaker:
 
     config: Config
     advantage: AdvantageFunction
-    corrections: Sequence[CorrectionFunction]
+    corrections: Mapping[str, CorrectionFunction]
     kl: KLController
     actor: Actor
     critic: Critic | None
@@ -94,7 +95,8 @@ class ExperienceMaker:
             return {"old_logprobs": rollout}
         computed = self.actor.engine.compute(data)
         old = computed["logprobs"]
-        metrics |= {f"rollout_gap/{name}": value for name, value in offpolicy_metrics(old, rollout, mask).items()}
+        gap = {**offpolicy_metrics(old, rollout, mask), **ratio_percentiles(old - rollout, mask)}
+        metrics |= {f"rollout_gap/{name}": value for name, value in gap.items()}
         metrics["rollout_logprob_gap"] = float(masked_mean((old - rollout).abs(), mask))
         if method == "metrics":
             metrics |= approximation_metrics(loglinear(rollout, old, versions, version), old, mask)
@@ -139,7 +141,7 @@ class ExperienceMaker:
             return {}
         mask = data.batch["response_mask"]
         inputs = CorrectionInputs(old, data.batch["rollout_logprobs"], mask)
-        corrected = combine([correct(inputs) for correct in self.corrections])
+        corrected = combine({name: correct(inputs) for name, correct in self.corrections.items()})
         metrics |= {
             f"correction/{name}": float(masked_mean(values, mask)) for name, values in corrected.diagnostics.items()
         }
@@ -150,6 +152,7 @@ class ExperienceMaker:
                 "or find out why the engine's log-probs differ (rollout_gap/* in metrics.jsonl)"
             )
         metrics["correction/kept_fraction"] = float(corrected.mask.sum() / mask.sum())
+        metrics["correction/effective_sample_size"] = float(effective_sample_size(corrected.weights, mask))
         return {"correction_weights": corrected.weights, "response_mask": corrected.mask}
 
 

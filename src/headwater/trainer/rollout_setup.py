@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.backends import BACKENDS, BackendContext
 from headwater.config.schema import Config
-from headwater.core.protocols import InferenceEngine, RolloutWorkflow
+from headwater.core.protocols import InferenceEngine, MemoryTag, RolloutWorkflow
 from headwater.core.records import SamplingParams
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.data.rlhf_dataset import RLHFDataset
@@ -19,6 +21,8 @@ from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import Group
 from headwater.trainer.arguments import with_arguments
 from headwater.workflows import WORKFLOWS, WorkflowContext
+
+_CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,19 @@ class RolloutParts:
     eval_data: PromptDataset | None
     loop: asyncio.Runner
     """The one event loop that all episodes run on."""
+
+    def sleep_cache(self) -> None:
+        """Give the KV cache's memory back until ``cache_awake``; new weights are taken all the same."""
+        self.engine.sleep(_CACHE)
+
+    @contextmanager
+    def cache_awake(self) -> Iterator[None]:
+        """For a rollout of an engine whose cache sleeps in between."""
+        self.engine.wake(_CACHE)
+        try:
+            yield
+        finally:
+            self.sleep_cache()
 
     def close(self) -> None:
         self.loop.close()

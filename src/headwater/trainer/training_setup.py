@@ -40,15 +40,22 @@ class TrainingParts:
     experience: ExperienceMaker
 
     def offload(self) -> None:
-        """Make room on the device for a rollout."""
-        for role in (self.actor, self.critic):
-            if role is not None:
-                role.engine.offload()
+        """Make room on the device for a rollout: every model of the learner goes to main memory."""
+        for model in self._models():
+            model.offload()
 
     def onload(self) -> None:
-        for role in (self.actor, self.critic):
-            if role is not None:
-                role.engine.onload()
+        for model in self._models():
+            model.onload()
+
+    def _models(self) -> Iterator[ForwardEngine | RewardModel]:
+        if self.experience.reward_model is not None:
+            yield self.experience.reward_model
+        if isinstance(self.reference, FrozenReference):
+            yield self.reference.engine
+        if self.critic is not None:
+            yield self.critic.engine
+        yield self.actor.engine
 
     def load(self, checkpoint: Path) -> None:
         self.actor.engine.load(checkpoint)
@@ -107,7 +114,7 @@ def _policy_engine(config: Config, path: str) -> TrainEngine:
         module,
         config.training,
         compute_dtype=resolve_dtype(config.model.dtype),
-        num_decay_steps=_num_optimizer_steps(config),
+        num_decay_steps=_num_actor_steps(config),
     )
 
 
@@ -119,7 +126,7 @@ def _critic(config: Config) -> Critic:
         ValueModule(model),
         replace(config.training, learning_rate=config.critic.learning_rate),
         compute_dtype=resolve_dtype(config.model.dtype),
-        num_decay_steps=_num_optimizer_steps(config),
+        num_decay_steps=_num_optimizer_steps(config, config.trainer.total_steps),
     )
     return Critic(engine, config.critic, config.algorithm, loss_width=config.rollout.max_new_tokens)
 
@@ -151,8 +158,13 @@ def _blaming(key: str) -> Iterator[None]:
         raise ModelError(str(error).replace("model.path", key)) from error
 
 
-def _num_optimizer_steps(config: Config) -> int:
-    return config.trainer.total_steps * config.training.num_minibatches * config.training.num_epochs
+def _num_actor_steps(config: Config) -> int:
+    num_waiting = config.critic.num_warmup_steps if config.critic.enabled else 0
+    return _num_optimizer_steps(config, max(0, config.trainer.total_steps - num_waiting))
+
+
+def _num_optimizer_steps(config: Config, num_steps: int) -> int:
+    return num_steps * config.training.num_minibatches * config.training.num_epochs
 
 
 def _kl_controller(algorithm: AlgorithmConfig) -> KLController:
@@ -161,14 +173,15 @@ def _kl_controller(algorithm: AlgorithmConfig) -> KLController:
     return FixedKL(algorithm.kl_in_reward)
 
 
-def _corrections(algorithm: AlgorithmConfig) -> list[CorrectionFunction]:
+def _corrections(algorithm: AlgorithmConfig) -> dict[str, CorrectionFunction]:
+    """By the name that their metrics go by: of one's own correction that is the function's."""
     unknown = [name for name in algorithm.corrections_args if name not in algorithm.corrections]
     if unknown:
         reason = "algorithm.corrections does not name it; add it there, or remove this"
         raise ConfigError([f"algorithm.corrections_args.{name}: {reason}" for name in unknown])
-    return [
-        with_arguments(
+    return {
+        name.rpartition(":")[2]: with_arguments(
             CORRECTIONS, name, algorithm.corrections_args.get(name, {}), f"algorithm.corrections_args.{name}"
         )
         for name in algorithm.corrections
-    ]
+    }

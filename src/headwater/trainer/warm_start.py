@@ -44,7 +44,13 @@ def warm_start(
     ``sampled_reward`` measures the model as it stands; it is asked every few steps when ``until_reward`` is set.
     """
     # An optimiser of its own: the averages of supervised gradients would mislead the first policy updates.
-    settings = replace(learner.config, learning_rate=config.learning_rate, num_warmup_steps=_NUM_WARMUP_STEPS)
+    # How many steps it takes is not known before, so there is nothing for a rate to fall towards.
+    settings = replace(
+        learner.config,
+        learning_rate=config.learning_rate,
+        num_warmup_steps=_NUM_WARMUP_STEPS,
+        schedule="constant",
+    )
     engine = learner.sibling(settings)
     sampler = ShufflingSampler(len(dataset), seed)
     step, loss = 0, 0.0

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from headwater.config.schema import TrainingConfig
-from headwater.core.errors import DataError
+from headwater.core.errors import DataError, ModelError
+from headwater.training.memory import CPU
 from headwater.training.packed_module import ValueModule
 from headwater.training.packing import Row, pack_rows
 
@@ -22,18 +23,30 @@ class RewardModel:
     """Scores conversations in its own words: they are rendered and tokenised by the judge's own tokenizer."""
 
     def __init__(self, module: ValueModule, tokenizer: Any, config: TrainingConfig) -> None:
+        if tokenizer.chat_template is None:
+            raise ModelError(
+                "reward.model: its tokenizer has no chat template, so a conversation cannot be shown to it; "
+                "put the model's chat_template.jinja into its folder"
+            )
         self._module = module
+        self._device: torch.device = module.model.device
         self._tokenizer = tokenizer
         self._config = config
+
+    def offload(self) -> None:
+        """Move the model to main memory, for a rollout on the same device."""
+        self._module.to(CPU)
+
+    def onload(self) -> None:
+        self._module.to(self._device)
 
     @torch.no_grad()
     def scores(self, conversations: Sequence[Conversation]) -> Tensor:
         """One score per conversation, read at its last token."""
         rows = [self._row(index, conversation) for index, conversation in enumerate(conversations)]
-        device = self._module.model.device
         scores = torch.zeros(len(rows))
         for pack in pack_rows(rows, 1, self._config.max_tokens_per_microbatch):
-            values = self._module(pack.to(device))["values"]
+            values = self._module(pack.to(self._device))["values"]
             scores[pack.rows] = pack.padded(values.cpu())[:, 0]
         if not scores.isfinite().all():
             raise DataError("reward.model: gave a score that is not a finite number; check the model and its dtype")

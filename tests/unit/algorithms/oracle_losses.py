@@ -10,15 +10,14 @@ from headwater.algorithms.corrections import CorrectionInputs, combine
 from headwater.algorithms.corrections.icepop import icepop
 from headwater.algorithms.corrections.reject import reject
 from headwater.algorithms.corrections.truncate import truncate
-from headwater.algorithms.entropy import entropy_from_logits
 from headwater.algorithms.kl.controllers import AdaptiveKL, FixedKL
 from headwater.algorithms.kl.penalty import kl_penalty
 from headwater.algorithms.kl.reward import penalize_rewards
-from headwater.algorithms.logprobs import logprobs_from_logits, sum_pi_squared_from_logits
 from headwater.algorithms.masked import masked_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from headwater.algorithms.response_mask import response_mask
 from headwater.algorithms.value_loss import value_loss
+from headwater.training.token_logprobs import TokenStatistics, token_logprobs
 
 
 def totals(args, mask) -> StepTotals:
@@ -167,7 +166,7 @@ def importance(inputs: CorrectionInputs, level, threshold, normalize):
 
 def rejection(inputs: CorrectionInputs, names, thresholds):
     """verl's list of rejections. Its k1 bounds are on rollout/train, ours on train/rollout."""
-    corrections = []
+    corrections = {}
     for name, threshold in zip(names.split(","), str(thresholds).split(","), strict=True):
         where, metric = name.rsplit("_", 1)
         level, _, reduction = where.partition("_")
@@ -177,7 +176,7 @@ def rejection(inputs: CorrectionInputs, names, thresholds):
             settings = {"metric": "ratio", "lower": 1 / upper, "upper": 1 / (lower or 1 / upper)}
         if level == "seq":
             settings |= {"level": "sequence", "reduction": reduction}
-        corrections.append(reject(inputs, **settings))
+        corrections[name] = reject(inputs, **settings)
     return combine(corrections)
 
 
@@ -221,10 +220,17 @@ def run_value_loss(args, inputs):
     return {"vf_loss": total, "vf_clipfrac": clipped, "grad_vpreds": predicted.grad}
 
 
+def statistics_of(logits, tokens) -> TokenStatistics:
+    """What the learner computes from hidden states, of which these are the logits as they are."""
+    flat = logits.flatten(0, -2)
+    found = token_logprobs(flat, torch.eye(flat.shape[1]), None, tokens.flatten(), 1.0)
+    return TokenStatistics(*(each.view(logits.shape[:-1]) for each in found))
+
+
 @family("verl_entropy_loss")
 def run_entropy_loss(args, inputs):
     logits, mask = tensor(inputs["logits"]).requires_grad_(), tensor(inputs["response_mask"])
-    entropy = entropy_from_logits(logits)
+    entropy = statistics_of(logits, torch.zeros(mask.shape, dtype=torch.int64)).entropy
     total = aggregate(entropy, mask, args["loss_agg_mode"], totals(args, mask))
     total.backward()
     return {"entropy_loss": total, "token_entropy": entropy, "grad_logits": logits.grad}
@@ -233,14 +239,9 @@ def run_entropy_loss(args, inputs):
 @family("verl_logprobs_from_logits")
 def run_logprobs(args, inputs):
     logits = tensor(inputs["logits"]).requires_grad_()
-    logprobs = logprobs_from_logits(logits, torch.tensor(inputs["labels"]))
-    logprobs.sum().backward()
-    return {
-        "logprobs": logprobs,
-        "entropy": entropy_from_logits(logits),
-        "sum_pi_squared": sum_pi_squared_from_logits(logits),
-        "grad_logits": logits.grad,
-    }
+    statistics = statistics_of(logits, torch.tensor(inputs["labels"]))
+    statistics.logprobs.sum().backward()
+    return {**statistics._asdict(), "grad_logits": logits.grad}
 
 
 OUR_KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}

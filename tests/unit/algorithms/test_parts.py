@@ -11,10 +11,10 @@ from headwater.algorithms.aggregate import StepTotals, aggregate
 from headwater.algorithms.columns import require
 from headwater.algorithms.corrections import CorrectionInputs, combine
 from headwater.algorithms.corrections.icepop import icepop
+from headwater.algorithms.corrections.m2po import m2po
 from headwater.algorithms.corrections.reject import reject
 from headwater.algorithms.corrections.truncate import truncate
 from headwater.algorithms.diagnostics import ratio_percentiles, staleness_histogram
-from headwater.algorithms.entropy import entropy_from_logits
 from headwater.algorithms.kl.penalty import kl_penalty
 from headwater.algorithms.masked import masked_sum, masked_var, whiten
 from headwater.algorithms.policy_losses import PolicyLossInputs
@@ -23,6 +23,7 @@ from headwater.algorithms.policy_losses.decoupled import decoupled
 from headwater.algorithms.proximal import approximation_metrics, progress
 from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.core.errors import ConfigError, MissingColumn, UnknownName
+from headwater.training.token_logprobs import token_logprobs
 
 
 def ratios(*values):
@@ -68,10 +69,17 @@ def test_one_bad_token_rejects_its_sequence_by_the_maximum_only():
 
 def test_combined_corrections_multiply():
     given = ratios(0.25, 1.0, 4.0)
-    both = combine([truncate(given, upper=2.0), reject(given, lower=0.5, upper=8.0)])
+    both = combine({"truncate": truncate(given, upper=2.0), "reject": reject(given, lower=0.5, upper=8.0)})
     assert both.weights.tolist() == [[0.0, 1.0, 2.0]]
     assert both.mask.tolist() == [[0.0, 1.0, 1.0]]
-    assert set(both.diagnostics) == {"truncated_fraction", "rejected_fraction"}
+    assert set(both.diagnostics) == {"truncate/truncated_fraction", "reject/rejected_fraction"}
+
+
+def test_values_of_the_same_name_do_not_hide_each_other():
+    given = ratios(0.25, 1.0, 4.0, 1.0)
+    both = combine({"reject": reject(given, lower=0.5), "m2po": m2po(given)})
+    rejected = {name: float(values.sum()) for name, values in both.diagnostics.items()}
+    assert rejected == {"reject/rejected_fraction": 2.0, "m2po/rejected_fraction": 2.0}
 
 
 def loss_inputs(**columns):
@@ -97,8 +105,7 @@ def test_removed_tokens_do_not_make_the_others_count_more():
     behaviour = torch.tensor([[0.0, 0.0, -10.0], [0.0, 0.0, 0.0]])
     inputs = loss_inputs(advantages=torch.ones(2, 3), rollout_logprobs=behaviour)
     loss = decoupled(inputs, upper=5.0)
-    assert loss.mask is not None
-    assert loss.mask.sum() == 5
+    assert loss.diagnostics["rejected_fraction"].sum() == 1
     assert aggregate(loss.token_losses, inputs.mask, "token-mean", StepTotals.of(inputs.mask)) == pytest.approx(-5 / 6)
 
 
@@ -137,9 +144,9 @@ def test_the_overlong_penalty_begins_in_the_buffer():
 
 
 def test_the_entropy_of_a_forced_token_is_zero():
-    logits = torch.tensor([0.0, -torch.inf, -torch.inf], requires_grad=True)
-    entropy = entropy_from_logits(logits)
-    entropy.backward()
+    logits = torch.tensor([[0.0, -1e9, -1e9]], requires_grad=True)
+    entropy = token_logprobs(logits, torch.eye(3), None, torch.tensor([0]), 1.0).entropy
+    entropy.sum().backward()
     assert entropy.item() == 0.0
     assert torch.isfinite(logits.grad).all()
 

@@ -91,6 +91,26 @@ CLASHES = [
         )
         for old in ("rollout", "loglinear")
     ),
+    *(
+        (
+            ["algorithm.old_logprobs=recompute", f"algorithm.corrections=[{names}]", *more],
+            f"algorithm.corrections = [{names}]",
+            [reason],
+        )
+        for names, more, reason in (
+            (
+                "truncate, icepop",
+                (),
+                "truncate and icepop each weigh by the ratio, so that it would be squared; use one",
+            ),
+            (
+                "truncate, reject",
+                ("algorithm.corrections_args.reject.weighted=true",),
+                "truncate and reject each weigh by the ratio",
+            ),
+            ("m2po, m2po", (), "names m2po twice"),
+        )
+    ),
     (
         ["algorithm.corrections=[m2po]", "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"],
         "algorithm.corrections = [m2po]",

@@ -151,7 +151,11 @@ def test_a_rejected_token_leaves_the_mask_and_nothing_else_changes():
     assert_close(made.data.batch["response_mask"], expected)
     assert_close(made.data.batch["correction_weights"], expected)
     assert made.metrics["correction/kept_fraction"] == pytest.approx(1 - 1 / float(whole.sum()))
-    assert made.metrics["correction/rejected_fraction"] == pytest.approx(1 / float(whole.sum()))
+    assert made.metrics["correction/reject/rejected_fraction"] == pytest.approx(1 / float(whole.sum()))
+    # A token of weight 0 among weights of 1 takes its own share and nothing more.
+    assert made.metrics["correction/effective_sample_size"] == pytest.approx(1 - 1 / float(whole.sum()))
+    assert made.metrics["rollout_gap/ratio_p50"] == pytest.approx(1.0)
+    assert made.metrics["rollout_gap/ratio_p99"] == pytest.approx(math.e, rel=1e-4)
 
 
 def test_corrections_that_leave_nothing_say_so():

@@ -63,3 +63,10 @@ def test_a_judge_with_several_labels_is_refused(tmp_path):
 def test_a_language_model_is_no_judge():
     with pytest.raises(ModelError, match=r"reward\.model = tiny:qwen3: no classifier"):
         training("reward.model=tiny:qwen3")
+
+
+def test_a_judge_without_a_chat_template_says_what_to_do(tmp_path):
+    save_judge(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match=r"reward\.model: its tokenizer has no chat template.*chat_template\.jinja"):
+        training(f"reward.model={tmp_path}")

@@ -13,11 +13,11 @@ from headwater.training.engine import TrainEngine
 from headwater.training.packed_module import PolicyModule
 
 
-def run(rewards, dataset, **settings):
+def run(rewards, dataset, schedule="constant", **settings):
     asked = iter(rewards)
     return warm_start(
         WarmStartConfig(**{"num_steps": 30, "num_sequences_per_step": 4, **settings}),
-        TrainEngine(PolicyModule(tiny.model(), 1.0), TrainingConfig()),
+        TrainEngine(PolicyModule(tiny.model(), 1.0), TrainingConfig(schedule=schedule)),
         tiny.tokenizer(),
         dataset,
         seed=0,
@@ -31,6 +31,11 @@ ROWS = [tiny.prompt(f"{n}+1=", uid=f"row{n}", extra_info={"demonstration": str(n
 
 def test_the_likelihood_of_demonstrations_rises():
     assert run([], ROWS, num_steps=25).loss < 0.5 * run([], ROWS, num_steps=1).loss
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_schedule_of_the_run_is_not_the_start_s(schedule):
+    assert run([], ROWS, schedule, num_steps=25).loss == run([], ROWS, num_steps=25).loss
 
 
 def test_it_stops_once_the_sampled_reward_is_reached():

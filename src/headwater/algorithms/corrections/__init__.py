@@ -7,9 +7,10 @@ a batch; its weights multiply the token losses and its mask replaces the loss ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from operator import mul
 from typing import Literal
 
 from torch import Tensor
@@ -64,11 +65,17 @@ def ratios(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
     return keep(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), mask)
 
 
-def combine(corrections: Sequence[Correction]) -> Correction:
-    """Several corrections of the same batch as one: weights multiply, and a token must be kept by all."""
-    return reduce(
-        lambda one, other: Correction(
-            one.weights * other.weights, one.mask * other.mask, {**one.diagnostics, **other.diagnostics}
-        ),
-        corrections,
+def combine(corrections: Mapping[str, Correction]) -> Correction:
+    """Several corrections of the same batch as one: weights multiply, and a token must be kept by all.
+
+    Their diagnostics go by ``<name of the correction>/<name of the value>``.
+    """
+    return Correction(
+        reduce(mul, (each.weights for each in corrections.values())),
+        reduce(mul, (each.mask for each in corrections.values())),
+        {
+            f"{name}/{diagnostic}": values
+            for name, each in corrections.items()
+            for diagnostic, values in each.diagnostics.items()
+        },
     )

@@ -1,0 +1,77 @@
+"""The learner and the engine's cache take turns on the device."""
+
+from __future__ import annotations
+
+import pytest
+from trainer.experience_parts import RECIPE
+
+from headwater.config.load import load_config
+from headwater.observe.progress import Display
+from headwater.observe.run_directory import RunDirectory
+from headwater.trainer.loop import Trainer
+from headwater.trainer.rollout_setup import build_rollout
+from headwater.trainer.training_setup import TrainingParts, build_training
+
+SMALL = [
+    "training.offload_during_rollout=true", "data.num_train_rows=16", "data.num_eval_rows=4", "eval.num_prompts=2",
+    "trainer.num_prompts_per_step=2", "rollout.num_samples_per_prompt=2", "trainer.total_steps=1",
+    "eval.every_steps=0", "trainer.save_rollouts_every_steps=0", "trainer.checkpoint_every_steps=0",
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the quickstart for a step; returns in which order the device was given and taken."""
+    calls: list[str] = []
+
+    def record(owner, method: str, name: str, *, instead=None) -> None:
+        original = instead or getattr(owner, method)
+
+        def recorded(*args):
+            calls.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(owner, method, recorded)
+
+    def fit(*overrides: str, offload=None) -> list[str]:
+        config = load_config(RECIPE, [*SMALL, *overrides]).config
+        rollout = build_rollout(config, config.model.path)
+        try:
+            rollout.sleep_cache()
+            record(rollout.engine, "sleep", "cache sleeps")
+            record(rollout.engine, "wake", "cache wakes")
+            record(rollout.train_rollouts, "rollout_batch", "rollout")
+            record(rollout.probe_rollouts, "rollout_batch", "probe")
+            record(rollout.eval_rollouts, "rollout_batch", "evaluation")
+            record(TrainingParts, "offload", "learner leaves", instead=offload)
+            record(TrainingParts, "onload", "learner returns")
+            training = build_training(config, config.model.path, rollout.tokenizer, reference_path=config.model.path)
+            Trainer(config, rollout, training, RunDirectory.create(tmp_path, "run"), Display()).fit()
+        finally:
+            rollout.close()
+        return calls
+
+    fit.calls = calls
+    return fit
+
+
+def turn(work: str) -> list[str]:
+    return ["learner leaves", "cache wakes", work, "cache sleeps", "learner returns"]
+
+
+def test_the_learner_leaves_for_evaluations_and_rollouts(run):
+    assert run("warm_start.num_steps=0") == turn("evaluation") + turn("rollout") + turn("evaluation")
+
+
+def test_the_learner_leaves_for_the_probes_of_a_supervised_start(run):
+    settings = ["warm_start.num_steps=10", "warm_start.until_reward=0.9", "eval.before=false", "eval.after=false"]
+    assert run(*settings) == turn("probe") + turn("rollout")
+
+
+def test_a_learner_that_could_not_leave_is_brought_back(run):
+    def fails(_):
+        raise MemoryError("no main memory left")
+
+    with pytest.raises(MemoryError):
+        run("warm_start.num_steps=0", "eval.before=false", offload=fails)
+    assert run.calls == ["learner leaves", "learner returns"]
