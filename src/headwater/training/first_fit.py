@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from headwater.core.errors import DataError
 from headwater.training.partition import partition
 
-BUDGET_KEY = "training.max_tokens_per_microbatch"
-
 
 def pack(
     lengths: Sequence[int],
@@ -17,17 +15,16 @@ def pack(
     min_bins: int = 1,
     multiple_of: int = 1,
     group_size: int = 1,
-    key: str = BUDGET_KEY,
 ) -> list[list[int]]:
     """Row numbers of each bin: few bins, none over ``max_tokens``.
 
     There are at least ``min_bins`` and a multiple of ``multiple_of``, so that all ranks can have equally many.
-    ``group_size`` consecutive rows always share a bin. ``key`` is the setting that an error tells to raise.
+    ``group_size`` consecutive rows always share a bin.
 
     >>> pack([6, 5, 4, 3], 10)
     [[0, 2], [1, 3]]
     """
-    sizes = _group_sizes(lengths, max_tokens, group_size, key)
+    sizes = _group_sizes(lengths, max_tokens, group_size)
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
@@ -49,10 +46,9 @@ def pack_evenly(
     min_bins: int = 1,
     multiple_of: int = 1,
     group_size: int = 1,
-    key: str = BUDGET_KEY,
 ) -> list[list[int]]:
     """As ``pack``, with bins of about the same number of tokens, for which it may use more of them."""
-    sizes = _group_sizes(lengths, max_tokens, group_size, key)
+    sizes = _group_sizes(lengths, max_tokens, group_size)
     num_bins = _target(-(-sum(sizes) // max_tokens), min_bins, multiple_of)
     while True:
         _check_enough(len(sizes), num_bins)
@@ -62,14 +58,17 @@ def pack_evenly(
         num_bins += multiple_of
 
 
-def _group_sizes(lengths: Sequence[int], max_tokens: int, group_size: int, key: str) -> list[int]:
+def _group_sizes(lengths: Sequence[int], max_tokens: int, group_size: int) -> list[int]:
     if len(lengths) % group_size:
         raise DataError(f"{len(lengths)} rows are no whole number of groups of {group_size}")
     sizes = [sum(lengths[start : start + group_size]) for start in range(0, len(lengths), group_size)]
     for item, size in enumerate(sizes):
         if size > max_tokens:
             what = f"row {item}" if group_size == 1 else f"rows {item * group_size}-{(item + 1) * group_size - 1}"
-            raise DataError(f"{what} of the batch: {size} tokens, over {key} = {max_tokens}; raise it to {size}")
+            raise DataError(
+                f"{what} of the batch: {size} tokens, over training.max_tokens_per_microbatch = {max_tokens}; "
+                f"raise it to {size}"
+            )
     return sizes
 
 

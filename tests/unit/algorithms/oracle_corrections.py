@@ -167,7 +167,7 @@ def run_decoupled(args, inputs):
     )
     total = aggregate(loss.token_losses, mask, "token-mean", StepTotals.of(mask))
     total.backward()
-    left = mask if loss.mask is None else loss.mask
+    left = mask - loss.diagnostics.get("rejected_fraction", torch.zeros_like(mask))
     zeros = torch.zeros_like(mask)
     outputs = {
         "loss": total,

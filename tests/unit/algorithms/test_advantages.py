@@ -11,7 +11,6 @@ from headwater.algorithms.advantages.gdpo import gdpo
 from headwater.algorithms.advantages.grpo import grpo
 from headwater.algorithms.advantages.grpo_passk import grpo_passk
 from headwater.algorithms.advantages.rloo import rloo
-from headwater.algorithms.filters import informative
 from headwater.core.errors import DataError, MissingColumn
 
 
@@ -108,9 +107,3 @@ def test_gdpo_wants_one_weight_per_part():
 def test_a_wrong_shape_is_refused():
     with pytest.raises(ValueError, match="values has shape"):
         AdvantageInputs(torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2), values=torch.ones(2, 2))
-
-
-def test_groups_of_equal_scores_are_not_informative():
-    scores, groups = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5]), torch.tensor([7, 7, 3, 3, 9])
-    assert informative(scores, groups).tolist() == [False, False, True, True, True]
-    assert informative(scores, groups, tolerance=1.0).tolist() == [False, False, False, False, True]

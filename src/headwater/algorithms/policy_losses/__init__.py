@@ -50,13 +50,11 @@ class PolicyLossInputs:
 @dataclass(frozen=True)
 class PolicyLoss:
     token_losses: Tensor
+    """0 where the loss removes a token. Averages still count it, so that the others do not count more."""
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-token values worth a masked mean in the metrics."""
     aggregation: str | None = None
     """Set by a loss that is defined only under one aggregation; it goes before the configured one."""
-    mask: Tensor | None = None
-    """The tokens left, where the loss removes some. Their losses are 0 already; averages still divide by the tokens
-    of the original mask, so removing tokens never makes the others count more."""
 
 
 def log_ratios(inputs: PolicyLossInputs) -> Tensor:

@@ -65,7 +65,7 @@ def decoupled(
     if correction is None:
         return PolicyLoss(losses, diagnostics)
     diagnostics |= {"behaviour_weight": correction.weights, **correction.diagnostics}
-    return PolicyLoss(losses * correction.weights, diagnostics, mask=mask)
+    return PolicyLoss(losses * correction.weights, diagnostics)
 
 
 def _weigh(
