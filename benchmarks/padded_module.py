@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from headwater.training.engine import TrainEngine
 from headwater.training.packed_module import PackedModule
 from headwater.training.packing import Pack, Row, pack_rows
-from headwater.training.token_logprobs import token_logprobs
+from headwater.training.token_logprobs import TokenStatistics, token_logprobs
 
 
 class PaddedPolicyModule(PackedModule):
     """Lays a pack of unshared rows out as a padded batch again and runs transformers' own attention on it."""
+
+    outputs = TokenStatistics._fields
 
     def __init__(self, model: Any, temperature: float) -> None:
         nn.Module.__init__(self)

@@ -20,10 +20,17 @@ def write_record(path: Path | None, device: torch.device, **values: Any) -> None
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, CPU",
         "torch": torch.__version__,
         "commit": commit(),
-        "arguments": sys.argv[1:],
+        "arguments": _arguments(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(origin | values, indent=1) + "\n")
+
+
+def _arguments() -> list[str]:
+    """What the script was asked to do, without the place its results go to."""
+    given = sys.argv[1:]
+    place = given.index("--out") if "--out" in given else len(given)
+    return given[:place] + given[place + 2 :]
 
 
 @cache

@@ -3,9 +3,11 @@
     python benchmarks/train_step.py --shape qwen2.5-1.5b --out benchmarks/results/train_step_qwen2.5-1.5b_h200.json
     python benchmarks/train_step.py --shape qwen2.5-7b --cases lora full_offload --tokens 32768      # does it fit?
 
-Lengths are drawn from a long-tailed distribution. Utilisation counts the products a sequence needs, forward once and
-backward twice, and causal attention; neither padding nor what is computed a second time to save memory. It is a
-fraction of the matrix rate measured on the machine (``--peak-tflops``).
+Lengths are drawn from a long-tailed distribution. Utilisation counts what the step needs, whatever a case computes: the
+layers on the tokens that a trained one depends on (a prompt once for all samples that share it), causal attention over
+them, and the output layer on trained tokens only; neither padding nor what is computed a second time to save memory. A
+trained weight needs three products, a frozen one two, attention three times its forward pass. It is a fraction of
+``--peak-tflops``, a constant that is given and not measured here.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.records import Trajectory
+from headwater.models.packed_attention import Segments
 from headwater.rollout.padding import pad_trajectories
 from headwater.training.actor import Actor
 from headwater.training.engine import TrainEngine
 from headwater.training.lora import add_adapters
 from headwater.training.packed_module import PolicyModule
+from headwater.training.packing import pack_rows, read_rows
 
 GIB = 2**30
 
@@ -68,7 +72,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=4096, help="longest sequence (default 4096)")
     parser.add_argument("--samples", type=int, default=1, help="sequences that share a prompt (default 1)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after two that are not (default 3)")
-    parser.add_argument("--peak-tflops", type=float, default=790.0, help="the machine's matrix rate (default 790)")
+    parser.add_argument("--peak-tflops", type=float, default=790.0, help="the rate to compare with (default 790)")
     options = parser.parse_args()
     device = default_device()
     rows = []
@@ -92,10 +96,10 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> d
     # What is trained is float32; frozen weights are only computed with.
     model = build_model(options.shape, device, dtype if case.lora_rank else torch.float32)
     data = _experience(options, model.config.vocab_size)
-    work = _Work.of(model, data)
     module = case.make_module(model, 1.0)
     if case.lora_rank:
         add_adapters(model, LoraConfig(rank=case.lora_rank))
+    work = _Work.of(model, data)
     config = TrainingConfig(
         max_tokens_per_microbatch=options.microbatch, skip_zero_advantages=False, **dict(case.training)
     )
@@ -105,18 +109,16 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> d
         torch.cuda.reset_peak_memory_stats()
     train_s = _time(lambda: learner.update(data), options.steps, device)
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
-    # A frozen weight needs no gradient of its own: of the three products of a trained layer it lacks one.
-    passes = 2 if case.lora_rank else 3
     return {
         "case": case.name,
         "sequences": len(data),
         "tokens": work.tokens,
         "train_s": train_s,
         "train_tokens_per_s": work.tokens / train_s,
-        "train_utilisation": passes * work.flops / train_s / options.peak_tflops / 1e12,
+        "train_utilisation": work.train_flops / train_s / options.peak_tflops / 1e12,
         "logprobs_s": logprobs_s,
         "logprobs_tokens_per_s": work.tokens / logprobs_s,
-        "logprobs_utilisation": work.flops / logprobs_s / options.peak_tflops / 1e12,
+        "logprobs_utilisation": work.forward_flops / logprobs_s / options.peak_tflops / 1e12,
         "peak_gib": peak,
     }
 
@@ -124,20 +126,32 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> d
 @dataclass(frozen=True)
 class _Work:
     tokens: int
-    flops: float
-    """Of one forward pass."""
+    """Of all sequences, each with its prompt."""
+    forward_flops: float
+    train_flops: float
 
     @classmethod
     def of(cls, model: Any, data: DataProto) -> _Work:
-        lengths = data.batch["attention_mask"].sum(dim=1).double()
-        config = model.config
-        heads = config.num_attention_heads * (config.hidden_size // config.num_attention_heads)
-        embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        weights = sum(parameter.numel() for parameter in model.parameters()) - embedding
-        products = 2.0 * weights * float(lengths.sum())
-        # Scores and values, over half of all pairs.
-        attention = 2 * 2.0 * heads * config.num_hidden_layers * float(lengths.square().sum()) / 2
-        return cls(int(lengths.sum()), products + attention)
+        (pack,) = pack_rows(read_rows(data), data.batch["response_mask"].shape[1], max_tokens=1 << 40)
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        embedded = id(model.get_input_embeddings().weight)
+        layers = [each for each in decoder.parameters() if each.dim() == 2 and id(each) != embedded]
+        products = [(each, len(pack.input_ids)) for each in layers] + [(head.weight, len(pack.targets))]
+        flops = [(2.0 * weight.numel() * count, weight.requires_grad) for weight, count in products]
+        attention = _attention_flops(model, pack.segments)
+        return cls(
+            tokens=int(data.batch["attention_mask"].sum()),
+            forward_flops=sum(each for each, _ in flops) + attention,
+            train_flops=sum(each * (3 if is_trained else 2) for each, is_trained in flops) + 3 * attention,
+        )
+
+
+def _attention_flops(model: Any, segments: Segments) -> float:
+    """Scores and values of every token with those of its prefix and those up to itself."""
+    pairs = float((segments.lengths * segments.prefix_lengths + segments.lengths * (segments.lengths + 1) / 2).sum())
+    config = model.config
+    width = config.num_attention_heads * model.get_decoder().layers[0].self_attn.head_dim
+    return 2 * 2.0 * width * config.num_hidden_layers * pairs
 
 
 def _experience(options: argparse.Namespace, vocabulary: int) -> DataProto:
@@ -151,7 +165,8 @@ def _experience(options: argparse.Namespace, vocabulary: int) -> DataProto:
             spread = float(torch.randn((), generator=generator))
             # exp(mu + sigma²/2) is the mean of a log-normal; with sigma 1 a tenth of the lengths is over twice it.
             length = options.mean * torch.tensor(spread - 0.5).exp()
-            length = int(min(max(float(length), len(prompt) + 8), options.longest, options.tokens - num_tokens + 136))
+            longest = min(options.longest, options.tokens - num_tokens + len(prompt) + 8)
+            length = max(int(min(float(length), longest)), len(prompt) + 8)
             response = torch.randint(10, vocabulary, (length - len(prompt),), generator=generator).tolist()
             trajectories.append(_trajectory(prompt, response, sample))
             num_tokens += length
