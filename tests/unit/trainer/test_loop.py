@@ -75,3 +75,14 @@ def test_a_learner_that_could_not_leave_is_brought_back(run):
     with pytest.raises(MemoryError):
         run("warm_start.num_steps=0", "eval.before=false", offload=fails)
     assert run.calls == ["learner leaves", "learner returns"]
+
+
+def test_a_run_with_a_reference_and_checkpointed_layers_starts_and_goes_on(run, tmp_path):
+    settings = ["warm_start.num_steps=2", "warm_start.until_reward=0", "eval.before=false", "eval.after=false"]
+    run(
+        *settings, "algorithm.kl_in_loss=0.1", "training.checkpoint_activations=true",
+        "training.skip_zero_advantages=false",
+    )  # fmt: skip
+    (step,) = (each for each in RunDirectory(tmp_path / "run").read_metrics() if each["kind"] == "train")
+    # The reference is the policy after its supervised start, not the one before.
+    assert step["kl/reference"] == pytest.approx(0.0, abs=1e-6)
