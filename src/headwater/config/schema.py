@@ -240,8 +240,7 @@ class TrainingConfig:
     offload_optimizer: bool = False
     """On a GPU, keep AdamW's averages in main memory and stream them through the device at each step."""
     offload_during_rollout: bool = False
-    """On a GPU, take turns: the learner goes to main memory while responses are generated, the engine's KV cache is
-    given back while the learner trains."""
+    """On a GPU, the learner waits in main memory while responses are generated; the KV cache goes while it trains."""
 
 
 @dataclass(frozen=True)
