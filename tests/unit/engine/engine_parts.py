@@ -186,16 +186,16 @@ def distribution(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor
     logprobs = (logits / (sampling.temperature or 1.0)).double().log_softmax(-1)
     if sampling.temperature == 0 or (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0):
         return logprobs
-    order = logprobs.argsort(descending=True).tolist()
+    probabilities, order = logprobs.exp().tolist(), logprobs.argsort(descending=True).tolist()
     kept = order[: sampling.top_k] if sampling.top_k else order
-    mass, share, nucleus = float(logprobs[kept].exp().sum()), 0.0, []
+    mass, share, nucleus = sum(probabilities[token] for token in kept), 0.0, []
     for token in kept:
         if share >= sampling.top_p:
             break
         nucleus.append(token)
-        share += float(logprobs[token].exp()) / mass
-    highest = float(logprobs[order[0]].exp())
-    nucleus = [token for token in nucleus if float(logprobs[token].exp()) >= sampling.min_p * highest] or order[:1]
+        share += probabilities[token] / mass
+    least = sampling.min_p * probabilities[order[0]]
+    nucleus = [token for token in nucleus if probabilities[token] >= least] or order[:1]
     result = torch.full_like(logprobs, -torch.inf)
     result[nucleus] = logprobs[nucleus].log_softmax(-1)
     return result
@@ -205,6 +205,7 @@ def full_pass(model: Any, response: ModelResponse, sampling: SamplingParams) -> 
     """Log-probs of a response's tokens by one forward pass over the prompt and the whole response."""
     everything = (*response.input_tokens, *response.output_tokens)
     logits = logits_after(model, everything[:-1])[len(response.input_tokens) - 1 :]
+    logits[: sampling.min_new_tokens, list(sampling.stop_token_ids)] = -torch.inf  # not before its least number
     rows = zip(logits, response.output_tokens, strict=True)
     return [float(distribution(row, sampling)[token]) for row, token in rows]
 
