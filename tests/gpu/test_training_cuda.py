@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from training.test_engine import experience
 from training.test_packing import batch, plain_logprobs
 
@@ -75,6 +76,34 @@ def test_a_step_on_the_gpu_is_the_step_on_the_cpu():
         for key in ("loss", "grad_norm", "entropy"):
             assert on_gpu[key] == pytest.approx(on_cpu[key], rel=1e-2, abs=1e-4)
     assert (weights(gpu) - weights(cpu)).abs().mean() < 1e-4
+
+
+def gradient(learner: Actor, data) -> torch.Tensor:
+    """Of one update, before clipping."""
+    taken = []
+
+    def keep(loss: float) -> dict[str, float]:
+        gradients = [parameter.grad for parameter in learner.engine.module.parameters()]
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
+        taken.append(torch.cat([each.float().flatten().cpu() for each in whole]))
+        learner.engine._optimizer.clear()
+        return {"skipped_steps": 0.0}
+
+    learner.engine._optimizer.step = keep
+    learner.update(data.with_columns(tensors={"old_logprobs": learner.logprobs(data)}))
+    return taken[0]
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("compile_layers", [False, True])
+def test_the_bfloat16_gradient_points_where_the_float32_one_does(share_prompts, compile_layers):
+    data = batch(num_groups=8)
+    advantages = torch.randn(len(data), 1, generator=torch.Generator().manual_seed(0)) * data.batch["response_mask"]
+    data = data.with_columns(tensors={"advantages": advantages})
+    exact = gradient(actor(device="cpu"), data)
+    coarse = gradient(actor(dtype=torch.bfloat16, share_prompts=share_prompts, compile=compile_layers), data)
+    assert torch.nn.functional.cosine_similarity(coarse, exact, dim=0) > 0.995
+    assert coarse.norm() == pytest.approx(exact.norm(), rel=0.03)
 
 
 @pytest.mark.parametrize(
