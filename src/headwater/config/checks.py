@@ -56,7 +56,9 @@ def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
         "trainer.checkpoint_every_steps": "would never save before the end",
     }
     for key, consequence in never.items():
-        if value_at(config, key) > total:
+        # A run cut short on the command line may keep the periods of its recipe.
+        was_cut_short = layers.get("trainer.total_steps", -1) > layers.get(key, -1) >= 0
+        if value_at(config, key) > total and not was_cut_short:
             yield Clash(
                 (key, "trainer.total_steps"),
                 f"is more than trainer.total_steps = {total}, so it {consequence}; "

@@ -20,6 +20,9 @@ DrawPrompts = Callable[[int], Sequence[PromptDraw]]
 GREEDY = -1
 """The sample number of an episode that only its reward is wanted of."""
 
+_TURNS_TO_FIRST_REQUEST = 8
+"""Turns of the event loop in which a workflow that asks the engine first thing has asked: through group and episode."""
+
 _MAX_BARREN_ROUNDS = 2
 """Rounds of prompts in a row that may yield no group at all before the run stops instead of looping."""
 
@@ -82,7 +85,7 @@ class WorkflowExecutor:
             and (draws := draw_prompts(num_groups - len(groups)))
         ):
             num_before, num_rounds = len(groups), num_rounds + 1
-            for outcome in await _all_or_first_error([self._run_group(draw) for draw in draws]):
+            for outcome in await self._run_groups(draws):
                 if isinstance(outcome, Group):
                     groups.append(outcome)
                 else:
@@ -93,6 +96,21 @@ class WorkflowExecutor:
                 raise _too_few(groups, dropped)
         if not groups:
             raise _too_few(groups, dropped)
+
+    async def _run_groups(self, draws: Sequence[PromptDraw]) -> list[Group | Dropped]:
+        """All side by side.
+
+        The engine is held until their first requests are there: what it computes together decides the last bits of
+        log-probs, and must not depend on how fast requests arrive.
+        """
+        self._engine.pause()
+        running = asyncio.ensure_future(_all_or_first_error([self._run_group(draw) for draw in draws]))
+        try:
+            for _ in range(_TURNS_TO_FIRST_REQUEST):
+                await asyncio.sleep(0)
+        finally:
+            self._engine.resume()
+        return await running
 
     async def _run_group(self, draw: PromptDraw) -> Group | Dropped:
         prompt = draw.prompt

@@ -63,7 +63,7 @@ def suggestions(run: RunDirectory, train: Sequence[_Record], evaluations: Sequen
             lines.append("Most responses hit the length limit: raise rollout.max_new_tokens.")
         if informative < 0.2 and reward < 0.1:
             lines.append("Nearly every group scored the same low reward: try an easier task or a longer warm_start.")
-        elif informative < 0.2:
+        elif informative < 0.2 and reward > 0.8:
             lines.append("Most groups are all right already: try a harder task, for example larger data.task_args.")
         elif reward - train[0]["reward/mean"] < 0.05:
             lines.append("Reward barely moved: try a higher training.learning_rate or more trainer.total_steps.")

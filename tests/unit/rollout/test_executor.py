@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 import tiny
+from rollout.held_engine import HeldEngine
 
 from headwater.core.errors import RewardFailed, RolloutFailed, WaitTimeout
 from headwater.core.protocols import EpisodeInput
@@ -38,7 +39,9 @@ def run(outcome, num_groups=3, on_failure="stop", timeout_s=30.0, num_prompts=10
     workflow = Scripted(outcome)
     waiting = iter([PromptDraw(tiny.prompt(uid=f"row{number}"), number) for number in range(num_prompts)])
     with asyncio.Runner() as loop:
-        executor = WorkflowExecutor(None, workflow, loop, num_samples=2, timeout_s=timeout_s, on_failure=on_failure)
+        executor = WorkflowExecutor(
+            HeldEngine(), workflow, loop, num_samples=2, timeout_s=timeout_s, on_failure=on_failure
+        )
         return executor.rollout_batch(num_groups, lambda count: list(islice(waiting, count))), workflow
 
 
@@ -136,3 +139,17 @@ def test_a_workflow_that_never_returns_hits_the_named_limit():
 def test_several_trajectories_of_one_episode_join_the_group():
     batch, _ = run(lambda data: [ok(data), ok(data)])
     assert [len(group.trajectories) for group in batch.groups] == [4, 4, 4]
+
+
+def test_the_engine_is_held_until_every_first_request_is_there():
+    engine = HeldEngine()
+
+    class Asking:
+        async def arun_episode(self, given, data):
+            given.calls.append("request")
+            return ok(data)
+
+    with asyncio.Runner() as loop:
+        executor = WorkflowExecutor(engine, Asking(), loop, num_samples=3, timeout_s=30, on_failure="stop")
+        executor.rollout_batch(4, lambda count: [PromptDraw(tiny.prompt(uid=f"row{row}"), row) for row in range(count)])
+    assert engine.calls == ["pause", *["request"] * 12, "resume"]

@@ -9,6 +9,7 @@ from itertools import islice
 
 import pytest
 import tiny
+from rollout.held_engine import HeldEngine
 
 from headwater.core.errors import RewardFailed, RolloutFailed
 from headwater.core.protocols import EpisodeInput
@@ -36,7 +37,7 @@ def run(score, num_groups=3, num_prompts=1000, **options) -> RolloutBatch:
     draws = iter([PromptDraw(tiny.prompt(uid=f"row{number}"), number) for number in range(num_prompts)])
     with asyncio.Runner() as loop:
         executor = WorkflowExecutor(
-            None, Scored(score), loop, num_samples=2, timeout_s=30, **{"on_failure": "stop", **options}
+            HeldEngine(), Scored(score), loop, num_samples=2, timeout_s=30, **{"on_failure": "stop", **options}
         )
         return executor.rollout_batch(num_groups, lambda count: list(islice(draws, count)))
 
