@@ -51,6 +51,13 @@ class Segments:
         return np.concatenate([np.arange(prefix, prefix + self.prefix_lengths[segment]), own])
 
 
+def rows_of(tensor: Tensor, places: Tensor) -> Tensor:
+    """``tensor[places]``, by the way whose backward pass adds up rows that occur twice always in the same order."""
+    if tensor.is_cuda:
+        return tensor[places]
+    return tensor.index_select(0, places.flatten()).view(*places.shape, *tensor.shape[1:])
+
+
 class PackedAttention(Protocol):
     """One way to compute the attention of one pack, on one kind of device."""
 
@@ -80,7 +87,7 @@ class VarlenAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
         if self._key_places is not None:
-            key, value = key[self._key_places], value[self._key_places]
+            key, value = rows_of(key, self._key_places), rows_of(value, self._key_places)
         output = _varlen_attention()(
             query,
             key,
@@ -142,7 +149,7 @@ class BucketedAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
         outputs = [self._attend(bucket, query, key, value, scale, window) for bucket in self._buckets]
-        return torch.cat(outputs)[self._place_of_token]
+        return rows_of(torch.cat(outputs), self._place_of_token)
 
     def _attend(self, bucket: _Bucket, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
         (num, num_queries), num_keys = bucket.queries.shape, bucket.keys.shape[1]
@@ -150,9 +157,9 @@ class BucketedAttention:
         if window:
             visible = visible.triu(num_keys - num_queries - window + 1)
         output = F.scaled_dot_product_attention(
-            query[bucket.queries].transpose(1, 2),
-            key[bucket.keys].transpose(1, 2),
-            value[bucket.keys].transpose(1, 2),
+            rows_of(query, bucket.queries).transpose(1, 2),
+            rows_of(key, bucket.keys).transpose(1, 2),
+            rows_of(value, bucket.keys).transpose(1, 2),
             attn_mask=visible,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwater.models.packed_attention import packed_attention, use_packed_attention
+from headwater.models.packed_attention import packed_attention, rows_of, use_packed_attention
 from headwater.training.packing import Pack
 from headwater.training.token_logprobs import TokenStatistics, token_logprobs
 
@@ -39,17 +39,13 @@ class PackedModule(nn.Module):
         """The hidden state that predicts each trained token, ``[trained tokens, hidden size]``."""
         # Inside a forward pass a sharded weight has the type that the layers compute in.
         dtype = self.model.get_input_embeddings().weight.dtype
-        states: Tensor = (
-            self.model.get_decoder()(
-                input_ids=pack.input_ids[None],
-                position_ids=pack.position_ids[None],
-                use_cache=False,
-                packed_attention=packed_attention(pack.segments, pack.input_ids.device, dtype),
-            )
-            .last_hidden_state[0]
-            .index_select(0, pack.predictors)
-        )
-        return states
+        states = self.model.get_decoder()(
+            input_ids=pack.input_ids[None],
+            position_ids=pack.position_ids[None],
+            use_cache=False,
+            packed_attention=packed_attention(pack.segments, pack.input_ids.device, dtype),
+        ).last_hidden_state[0]
+        return rows_of(states, pack.predictors)
 
 
 class PolicyModule(PackedModule):
