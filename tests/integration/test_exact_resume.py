@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import threading
 
 import pytest
 import torch
@@ -66,21 +64,3 @@ def test_a_steered_coefficient_goes_on_and_a_fixed_one_is_the_configs(tmp_path):
         "--resume", tmp_path / "steered", "trainer.total_steps=5", "algorithm.kl_target=0", "algorithm.kl_in_reward=0.7"
     )
     assert metrics(tmp_path / "steered", "train")[-1]["kl/coefficient"] == 0.7
-
-
-def test_two_runs_of_a_seed_are_the_same_to_the_last_bit_however_busy_the_machine_is(tmp_path):
-    """As many requests as the quickstart has, so that how fast they arrive could show."""
-    recipe = [
-        "recipes/quickstart.yaml", f"run.root={tmp_path}", "warm_start.num_steps=3", "eval.before=false",
-        "eval.after=false", "eval.every_steps=0", "trainer.total_steps=6", "trainer.save_rollouts_every_steps=0",
-    ]  # fmt: skip
-    train_here(*recipe, "run.name=quiet")
-    stop = threading.Event()
-    busy = threading.Thread(target=lambda: [random.random() for _ in iter(stop.is_set, True)])
-    busy.start()
-    try:
-        train_here(*recipe, "run.name=busy")
-    finally:
-        stop.set()
-        busy.join()
-    assert same_weights(weights(tmp_path / "quiet", 6), weights(tmp_path / "busy", 6))
