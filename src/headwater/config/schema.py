@@ -102,8 +102,16 @@ class RolloutConfig:
     """Sample among the likeliest tokens that hold this much probability; 1.0 keeps all."""
     max_staleness: Annotated[int, AtLeast(0, "use 0 for synchronous training")] = 0
     """How many policy versions a trained token may lag behind; 0 is synchronous."""
-    placement: Literal["colocated"] = "colocated"
-    """Where generation runs: colocated shares this process and device with training."""
+    on_stale: Literal["mask", "drop", "wait"] = "mask"
+    """Tokens older than that: out of the loss; their group dropped, its prompt drawn again once; or updates wait."""
+    max_concurrent_groups: Annotated[int, AtLeast(0, "use 0 for as many as max_staleness allows")] = 0
+    """Most prompt groups that run at a time; 0 means as many as max_staleness allows."""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """Where generation runs: colocated shares this process and device with training; disaggregated has its own."""
+    weight_transfer: Literal["shared_memory", "file"] = "shared_memory"
+    """How new weights reach a disaggregated engine."""
+    episode_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
+    """Longest time the episodes of one prompt may take, rewards and tools included; longer is a failure."""
     timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """Hard limit on the wait for one batch of rollouts."""
     on_failure: Literal["stop", "drop"] = "stop"

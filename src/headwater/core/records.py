@@ -83,6 +83,9 @@ class ModelRequest:
     input_tokens: tuple[int, ...]
     sampling: SamplingParams
     rng_key: int
+    given_tokens: tuple[int, ...] = ()
+    """The beginning of the response, drawn earlier: generation goes on after it as if it had never stopped. It counts
+    in every limit of ``sampling``, and the response holds only what comes after it."""
 
     def __post_init__(self) -> None:
         if not self.input_tokens:
