@@ -91,7 +91,7 @@ class RolloutConfig:
     num_samples_per_prompt: Annotated[int, AtLeast(1)] = 8
     """Responses drawn for each prompt: the group that advantages compare."""
     max_new_tokens: Annotated[int, AtLeast(1)] = 256
-    """Longest response, in tokens."""
+    """Longest response, in tokens; all turns of an episode and what stands between them share it."""
     temperature: Annotated[float, MoreThan(0, "training needs randomness; greedy decoding is for eval.temperature")] = (
         1.0
     )
@@ -305,6 +305,8 @@ class TrainerConfig:
     """Write all rollouts of every so many steps to rollouts/*.parquet; 0 writes none."""
     num_threads: Annotated[int, AtLeast(0, "use 0 for torch's choice")] = 0
     """CPU threads of torch; 0 leaves the choice to torch."""
+    trace: bool = False
+    """Write trace.json: what ran when, generation beside training; open it in Perfetto (ui.perfetto.dev)."""
 
 
 @dataclass(frozen=True)

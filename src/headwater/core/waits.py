@@ -66,7 +66,7 @@ async def named_wait(
     soft_limit_s: float = 30.0,
     kind: str = "other",
 ) -> T:
-    """Wait for ``awaitable``; say so every ``soft_limit_s``; cancel it and raise ``WaitTimeout`` at ``hard_limit_s``."""
+    """Wait for ``awaitable``; log it every ``soft_limit_s``; at ``hard_limit_s`` cancel it, raise ``WaitTimeout``."""
     task = asyncio.ensure_future(awaitable)
     try:
         with _Wait(kind, describe, hard_limit_s, soft_limit_s) as wait:

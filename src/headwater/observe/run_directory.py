@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import RunError
+from headwater.observe.json_lines import last_records
+from headwater.observe.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """``runs/<name>/``: config.yaml, metrics.jsonl, reward.png and the folders rollouts, eval and checkpoints."""
+    """``runs/<name>/``: config.yaml, metrics.jsonl, ledger.jsonl, status.json, reward.png, the folders rollouts, eval
+    and checkpoints, and trace.json where it was asked for."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +57,7 @@ class RunDirectory:
     def write_config(self, text: str) -> None:
         """Keep ``text`` as the run's settings; earlier ones stay beside it."""
         if not self.config_file.exists() or self.config_file.read_text(encoding="utf-8") != text:
-            _write_text(self.free_file(".", "config", ".yaml"), text)
+            write_whole(self.free_file(".", "config", ".yaml"), text)
 
     @property
     def reference(self) -> Path:
@@ -66,12 +69,31 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def ledger_file(self) -> Path:
+        """What became of every prompt that was dispatched, one line per step."""
+        return self.path / "ledger.jsonl"
+
+    @property
+    def status_file(self) -> Path:
+        """What the run does at this moment, or did last."""
+        return self.path / "status.json"
+
+    @property
+    def trace_file(self) -> Path:
+        return self.path / "trace.json"
+
+    @property
     def curve_file(self) -> Path:
         return self.path / "reward.png"
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps that can be resumed, oldest first."""
+        names = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def free_file(self, folder: str, stem: str, suffix: str) -> Path:
         """A path in ``folder`` that does not exist yet; a second file of the same stem gets a number."""
@@ -95,24 +117,26 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records of the run as it stands: what a resume went back behind is left out."""
-        latest: dict[tuple[str, int], dict[str, Any]] = {}
+        records = []
         if not self.metrics_file.exists():
             return []
         for number, line in enumerate(self.metrics_file.read_text(encoding="utf-8").splitlines(), start=1):
             try:
-                record = json.loads(line)
+                records.append(json.loads(line))
             except json.JSONDecodeError:
                 logger.warning("%s:%d is cut off, as a killed process leaves it; skipped", self.metrics_file, number)
-                continue
-            if record["kind"] == "resume":
-                latest = {key: each for key, each in latest.items() if each["step"] <= record["step"]}
-            else:
-                latest[record["kind"], record["step"]] = record
-        return list(latest.values())
+        return _as_it_stands(records)
+
+    def last_metrics(self, count: int) -> list[dict[str, Any]]:
+        """``read_metrics`` of the last ``count`` lines alone, however long the file is."""
+        return _as_it_stands(last_records(self.metrics_file, count))
 
 
-def _write_text(path: Path, text: str) -> None:
-    """Write a whole file or none of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def _as_it_stands(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    latest: dict[tuple[str, int], dict[str, Any]] = {}
+    for record in records:
+        if record["kind"] == "resume":
+            latest = {key: each for key, each in latest.items() if each["step"] <= record["step"]}
+        else:
+            latest[record["kind"], record["step"]] = record
+    return list(latest.values())

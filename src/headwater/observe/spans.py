@@ -7,33 +7,40 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from headwater.observe.trace import Trace
+
 
 class Spans:
     """Wall-clock seconds during which at least one span of a name was open.
 
     A hundred episodes that wait for their rewards at the same time spend one second of "reward" per second, not a
-    hundred.
+    hundred. With a ``trace``, each span is drawn there too, with what is said about it.
 
-        with spans.span("generate"):
+        with spans.span("generate", version=3):
             ...
         seconds = spans.drain()      # {"generate": 1.2}; starts anew
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace | None = None) -> None:
+        self._trace = trace
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
         self._since: dict[str, float] = {}
         self._total: dict[str, float] = {}
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str, /, **args: object) -> Iterator[None]:
         with self._lock:
             self._open[name] = self._open.get(name, 0) + 1
             if self._open[name] == 1:
                 self._since[name] = time.perf_counter()
+        if self._trace is not None:
+            self._trace.begin(name, **args)
         try:
             yield
         finally:
+            if self._trace is not None:
+                self._trace.end(name)
             with self._lock:
                 self._open[name] -= 1
                 if self._open[name] == 0:

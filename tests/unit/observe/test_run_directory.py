@@ -91,3 +91,25 @@ def test_the_curve_is_a_picture(tmp_path):
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     draw_reward_curve(tmp_path / "empty.png", [], [], "no steps yet")
     assert (tmp_path / "empty.png").stat().st_size > 1000
+
+
+def test_the_end_of_a_long_file_is_read_alone(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    assert run.last_metrics(5) == []
+    for step in range(1, 2001):
+        run.append_metrics({"kind": "train", "step": step, "text": "x" * 100})
+    run.append_metrics({"kind": "resume", "step": 1998})
+    run.append_metrics({"kind": "train", "step": 1999, "again": True})
+    with run.metrics_file.open("a") as file:
+        file.write('{"kind": "tra')
+    assert [record["step"] for record in run.last_metrics(6)] == [1997, 1998, 1999]
+    assert run.last_metrics(6)[-1] == {"kind": "train", "step": 1999, "again": True}
+    assert run.last_metrics(10**6) == run.read_metrics()
+
+
+def test_checkpoints_that_can_be_resumed_are_known(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    assert run.checkpoint_steps() == []
+    for name in ("step_000100", "step_000020", ".step_000120", "superseded-1_step_000140"):
+        (run.checkpoints / name).mkdir(parents=True)
+    assert run.checkpoint_steps() == [20, 100]
