@@ -9,7 +9,7 @@ and replaced.
 
 from __future__ import annotations
 
-from headwater.core.protocols import EpisodeInput, InferenceEngine
+from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.randomness import derive_key
 from headwater.core.records import ModelRequest, Trajectory
 from headwater.workflows import WorkflowContext
@@ -20,12 +20,12 @@ class BestOfTwo:
         self._context = context
         self._min_reward = min_reward
 
-    async def arun_episode(self, engine: InferenceEngine, data: EpisodeInput) -> Trajectory | None:
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeInput) -> Trajectory | None:
         answers = [await self._answer(engine, data, attempt) for attempt in range(2)]
         best = max(answers, key=lambda answer: answer.reward)
         return best if best.reward >= self._min_reward else None
 
-    async def _answer(self, engine: InferenceEngine, data: EpisodeInput, attempt: int) -> Trajectory:
+    async def _answer(self, engine: EpisodeEngine, data: EpisodeInput, attempt: int) -> Trajectory:
         request = ModelRequest(
             request_id=f"{data.prompt.uid}#{data.sample}.{attempt}",
             input_tokens=data.prompt.tokens,

@@ -146,6 +146,7 @@ class Trajectory:
     reward: float
     stop_reason: StopReason
     turn_rewards: tuple[float, ...] = ()
+    """What each of the model's turns earned; they sum to ``reward``. Empty: the last turn earned all of it."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from headwater.core.errors import RolloutFailed
-from headwater.core.protocols import EpisodeInput, InferenceEngine
+from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.records import ModelRequest, Trajectory
-from headwater.workflows import WORKFLOWS, WorkflowContext
+from headwater.workflows import WORKFLOWS, WorkflowContext, refuse_media
 
 
 @WORKFLOWS.register
@@ -13,12 +12,8 @@ class RlvrWorkflow:
     def __init__(self, context: WorkflowContext) -> None:
         self._context = context
 
-    async def arun_episode(self, engine: InferenceEngine, data: EpisodeInput) -> Trajectory:
-        if data.prompt.multi_modal:
-            raise RolloutFailed(
-                f"row {data.prompt.uid}: has {', '.join(data.prompt.multi_modal)}, and workflow rlvr is for text; "
-                "leave those columns out, or set rollout.workflow to one that hands them to the model"
-            )
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeInput) -> Trajectory:
+        refuse_media(data.prompt, "rlvr")
         request = ModelRequest(
             request_id=f"{data.prompt.uid}#{data.sample}",
             input_tokens=data.prompt.tokens,
