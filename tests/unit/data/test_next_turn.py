@@ -1,0 +1,88 @@
+"""The tokens between two turns, under templates that end a message in different ways."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+
+from headwater.core.errors import RolloutFailed
+from headwater.data.next_turn import MODEL_TURN, tokens_until_next_turn
+from headwater.models.chat_template import CHATML_TEMPLATE
+from headwater.models.load import load_tokenizer
+
+END = 1
+USER = {"role": "user", "content": "What is 1+1?"}
+AGAIN = {"role": "user", "content": "Again."}
+
+
+def tokenizer(template: str):
+    made = load_tokenizer("tiny:qwen3")
+    made.chat_template = template
+    return made
+
+
+def follows(template: str, response: str, chat=(USER, MODEL_TURN, AGAIN)) -> str:
+    made = tokenizer(template)
+    written = made.encode(response, add_special_tokens=False)
+    return made.decode(tokens_until_next_turn(made, chat, written))
+
+
+TINY = tiny.tokenizer().chat_template
+CHATML = CHATML_TEMPLATE.replace("<|im_end|>", "<|end|>")
+SPACED = (
+    "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]"
+    "{% else %} {{ m.content }} <|end|>{% endif %}{% endfor %}"
+)
+OPEN_ENDED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+USER_ENDED = "{% for m in messages %}{{ m.content }}{{ '<|end|>' if m.role == 'user' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "response", "expected"),
+    [
+        (TINY, "3<|end|>", "<|user|>Again.<|end|><|assistant|>"),
+        (TINY, "3", "<|end|><|user|>Again.<|end|><|assistant|>"),
+        (CHATML, "3<|end|>", "\n<|im_start|>user\nAgain.<|end|>\n<|im_start|>assistant\n"),
+        (CHATML, "3", "<|end|>\n<|im_start|>user\nAgain.<|end|>\n<|im_start|>assistant\n"),
+        (SPACED, "3<|end|>", "[Again.]"),
+        (SPACED, "3", " <|end|>[Again.]"),
+        (OPEN_ENDED, "3", "\nuser: Again.\nassistant:"),
+        (OPEN_ENDED, "3\n", "user: Again.\nassistant:"),
+        # Only the end of the model's own message counts: the end token further on closes somebody else's.
+        (USER_ENDED, "3<|end|>", "Again.<|end|>"),
+    ],
+)
+def test_a_message_is_ended_once(template, response, expected):
+    assert follows(template, response) == expected
+
+
+def test_a_response_without_tokens_is_closed_by_the_template():
+    assert follows(TINY, "") == "<|end|><|user|>Again.<|end|><|assistant|>"
+
+
+def test_only_what_follows_the_last_turn_counts():
+    chat = (USER, MODEL_TURN, AGAIN, MODEL_TURN, {"role": "tool", "content": "2"}, AGAIN)
+    assert follows(TINY, "3<|end|>", chat) == "<|tool|>2<|end|><|user|>Again.<|end|><|assistant|>"
+
+
+def test_template_arguments_are_passed_on():
+    made = tokenizer(TINY + "{{ opening }}")
+    tokens = tokens_until_next_turn(made, (USER, MODEL_TURN, AGAIN), (END,), {"opening": "So"})
+    assert made.decode(tokens).endswith("<|assistant|>So")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_a_template_that_drops_or_repeats_answers_is_refused(template):
+    with pytest.raises(RolloutFailed, match="use a template that keeps every answer, once"):
+        follows(template, "3<|end|>")
+
+
+def test_a_chat_in_which_the_model_has_not_spoken_is_refused():
+    with pytest.raises(RolloutFailed, match="0 of 0 earlier answers"):
+        follows(TINY, "3", (USER,))
