@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.core.waits import named_wait
 from headwater.engine.sampler import SamplingBatch, sample
+from headwater.engine.stop_strings import find_stop
 from headwater.models.load import end_token_ids, load_model
 from headwater.models.weights import copy_weights
 from headwater.observe.spans import Spans
@@ -53,6 +54,7 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, batch: SamplingBatch, prompt_width: int) -> None:
         self._batch = batch
         self._prompt_width = prompt_width
+        """Without tokens of the response that were given with the prompt: randomness goes by the place in it."""
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -73,6 +75,23 @@ class _Abandoned(StoppingCriteria):  # type: ignore[misc]
         return torch.full((input_ids.shape[0],), abandoned, device=input_ids.device)
 
 
+class _Ended(StoppingCriteria):  # type: ignore[misc]
+    """Ends rows at their stop strings."""
+
+    def __init__(self, engine: HfEngine, batch: list[_Pending], width: int) -> None:
+        self._engine = engine
+        self._batch = batch
+        self._width = width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        outputs = input_ids[:, self._width :].tolist()
+        ended = [
+            self._engine.end_of(pending.request, output) is not None
+            for pending, output in zip(self._batch, outputs, strict=True)
+        ]
+        return torch.tensor(ended, device=input_ids.device)
+
+
 @BACKENDS.register
 class HfEngine:
     """Batches concurrent requests into calls of ``model.generate`` on a thread of its own."""
@@ -80,6 +99,7 @@ class HfEngine:
     def __init__(self, model: Any, tokenizer: Any, *, max_batch_sequences: int, spans: Spans) -> None:
         self._model = model.eval()
         self._device = model.device
+        self._tokenizer = tokenizer
         self._pad_token_id = tokenizer.pad_token_id
         self._end_token_ids = end_token_ids(model, tokenizer)
         # A model's own generation settings (a repetition penalty, say) would change the distribution we sample from.
@@ -111,6 +131,9 @@ class HfEngine:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         self._check(request)
+        whole = self._given_whole(request)
+        if whole is not None:
+            return whole
         future: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
         self._pending.append(_Pending(request, future, time.perf_counter()))
         if self._batcher is None or self._batcher.done():
@@ -190,9 +213,14 @@ class HfEngine:
             )
 
     def _next_batch(self) -> list[_Pending]:
-        """The oldest request and all others with its sampling settings, which one ``generate`` call can serve."""
-        first = self._pending[0].request.sampling
-        batch = [each for each in self._pending if each.request.sampling == first][: self._max_batch_sequences]
+        """The oldest request and all others that one ``generate`` call can serve with it: equal sampling settings, and
+        equally far into their responses."""
+
+        def kind(pending: _Pending) -> tuple[SamplingParams, int]:
+            return pending.request.sampling, len(pending.request.given_tokens)
+
+        first = kind(self._pending[0])
+        batch = [each for each in self._pending if kind(each) == first][: self._max_batch_sequences]
         taken = set(map(id, batch))
         self._pending = [each for each in self._pending if id(each) not in taken]
         # A caller that was cancelled no longer waits for its response.
@@ -200,7 +228,9 @@ class HfEngine:
 
     def _check(self, request: ModelRequest) -> None:
         vocabulary = self._model.config.get_text_config().vocab_size
-        wrong = next((token for token in request.input_tokens if not 0 <= token < vocabulary), None)
+        wrong = next(
+            (token for token in request.input_tokens + request.given_tokens if not 0 <= token < vocabulary), None
+        )
         if wrong is not None:
             raise RolloutFailed(
                 f"request {request.request_id}: token id {wrong} is outside the vocabulary of {vocabulary}; "
@@ -217,7 +247,8 @@ class HfEngine:
     @torch.inference_mode()
     def _generate(self, batch: list[_Pending]) -> list[ModelResponse]:
         requests = [pending.request for pending in batch]
-        params = requests[0].sampling
+        params, num_given = requests[0].sampling, len(requests[0].given_tokens)
+        stopping: list[StoppingCriteria] = [_Abandoned(batch)]
         started = time.perf_counter()
         with self._spans.span("generate"), self._weights_lock:
             version = self._version
@@ -226,19 +257,21 @@ class HfEngine:
             settings = SamplingBatch.build(
                 [request.sampling for request in requests], [request.rng_key for request in requests], input_ids.device
             )
-            draw = _Draw(settings, width)
+            draw = _Draw(settings, width - num_given)
+            if params.stop_strings:
+                stopping.append(_Ended(self, batch, width))
             sequences = self._model.generate(
                 input_ids,
                 attention_mask=attention_mask,
                 logits_processor=LogitsProcessorList([draw]),
-                stopping_criteria=StoppingCriteriaList([_Abandoned(batch)]),
+                stopping_criteria=StoppingCriteriaList(stopping),
                 do_sample=False,
                 temperature=None,
                 top_p=None,
                 top_k=None,
-                max_new_tokens=params.max_new_tokens,
-                min_new_tokens=params.min_new_tokens or None,
-                eos_token_id=list(self._stop_ids(params)),
+                max_new_tokens=params.max_new_tokens - num_given,
+                min_new_tokens=max(0, params.min_new_tokens - num_given) or None,
+                eos_token_id=list(self._stop_ids(params)) or None,
                 pad_token_id=self._pad_token_id,
             )
             outputs = sequences[:, width:].tolist()
@@ -250,13 +283,14 @@ class HfEngine:
         ]
 
     def _pad(self, requests: list[ModelRequest]) -> tuple[Tensor, Tensor]:
-        width = max(len(request.input_tokens) for request in requests)
-        shape = (len(requests), width)
+        rows = [request.input_tokens + request.given_tokens for request in requests]
+        width = max(map(len, rows))
+        shape = (len(rows), width)
         input_ids = torch.full(shape, self._pad_token_id, dtype=torch.int64)
         attention_mask = torch.zeros(shape, dtype=torch.int64)
-        for row, request in enumerate(requests):
-            input_ids[row, width - len(request.input_tokens) :] = torch.tensor(request.input_tokens)
-            attention_mask[row, width - len(request.input_tokens) :] = 1
+        for row, tokens in enumerate(rows):
+            input_ids[row, width - len(tokens) :] = torch.tensor(tokens)
+            attention_mask[row, width - len(tokens) :] = 1
         device = self._model.device
         return input_ids.to(device), attention_mask.to(device)
 
@@ -270,8 +304,7 @@ class HfEngine:
         generate_s: float,
     ) -> ModelResponse:
         # generate pads a row after its end token; the end token itself belongs to the response.
-        stop_ids = self._stop_ids(pending.request.sampling)
-        end = next((place + 1 for place, token in enumerate(output) if token in stop_ids), None)
+        end = self.end_of(pending.request, output)
         count = end if end is not None else len(output)
         return ModelResponse(
             input_tokens=pending.request.input_tokens,
@@ -283,8 +316,29 @@ class HfEngine:
             generate_s=generate_s,
         )
 
+    def _given_whole(self, request: ModelRequest) -> ModelResponse | None:
+        """The answer to a request whose given tokens are a whole response already."""
+        given = request.given_tokens
+        has_stopped = bool(given) and self.end_of(replace(request, given_tokens=given[:-1]), given[-1:]) is not None
+        if has_stopped or len(given) >= request.sampling.max_new_tokens:
+            return ModelResponse(request.input_tokens, (), (), (), "stop" if has_stopped else "length")
+        return None
+
+    def end_of(self, request: ModelRequest, output: Sequence[int]) -> int | None:
+        """How many of the tokens after the given ones make a response that ended by itself; ``None`` if none do."""
+        params, num_given = request.sampling, len(request.given_tokens)
+        first = min(max(0, params.min_new_tokens - num_given), len(output))
+        stop_ids = self._stop_ids(params)
+        ends = [place + 1 for place in range(first, len(output)) if output[place] in stop_ids][:1]
+        if params.stop_strings:
+            tokens = [*request.given_tokens, *output]
+            found = find_stop(self._tokenizer, tokens, num_given + first, params.stop_strings)
+            ends += [found - num_given] if found is not None else []
+        return min(ends, default=None)
+
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        return (*self._end_token_ids, *params.stop_token_ids)
+        own_ends = () if params.ignore_end else self._end_token_ids
+        return (*own_ends, *params.stop_token_ids)
 
 
 def _answer(batch: list[_Pending], responses: list[ModelResponse]) -> None:

@@ -195,7 +195,8 @@ class EngineLoop:
     def _take(self, item: Sequence | Command) -> None:
         """Take in the first item of the inbox. It stays there until nothing can fail: it fails with all the others."""
         if isinstance(item, Sequence):
-            self.scheduler.add(item)
+            if not item.request.given_tokens or not self._ends_as_given(item):
+                self.scheduler.add(item)
             self._inbox.popleft()
             return
         self._read_all()
@@ -205,6 +206,14 @@ class EngineLoop:
             self._awaiting_drain.append(item)
         else:
             item.carry_out()
+
+    def _ends_as_given(self, sequence: Sequence) -> bool:
+        """Answer a request at once whose given tokens are a whole response already."""
+        if self._cut_at_stop(sequence):
+            self._end(sequence, "stop")
+        elif sequence.num_left <= 0:
+            self._end(sequence, "length")
+        return sequence.stop_reason is not None
 
     def _round(self) -> None:
         """Prompts, then some steps of all rows, then the output of the round before."""

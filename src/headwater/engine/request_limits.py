@@ -24,7 +24,7 @@ class RequestLimits:
 
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that this engine can never serve."""
-        tokens = request.input_tokens
+        tokens = request.input_tokens + request.given_tokens
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise RequestError(
@@ -32,7 +32,8 @@ class RequestLimits:
                 "use the tokenizer the model was trained with"
             )
         self._check_sampling(request)
-        num_prompt, num_new = len(tokens), request.sampling.max_new_tokens
+        # Given tokens are the first of the new ones.
+        num_prompt, num_new = len(request.input_tokens), request.sampling.max_new_tokens
         if num_prompt + num_new > self.max_model_tokens:
             raise RequestError(
                 f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens exceed the model's "

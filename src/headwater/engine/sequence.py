@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.core.records import ModelRequest, ModelResponse, StopReason
+from headwater.core.records import NOT_SAMPLED, ModelRequest, ModelResponse, StopReason
 from headwater.engine.plans import MAX_STOP_IDS
 
 
@@ -29,6 +29,7 @@ class Sequence:
 
     Tokens live here; where they live on the device (lane, row, pages) is the scheduler's business and changes when the
     sequence is preempted or interrupted. What is here is never lost: starting again means computing these tokens anew.
+    A request that comes with the beginning of its response enters as one that was interrupted there.
     """
 
     request: ModelRequest
@@ -49,6 +50,14 @@ class Sequence:
     has_stopped: bool = False
     """Whether it ended by a stop token or string, and not by its budget."""
     error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        num_given = len(self.request.given_tokens)
+        # Nobody is told the log-probs and versions of given tokens; these only keep the three lists equally long.
+        self.extend([*self.request.given_tokens], [0.0] * num_given, [NOT_SAMPLED] * num_given)
+        self.num_streamed = num_given
+        # Whether the last given token ends the response is still to be seen; none before it did.
+        self.num_checked = max(0, num_given - 1)
 
     @property
     def is_watched(self) -> bool:
@@ -89,11 +98,12 @@ class Sequence:
         now = time.perf_counter()
         started = self.started if self.started is not None else now
         assert self.stop_reason is not None, "a response exists once the sequence has ended"
+        new = slice(len(self.request.given_tokens), None)
         return ModelResponse(
             input_tokens=self.request.input_tokens,
-            output_tokens=tuple(self.tokens),
-            output_logprobs=tuple(self.logprobs),
-            output_versions=tuple(self.versions),
+            output_tokens=tuple(self.tokens[new]),
+            output_logprobs=tuple(self.logprobs[new]),
+            output_versions=tuple(self.versions[new]),
             stop_reason=self.stop_reason,
             queue_s=started - self.arrived,
             generate_s=now - started,

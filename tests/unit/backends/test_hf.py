@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -178,3 +179,39 @@ def test_a_cancelled_caller_does_not_disturb_the_next(engine):
         return await engine.agenerate(request("1+2=", 2))
 
     assert asyncio.run(scenario()).output_tokens == generate(engine, [request("1+2=", 2)])[0].output_tokens
+
+
+def test_a_response_goes_on_from_its_beginning(engine):
+    asked = [request(text, key, max_new_tokens=20) for key, text in enumerate(PROMPTS)]
+    whole = generate(engine, asked)
+    for count in (0, 1, 7):
+        given = [
+            replace(each, given_tokens=response.output_tokens[:count])
+            for each, response in zip(asked, whole, strict=True)
+        ]
+        for response, wanted in zip(generate(engine, given), whole, strict=True):
+            assert response.output_tokens == wanted.output_tokens[count:]
+            assert response.output_logprobs == pytest.approx(wanted.output_logprobs[count:], abs=1e-4)
+            assert response.stop_reason == wanted.stop_reason
+
+
+def test_given_tokens_may_be_a_whole_response(engine):
+    asked = request("1+2=", 1, max_new_tokens=4, stop_strings=("ab",), ignore_end=True)
+    letters = tiny.tokenizer().encode("xa", add_special_tokens=False), tiny.tokenizer().encode("b")
+    given = [replace(asked, given_tokens=tokens) for tokens in [(40,) * 4, (*letters[0], *letters[1])]]
+    responses = generate(engine, given)
+    assert [(each.output_tokens, each.stop_reason) for each in responses] == [((), "length"), ((), "stop")]
+
+
+def test_a_stop_string_ends_a_response_wherever_it_was_split(engine):
+    free = generate(engine, [request("1+2=", 3, max_new_tokens=40, ignore_end=True)])[0]
+    text = tiny.tokenizer().decode(list(free.output_tokens))
+    stop = next(text[at : at + 2] for at in range(10, len(text)) if "\ufffd" not in text[at : at + 2])
+    asked = request("1+2=", 3, max_new_tokens=40, ignore_end=True, stop_strings=(stop,))
+    whole = generate(engine, [asked])[0]
+    assert whole.stop_reason == "stop"
+    assert stop in tiny.tokenizer().decode(list(whole.output_tokens))
+    assert whole.output_tokens == free.output_tokens[: len(whole.output_tokens)]
+    for count in range(1, len(whole.output_tokens) + 1):
+        given = replace(asked, given_tokens=whole.output_tokens[:count])
+        assert generate(engine, [given])[0].output_tokens == whole.output_tokens[count:]
