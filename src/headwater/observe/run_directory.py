@@ -106,30 +106,45 @@ class RunDirectory:
         return path
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """One line, written at once, so that a run that is killed loses none of its history."""
-        line = json.dumps(record) + "\n"
-        with self.metrics_file.open("a+b") as file:
-            # A process killed in mid-line leaves it open; the next record must not be glued to it.
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                line = line if file.read(1) == b"\n" else "\n" + line
-            file.write(line.encode())
+        _append(self.metrics_file, record)
+
+    def append_ledger(self, record: Mapping[str, Any]) -> None:
+        _append(self.ledger_file, record)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records of the run as it stands: what a resume went back behind is left out."""
-        records = []
-        if not self.metrics_file.exists():
-            return []
-        for number, line in enumerate(self.metrics_file.read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                logger.warning("%s:%d is cut off, as a killed process leaves it; skipped", self.metrics_file, number)
-        return _as_it_stands(records)
+        return _as_it_stands(_read(self.metrics_file))
+
+    def read_ledger(self) -> list[dict[str, Any]]:
+        """As ``read_metrics``: one record per step, and what ended in it."""
+        return _as_it_stands(_read(self.ledger_file))
 
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
         """``read_metrics`` of the last ``count`` lines alone, however long the file is."""
         return _as_it_stands(last_records(self.metrics_file, count))
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    """One line, written at once, so that a run that is killed loses none of its history."""
+    line = json.dumps(record) + "\n"
+    with path.open("a+b") as file:
+        # A process killed in mid-line leaves it open; the next record must not be glued to it.
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else "\n" + line
+        file.write(line.encode())
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            logger.warning("%s:%d is cut off, as a killed process leaves it; skipped", path, number)
+    return records
 
 
 def _as_it_stands(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
