@@ -31,6 +31,7 @@ from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.core.waits import named_wait
 from headwater.engine.sampler import SamplingBatch, sample
 from headwater.engine.stop_strings import find_stop
+from headwater.models.checksum import checksum
 from headwater.models.load import end_token_ids, load_model
 from headwater.models.weights import copy_weights
 from headwater.observe.spans import Spans
@@ -113,6 +114,8 @@ class HfEngine:
         self._running.set()
         # Held while weights are read by a generate call or written by an update, so that no response mixes versions.
         self._weights_lock = threading.Lock()
+        # Held while weights change: a checksum need not wait for a generate call, which only reads them too.
+        self._change_lock = threading.Lock()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="hf-engine")
 
     @classmethod
@@ -151,7 +154,7 @@ class HfEngine:
         """Wait for the batch being generated, then take the new weights whole or refuse them whole."""
         done: Future[None] = Future()
         try:
-            with self._weights_lock:
+            with self._weights_lock, self._change_lock:
                 copy_weights(self._model, update.tensors)
                 self._version = update.version
         except WeightsError as error:
@@ -166,16 +169,20 @@ class HfEngine:
     def set_version(self, version: int) -> None:
         self._version = version
 
+    def weights_checksum(self) -> str:
+        with self._change_lock:
+            return checksum(self._model.named_parameters())
+
     def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
         """Start no further batch; with the tag ``weights`` the model moves to the CPU. No KV outlives a batch."""
         self.pause()
         if "weights" in tags:
-            with self._weights_lock:
+            with self._weights_lock, self._change_lock:
                 self._model.to("cpu")
 
     def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
         if "weights" in tags:
-            with self._weights_lock:
+            with self._weights_lock, self._change_lock:
                 self._model.to(self._device)
         self.resume()
 

@@ -291,6 +291,10 @@ class Engine:
         self._num_updates += 1
         self._last_pause_s = time.perf_counter() - started
 
+    def weights_checksum(self) -> str:
+        """Of the weights that serve now, under their Hugging Face names (``models.checksum``)."""
+        return self._weights.checksum()
+
     def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
         """Give memory back: the KV cache, the weights (kept in main memory), or both. Requests wait, tokens and all."""
         check_tags(tags)

@@ -1,16 +1,32 @@
-"""Publishing a policy version to an engine in the same process."""
+"""Publishing a policy version to an engine, and making sure that it arrived."""
 
 from __future__ import annotations
 
+from headwater.core.errors import WeightsError
 from headwater.core.protocols import InferenceEngine, TrainEngine, WeightUpdate
+from headwater.models.checksum import checksum, dtype_of_checksum
 
 _SWAP_LIMIT_S = 600.0
 
 
-def publish(learner: TrainEngine, engine: InferenceEngine, version: int) -> None:
-    """Pause the engine, hand it the learner's weights as ``version``, and resume it, whatever happens in between."""
+def publish(learner: TrainEngine, engine: InferenceEngine, version: int) -> str:
+    """Pause the engine, hand it the learner's weights as ``version``, and resume it, whatever happens in between.
+
+    Returns the checksum of the weights that serve then: the learner's, in the engine's number type, or else raises
+    ``WeightsError``. They are compared when the engine runs again, so that generation does not stand still for it;
+    tokens of a version that is not what it should be are never trained on, because the error ends the run.
+    """
+    weights = list(learner.export_weights())
     engine.pause()
     try:
-        engine.update_weights(WeightUpdate(version, learner.export_weights())).result(_SWAP_LIMIT_S)
+        engine.update_weights(WeightUpdate(version, weights)).result(_SWAP_LIMIT_S)
     finally:
         engine.resume()
+    serving = engine.weights_checksum()
+    expected = checksum(weights, dtype_of_checksum(serving))
+    if serving != expected:
+        raise WeightsError(
+            f"policy version {version}: the engine serves weights with checksum {serving}, the learner's have "
+            f"{expected}; they were damaged on the way or changed meanwhile: resume from the last checkpoint"
+        )
+    return serving
