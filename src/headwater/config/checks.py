@@ -44,11 +44,6 @@ def sequence_fits_microbatch(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
-def synchronous_only(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.rollout.max_staleness > 0:
-        yield Clash(("rollout.max_staleness",), "this version trains synchronously; use 0")
-
-
 def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
     total = config.trainer.total_steps
     never = {
@@ -173,7 +168,6 @@ def lengths_are_measured(config: Config, layers: Layers) -> Iterator[Clash]:
 CHECKS: tuple[Check, ...] = (
     minibatches_divide_prompts,
     sequence_fits_microbatch,
-    synchronous_only,
     periods_end_within_run,
     task_fills_a_step,
     float16_needs_loss_scaling,

@@ -1,188 +1,391 @@
-"""Runs workflows: from prompts to complete groups of trajectories."""
+"""Runs workflows: from prompts to batches of complete groups, none of them too old."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
-from headwater.core.protocols import EpisodeInput, InferenceEngine, RolloutWorkflow
-from headwater.core.randomness import derive_key
-from headwater.core.records import Prompt, Trajectory
-from headwater.core.waits import named_wait
+from headwater.core.errors import RolloutFailed
+from headwater.core.protocols import EpisodeEngine, InferenceEngine
+from headwater.core.waits import wait_for_future
+from headwater.rollout.dispatcher import BatchTaskDispatcher
+from headwater.rollout.flight import Dispatch, Flight
 from headwater.rollout.group import Dropped, Group, PromptDraw, RolloutBatch
+from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.ledger import Ledger, LedgerCounts
+from headwater.rollout.selection import Finished, Selection, select
+from headwater.rollout.snapshot import RolloutSnapshot
+from headwater.rollout.staleness import StalenessManager
+from headwater.rollout.task_runner import AsyncTaskRunner
 
-T = TypeVar("T")
 DrawPrompts = Callable[[int], Sequence[PromptDraw]]
 """Gives the next so many prompts; fewer when there are no more."""
-
-GREEDY = -1
-"""The sample number of an episode that only its reward is wanted of."""
 
 _TURNS_TO_FIRST_REQUEST = 8
 """Turns of the event loop in which a workflow that asks the engine first thing has asked: through group and episode."""
 
-_MAX_BARREN_ROUNDS = 2
-"""Rounds of prompts in a row that may yield no group at all before the run stops instead of looping."""
+_MAX_BARREN_BATCHES = 2
+"""So many batches' worth of groups may fail in a row before the run stops instead of looping."""
+
+_WATCH_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """How far generation may run ahead of training, and what happens to what is too old all the same."""
+
+    batch_size: int
+    max_staleness: int = 0
+    max_concurrent: int = 0
+    """Groups that run at a time; 0 is as many as staleness allows."""
+    num_batches: int | None = None
+    on_stale: Literal["mask", "drop", "wait"] = "mask"
+    in_waves: bool = True
+    """Start prompts together, and the next ones when all of those have ended. What the engine computes together
+    decides the last bits of log-probs: in waves that does not depend on how fast things happen."""
+    holds_engine: bool = True
+    """In waves, the engine begins when the first requests of all episodes are there."""
+    max_rounds: int | None = None
+    """Batches' worth of prompts after which a step goes on with fewer groups than a batch; None is no limit."""
 
 
 class WorkflowExecutor:
-    """Runs ``num_samples`` episodes per prompt and gathers them into groups.
+    """Keeps groups running as far ahead of the learner as it may, and hands it batches.
 
-    A rejected episode (``None``) or, under ``on_failure="drop"``, a failed one drops its whole group: counted, with its
-    reason, and replaced by another prompt. So does a group that ``should_accept`` refuses; after ``max_rounds`` rounds
-    of prompts a batch goes on with the groups it has. ``greedy`` runs one more episode per prompt, for its reward.
+        executor.prepare_batch(stream.take)      # waits; rollouts for later batches go on meanwhile
+        executor.trained(step)                   # the learner is done with that batch
+        executor.set_version(step)               # and has published: there is room for more
+
+    ``rollout_batch`` runs given prompts beside all that, as evaluation does: no admission, no ledger.
     """
 
     def __init__(
         self,
         engine: InferenceEngine,
-        workflow: RolloutWorkflow,
-        loop: asyncio.Runner,
+        groups: GroupRunner,
+        tasks: AsyncTaskRunner,
+        admission: Admission,
         *,
-        num_samples: int,
         timeout_s: float,
-        on_failure: Literal["stop", "drop"],
-        greedy: RolloutWorkflow | None = None,
-        should_accept: Callable[[Group], bool] | None = None,
-        max_rounds: int | None = None,
+        episode_timeout_s: float,
+        episode_engine: Callable[[Dispatch], EpisodeEngine] | None = None,
     ) -> None:
+        self.admission = admission
+        self.ledger = Ledger()
+        limit = (admission.max_staleness + 1) * admission.batch_size
+        self.staleness = StalenessManager(
+            max_concurrent=admission.max_concurrent or limit,
+            batch_size=admission.batch_size,
+            max_staleness=admission.max_staleness,
+            num_batches=admission.num_batches,
+        )
         self._engine = engine
-        self._workflow = workflow
-        self._loop = loop
-        self._num_samples = num_samples
+        self._groups = groups
+        self._tasks = tasks
         self._timeout_s = timeout_s
-        self._on_failure = on_failure
-        self._greedy = greedy
-        self._should_accept = should_accept
-        self._max_rounds = max_rounds
+        self._episode_timeout_s = episode_timeout_s
+        self._episode_engine = episode_engine or (lambda _: engine)
+        self._version = 0
+        self._flights: dict[int, Flight] = {}
+        self._untaken: dict[int, int] = {}
+        """Groups that have started and were neither taken nor dropped, with the versions they started at."""
+        self._watch: asyncio.TimerHandle | None = None
+        self._buffer: list[Finished] = []
+        self._taken: list[Finished] = []
+        self._dropped: list[Dropped] = []
+        self._num_ended_for_batch = 0
+        self._num_barren = 0
+        self._dispatcher: BatchTaskDispatcher[Dispatch, Finished | Dropped] = BatchTaskDispatcher(
+            tasks, self._begin, capacity=self._capacity, starting=self._starting
+        )
 
-    def rollout_batch(self, num_groups: int, draw_prompts: DrawPrompts) -> RolloutBatch:
-        """Draw prompts and run them until ``num_groups`` groups are complete, or until there are no more prompts."""
-        groups: list[Group] = []
-        dropped: list[Dropped] = []
+    # What the learner calls
+
+    def prepare_batch(self, draw_prompts: DrawPrompts) -> RolloutBatch:
+        """The next batch: complete groups, oldest first, no trained token older than ``max_staleness`` versions."""
+
+        def draw(count: int) -> list[Dispatch]:
+            return [self._dispatch(each) for each in draw_prompts(count)]
+
+        self._dispatcher.open(draw)
+        return self.wait(self.admission.batch_size)
+
+    def submit(self, draw: PromptDraw) -> int:
+        """Run one prompt when there is room; returns the id of its dispatch."""
+        dispatch = self._dispatch(draw)
+        self._dispatcher.submit([dispatch])
+        return dispatch.id
+
+    def wait(self, num_groups: int) -> RolloutBatch:
+        """So many of the groups that were submitted or drawn; fewer only when there are no more to come."""
 
         def progress() -> str:
-            lost = f", {len(dropped)} were dropped" if dropped else ""
-            return f"the trainer waits for rollouts: {len(groups)} of {num_groups} groups are complete{lost}"
+            lost = f", {len(self._dropped)} were dropped" if self._dropped else ""
+            return (
+                f"the learner waits for batch {self._version + 1}: {len(self._buffer)} of {num_groups} groups"
+                f"{lost}; {self._describe_flights()}"
+            )
 
-        gathering = self._gather(num_groups, draw_prompts, groups, dropped)
+        while not (selection := self._select(num_groups)).is_enough:
+            arrived = self._dispatcher.wait_results(1, progress, hard_limit_s=self._timeout_s)
+            if not arrived:  # nothing runs and nothing more can start: there are no more prompts, or rounds
+                selection = self._select(num_groups, may_be_short=True)
+                break
+            self._take_in(arrived)
+        if not selection.chosen:
+            raise _too_few(self._buffer, self._dropped)
+        return self._take(selection, num_groups)
+
+    def rollout_batch(self, draws: Sequence[PromptDraw]) -> RolloutBatch:
+        """Run these prompts side by side and wait for all of them."""
+        flights = [Flight(Dispatch(-1, draw), self._version, self._groups.num_episodes) for draw in draws]
+
+        def progress() -> str:
+            num_done = sum(each.num_done == each.num_episodes for each in flights)
+            return f"waiting for rollouts: {num_done} of {len(flights)} groups are complete"
+
+        future = self._tasks.start(self._run_all(flights))
         try:
-            self._loop.run(named_wait(gathering, progress, hard_limit_s=self._timeout_s))
+            outcomes = wait_for_future(future, progress, kind="rollouts", hard_limit_s=self._timeout_s)
         except BaseException:
-            self._loop.run(_cancel_all_others())
+            future.cancel()
             raise
-        return RolloutBatch(tuple(groups), tuple(dropped))
-
-    async def _gather(
-        self, num_groups: int, draw_prompts: DrawPrompts, groups: list[Group], dropped: list[Dropped]
-    ) -> None:
-        num_barren_rounds = num_rounds = 0
-        while (
-            len(groups) < num_groups
-            and num_rounds != self._max_rounds
-            and (draws := draw_prompts(num_groups - len(groups)))
-        ):
-            num_before, num_rounds = len(groups), num_rounds + 1
-            for outcome in await self._run_groups(draws):
-                if isinstance(outcome, Group):
-                    groups.append(outcome)
-                else:
-                    dropped.append(outcome)
-            num_barren_rounds = 0 if len(groups) > num_before else num_barren_rounds + 1
-            # Where rounds have no limit, nothing else would end a run whose rollouts all fail.
-            if num_barren_rounds == _MAX_BARREN_ROUNDS and self._max_rounds is None:
-                raise _too_few(groups, dropped)
+        groups = tuple(each for each in outcomes if isinstance(each, Group))
+        dropped = tuple(each for each in outcomes if isinstance(each, Dropped))
         if not groups:
             raise _too_few(groups, dropped)
+        return RolloutBatch(groups, dropped)
 
-    async def _run_groups(self, draws: Sequence[PromptDraw]) -> list[Group | Dropped]:
-        """All side by side.
+    def trained(self, step: int) -> None:
+        """The batch that was taken last has been trained on, in ``step``."""
+        for each in self._taken:
+            self.ledger.train(each.dispatch.id, step, each.requests)
+        self._taken = []
 
-        The engine is held until their first requests are there: what it computes together decides the last bits of
-        log-probs, and must not depend on how fast requests arrive.
-        """
+    def set_version(self, version: int) -> None:
+        """The engine serves policy ``version`` from now on."""
+        self._version = version
+        if not self.admission.in_waves:
+            self._dispatcher.notify()  # in waves the next ones start when the learner asks for them
+
+    def pause(self) -> None:
+        """Start no more groups; those that run go on. Pausing twice is pausing once."""
+        self._dispatcher.pause()
+
+    def resume(self) -> None:
+        self._dispatcher.resume()
+
+    # What a person or a file is told
+
+    def check_ledger(self) -> LedgerCounts:
+        """The ledger's counts, held against what is really there."""
+
+        def check() -> LedgerCounts:
+            waiting = [each for each in self._dispatcher.peek_results() if isinstance(each, Finished)]
+            return self.ledger.check(
+                num_buffered=len(self._buffer) + len(self._taken) + len(waiting),
+                num_in_flight=len(self._flights) + self._dispatcher.num_submitted,
+            )
+
+        return self._tasks.call(check, "counting the rollouts that run")
+
+    def status(self) -> dict[str, Any]:
+        flights = sorted(list(self._flights.values()), key=lambda flight: flight.started)
+        return {
+            "version": self._version,
+            "capacity": self._capacity(),
+            "drop_reasons": self.ledger.drop_reasons(),
+            "oldest": [
+                {
+                    "id": each.dispatch.id,
+                    "uid": each.dispatch.draw.prompt.uid,
+                    "seconds": round(each.seconds, 1),
+                    "doing": each.doing(),
+                }
+                for each in flights[:3]
+            ],
+        }
+
+    # Checkpoints
+
+    def snapshot(self, cursor: Callable[[], Mapping[str, Any]]) -> RolloutSnapshot:
+        """What is not trained on yet, and where its prompts were drawn, as of one moment; ``restore`` takes it."""
+
+        def look() -> RolloutSnapshot:
+            arrived = [each for each in self._dispatcher.peek_results() if isinstance(each, Finished)]
+            return RolloutSnapshot(
+                cursor=cursor(),
+                ledger=self.ledger.state_dict(),
+                in_flight=(*(each.dispatch for each in self._flights.values()), *self._dispatcher.submitted()),
+                finished=(*self._buffer, *self._taken, *arrived),
+            )
+
+        return self._tasks.call(look, "noting the rollouts that run")
+
+    def restore(self, snapshot: RolloutSnapshot, version: int) -> None:
+        """Go on from a snapshot: what was finished is kept, what was in flight starts again."""
+        in_flight = sorted(snapshot.in_flight, key=lambda each: each.id)
+        self._buffer = list(snapshot.finished)
+        self.ledger.load_state_dict(
+            snapshot.ledger, in_flight=in_flight, buffered=[each.dispatch for each in self._buffer]
+        )
+        self._untaken = {each.dispatch.id: each.version for each in self._buffer}
+        self._version = version
+        self.staleness.recover(version, num_buffered=len(self._buffer))
+        for _ in in_flight:
+            self.staleness.enqueue()
+        self._dispatcher.submit(in_flight)
+
+    # On the way
+
+    def _dispatch(self, draw: PromptDraw, attempt: int = 0) -> Dispatch:
+        self.staleness.enqueue()
+        return self.ledger.dispatch(draw, attempt)
+
+    def _capacity(self) -> int:
+        if self.admission.in_waves and self._flights:
+            return 0
+        if self._has_used_its_rounds():
+            return 0
+        return self.staleness.capacity(self._version)
+
+    def _has_used_its_rounds(self) -> bool:
+        rounds = self.admission.max_rounds
+        return rounds is not None and self._num_ended_for_batch >= rounds * self.admission.batch_size
+
+    def _starting(self) -> AbstractAsyncContextManager[object]:
+        return self._held_engine() if self.admission.in_waves and self.admission.holds_engine else nullcontext()
+
+    @asynccontextmanager
+    async def _held_engine(self) -> AsyncIterator[None]:
+        """Hold the engine until the first requests of all that starts are there."""
         self._engine.pause()
-        running = asyncio.ensure_future(_all_or_first_error([self._run_group(draw) for draw in draws]))
         try:
+            yield
             for _ in range(_TURNS_TO_FIRST_REQUEST):
                 await asyncio.sleep(0)
         finally:
             self._engine.resume()
-        return await running
 
-    async def _run_group(self, draw: PromptDraw) -> Group | Dropped:
-        prompt = draw.prompt
-        episodes = (
-            self._workflow.arun_episode(self._engine, EpisodeInput(prompt, sample, derive_key(draw.rng_key, sample)))
-            for sample in range(self._num_samples)
-        )
-        greedy = [self._greedy.arun_episode(self._engine, EpisodeInput(prompt, GREEDY, 0))] if self._greedy else []
+    def _begin(self, dispatch: Dispatch) -> Awaitable[Finished | Dropped]:
+        """Enter a group into the books, and run it."""
+        flight = Flight(dispatch, self._version, self._groups.num_episodes)
+        self._flights[dispatch.id] = flight
+        self._untaken[dispatch.id] = flight.version
+        self.staleness.start()
+        self._watch_flights()
+        return self._fly(flight)
+
+    async def _fly(self, flight: Flight) -> Finished | Dropped:
+        dispatch, flight.task = flight.dispatch, asyncio.current_task()
         try:
-            results = await _all_or_first_error([*episodes, *greedy])
-        except (RewardFailed, RolloutFailed) as error:
-            if self._on_failure == "stop":
-                raise
-            return Dropped(prompt.uid, str(error))
-        except HeadwaterError:
-            raise
-        except Exception as error:
-            name = type(self._workflow).__name__
-            message = f"workflow {name} on row {prompt.uid} raised {type(error).__name__}: {error}"
-            if self._on_failure == "stop":
-                raise RolloutFailed(message) from error
-            return Dropped(prompt.uid, message)
-        group = self._to_group(prompt, results)
-        if isinstance(group, Group) and self._should_accept is not None and not self._should_accept(group):
-            return Dropped(prompt.uid, "all its samples scored the same (algorithm.filter_groups)", is_filtered=True)
-        return group
+            outcome = await self._groups.run(flight, self._episode_engine(dispatch))
+        finally:
+            del self._flights[dispatch.id]
+        self._num_ended_for_batch += 1
+        if isinstance(outcome, Dropped):
+            del self._untaken[dispatch.id]
+            self.staleness.reject()
+            self.ledger.drop(dispatch.id, outcome.reason)
+            self._num_barren += not outcome.is_filtered
+            return outcome
+        self._num_barren = 0
+        self.staleness.accept()
+        self.ledger.finish(dispatch.id)
+        return Finished.of(dispatch, outcome, flight)
 
-    def _to_group(self, prompt: Prompt, results: Sequence[object]) -> Group | Dropped:
-        if any(result is None or result == [] for result in results):
-            return Dropped(prompt.uid, "rejected by the workflow")
-        samples = self._trajectories(prompt, results[: self._num_samples])
-        greedy = self._trajectories(prompt, results[self._num_samples :])
-        return Group(prompt, tuple(samples), baseline=greedy[-1].reward if greedy else None)
+    async def _run_all(self, flights: Sequence[Flight]) -> list[Group | Dropped]:
+        async with self._starting():
+            running = [asyncio.ensure_future(self._groups.run(each, self._engine)) for each in flights]
+        try:
+            return await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
-    def _trajectories(self, prompt: Prompt, results: Sequence[object]) -> list[Trajectory]:
-        trajectories: list[Trajectory] = []
-        for result in results:
-            parts = result if isinstance(result, list) else [result]
-            for part in parts:
-                if not isinstance(part, Trajectory):
-                    name = type(self._workflow).__name__
-                    raise RolloutFailed(
-                        f"workflow {name} returned a {type(part).__name__} for row {prompt.uid}; "
-                        "return a Trajectory, a list of them, or None to reject the episode"
-                    )
-                trajectories.append(part)
-        return trajectories
+    def _watch_flights(self) -> None:
+        """See to it that somebody looks for flights that take too long: once a second, not a timer for each."""
+        if self._watch is None:
+            self._watch = self._tasks.loop.call_later(_WATCH_EVERY_S, self._end_slow_flights)
+
+    def _end_slow_flights(self) -> None:
+        self._watch = None
+        for flight in self._flights.values():
+            if flight.seconds > self._episode_timeout_s and not flight.has_timed_out:
+                flight.has_timed_out = True
+                if flight.task is not None:
+                    flight.task.cancel()
+        if self._flights:
+            self._watch_flights()
+
+    # Taking a batch
+
+    def _take_in(self, arrived: Sequence[Finished | Dropped]) -> None:
+        for each in arrived:
+            if isinstance(each, Finished):
+                self._buffer.append(each)
+            else:
+                self._dropped.append(each)
+        if self._num_barren >= _MAX_BARREN_BATCHES * self.admission.batch_size:
+            raise _too_few(self._buffer, [each for each in self._dropped if not each.is_filtered])
+
+    def _select(self, num_groups: int, *, may_be_short: bool = False) -> Selection:
+        """What the learner would take now. Groups that are too old are dropped on the way, where that is the rule."""
+        selection = select(
+            self._buffer,
+            num_groups,
+            version=self._version,
+            max_staleness=self.admission.max_staleness,
+            on_stale=self.admission.on_stale,
+            untaken=dict(self._untaken),
+            may_be_short=may_be_short,
+        )
+        for each in selection.too_old:
+            self._buffer.remove(each)
+            self._drop_stale(each)
+        return selection
+
+    def _drop_stale(self, finished: Finished) -> None:
+        dispatch = finished.dispatch
+        del self._untaken[dispatch.id]
+        self.ledger.drop(dispatch.id, "older than rollout.max_staleness when it was to be trained on")
+        self.staleness.give_back()
+        self._dropped.append(Dropped(dispatch.draw.prompt.uid, "older than rollout.max_staleness", is_stale=True))
+        if dispatch.attempt == 0:  # its prompt gets a second chance, not a third
+            self._dispatcher.submit([self._dispatch(dispatch.draw, attempt=1)])
+        else:
+            self._dispatcher.notify()
+
+    def _take(self, selection: Selection, num_groups: int) -> RolloutBatch:
+        chosen = {each.dispatch.id for each in selection.chosen}
+        for id in chosen:
+            del self._untaken[id]
+        self._buffer = [each for each in self._buffer if each.dispatch.id not in chosen]
+        self._taken += selection.chosen
+        self.staleness.forfeit(num_groups - len(selection.chosen))
+        dropped, self._dropped = self._dropped, []
+        self._num_ended_for_batch = 0
+        groups = tuple(each.group for each in selection.chosen)
+        return RolloutBatch(groups, tuple(dropped), num_masked_tokens=selection.num_masked_tokens)
+
+    def _describe_flights(self) -> str:
+        flights = list(self._flights.values())
+        if not flights:
+            return "nothing runs"
+        oldest = min(flights, key=lambda flight: flight.started)
+        return (
+            f"{len(flights)} run, the oldest for {oldest.seconds:.0f} s on row {oldest.dispatch.draw.prompt.uid} "
+            f"({oldest.doing()})"
+        )
 
 
-def _too_few(groups: Sequence[Group], dropped: Sequence[Dropped]) -> RolloutFailed:
+def _too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFailed:
     causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
     return RolloutFailed(
         f"{len(dropped)} groups of this step were dropped and only {len(groups)} are complete; "
         f"the first causes:\n{causes}"
     )
-
-
-async def _all_or_first_error(coroutines: Iterable[Awaitable[T]]) -> list[T]:
-    """Results in order. At the first error the others are cancelled and waited for, so that none outlives the call."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-async def _cancel_all_others() -> None:
-    """After Ctrl-C or an error nothing may go on behind our back; engines stop what nobody waits for."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

@@ -16,6 +16,9 @@ class PromptDraw:
 
     prompt: Prompt
     rng_key: int
+    index: int = -1
+    """The prompt's row of the dataset, where it came from one."""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Dropped:
     reason: str
     is_filtered: bool = False
     """Whether nothing failed, and there was only nothing to learn from it."""
+    is_stale: bool = False
+    """Whether nothing failed, and it only came too late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class RolloutBatch:
 
     groups: tuple[Group, ...]
     dropped: tuple[Dropped, ...] = ()
+    num_masked_tokens: int = 0
+    """Sampled tokens that are out of the loss because they are too old."""
 
     @property
     def trajectories(self) -> Sequence[Trajectory]:

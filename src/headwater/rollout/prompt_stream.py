@@ -19,12 +19,13 @@ class PromptStream:
         self._sampler = ShufflingSampler(len(dataset), seed, shuffle)
 
     def take(self, count: int) -> list[PromptDraw]:
-        draws = []
-        for draw in self._sampler.take(count):
-            prompt = self._dataset[draw.index]
-            # The epoch is part of the key, so a prompt that comes round again is answered anew.
-            draws.append(PromptDraw(prompt, derive_key(self._seed, "rollout", draw.epoch, prompt.uid)))
-        return draws
+        return [self.again(draw.index, draw.epoch) for draw in self._sampler.take(count)]
+
+    def again(self, index: int, epoch: int) -> PromptDraw:
+        """A draw that was made before: the same prompt with the same randomness."""
+        prompt = self._dataset[index]
+        # The epoch is part of the key, so a prompt that comes round again is answered anew.
+        return PromptDraw(prompt, derive_key(self._seed, "rollout", epoch, prompt.uid), index, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._sampler.state_dict())

@@ -12,7 +12,7 @@ class RolloutCounts:
     """Waiting to start."""
     running: int = 0
     accepted: int = 0
-    """Ever finished and kept; never falls."""
+    """Ever finished and kept."""
     rejected: int = 0
     """Ever finished and not kept, or failed."""
 
@@ -28,10 +28,14 @@ class StalenessManager:
     taken.
     """
 
-    def __init__(self, *, max_concurrent: int, batch_size: int, max_staleness: int) -> None:
+    def __init__(
+        self, *, max_concurrent: int, batch_size: int, max_staleness: int, num_batches: int | None = None
+    ) -> None:
+        """``num_batches`` is how many the learner will take in all: no group is started for one that never comes."""
         self._max_concurrent = max(1, max_concurrent)
         self._batch_size = max(1, batch_size)
         self._max_staleness = max_staleness
+        self._num_batches = num_batches
         self._counts = RolloutCounts()
         self._lock = threading.Lock()
 
@@ -49,7 +53,10 @@ class StalenessManager:
         """How many more groups may start at ``version``; negative where too many already have."""
         counts = self.counts
         by_concurrency = self._max_concurrent - counts.running
-        allowed = (self._max_staleness + version + 1) * self._batch_size
+        num_batches = self._max_staleness + version + 1
+        if self._num_batches is not None:
+            num_batches = min(num_batches, self._num_batches)
+        allowed = num_batches * self._batch_size
         return min(by_concurrency, allowed - counts.accepted - counts.running)
 
     def enqueue(self) -> None:
@@ -63,6 +70,14 @@ class StalenessManager:
 
     def reject(self) -> None:
         self._add(running=-1, rejected=1)
+
+    def give_back(self) -> None:
+        """An accepted group was found too old: as if it had been rejected, or the learner would wait for ever."""
+        self._add(accepted=-1, rejected=1)
+
+    def forfeit(self, num_groups: int) -> None:
+        """The learner took a batch that is short of so many groups; their places are used up all the same."""
+        self._add(accepted=num_groups)
 
     def recover(self, version: int, num_buffered: int = 0) -> None:
         """After a restart: what earlier batches took, and what a checkpoint still holds, count as accepted."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import RunError
 from headwater.models.save import save_model
+from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
 from headwater.training.actor import Actor
 from headwater.training.critic import Critic
 
@@ -20,7 +21,8 @@ class TrainerState:
 
     step: int
     """Steps done; also the policy version."""
-    sampler: dict[str, Any]
+    rollouts: RolloutSnapshot
+    """What was drawn and is not trained on yet."""
     warm_started: bool
     """Whether the supervised start is behind us, or there is none."""
     kl_coefficient: float = 0.0
@@ -29,7 +31,8 @@ class TrainerState:
 
 class Checkpoints:
     """``checkpoints/step_000100/``: ``model/`` in Hugging Face format, ``train/`` with weights and optimiser as they
-    are trained, the same of a critic under ``critic/``, and ``state.json``."""
+    are trained, the same of a critic under ``critic/``, ``state.json``, and ``rollouts.json`` with what was generated or
+    drawn ahead."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
@@ -48,7 +51,9 @@ class Checkpoints:
         actor.engine.save(temporary)
         if critic is not None:
             critic.engine.save(temporary / "critic")
-        (temporary / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
+        rest = {field.name: getattr(state, field.name) for field in fields(state) if field.name != "rollouts"}
+        (temporary / "state.json").write_text(json.dumps(rest), encoding="utf-8")
+        (temporary / "rollouts.json").write_text(state.rollouts.to_json(), encoding="utf-8")
         temporary.replace(target)
         for old in self.all()[: -self._keep]:
             # Renamed first, so that a checkpoint that is half removed never looks like one.
@@ -84,8 +89,11 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def read_state(checkpoint: Path) -> TrainerState:
+def read_state(checkpoint: Path, again: DrawAgain) -> TrainerState:
+    """``again`` draws the prompts of rollouts that were not trained on."""
     try:
-        return TrainerState(**json.loads((checkpoint / "state.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        rest = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        rollouts = RolloutSnapshot.from_json((checkpoint / "rollouts.json").read_text(encoding="utf-8"), again)
+        return TrainerState(rollouts=rollouts, **rest)
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunError(f"{checkpoint}: damaged checkpoint ({error}); resume from an older one with --step") from error

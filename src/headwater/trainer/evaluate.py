@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
 
 from headwater.core.randomness import derive_key
 from headwater.core.records import Prompt, Trajectory
@@ -38,8 +37,7 @@ class Evaluation:
 def evaluate(executor: WorkflowExecutor, dataset: PromptDataset, num_prompts: int, seed: int) -> Evaluation:
     """Run the first ``num_prompts`` rows. The same seed draws the same responses from the same weights."""
     prompts = [dataset[row] for row in range(min(num_prompts, len(dataset)))]
-    waiting = iter([PromptDraw(prompt, derive_key(seed, "eval", prompt.uid)) for prompt in prompts])
-    batch = executor.rollout_batch(len(prompts), lambda count: list(islice(waiting, count)))
+    batch = executor.rollout_batch([PromptDraw(prompt, derive_key(seed, "eval", prompt.uid)) for prompt in prompts])
     rollouts = [(group.prompt, trajectory) for group in batch.groups for trajectory in group.trajectories]
     count = len(rollouts)
     return Evaluation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,9 +15,12 @@ from headwater.data.load import PromptDataset, load_dataset
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
+from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
-from headwater.rollout.executor import WorkflowExecutor
+from headwater.rollout.executor import Admission, WorkflowExecutor
 from headwater.rollout.group import Group
+from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.task_runner import AsyncTaskRunner
 from headwater.trainer.arguments import with_arguments
 from headwater.workflows import WORKFLOWS, WorkflowContext
 
@@ -37,8 +39,9 @@ class RolloutParts:
     """As training samples, but one response per prompt: a cheap look at where the policy stands."""
     eval_rollouts: WorkflowExecutor
     eval_data: PromptDataset | None
-    loop: asyncio.Runner
+    tasks: AsyncTaskRunner
     """The one event loop that all episodes run on."""
+    trace: Trace | None
 
     def sleep_cache(self) -> None:
         """Give the KV cache's memory back until ``cache_awake``; new weights are taken all the same."""
@@ -54,12 +57,13 @@ class RolloutParts:
             self.sleep_cache()
 
     def close(self) -> None:
-        self.loop.close()
+        self.tasks.close()
         self.engine.close()
 
 
 def build_rollout(config: Config, model_path: str) -> RolloutParts:
-    spans = Spans()
+    trace = Trace() if config.trainer.trace else None
+    spans = Spans(trace)
     tokenizer = load_tokenizer(model_path)
     eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, load_processor(model_path))
     engine = BACKENDS.resolve(config.rollout.backend).from_context(BackendContext(config, model_path, tokenizer, spans))
@@ -75,17 +79,20 @@ def build_rollout(config: Config, model_path: str) -> RolloutParts:
     )
     eval_sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=config.eval.temperature)
 
-    loop = asyncio.Runner()
+    tasks = AsyncTaskRunner()
+    admission = _admission(config)
 
     def executor(sampling: SamplingParams, num_samples: int, **options: Any) -> WorkflowExecutor:
+        groups = GroupRunner(
+            workflow(sampling), num_samples=num_samples, on_failure=config.rollout.on_failure, **options
+        )
         return WorkflowExecutor(
             engine,
-            workflow(sampling),
-            loop,
-            num_samples=num_samples,
+            groups,
+            tasks,
+            admission,
             timeout_s=config.rollout.timeout_s,
-            on_failure=config.rollout.on_failure,
-            **options,
+            episode_timeout_s=config.rollout.episode_timeout_s,
         )
 
     def workflow(sampling: SamplingParams) -> RolloutWorkflow:
@@ -104,12 +111,27 @@ def build_rollout(config: Config, model_path: str) -> RolloutParts:
             config.rollout.num_samples_per_prompt,
             greedy=workflow(greedy) if greedy else None,
             should_accept=_scores_differ if config.algorithm.filter_groups else None,
-            max_rounds=config.algorithm.max_filter_rounds if config.algorithm.filter_groups else None,
         ),
         probe_rollouts=executor(train_sampling, 1),
         eval_rollouts=executor(eval_sampling, config.eval.num_samples_per_prompt),
         eval_data=eval_data,
-        loop=loop,
+        tasks=tasks,
+        trace=trace,
+    )
+
+
+def _admission(config: Config) -> Admission:
+    rollout = config.rollout
+    return Admission(
+        batch_size=config.trainer.num_prompts_per_step,
+        max_staleness=rollout.max_staleness,
+        max_concurrent=rollout.max_concurrent_groups,
+        num_batches=config.trainer.total_steps,
+        on_stale=rollout.on_stale,
+        # An engine whose bits do not depend on what it computes together needs no waves to repeat a run.
+        in_waves=rollout.max_staleness == 0 and not config.engine.deterministic,
+        holds_engine=rollout.placement == "colocated",
+        max_rounds=config.algorithm.max_filter_rounds if config.algorithm.filter_groups else None,
     )
 
 

@@ -6,14 +6,20 @@ import statistics
 from collections.abc import Mapping
 
 from headwater.rollout.group import RolloutBatch
+from headwater.rollout.ledger import LedgerCounts
 
 
 def step_metrics(
-    batch: RolloutBatch, update: Mapping[str, float], seconds: Mapping[str, float], step_s: float
+    batch: RolloutBatch,
+    update: Mapping[str, float],
+    seconds: Mapping[str, float],
+    step_s: float,
+    ledger: LedgerCounts,
 ) -> dict[str, float]:
     rewards = [each.reward for each in batch.trajectories]
     lengths = [len(each.response_tokens) for each in batch.trajectories]
     filtered = sum(each.is_filtered for each in batch.dropped)
+    stale = sum(each.is_stale for each in batch.dropped)
     informative = sum(len({each.reward for each in group.trajectories}) > 1 for group in batch.groups)
     return {
         "reward/mean": statistics.fmean(rewards),
@@ -25,8 +31,12 @@ def step_metrics(
         "stopped_fraction": sum(each.stop_reason == "stop" for each in batch.trajectories) / len(rewards),
         # Groups whose samples all scored the same have no advantage and teach nothing.
         "groups/informative_fraction": informative / len(batch.groups),
-        "groups/dropped": len(batch.dropped) - filtered,
+        "groups/dropped": len(batch.dropped) - filtered - stale,
         "groups/filtered": filtered,
+        "staleness/dropped_groups": stale,
+        "staleness/masked_tokens": batch.num_masked_tokens,
+        "rollouts/buffered": ledger.buffered,
+        "rollouts/in_flight": ledger.in_flight,
         **update,
         **{f"time/{name}_s": value for name, value in seconds.items()},
         "time/step_s": step_s,

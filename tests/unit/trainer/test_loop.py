@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch):
             rollout.sleep_cache()
             record(rollout.engine, "sleep", "cache sleeps")
             record(rollout.engine, "wake", "cache wakes")
-            record(rollout.train_rollouts, "rollout_batch", "rollout")
+            record(rollout.train_rollouts, "prepare_batch", "rollout")
             record(rollout.probe_rollouts, "rollout_batch", "probe")
             record(rollout.eval_rollouts, "rollout_batch", "evaluation")
             record(TrainingParts, "offload", "learner leaves", instead=offload)

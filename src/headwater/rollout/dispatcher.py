@@ -1,0 +1,168 @@
+"""Starts jobs while there is room, and gathers what they yield."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Generic, TypeVar
+
+from headwater.core.waits import wait_until
+from headwater.rollout.task_runner import AsyncTaskRunner
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class BatchTaskDispatcher(Generic[Job, Result]):
+    """A producer on the event loop and a consumer in the caller's thread, with room between them as the only valve.
+
+    The producer starts as many jobs as ``capacity`` says, those that were submitted first, then what ``draw`` gives. It
+    looks again whenever a job ends and when it is told to (``notify``). The consumer waits for results; an error of a
+    job, or of ``draw``, reaches it there, and nothing is started after one.
+    """
+
+    def __init__(
+        self,
+        tasks: AsyncTaskRunner,
+        work: Callable[[Job], Awaitable[Result]],
+        *,
+        capacity: Callable[[], int],
+        starting: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
+    ) -> None:
+        """``work`` is called when a job is admitted, and awaited later: what it counts at once, ``capacity`` sees.
+
+        ``starting`` is entered around the start of jobs that begin together.
+        """
+        self._tasks = tasks
+        self._work = work
+        self._capacity = capacity
+        self._starting = starting
+        self._draw: Callable[[int], Sequence[Job]] | None = None
+        self._is_exhausted = True
+        self._submitted: deque[Job] = deque()
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_admitting = False
+        self._is_paused = False
+        self._changed = threading.Condition()
+        self._results: list[Result] = []
+        self._error: BaseException | None = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_submitted(self) -> int:
+        """Jobs that wait for room."""
+        return len(self._submitted)
+
+    def submitted(self) -> list[Job]:
+        return list(self._submitted)
+
+    # The producer
+
+    def open(self, draw: Callable[[int], Sequence[Job]]) -> None:
+        """Take jobs from ``draw`` from now on; it gives so many, or fewer where there are no more."""
+        self._draw, self._is_exhausted = draw, False
+        self.notify()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Start these when there is room."""
+        self._submitted.extend(jobs)
+        self.notify()
+
+    def pause(self) -> None:
+        """Start nothing more; what runs goes on."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self.notify()
+
+    def notify(self) -> None:
+        """There may be room now."""
+        self._tasks.post(self._look)
+
+    def _look(self) -> None:
+        if self._is_admitting or self._is_paused or self._error is not None or self._capacity() <= 0:
+            self._tell_consumer()
+            return
+        self._is_admitting = True
+        task = asyncio.ensure_future(self._admit())
+        task.add_done_callback(self._admitted)
+
+    async def _admit(self) -> None:
+        while not self._is_paused and self._error is None and (room := self._capacity()) > 0:
+            jobs = self._next_jobs(room)
+            if not jobs:
+                return
+            async with self._starting():
+                for job in jobs:
+                    task = asyncio.ensure_future(self._gather(self._work(job)))
+                    self._running.add(task)
+                    task.add_done_callback(self._ended)
+
+    def _admitted(self, task: asyncio.Task[None]) -> None:
+        self._is_admitting = False
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+        self._tell_consumer()
+
+    def _next_jobs(self, count: int) -> list[Job]:
+        jobs = [self._submitted.popleft() for _ in range(min(count, len(self._submitted)))]
+        if self._draw is not None and len(jobs) < count:
+            drawn = self._draw(count - len(jobs))
+            self._is_exhausted = len(jobs) + len(drawn) < count
+            jobs += drawn
+        return jobs
+
+    async def _gather(self, begun: Awaitable[Result]) -> None:
+        result = await begun
+        with self._changed:
+            self._results.append(result)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+        self._look()
+        self._tell_consumer()
+
+    def _fail(self, error: BaseException) -> None:
+        """The first error is the one that is told; what still runs is pointless."""
+        if self._error is None:
+            self._error = error
+        for task in self._running:
+            task.cancel()
+
+    def _tell_consumer(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # The consumer
+
+    def wait_results(self, count: int, describe: Callable[[], str], *, hard_limit_s: float) -> list[Result]:
+        """All results so far, once there are ``count``; fewer when nothing runs and nothing more can be started."""
+
+        def is_over() -> bool:
+            return self._error is not None or len(self._results) >= count or self._is_idle()
+
+        with self._changed:
+            wait_until(self._changed, is_over, describe, kind="batch", hard_limit_s=hard_limit_s)
+            if self._error is not None:
+                raise self._error
+            results, self._results = self._results, []
+            return results
+
+    def peek_results(self) -> list[Result]:
+        """What is there and has not been taken."""
+        with self._changed:
+            return list(self._results)
+
+    def _is_idle(self) -> bool:
+        if self._running or self._is_admitting or self._is_paused:
+            return False
+        return (not self._submitted and self._is_exhausted) or self._capacity() <= 0

@@ -1,0 +1,84 @@
+"""Rollouts that are not trained on yet, as a checkpoint keeps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from headwater.core.records import Trajectory
+from headwater.data.json_safe import from_json_safe, to_json_safe
+from headwater.rollout.flight import Dispatch
+from headwater.rollout.group import Group, PromptDraw
+from headwater.rollout.selection import Finished
+
+DrawAgain = Callable[[int, int], PromptDraw]
+"""``(index, epoch)`` to the draw that was made there."""
+
+
+@dataclass(frozen=True)
+class RolloutSnapshot:
+    cursor: Mapping[str, Any]
+    """Where the next prompt is drawn."""
+    ledger: Mapping[str, Any]
+    in_flight: tuple[Dispatch, ...] = ()
+    """Started or waiting to start: these start again."""
+    finished: tuple[Finished, ...] = ()
+    """Kept as they are."""
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "cursor": self.cursor,
+                "ledger": self.ledger,
+                "in_flight": [_dispatch_to_json(each) for each in self.in_flight],
+                "finished": [_finished_to_json(each) for each in self.finished],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str, again: DrawAgain) -> RolloutSnapshot:
+        read = json.loads(text)
+        return cls(
+            cursor=read["cursor"],
+            ledger=read["ledger"],
+            in_flight=tuple(_dispatch_from_json(each, again) for each in read["in_flight"]),
+            finished=tuple(_finished_from_json(each, again) for each in read["finished"]),
+        )
+
+
+def _dispatch_to_json(dispatch: Dispatch) -> dict[str, int]:
+    draw = dispatch.draw
+    return {"id": dispatch.id, "index": draw.index, "epoch": draw.epoch, "attempt": dispatch.attempt}
+
+
+def _dispatch_from_json(read: Mapping[str, int], again: DrawAgain) -> Dispatch:
+    return Dispatch(read["id"], again(read["index"], read["epoch"]), read["attempt"])
+
+
+def _finished_to_json(finished: Finished) -> dict[str, Any]:
+    return {
+        "dispatch": _dispatch_to_json(finished.dispatch),
+        "version": finished.version,
+        "oldest": finished.oldest,
+        "requests": [[*place, made] for place, made in finished.requests.items()],
+        "baseline": finished.group.baseline,
+        "trajectories": [
+            {field.name: to_json_safe(getattr(each, field.name)) for field in fields(Trajectory)}
+            for each in finished.group.trajectories
+        ],
+    }
+
+
+def _finished_from_json(read: Mapping[str, Any], again: DrawAgain) -> Finished:
+    dispatch = _dispatch_from_json(read["dispatch"], again)
+    trajectories = tuple(
+        Trajectory(**{name: from_json_safe(value) for name, value in each.items()}) for each in read["trajectories"]
+    )
+    requests = {
+        (sample, number): tuple((version, count) for version, count in made)
+        for sample, number, made in read["requests"]
+    }
+    group = Group(dispatch.draw.prompt, trajectories, baseline=read["baseline"])
+    return Finished(dispatch, group, read["version"], read["oldest"], requests)
