@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,10 @@ EXAMPLES = {
     "custom_dataset.py": ["data.dataset=examples/custom_dataset.py:Doubling"],
     "custom_workflow.py": [
         "rollout.workflow=examples/custom_workflow.py:BestOfTwo", "rollout.workflow_args.min_reward=0.0",
+    ],
+    "tool_workflow.py": [
+        "rollout.workflow=examples/tool_workflow.py:HigherOrLower", "rollout.workflow_args.latency_s=0.01",
+        "rollout.max_new_tokens=24",
     ],
 }  # fmt: skip
 
@@ -49,10 +54,21 @@ def _workflow_was_used(rows) -> None:
     assert {json.loads(row["info"])["attempt"] for row in rows} == {0, 1}
 
 
+def _tool_was_used(rows) -> None:
+    hints = [hint for row in rows for hint in json.loads(row["info"])["hints"]]
+    assert hints
+    assert set(hints) <= {"Higher.", "Lower.", "A number!"}
+    for row in rows:
+        asked = bool(json.loads(row["info"])["hints"])
+        mask = "".join(map(str, row["loss_mask"]))
+        assert re.fullmatch("0+1+0+1+" if asked else "0+1+", mask)
+
+
 CHECKS = {
     "custom_reward.py": _reward_was_used,
     "custom_dataset.py": _dataset_was_used,
     "custom_workflow.py": _workflow_was_used,
+    "tool_workflow.py": _tool_was_used,
 }
 
 
