@@ -13,8 +13,8 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "headwater"
 
 ORDER = [
-    "core", "config", "observe", "data", "models", "algorithms", "tools", "rewards", "engine", "training", "backends",
-    "workflows", "rollout", "weights", "cluster", "trainer", "dashboard", "cli",
+    "core", "config", "observe", "data", "models", "algorithms", "tools", "rewards", "engine", "training", "weights",
+    "backends", "workflows", "rollout", "cluster", "trainer", "dashboard", "cli",
 ]  # fmt: skip
 FORBIDDEN = {
     "training": {"engine"},

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
@@ -16,14 +19,15 @@ from headwater.config.override import parse_override
 from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
 from headwater.core.errors import ConfigError, HeadwaterError
-from headwater.engine.server.options import DEFAULT_MAX_BODY_MIB, DEFAULT_PORT, ServerOptions
+from headwater.engine.server.options import DEFAULT_MAX_BODY_MIB, DEFAULT_PORT, KEY_VARIABLE, ServerOptions
 
 HELP = (
     "Serve a model over HTTP: OpenAI's /v1/completions and /v1/chat/completions, SGLang's /generate, and control calls "
     "(pause, weights, metrics). Ctrl-C stops it. docs/server.md shows requests and answers."
 )
 
-KEY_VARIABLE = "HEADWATER_API_KEY"
+_STOP_LIMIT_S = 20.0
+"""How long stopping may take after standard input has ended."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"largest request taken; default {DEFAULT_MAX_BODY_MIB}",
     )
     parser.add_argument("--seed", type=int, default=0, help="decides the weights of tiny: models; default 0")
+    parser.add_argument(
+        "--until-eof",
+        action="store_true",
+        help="stop when standard input ends, as it does when the program that started this one is gone",
+    )
     parser.add_argument("--served-name", metavar="NAME", help="the model's name in requests and replies; default MODEL")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.until_eof:
+        threading.Thread(target=_stop_at_eof, name="until-eof", daemon=True).start()
     config = read_engine_config(args.overrides)
     options = _options(args)
     if not 0 <= args.port <= 65535:
@@ -120,6 +131,13 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     if args.api_key == "":
         raise HeadwaterError("--api-key is empty; give a key, or leave the option out to let everyone in")
     return ServerOptions(served_name=args.served_name or args.model, api_key=api_key, max_body_bytes=max_body_bytes)
+
+
+def _stop_at_eof() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_STOP_LIMIT_S)
+    os._exit(1)  # nobody is there who could end it the hard way
 
 
 def _say(text: str) -> None:

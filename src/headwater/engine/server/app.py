@@ -8,6 +8,7 @@ from aiohttp import web
 
 from headwater.engine.server import control_routes
 from headwater.engine.server.middleware import errors_as_json, only_with_key
+from headwater.engine.server.native import routes as native_routes
 from headwater.engine.server.openai import routes as openai_routes
 from headwater.engine.server.options import ServerOptions
 from headwater.engine.server.sglang import routes as sglang_routes
@@ -20,5 +21,5 @@ if TYPE_CHECKING:
 def build_app(engine: Engine, options: ServerOptions) -> web.Application:
     app = web.Application(middlewares=[errors_as_json, only_with_key], client_max_size=options.max_body_bytes)
     app[STATE] = ServerState.build(engine, options)
-    app.add_routes([*openai_routes.ROUTES, *sglang_routes.ROUTES, *control_routes.ROUTES])
+    app.add_routes([*openai_routes.ROUTES, *sglang_routes.ROUTES, *native_routes.ROUTES, *control_routes.ROUTES])
     return app

@@ -82,6 +82,12 @@ async def set_version(request: web.Request) -> web.Response:
     return reply({"version": state.engine.get_version()})
 
 
+async def checksum(request: web.Request) -> web.Response:
+    """Of the weights that serve now."""
+    engine = request.app[STATE].engine
+    return reply({"checksum": await asyncio.to_thread(engine.weights_checksum), "version": engine.get_version()})
+
+
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     labels = {"model": state.options.served_name, "headwater": headwater.__version__}
@@ -102,6 +108,7 @@ ROUTES = [
     web.post("/control/update_weights", update_weights),
     web.get("/control/version", get_version),
     web.post("/control/version", set_version),
+    web.get("/control/checksum", checksum),
     web.get("/metrics", metrics),
     web.get("/metrics.json", metrics_json),
 ]

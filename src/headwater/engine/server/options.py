@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 DEFAULT_PORT = 8000
 DEFAULT_MAX_BODY_MIB = 64
+KEY_VARIABLE = "HEADWATER_API_KEY"
+"""Where a server finds its key, because ``ps`` shows arguments to everybody and the environment to nobody else."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class ModelLimits:
             )
         return asked
 
-    def check_stop_ids(self, ids: Sequence[int], field: str) -> None:
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
         for place, token in enumerate(ids):
             if not 0 <= token < self.vocab_size:
                 raise wrong(f"{field}[{place}]", token, f"no such token; ids are 0 to {self.vocab_size - 1}")

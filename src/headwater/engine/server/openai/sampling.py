@@ -42,7 +42,7 @@ class SamplingFields:
             stops=read_stops(fields),
             stop_token_ids=fields.integers("stop_token_ids"),
         )
-        limits.check_stop_ids(read.stop_token_ids, fields.name("stop_token_ids"))
+        limits.check_ids(read.stop_token_ids, fields.name("stop_token_ids"))
         return read
 
     def params(self, max_new_tokens: int) -> SamplingParams:

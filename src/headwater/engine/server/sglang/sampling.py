@@ -39,7 +39,7 @@ class SamplingFields:
             raise wrong(fields.name("min_new_tokens"), min_new_tokens, rule)
         stops = read_stops(fields)
         stop_token_ids = fields.integers("stop_token_ids")
-        limits.check_stop_ids(stop_token_ids, fields.name("stop_token_ids"))
+        limits.check_ids(stop_token_ids, fields.name("stop_token_ids"))
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=fields.number("temperature", 1.0, minimum=0),

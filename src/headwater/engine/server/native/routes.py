@@ -1,0 +1,52 @@
+"""Handlers of Headwater's own generation calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from headwater.core.records import ModelRequest
+from headwater.engine.server.errors import ApiError
+from headwater.engine.server.event_stream import send_lines
+from headwater.engine.server.native.connection import Connection
+from headwater.engine.server.native.lines import line_of
+from headwater.engine.server.native.request import read_request
+from headwater.engine.server.state import STATE, ServerState
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """One request; its tokens line by line as they are made."""
+    state = request.app[STATE]
+    asked = await state.read(request, lambda body: read_request(body, state.limits))
+    with state.active.hold({asked.request_id: (asked.request_id,)}, "request_id"):
+        return await send_lines(request, _lines(state, asked))
+
+
+async def _lines(state: ServerState, asked: ModelRequest) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(state.engine.stream(asked)) as deltas:
+        async for delta in deltas:
+            yield line_of(delta)
+
+
+async def connect(request: web.Request) -> web.WebSocketResponse:
+    """As many requests as the client likes, over one WebSocket."""
+    state = request.app[STATE]
+    socket = web.WebSocketResponse(max_msg_size=state.options.max_body_bytes, compress=False)
+    await socket.prepare(request)
+    connection = Connection(state, socket)
+    try:
+        async for message in socket:
+            if message.type is WSMsgType.TEXT:
+                connection.take(message.data)
+    except ApiError as error:
+        # What it was about cannot be told, so whoever waits for it would wait for ever.
+        await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=str(error).encode()[:120])
+    finally:
+        await connection.end()
+    return socket
+
+
+ROUTES = [web.post("/headwater/generate", generate), web.get("/headwater/connect", connect)]
