@@ -18,6 +18,7 @@ COMMANDS = {
     "eval": "mean reward of a run's model on held-out prompts",
     "serve": "answer requests over HTTP: OpenAI's and SGLang's dialects",
     "config": "show a recipe's settings: values, where they came from, what they mean",
+    "doctor": "say what a run does, what it waits for and what usually helps",
     "fetch": "download a model that recipes can name",
 }
 

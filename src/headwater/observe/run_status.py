@@ -45,7 +45,7 @@ class RunStatus:
     counts: Mapping[str, int] | None = None
     oldest_groups: tuple[RunningGroup, ...] = ()
     capacity: int | None = None
-    drops: Mapping[str, int] | None = None
+    drop_reasons: Mapping[str, int] | None = None
     engine_restarts: int = 0
 
 
@@ -77,9 +77,9 @@ def _parse(content: dict[str, Any]) -> RunStatus:
         total_steps=content.get("total_steps"),
         version=content.get("version"),
         counts=read_counts(content["ledger"]) if content.get("ledger") else None,
-        oldest_groups=tuple(RunningGroup(**each) for each in content.get("oldest_groups", ())),
+        oldest_groups=tuple(RunningGroup(**each) for each in content.get("oldest", ())),
         capacity=content.get("capacity"),
-        drops=content.get("drops"),
+        drop_reasons=content.get("drop_reasons"),
         engine_restarts=int(content.get("engine_restarts", 0)),
     )
 

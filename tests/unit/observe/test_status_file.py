@@ -25,9 +25,9 @@ READING = {
     "total_steps": 80,
     "version": 12,
     "ledger": {"dispatched": 104, "trained": 96, "dropped": 0, "buffered": 4, "in_flight": 4},
-    "oldest_groups": [{"id": 100, "uid": "row-7", "seconds": 41.0, "doing": "reward"}],
+    "oldest": [{"id": 100, "uid": "row-7", "seconds": 41.0, "doing": "reward"}],
     "capacity": 0,
-    "drops": {"the reward timed out": 3},
+    "drop_reasons": {"the reward timed out": 3},
     "engine_restarts": 1,
 }
 

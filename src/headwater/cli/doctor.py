@@ -1,0 +1,127 @@
+"""``headwater doctor``: is a run well, what does it wait for, and what usually helps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headwater.observe.doctor import Diagnosis
+
+HELP = (
+    "Say whether a run lives, where it stands, who waits on what, and what usually helps. Exit status 0: it is well or "
+    "finished; 1: something is wrong."
+)
+_NUM_LOG_LINES = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="run directory, for example runs/quickstart")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from headwater.observe.doctor import examine
+    from headwater.observe.run_directory import RunDirectory
+
+    diagnosis = examine(RunDirectory.open(args.run))
+    if args.json:
+        print(json.dumps(diagnosis.to_json(), indent=1))
+    else:
+        from rich.console import Console
+
+        _print(Console(highlight=False, soft_wrap=True), diagnosis)
+    return 0 if diagnosis.is_healthy else 1
+
+
+def _print(console: Console, diagnosis: Diagnosis) -> None:
+    """Top to bottom: what is the matter, then what shows it."""
+    from rich.markup import escape
+
+    colour = "green" if diagnosis.is_healthy else "red"
+    console.print(f"[bold]{escape(diagnosis.run)}[/]  [bold {colour}]{diagnosis.life.state}[/]")
+    for name, lines in _sections(diagnosis):
+        for place, line in enumerate(lines):
+            console.print(f"  [dim]{name if place == 0 else '':<11}[/] {escape(line)}")
+    for each in diagnosis.findings:
+        mark = "[red]✗[/]" if each.severity == "problem" else "[yellow]→[/]"
+        console.print(f"{mark} {escape(each.what)}")
+        if each.remedy:
+            console.print(f"  [dim]{escape(each.remedy)}[/]")
+    if diagnosis.is_healthy:
+        console.print("[green]✓[/] nothing is wrong")
+    if diagnosis.resume:
+        console.print(f"Go on with:  {escape(diagnosis.resume)}")
+
+
+def _sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
+    return [
+        ("life", [diagnosis.life.text]),
+        ("progress", _progress(diagnosis)),
+        ("waits", _waits(diagnosis)),
+        ("groups", _groups(diagnosis)),
+        ("ledger", _ledger(diagnosis)),
+        ("checkpoints", [", ".join(map(str, diagnosis.checkpoint_steps)) or "none yet: a resume would start anew"]),
+        ("error", diagnosis.error.splitlines()),
+        ("log", [f"{_clock(each.time)} {each.level} {each.message}" for each in diagnosis.log[-_NUM_LOG_LINES:]]),
+    ]
+
+
+def _progress(diagnosis: Diagnosis) -> list[str]:
+    from headwater.observe.duration import show_duration
+
+    total = f" of {diagnosis.total_steps}" if diagnosis.total_steps is not None else ""
+    version = f", policy version {diagnosis.version}" if diagnosis.version is not None else ""
+    lines = [f"step {diagnosis.step}{total}{version}"]
+    if (last := diagnosis.last_metrics) is not None:
+        reward = f", reward {last.reward_mean:.3f}" if last.reward_mean is not None else ""
+        ago = f", {show_duration(last.seconds_ago)} ago" if last.seconds_ago is not None else ""
+        lines.append(f"last metrics: {last.kind} {last.step}{reward}{ago}")
+    if diagnosis.step_s is not None:
+        before = f", {show_duration(diagnosis.earlier_step_s)} before" if diagnosis.earlier_step_s is not None else ""
+        lines.append(f"a step takes {show_duration(diagnosis.step_s)} of late{before}")
+    return lines
+
+
+def _waits(diagnosis: Diagnosis) -> list[str]:
+    from math import isinf
+
+    from headwater.observe.duration import show_duration
+
+    return [
+        f"{each.kind}, {show_duration(each.seconds)} of "
+        f"{'no limit' if isinf(each.hard_limit_s) else show_duration(each.hard_limit_s)}: {each.description}"
+        for each in diagnosis.waits
+    ]
+
+
+def _groups(diagnosis: Diagnosis) -> list[str]:
+    from headwater.observe.duration import show_duration
+
+    lines = [
+        f"{each.uid} (dispatch {each.id}) runs {show_duration(each.seconds)}: {each.doing}"
+        for each in diagnosis.oldest_groups
+    ]
+    if diagnosis.capacity is not None:
+        lines.append(f"{max(0, diagnosis.capacity)} more may start now")
+    return lines
+
+
+def _ledger(diagnosis: Diagnosis) -> list[str]:
+    if diagnosis.ledger is None:
+        return []
+    counts = diagnosis.ledger.counts
+    parts = " + ".join(
+        f"{counts[name]} {name.replace('_', ' ')}" for name in ("trained", "dropped", "buffered", "in_flight")
+    )
+    sign, verdict = ("=", "") if diagnosis.ledger.missing == 0 else ("≠", "  DOES NOT BALANCE")
+    return [f"{counts['dispatched']} dispatched {sign} {parts}{verdict}"]
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))

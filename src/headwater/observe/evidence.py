@@ -1,0 +1,158 @@
+"""All that a run directory tells of its run, gathered once."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwater.config.load import load_config
+from headwater.config.schema import Config
+from headwater.core.errors import HeadwaterError, RunError
+from headwater.observe.json_lines import last_records
+from headwater.observe.process import process_start
+from headwater.observe.run_directory import RunDirectory
+from headwater.observe.run_status import RunStatus, read_counts, read_status
+
+_METRICS_LINES = 100
+_LEDGER_LINES = 20
+_FEW_STEPS = 10
+
+
+@dataclass(frozen=True)
+class LedgerLine:
+    """The books of the last steps."""
+
+    step: int
+    time: float
+    counts: Mapping[str, int]
+    num_trained: int
+    """Groups that were trained on in the last few steps."""
+    reasons: Mapping[str, int]
+    """Why groups were dropped in the last few steps."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    run: RunDirectory
+    now: float
+    status: RunStatus | None
+    process_is_there: bool | None
+    """Whether the run's process exists; None where that cannot be seen from here."""
+    damage: tuple[str, ...]
+    """Files that cannot be read, and why."""
+    metrics: tuple[dict[str, Any], ...]
+    """The newest records, oldest first."""
+    ledger: LedgerLine | None
+    config: Config | None
+    """None where the settings cannot be read by this version."""
+    checkpoint_steps: tuple[int, ...]
+    checkpoint_bytes: int
+    """Size of the newest checkpoint."""
+    free_bytes: int
+
+    @property
+    def train_metrics(self) -> list[dict[str, Any]]:
+        return [record for record in self.metrics if record["kind"] == "train"]
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        told = self.status.step if self.status else None
+        return told if told is not None else max((record["step"] for record in self.train_metrics), default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        if self.status is not None and self.status.total_steps is not None:
+            return self.status.total_steps
+        return self.config.trainer.total_steps if self.config else None
+
+    @property
+    def last_metrics_time(self) -> float | None:
+        return max((record["time"] for record in self.metrics if "time" in record), default=None)
+
+    @property
+    def counts(self) -> Mapping[str, int] | None:
+        """The ledger's counts, the newest that there are."""
+        if self.status is not None and self.status.counts is not None:
+            return self.status.counts
+        return self.ledger.counts if self.ledger else None
+
+    def step_s(self) -> float | None:
+        """How long a step takes of late."""
+        return _median([record["time/step_s"] for record in self.train_metrics[-_FEW_STEPS:]])
+
+    def earlier_step_s(self) -> float | None:
+        """How long a step took before that."""
+        return _median([record["time/step_s"] for record in self.train_metrics[:-_FEW_STEPS]])
+
+    def share(self, name: str) -> float | None:
+        """The share of the last steps' time that went into ``name``; None where that was not measured."""
+        spent = [record[f"time/{name}_s"] for record in self.train_metrics[-_FEW_STEPS:] if f"time/{name}_s" in record]
+        step_s = [record["time/step_s"] for record in self.train_metrics[-_FEW_STEPS:]]
+        return sum(spent) / sum(step_s) if spent and sum(step_s) > 0 else None
+
+
+def gather(run: RunDirectory) -> Evidence:
+    """Read everything; what cannot be read is noted and does not keep the rest from being told."""
+    damage: list[str] = []
+    status = ledger = None
+    try:
+        status = read_status(run.status_file)
+    except RunError as error:
+        damage.append(str(error))
+    try:
+        ledger = _read_ledger(run.ledger_file)
+    except RunError as error:
+        damage.append(str(error))
+    config = None
+    try:
+        config = load_config(run.config_file).config
+    except HeadwaterError as error:
+        damage.append(f"{run.config_file} cannot be read by this version: {str(error).splitlines()[0]}")
+    steps = run.checkpoint_steps()
+    newest = run.checkpoints / f"step_{steps[-1]:06d}" if steps else None
+    return Evidence(
+        run=run,
+        now=time.time(),
+        status=status,
+        process_is_there=_process_is_there(status) if status else None,
+        damage=tuple(damage),
+        metrics=tuple(run.last_metrics(_METRICS_LINES)),
+        ledger=ledger,
+        config=config,
+        checkpoint_steps=tuple(steps),
+        checkpoint_bytes=sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) if newest else 0,
+        free_bytes=shutil.disk_usage(run.path).free,
+    )
+
+
+def _process_is_there(status: RunStatus) -> bool | None:
+    if status.host != socket.gethostname() or status.process_start is None:
+        return None
+    return process_start(status.pid) == status.process_start
+
+
+def _read_ledger(path: Path) -> LedgerLine | None:
+    records = last_records(path, _LEDGER_LINES)
+    if not records:
+        if path.exists() and path.stat().st_size > 0:
+            raise RunError(f"{path} cannot be read: none of its last lines is whole")
+        return None
+    try:
+        reasons = Counter(str(each["reason"]) for record in records for each in record.get("dropped", ()))
+        num_trained = sum(len(record.get("trained", ())) for record in records)
+        last = records[-1]
+        return LedgerLine(int(last["step"]), float(last["time"]), read_counts(last["counts"]), num_trained, reasons)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {type(error).__name__}: {error} in its last lines") from error
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
