@@ -193,7 +193,7 @@ class WorkflowExecutor:
         return self._tasks.call(check, "counting the rollouts that run")
 
     def status(self) -> dict[str, Any]:
-        flights = sorted(list(self._flights.values()), key=lambda flight: flight.started)
+        flights = sorted(self._flights.values(), key=lambda flight: flight.started)
         return {
             "version": self._version,
             "capacity": self._capacity(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from headwater.core.randomness import derive_key
@@ -30,5 +31,5 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         return dict(self._sampler.state_dict())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sampler.load_state_dict(state)

@@ -31,8 +31,8 @@ class TrainerState:
 
 class Checkpoints:
     """``checkpoints/step_000100/``: ``model/`` in Hugging Face format, ``train/`` with weights and optimiser as they
-    are trained, the same of a critic under ``critic/``, ``state.json``, and ``rollouts.json`` with what was generated or
-    drawn ahead."""
+    are trained, the same of a critic under ``critic/``, ``state.json``, and ``rollouts.json`` with what was drawn or
+    generated ahead."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
