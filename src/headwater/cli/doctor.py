@@ -66,7 +66,7 @@ def _sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
         ("waits", _waits(diagnosis)),
         ("groups", _groups(diagnosis)),
         ("ledger", _ledger(diagnosis)),
-        ("checkpoints", [", ".join(map(str, diagnosis.checkpoint_steps)) or "none yet: a resume would start anew"]),
+        ("checkpoints", [_checkpoints(diagnosis)]),
         ("error", diagnosis.error.splitlines()),
         ("log", [f"{_clock(each.time)} {each.level} {each.message}" for each in diagnosis.log[-_NUM_LOG_LINES:]]),
     ]
@@ -121,6 +121,12 @@ def _ledger(diagnosis: Diagnosis) -> list[str]:
     )
     sign, verdict = ("=", "") if diagnosis.ledger.missing == 0 else ("≠", "  DOES NOT BALANCE")
     return [f"{counts['dispatched']} dispatched {sign} {parts}{verdict}"]
+
+
+def _checkpoints(diagnosis: Diagnosis) -> str:
+    if diagnosis.checkpoint_steps:
+        return "step " + ", ".join(map(str, diagnosis.checkpoint_steps))
+    return "none: resuming would start anew" if diagnosis.resume else "none yet"
 
 
 def _clock(seconds: float) -> str:

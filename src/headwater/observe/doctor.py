@@ -44,6 +44,7 @@ class Diagnosis:
     earlier_step_s: float | None
     waits: tuple[OpenWait, ...]
     oldest_groups: tuple[RunningGroup, ...]
+    """Of a run that was killed: those that ran last."""
     capacity: int | None
     ledger: LedgerReport | None
     findings: tuple[Finding, ...]
@@ -76,8 +77,8 @@ def examine(run: RunDirectory) -> Diagnosis:
         step_s=evidence.step_s(),
         earlier_step_s=evidence.earlier_step_s(),
         waits=tuple(current_waits(evidence, life)),
-        oldest_groups=status.oldest_groups if status else (),
-        capacity=status.capacity if status else None,
+        oldest_groups=status.oldest_groups if status and life.state not in ("finished", "interrupted") else (),
+        capacity=status.capacity if status and not life.is_over else None,
         ledger=LedgerReport(counts, missing_from(counts)) if (counts := evidence.counts) else None,
         findings=tuple(findings(evidence, life)),
         error=status.error if status else "",
