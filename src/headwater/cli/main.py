@@ -15,6 +15,7 @@ from headwater.core.errors import HeadwaterError
 
 COMMANDS = {
     "train": "train a model by a recipe, or resume a run",
+    "replay": "run a recorded run again, token by token, and compare the weights of every step",
     "eval": "mean reward of a run's model on held-out prompts",
     "serve": "answer requests over HTTP: OpenAI's and SGLang's dialects",
     "config": "show a recipe's settings: values, where they came from, what they mean",

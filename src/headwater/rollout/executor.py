@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headwater.core.errors import RolloutFailed
-from headwater.core.protocols import EpisodeEngine, InferenceEngine
+from headwater.core.protocols import InferenceEngine
 from headwater.core.waits import wait_for_future
 from headwater.rollout.dispatcher import BatchTaskDispatcher
-from headwater.rollout.flight import Dispatch, Flight
+from headwater.rollout.flight import Dispatch, Flight, WatchedEngine
 from headwater.rollout.group import Dropped, Group, PromptDraw, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.selection import Finished, Selection, select
 from headwater.rollout.snapshot import RolloutSnapshot
+from headwater.rollout.source import PromptSource
 from headwater.rollout.staleness import StalenessManager
 from headwater.rollout.task_runner import AsyncTaskRunner
-
-DrawPrompts = Callable[[int], Sequence[PromptDraw]]
-"""Gives the next so many prompts; fewer when there are no more."""
 
 _TURNS_TO_FIRST_REQUEST = 8
 """Turns of the event loop in which a workflow that asks the engine first thing has asked: through group and episode."""
@@ -55,8 +53,8 @@ class Admission:
 class WorkflowExecutor:
     """Keeps groups running as far ahead of the learner as it may, and hands it batches.
 
-        executor.prepare_batch(stream.take)      # waits; rollouts for later batches go on meanwhile
-        executor.trained(step)                   # the learner is done with that batch
+        executor.prepare_batch(stream)           # waits; rollouts for later batches go on meanwhile
+        executor.trained(step, checksum)         # the learner is done with that batch
         executor.set_version(step)               # and has published: there is room for more
 
     ``rollout_batch`` runs given prompts beside all that, as evaluation does: no admission, no ledger.
@@ -71,7 +69,6 @@ class WorkflowExecutor:
         *,
         timeout_s: float,
         episode_timeout_s: float,
-        episode_engine: Callable[[Dispatch], EpisodeEngine] | None = None,
     ) -> None:
         self.admission = admission
         self.ledger = Ledger()
@@ -87,7 +84,6 @@ class WorkflowExecutor:
         self._tasks = tasks
         self._timeout_s = timeout_s
         self._episode_timeout_s = episode_timeout_s
-        self._episode_engine = episode_engine or (lambda _: engine)
         self._version = 0
         self._flights: dict[int, Flight] = {}
         self._untaken: dict[int, int] = {}
@@ -104,11 +100,11 @@ class WorkflowExecutor:
 
     # What the learner calls
 
-    def prepare_batch(self, draw_prompts: DrawPrompts) -> RolloutBatch:
+    def prepare_batch(self, prompts: PromptSource) -> RolloutBatch:
         """The next batch: complete groups, oldest first, no trained token older than ``max_staleness`` versions."""
 
         def draw(count: int) -> list[Dispatch]:
-            return [self._dispatch(each) for each in draw_prompts(count)]
+            return [self._dispatch(each) for each in prompts.take(count)]
 
         self._dispatcher.open(draw)
         return self.wait(self.admission.batch_size)
@@ -159,10 +155,10 @@ class WorkflowExecutor:
             raise _too_few(groups, dropped)
         return RolloutBatch(groups, dropped)
 
-    def trained(self, step: int) -> None:
-        """The batch that was taken last has been trained on, in ``step``."""
+    def trained(self, step: int, weights: str) -> None:
+        """The batch that was taken last has been trained on in ``step``, which gave weights of that checksum."""
         for each in self._taken:
-            self.ledger.train(each.dispatch.id, step, each.requests)
+            self.ledger.train(each.dispatch.id, each.requests)
         self._taken = []
 
     def set_version(self, version: int) -> None:
@@ -282,7 +278,7 @@ class WorkflowExecutor:
     async def _fly(self, flight: Flight) -> Finished | Dropped:
         dispatch, flight.task = flight.dispatch, asyncio.current_task()
         try:
-            outcome = await self._groups.run(flight, self._episode_engine(dispatch))
+            outcome = await self._groups.run(flight, WatchedEngine.maker(self._engine, flight))
         finally:
             del self._flights[dispatch.id]
         self._num_ended_for_batch += 1
@@ -299,13 +295,16 @@ class WorkflowExecutor:
 
     async def _run_all(self, flights: Sequence[Flight]) -> list[Group | Dropped]:
         async with self._starting():
-            running = [asyncio.ensure_future(self._groups.run(each, self._engine)) for each in flights]
+            running = [asyncio.ensure_future(self._run_beside(each)) for each in flights]
         try:
             return await asyncio.gather(*running)
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run_beside(self, flight: Flight) -> Group | Dropped:
+        return await self._groups.run(flight, WatchedEngine.maker(self._engine, flight))
 
     def _watch_flights(self) -> None:
         """See to it that somebody looks for flights that take too long: once a second, not a timer for each."""

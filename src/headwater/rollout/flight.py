@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -66,6 +67,11 @@ class WatchedEngine:
     flight: Flight
     sample: int
     num_requests: int = 0
+
+    @classmethod
+    def maker(cls, engine: EpisodeEngine, flight: Flight) -> Callable[[int], WatchedEngine]:
+        """By the number of the sample."""
+        return lambda sample: cls(engine, flight, sample)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         flight, place = self.flight, (self.sample, self.num_requests)

@@ -10,7 +10,7 @@ from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
 from headwater.core.protocols import EpisodeEngine, EpisodeInput, RolloutWorkflow
 from headwater.core.randomness import derive_key
 from headwater.core.records import Prompt, Trajectory
-from headwater.rollout.flight import Flight, WatchedEngine
+from headwater.rollout.flight import Flight
 from headwater.rollout.group import Dropped, Group
 
 T = TypeVar("T")
@@ -45,10 +45,11 @@ class GroupRunner:
     def num_episodes(self) -> int:
         return self._num_samples + (self._greedy is not None)
 
-    async def run(self, flight: Flight, engine: EpisodeEngine) -> Group | Dropped:
+    async def run(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Group | Dropped:
+        """``engine_of`` a sample's number is what its episode asks."""
         prompt = flight.dispatch.draw.prompt
         try:
-            results = await _all_or_first_error(self._episodes(flight, engine))
+            results = await _all_or_first_error(self._episodes(flight, engine_of))
         except asyncio.CancelledError:
             if not flight.has_timed_out:
                 raise
@@ -63,19 +64,19 @@ class GroupRunner:
             return self._failed(prompt, RolloutFailed(message), error)
         return self._accepted(self._to_group(prompt, results))
 
-    def _episodes(self, flight: Flight, engine: EpisodeEngine) -> Iterable[Awaitable[object]]:
+    def _episodes(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Iterable[Awaitable[object]]:
         draw = flight.dispatch.draw
         for sample in range(self._num_samples):
             data = EpisodeInput(draw.prompt, sample, derive_key(draw.rng_key, sample))
-            yield self._episode(self._workflow, WatchedEngine(engine, flight, sample), data)
+            yield self._episode(self._workflow, flight, engine_of(sample), data)
         if self._greedy is not None:
             data = EpisodeInput(draw.prompt, GREEDY, 0)
-            yield self._episode(self._greedy, WatchedEngine(engine, flight, GREEDY), data)
+            yield self._episode(self._greedy, flight, engine_of(GREEDY), data)
 
     @staticmethod
-    async def _episode(workflow: RolloutWorkflow, engine: WatchedEngine, data: EpisodeInput) -> object:
+    async def _episode(workflow: RolloutWorkflow, flight: Flight, engine: EpisodeEngine, data: EpisodeInput) -> object:
         result = await workflow.arun_episode(engine, data)
-        engine.flight.num_done += 1
+        flight.num_done += 1
         return result
 
     def _failed(self, prompt: Prompt, error: HeadwaterError, cause: Exception | None = None) -> Dropped:

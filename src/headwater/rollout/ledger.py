@@ -35,7 +35,7 @@ class Ledger:
 
         dispatch = ledger.dispatch(draw)
         ledger.finish(dispatch.id)                    # all samples are there
-        ledger.train([dispatch.id], step=3)           # or ledger.drop(dispatch.id, "the reward timed out")
+        ledger.train(dispatch.id, requests)           # or ledger.drop(dispatch.id, "the reward timed out")
 
     What ended since the last ``take_record`` is kept for the run directory.
     """
@@ -60,7 +60,7 @@ class Ledger:
         with self._lock:
             self._open[id] = self._expect(id, "in_flight", "finished"), "buffered"
 
-    def train(self, id: int, step: int, requests: Mapping[tuple[int, int], Segments]) -> None:
+    def train(self, id: int, requests: Mapping[tuple[int, int], Segments]) -> None:
         """``requests`` says under which versions its tokens were made: with it the run can be replayed."""
         with self._lock:
             dispatch = self._expect(id, "buffered", "trained on")

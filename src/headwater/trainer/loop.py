@@ -13,6 +13,7 @@ from headwater.config.schema import Config
 from headwater.observe.progress import Display
 from headwater.observe.rollout_file import write_rollouts
 from headwater.observe.run_directory import RunDirectory
+from headwater.observe.status_file import StatusFile
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.prompt_stream import PromptStream
 from headwater.trainer.checkpoint import Checkpoints, TrainerState, read_state
@@ -95,17 +96,22 @@ class Trainer:
 
     def fit(self) -> bool:
         """Train to ``trainer.total_steps``; whether it got there. Ctrl-C ends early, with a checkpoint."""
-        with self._interrupts.installed():
+        with StatusFile(self._run.status_file, self.status) as status, self._interrupts.installed():
             try:
                 self._prepare()
                 self._train()
                 self._save()
             except KeyboardInterrupt:
                 self._save_if_consistent()
-                return self._state.step == self._config.trainer.total_steps
+                if self._state.step < self._config.trainer.total_steps:
+                    status.state = "interrupted"
+                    return False
             except Exception:
                 self._save_if_consistent()
                 raise
+            finally:
+                if self._parts.trace is not None:
+                    self._parts.trace.write(self._run.trace_file)
             return True
 
     def _prepare(self) -> None:
@@ -151,7 +157,7 @@ class Trainer:
         """Groups for one step, none of them too old. Generation of later ones goes on behind it where it may."""
         self._parts.spans.drain()  # what was spent on evaluation is not this step's
         with self._generating(), self._parts.spans.span("wait", batch=self._state.step + 1):
-            return self._rollouts.prepare_batch(self._stream.take)
+            return self._rollouts.prepare_batch(self._stream)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -188,7 +194,7 @@ class Trainer:
         step = self._state.step + 1
         with self._parts.spans.span("publish", version=step):
             self._checksum = publish(self._training.actor.engine, self._parts.engine, step)
-        self._rollouts.trained(step)
+        self._rollouts.trained(step, self._checksum)
         self._state = self._state_at(step)
         self._consistent = True
         self._rollouts.set_version(step)
@@ -201,6 +207,8 @@ class Trainer:
         self._run.append_metrics({"kind": "train", "step": step, "time": now, **metrics})
         record = {"weights": self._checksum, "counts": asdict(counts), **self._rollouts.ledger.take_record()}
         self._run.append_ledger({"kind": "step", "step": step, "time": now, **record})
+        if self._parts.trace is not None:
+            self._parts.trace.write_if_due(self._run.trace_file)
         if _due(step, self._config.trainer.save_rollouts_every_steps):
             rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
             write_rollouts(self._run.free_file("rollouts", f"step_{step:06d}", ".parquet"), step, rollouts)

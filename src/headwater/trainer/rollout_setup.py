@@ -20,6 +20,9 @@ from headwater.rewards.managers import REWARD_MANAGERS
 from headwater.rollout.executor import Admission, WorkflowExecutor
 from headwater.rollout.group import Group
 from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.replay import ReplayedRollouts
+from headwater.rollout.schedule import Schedule
+from headwater.rollout.source import RolloutSource
 from headwater.rollout.task_runner import AsyncTaskRunner
 from headwater.trainer.arguments import with_arguments
 from headwater.workflows import WORKFLOWS, WorkflowContext
@@ -34,7 +37,7 @@ class RolloutParts:
     tokenizer: Any
     engine: InferenceEngine
     spans: Spans
-    train_rollouts: WorkflowExecutor
+    train_rollouts: RolloutSource
     probe_rollouts: WorkflowExecutor
     """As training samples, but one response per prompt: a cheap look at where the policy stands."""
     eval_rollouts: WorkflowExecutor
@@ -61,7 +64,8 @@ class RolloutParts:
         self.engine.close()
 
 
-def build_rollout(config: Config, model_path: str) -> RolloutParts:
+def build_rollout(config: Config, model_path: str, schedule: Schedule | None = None) -> RolloutParts:
+    """``schedule`` is that of a run to replay; without one, rollouts are made as they come."""
     trace = Trace() if config.trainer.trace else None
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path)
@@ -82,10 +86,10 @@ def build_rollout(config: Config, model_path: str) -> RolloutParts:
     tasks = AsyncTaskRunner()
     admission = _admission(config)
 
-    def executor(sampling: SamplingParams, num_samples: int, **options: Any) -> WorkflowExecutor:
-        groups = GroupRunner(
-            workflow(sampling), num_samples=num_samples, on_failure=config.rollout.on_failure, **options
-        )
+    def group_runner(sampling: SamplingParams, num_samples: int, **options: Any) -> GroupRunner:
+        return GroupRunner(workflow(sampling), num_samples=num_samples, on_failure=config.rollout.on_failure, **options)
+
+    def executor(groups: GroupRunner) -> WorkflowExecutor:
         return WorkflowExecutor(
             engine,
             groups,
@@ -95,6 +99,10 @@ def build_rollout(config: Config, model_path: str) -> RolloutParts:
             episode_timeout_s=config.rollout.episode_timeout_s,
         )
 
+    def replayed(groups: GroupRunner, schedule: Schedule) -> ReplayedRollouts:
+        max_staleness, timeout_s = config.rollout.max_staleness, config.rollout.timeout_s
+        return ReplayedRollouts(engine, groups, tasks, schedule, max_staleness=max_staleness, timeout_s=timeout_s)
+
     def workflow(sampling: SamplingParams) -> RolloutWorkflow:
         made: RolloutWorkflow = make_workflow(WorkflowContext(tokenizer, reward, sampling))
         return made
@@ -102,18 +110,19 @@ def build_rollout(config: Config, model_path: str) -> RolloutParts:
     # ReMax compares a response with the greedy one to the same prompt.
     needs_greedy = config.algorithm.advantage == "remax"
     greedy = replace(train_sampling, temperature=0.0, top_k=0, top_p=1.0) if needs_greedy else None
+    train_groups = group_runner(
+        train_sampling,
+        config.rollout.num_samples_per_prompt,
+        greedy=workflow(greedy) if greedy else None,
+        should_accept=_scores_differ if config.algorithm.filter_groups else None,
+    )
     return RolloutParts(
         tokenizer=tokenizer,
         engine=engine,
         spans=spans,
-        train_rollouts=executor(
-            train_sampling,
-            config.rollout.num_samples_per_prompt,
-            greedy=workflow(greedy) if greedy else None,
-            should_accept=_scores_differ if config.algorithm.filter_groups else None,
-        ),
-        probe_rollouts=executor(train_sampling, 1),
-        eval_rollouts=executor(eval_sampling, config.eval.num_samples_per_prompt),
+        train_rollouts=executor(train_groups) if schedule is None else replayed(train_groups, schedule),
+        probe_rollouts=executor(group_runner(train_sampling, 1)),
+        eval_rollouts=executor(group_runner(eval_sampling, config.eval.num_samples_per_prompt)),
         eval_data=eval_data,
         tasks=tasks,
         trace=trace,

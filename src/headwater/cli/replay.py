@@ -1,0 +1,97 @@
+"""``headwater replay``: a recorded run once more, to the same bits."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headwater.cli.exit_codes import EXIT_INTERRUPTED
+from headwater.core.errors import HeadwaterError, RunError
+
+if TYPE_CHECKING:
+    from headwater.config.schema import Config
+    from headwater.rollout.schedule import Schedule
+
+HELP = (
+    "Run a recorded run again. Which groups each step took, and which policy version made each token, is read from the "
+    "run's ledger.jsonl; tokens and updates are computed anew, and the weights of every step must be the recorded ones, "
+    "bit for bit. Needs a run made with engine.deterministic=true. The replay gets a run directory of its own."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, for example runs/quickstart")
+    parser.add_argument("--steps", type=int, metavar="N", help="replay only the first N steps")
+
+
+def run(args: argparse.Namespace) -> int:
+    from headwater.config.load import load_config
+    from headwater.observe.run_directory import RunDirectory
+    from headwater.rollout.schedule import Schedule
+
+    if args.steps is not None and args.steps < 1:
+        raise HeadwaterError(f"--steps = {args.steps}: must be >= 1")
+    recorded = RunDirectory.open(args.run)
+    config = load_config(recorded.config_file, []).config
+    schedule = Schedule.read(recorded.read_ledger(), str(recorded.ledger_file))
+    if args.steps is not None:
+        schedule = schedule.first(args.steps)
+    _check(config, schedule, args.run)
+    return _replay(_for_replay(config, schedule, args.run), schedule, args.run)
+
+
+def _check(config: Config, schedule: Schedule, path: Path) -> None:
+    if config.rollout.backend != "embedded" or not config.engine.deterministic:
+        raise RunError(
+            f"{path}: was made with rollout.backend = {config.rollout.backend} and engine.deterministic = "
+            f"{str(config.engine.deterministic).lower()}, so its bits depend on what the engine computed together; "
+            "record a run with rollout.backend=embedded engine.deterministic=true"
+        )
+    if schedule.has_mixed_responses and config.engine.update_mode == "in_flight":
+        raise RunError(
+            f"{path}: was made with engine.update_mode = in_flight, where responses go on with keys and values of older "
+            "weights, which cannot be made again; record a run with engine.update_mode=interrupt"
+        )
+
+
+def _for_replay(config: Config, schedule: Schedule, path: Path) -> Config:
+    """The recorded settings, without what has no part in the weights."""
+    return replace(
+        config,
+        run=replace(config.run, root=str(path.resolve().parent), name=f"{path.resolve().name}-replay"),
+        eval=replace(config.eval, before=False, after=False, every_steps=0),
+        trainer=replace(
+            config.trainer, total_steps=len(schedule.steps), checkpoint_every_steps=0, save_rollouts_every_steps=0
+        ),
+    )
+
+
+def _replay(config: Config, schedule: Schedule, path: Path) -> int:
+    import torch
+
+    from headwater.config.explain import to_yaml
+    from headwater.observe.progress import Display
+    from headwater.observe.run_directory import RunDirectory
+    from headwater.trainer.loop import Trainer
+    from headwater.trainer.rollout_setup import build_rollout
+    from headwater.trainer.training_setup import build_training
+
+    if config.trainer.num_threads:
+        torch.set_num_threads(config.trainer.num_threads)
+    display = Display()
+    rollout = build_rollout(config, config.model.path, schedule)
+    try:
+        training = build_training(config, config.model.path, rollout.tokenizer, reference_path=config.model.path)
+        directory = RunDirectory.create(Path(config.run.root), config.run.name)
+        directory.write_config(to_yaml(config))
+        display.say(f"Replaying {len(schedule.steps)} steps of {path} in {directory.path}")
+        finished = Trainer(config, rollout, training, directory, display).fit()
+    finally:
+        rollout.close()
+    if not finished:
+        display.say("Interrupted; a replay starts from the beginning again.")
+        return EXIT_INTERRUPTED
+    display.say(f"All {len(schedule.steps)} steps gave bit for bit the recorded weights.")
+    return 0
