@@ -113,10 +113,10 @@ def _of_waits(evidence: Evidence, life: Life) -> Iterator[Finding]:
 
 
 def current_waits(evidence: Evidence, life: Life) -> list[OpenWait]:
-    """The waits of the last status; where the process lives they have gone on since."""
+    """The waits of the last status. Where no heartbeat came since, though there should have, they have gone on."""
     if evidence.status is None:
         return []
-    since_s = 0.0 if life.is_over else max(0.0, evidence.now - evidence.status.time)
+    since_s = evidence.now - evidence.status.time if life.state == "unresponsive" else 0.0
     return [
         OpenWait(each.kind, each.description, each.seconds + since_s, each.hard_limit_s, each.thread_name)
         for each in evidence.status.waits

@@ -38,25 +38,30 @@ _BY_REASON = (
 
 
 def remedy_for(wait: OpenWait, evidence: Evidence) -> str:
-    """By the wait's kind, and for a batch by what its rollouts do; empty where nothing is known to help."""
-    told = _remedy_for_batch(evidence) if wait.kind == "batch" else ""
-    return told or _BY_KIND.get(wait.kind, "")
+    """By what the rollouts do, else by the wait's kind; empty where nothing is known to help."""
+    usual = _BY_KIND.get(wait.kind, "")
+    if wait.kind == "batch":
+        return _why_nothing_runs(evidence) or _why_groups_are_slow(evidence) or usual
+    if wait.kind == "rollouts":
+        return _why_groups_are_slow(evidence) or usual
+    return usual
 
 
-def _remedy_for_batch(evidence: Evidence) -> str:
-    """Why no batch comes, as far as the rollouts show it."""
+def _why_nothing_runs(evidence: Evidence) -> str:
     status, counts = evidence.status, evidence.counts
-    if status is None or counts is None:
+    if status is None or counts is None or counts["in_flight"] > 0:
         return ""
-    if counts["in_flight"] == 0:
-        if status.capacity is not None and status.capacity <= 0:
-            return (
-                "no group runs and none may start: what is buffered counts as too far ahead; raise "
-                "rollout.max_staleness or rollout.max_concurrent_groups, and please report it, with status.json"
-            )
-        return "no group runs though there is room: there may be no more prompts (data.train), or starting was paused"
-    doing = [each.doing for each in status.oldest_groups]
-    if doing and all(_waits_outside(each) for each in doing):
+    if status.capacity is not None and status.capacity <= 0:
+        return (
+            "no group runs and none may start: what is buffered counts as too far ahead; raise "
+            "rollout.max_staleness or rollout.max_concurrent_groups, and please report it, with status.json"
+        )
+    return "no group runs though there is room: there may be no more prompts (data.train), or starting was paused"
+
+
+def _why_groups_are_slow(evidence: Evidence) -> str:
+    oldest = evidence.status.oldest_groups if evidence.status else ()
+    if oldest and all(_waits_outside(each.doing) for each in oldest):
         return (
             "the oldest groups wait for a reward or a tool, not for the engine: make it faster or let more of it run "
             "at a time; lower reward.timeout_s so that one that hangs fails; see reward.manager"
