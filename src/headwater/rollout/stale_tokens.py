@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain, compress
 
 from headwater.core.records import Trajectory
 from headwater.rollout.group import Group
@@ -10,15 +11,8 @@ from headwater.rollout.group import Group
 
 def oldest_version(group: Group) -> int | None:
     """The oldest policy version among the tokens that would be trained on; None where there are none."""
-    return min(
-        (
-            version
-            for each in group.trajectories
-            for version, trained in zip(each.versions, each.loss_mask, strict=True)
-            if trained
-        ),
-        default=None,
-    )
+    trained = (compress(each.versions, each.loss_mask) for each in group.trajectories)
+    return min(chain.from_iterable(trained), default=None)
 
 
 def without_older(group: Group, version: int) -> tuple[Group, int]:

@@ -1,0 +1,224 @@
+"""What it costs to keep many episodes in flight: CPU time and memory per episode, with nothing to compute.
+
+    python benchmarks/scheduler_overhead.py [--in-flight 100 1000 10000]
+
+The executor, dispatcher, ledger and staleness bound are the trainer's, and each step calls what the trainer calls. The
+engine answers at once, but holds its answers back until as many episodes as asked for are in flight; then it answers
+the batch that has waited longest. So just that many are in flight all the time, and every batch is as old as
+``max_staleness`` allows. CPU time is that of the whole process, all threads: a busy machine does not change it much.
+
+An event is a request or its answer, and of a group: drawn, started, finished, taken, trained on. Memory is what Python
+allocates for what is in flight, without prompts and responses themselves, in a run of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import gc
+import os
+import statistics
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from options import parser_of
+from record import write_record
+
+from headwater.core.protocols import EpisodeEngine, EpisodeInput
+from headwater.core.records import ModelRequest, ModelResponse, Prompt, SamplingParams, Score, Trajectory
+from headwater.rollout.executor import Admission, WorkflowExecutor
+from headwater.rollout.group import PromptDraw
+from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.task_runner import AsyncTaskRunner
+
+NUM_PROMPT_TOKENS = 16
+NUM_NEW_TOKENS = 16
+EVENTS_PER_EPISODE = 2
+EVENTS_PER_GROUP = 5
+
+PROMPT = Prompt("row", ({"role": "user", "content": "?"},), "?", tuple(range(1, NUM_PROMPT_TOKENS + 1)), "none")
+
+
+class HoldingEngine:
+    """Answers the ``num_answered`` requests that came first whenever ``num_held`` are there."""
+
+    def __init__(self, num_held: int, num_answered: int) -> None:
+        self.version = 0
+        self._num_held = num_held
+        self._num_answered = num_answered
+        self._held: deque[tuple[asyncio.Future[int], int]] = deque()
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._held.append((answer, self.version))
+        if len(self._held) == self._num_held:
+            asyncio.get_running_loop().call_soon(self._answer)
+        return _response(await answer)
+
+    def _answer(self) -> None:
+        for _ in range(self._num_answered):
+            answer, version = self._held.popleft()
+            if not answer.done():
+                answer.set_result(version)
+
+
+@dataclass
+class OneRequest:
+    """The least a workflow can do. Its trajectories are made once: making them is no part of the scheduling."""
+
+    made: dict[int, Trajectory] = field(default_factory=dict)
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeInput) -> Trajectory:
+        response = await engine.agenerate(_REQUEST)
+        version = response.output_versions[0]
+        if version not in self.made:
+            self.made[version] = Trajectory.from_response(data.prompt, data.sample, response, Score(1.0))
+        return self.made[version]
+
+
+_REQUEST = ModelRequest("row", PROMPT.tokens, SamplingParams(max_new_tokens=NUM_NEW_TOKENS), rng_key=0)
+_RESPONSES: dict[int, ModelResponse] = {}
+
+
+def _response(version: int) -> ModelResponse:
+    if version not in _RESPONSES:
+        count = NUM_NEW_TOKENS
+        _RESPONSES[version] = ModelResponse(PROMPT.tokens, (7,) * count, (-0.5,) * count, (version,) * count, "length")
+    return _RESPONSES[version]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    num_in_flight: int
+    """Episodes."""
+    num_samples: int
+    max_staleness: int
+
+    @property
+    def batch_size(self) -> int:
+        """Groups per batch: ``max_staleness + 1`` batches are in flight."""
+        per_group = self.num_samples * (self.max_staleness + 1)
+        if self.num_in_flight % per_group:
+            raise SystemExit(f"--in-flight {self.num_in_flight}: must be a multiple of {per_group} (samples * batches)")
+        return self.num_in_flight // per_group
+
+
+class Learner:
+    """Takes batches as the trainer does, and trains on nothing."""
+
+    def __init__(self, schedule: Schedule, tasks: AsyncTaskRunner) -> None:
+        self.engine = HoldingEngine(schedule.num_in_flight, schedule.batch_size * schedule.num_samples)
+        self.executor = WorkflowExecutor(
+            self.engine,  # type: ignore[arg-type]  only asked for responses
+            GroupRunner(OneRequest(), num_samples=schedule.num_samples, on_failure="stop"),
+            tasks,
+            Admission(batch_size=schedule.batch_size, max_staleness=schedule.max_staleness, in_waves=False),
+            timeout_s=60.0,
+            episode_timeout_s=60.0,
+        )
+        self._num_drawn = 0
+        self._version = 0
+
+    def step(self) -> None:
+        batch = self.executor.prepare_batch(self)
+        assert len(batch.groups) == self.executor.admission.batch_size
+        self._version += 1
+        self.engine.version = self._version
+        self.executor.trained(self._version, "")
+        self.executor.snapshot(dict)
+        self.executor.set_version(self._version)
+        self.executor.check_ledger()
+        self.executor.ledger.take_record()
+
+    def take(self, count: int) -> list[PromptDraw]:
+        """The next so many prompts."""
+        first, self._num_drawn = self._num_drawn, self._num_drawn + count
+        return [PromptDraw(PROMPT, number, number) for number in range(first, first + count)]
+
+
+@contextmanager
+def learner_of(schedule: Schedule) -> Iterator[Learner]:
+    with AsyncTaskRunner() as tasks:
+        yield Learner(schedule, tasks)
+
+
+def cpu_per_episode_us(schedule: Schedule, num_episodes: int) -> float:
+    """Microseconds of CPU time, once the first batches are through."""
+    per_step = schedule.batch_size * schedule.num_samples
+    num_steps = max(2, num_episodes // per_step)
+    gc.collect()
+    with learner_of(schedule) as learner:
+        for _ in range(schedule.max_staleness + 1):
+            learner.step()
+        began = time.process_time()
+        for _ in range(num_steps):
+            learner.step()
+        return (time.process_time() - began) / (num_steps * per_step) * 1e6
+
+
+def bytes_per_episode(schedule: Schedule) -> float:
+    """The most that Python has allocated at any time, per episode in flight."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        with learner_of(schedule) as learner:
+            for _ in range(schedule.max_staleness + 2):
+                learner.step()
+            return tracemalloc.get_traced_memory()[1] / schedule.num_in_flight
+    finally:
+        tracemalloc.stop()
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[100, 1000, 10000], help="episodes")
+    parser.add_argument("--samples", type=int, default=5, help="episodes per group (default 5)")
+    parser.add_argument("--max-staleness", type=int, default=1, help="at least 1 (default 1)")
+    parser.add_argument("--episodes", type=int, default=40000, help="episodes per run (default 40000)")
+    parser.add_argument("--runs", type=int, default=5, help="timed runs; the median is reported (default 5)")
+    options = parser.parse_args()
+    gc.collect()
+    gc.freeze()  # as the engine does for a run: what torch leaves behind is not looked through again and again
+    atexit.register(gc.unfreeze)
+    load = os.getloadavg()[0]
+    events = EVENTS_PER_EPISODE + EVENTS_PER_GROUP / options.samples
+    schedules = [Schedule(number, options.samples, options.max_staleness) for number in options.in_flight]
+    # Round after round, so that what else the machine does falls on all sizes alike.
+    rounds = [[cpu_per_episode_us(each, options.episodes) for each in schedules] for _ in range(options.runs)]
+    rows = []
+    print(f"{'in flight':>9}  {'us/episode':>10}  {'events/s':>9}  {'KiB/episode':>11}")
+    for schedule, runs in zip(schedules, zip(*rounds, strict=True), strict=True):
+        cost = statistics.median(runs)
+        memory = bytes_per_episode(schedule)
+        rows.append(
+            {
+                "in_flight": schedule.num_in_flight,
+                "cpu_us_per_episode": cost,
+                "events_per_cpu_s": events / cost * 1e6,
+                "bytes_per_episode": memory,
+                "runs": runs,
+            }
+        )
+        print(f"{schedule.num_in_flight:>9,}  {cost:>10.1f}  {events / cost * 1e6:>9,.0f}  {memory / 1024:>11.1f}")
+    ratio = rows[-1]["cpu_us_per_episode"] / rows[0]["cpu_us_per_episode"]
+    print(
+        f"{options.in_flight[-1]:,} against {options.in_flight[0]:,} in flight: {ratio:.2f} times the cost per episode"
+    )
+    write_record(
+        options.out,
+        torch.device("cpu"),
+        samples=options.samples,
+        max_staleness=options.max_staleness,
+        load_before=load,
+        rows=rows,
+        ratio=ratio,
+    )
+
+
+if __name__ == "__main__":
+    main()
