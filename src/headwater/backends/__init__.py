@@ -10,7 +10,7 @@ from typing import Any
 
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Tokenizer
+from headwater.core.protocols import InferenceEngine, Tokenizer
 from headwater.core.registry import Registry
 from headwater.observe.spans import Spans
 
@@ -28,10 +28,25 @@ class BackendContext:
     spans: Spans
 
 
+def make_engine(context: BackendContext) -> InferenceEngine:
+    """The engine that ``rollout.placement`` and ``rollout.backend`` name."""
+    rollout = context.config.rollout
+    if rollout.placement == "disaggregated":
+        from headwater.backends.served.engine import ServedEngine
+
+        return ServedEngine.from_context(context)
+    engine: InferenceEngine = BACKENDS.resolve(rollout.backend).from_context(context)
+    return engine
+
+
 def check_lengths(context: BackendContext, model: Any) -> None:
     """Prompts and responses as long as the recipe allows must fit the model."""
+    check_length(context, model.config.get_text_config().max_position_embeddings)
+
+
+def check_length(context: BackendContext, limit: int) -> None:
+    """As ``check_lengths``, for a model that takes so many tokens."""
     config = context.config
-    limit = model.config.get_text_config().max_position_embeddings
     needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if needed > limit:
         raise ConfigError(

@@ -80,6 +80,9 @@ class DataConfig:
     """Visit the rows in a new random order every epoch; false keeps the file order."""
 
 
+WeightTransfer = Literal["shared_memory", "file"]
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     backend: Annotated[str, Extension("headwater.backends")] = "embedded"
@@ -108,7 +111,7 @@ class RolloutConfig:
     """Most prompt groups that run at a time; 0 means as many as max_staleness allows."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """Where generation runs: colocated shares this process and device with training; disaggregated has its own."""
-    weight_transfer: Literal["shared_memory", "file"] = "shared_memory"
+    weight_transfer: WeightTransfer = "shared_memory"
     """How new weights reach a disaggregated engine."""
     episode_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """Longest time the episodes of one prompt may take, rewards and tools included; longer is a failure."""

@@ -15,7 +15,7 @@ from headwater.engine.model_spec import ModelSpec
 
 _GIB = 2**30
 _SERVER_FRACTION = 0.85
-_SHARED_FRACTION = 0.4
+SHARED_FRACTION = 0.4
 _GPU_PAGE_TOKENS = 64
 _CPU_PAGE_TOKENS = 16
 
@@ -108,7 +108,7 @@ def num_pages_for(
         setting = f"engine.kv_cache_gib = {config.kv_cache_gib:g}"
     else:
         on_cpu = spec.device.type == "cpu"
-        fraction = config.memory_fraction or (_SHARED_FRACTION if is_shared or on_cpu else _SERVER_FRACTION)
+        fraction = config.memory_fraction or (SHARED_FRACTION if is_shared or on_cpu else _SERVER_FRACTION)
         num_free = max(0, free_bytes(spec.device) - _workspace_bytes(spec, max_sequences, max_prefill_tokens))
         num_bytes = int(num_free * fraction)
         setting = (

@@ -1,0 +1,1 @@
+"""The embedded engine in a process of its own (``rollout.placement: disaggregated``)."""

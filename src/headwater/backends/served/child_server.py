@@ -1,0 +1,117 @@
+"""``headwater serve`` as a child of this process: started, listened to, and ended with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+
+from headwater.core.errors import RolloutFailed
+from headwater.core.waits import named_wait
+from headwater.engine.server.options import KEY_VARIABLE
+
+_START_LIMIT_S = 1800.0
+"""Loading a large model from a slow disk takes its time; the wait says every half minute how far it is."""
+_STOP_LIMIT_S = 15.0
+_LAST_WORDS_S = 1.0
+"""How long its output is read after it has ended; a process that it left behind may keep the pipe open for ever."""
+_TAIL_CHARACTERS = 4000
+_SERVING = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
+
+
+class ChildServer:
+    """A server process on this machine that nobody else can talk to.
+
+    Its standard input is a pipe that only we hold open: when this process is gone, however it ended, the pipe closes
+    and the server stops. It has a session of its own, so that Ctrl-C reaches us alone and we decide when it ends.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, model: str) -> None:
+        self.url = ""
+        self._process = process
+        self._model = model
+        self._output = ""
+        self._ready = asyncio.Event()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, model: str, arguments: Sequence[str], api_key: str) -> ChildServer:
+        """Answers when the server does; ``RolloutFailed`` with its last words if it ends before."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "headwater.cli.main", "serve", model),
+            *("--host", "127.0.0.1", "--port", "0", "--until-eof", *arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, KEY_VARIABLE: api_key},
+            start_new_session=True,
+        )
+        child = cls(process, model)
+        try:
+            await named_wait(
+                child._until_ready(), child._describe_start, hard_limit_s=_START_LIMIT_S, kind="engine_start"
+            )
+        except BaseException:
+            await child.stop()
+            raise
+        return child
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def last_lines(self) -> str:
+        """The end of what it has said."""
+        return self._output.strip() or "(it has said nothing)"
+
+    async def wait(self) -> str:
+        """Wait until it has ended; says how."""
+        code = await self._process.wait()
+        await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
+        if code < 0:
+            return f"process {self.pid} was killed by {signal.Signals(-code).name}"
+        return f"process {self.pid} ended with exit status {code}"
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """End it: politely, and if that takes long, for certain."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), _STOP_LIMIT_S)
+            except TimeoutError:
+                self.kill()
+        await self.wait()
+
+    async def _until_ready(self) -> None:
+        ready, ended = asyncio.create_task(self._ready.wait()), asyncio.create_task(self.wait())
+        try:
+            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._ready.is_set():
+                raise RolloutFailed(
+                    f"the engine's {ended.result()} before it served {self._model}; it said:\n{self.last_lines}"
+                )
+        finally:
+            ready.cancel()
+            ended.cancel()
+
+    def _describe_start(self) -> str:
+        last = self.last_lines.splitlines()[-1]
+        return f"the engine's process {self.pid} loads {self._model}; its last line: {last}"
+
+    async def _read(self) -> None:
+        """Its output must be read to the end, or it would stand still once the pipe is full."""
+        assert self._process.stdout is not None, "its output is a pipe"
+        while chunk := await self._process.stdout.read(2**16):
+            self._output = (self._output + chunk.decode(errors="replace"))[-_TAIL_CHARACTERS:]
+            found = _SERVING.search(self._output)
+            if found and not self.url:
+                self.url = found[1]
+                self._ready.set()

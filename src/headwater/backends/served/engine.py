@@ -1,0 +1,447 @@
+"""The embedded engine in a process of its own, watched over: should it die, another takes its place and goes on.
+
+    engine = ServedEngine("tiny:qwen3", (), dtype="float32", transfer="shared_memory", spans=Spans())
+    response = await engine.agenerate(request)      # also if the process is killed half-way
+
+Every token that was made has arrived here, so a new process is given the newest weights, the prompt and the tokens so
+far, and generation goes on after them. Callers notice nothing but the time it takes.
+
+A thread with an event loop owns the child, the connection and the open requests; everything else is handed to it. So it
+does not matter on which threads and loops callers live, and a child that dies while nobody waits is replaced as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+
+from headwater.backends import BackendContext, check_length
+from headwater.backends.served.child_server import ChildServer
+from headwater.backends.served.open_request import OpenRequest
+from headwater.backends.served.server_client import ENGINE_FAILED, ConnectionLost, RequestLink, ServerClient, error_of
+from headwater.config.schema import Dtype, EngineConfig, UpdateMode, WeightTransfer
+from headwater.core.errors import HeadwaterError, RolloutFailed
+from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
+from headwater.core.records import ModelRequest, ModelResponse
+from headwater.core.waits import wait_for_future
+from headwater.engine.delivery import Mailbox, Mailboxes
+from headwater.engine.kv_cache import SHARED_FRACTION
+from headwater.engine.server.native.request import write_request
+from headwater.observe.spans import Spans
+from headwater.weights.file import FileWeights
+from headwater.weights.image import WrittenWeights
+from headwater.weights.shared_memory import SharedWeights
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_RESTARTS = 3
+"""Deaths in a row, without a finished request in between, after which something is wrong that a restart cannot mend."""
+_START_LIMIT_S = 1860.0
+_CALL_LIMIT_S = 3600.0
+"""Longer than the server's own limits and a restart or two."""
+_LOST_S = 0.1
+"""Until the end of a process is noticed, after its connections broke."""
+_DEATH_S = 5.0
+"""How long a process that has closed its connection may take to end by itself."""
+
+
+class ServedEngine:
+    """An ``InferenceEngine`` whose work is done by ``headwater serve`` as a child process."""
+
+    def __init__(
+        self, model: str, arguments: Sequence[str], *, dtype: Dtype, transfer: WeightTransfer, spans: Spans
+    ) -> None:
+        self._model = model
+        self._arguments = ("--dtype", dtype, *arguments)
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._transfer = transfer
+        self._spans = spans
+        self._api_key = secrets.token_urlsafe(32)
+        # What a new child must be told.
+        self._version = 0
+        self._written: WrittenWeights | None = None
+        self._is_paused = False
+        self._asleep: set[MemoryTag] = set()
+        # What is under way; only the thread's.
+        self._open: dict[int, OpenRequest] = {}
+        self._numbers = itertools.count()
+        self._generating = ExitStack()
+        self._num_deaths = 0
+        self._failure: RolloutFailed | None = None
+        self._child: ChildServer | None = None
+        self._client: ServerClient | None = None
+        self._link: RequestLink | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._mailboxes = Mailboxes()
+        self._is_closed = False
+        self._closing = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._inbox = Mailbox(self._loop)
+        self._settled = asyncio.Event()
+        """Set while a child serves, and once none will any more."""
+        self._updates = asyncio.Lock()
+        """One update of the weights at a time, in the order they were asked for."""
+        self._thread = threading.Thread(target=self._loop.run_forever, name="headwater-served-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        try:
+            self._do(self._start(), f"the engine's process starts with {model}", limit_s=_START_LIMIT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_context(cls, context: BackendContext) -> ServedEngine:
+        config = context.config
+        arguments = ["--device", config.model.device, "--seed", str(config.run.seed), *engine_arguments(config.engine)]
+        engine = cls(
+            context.model_path,
+            arguments,
+            dtype=config.model.dtype,
+            transfer=config.rollout.weight_transfer,
+            spans=context.spans,
+        )
+        try:
+            info = engine._ask("/get_server_info")
+            check_length(context, info["context_length"])
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    @property
+    def pid(self) -> int:
+        """Of the process that serves now."""
+        assert self._child is not None, "started"
+        return self._child.pid
+
+    # Requests
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """The response to one request; a caller that is cancelled ends it."""
+        answer: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
+        mailbox = self._mailboxes.of_running_loop()
+
+        def deliver(result: ModelResponse | HeadwaterError) -> None:
+            mailbox.post(lambda: _settle(answer, result))
+
+        opened = OpenRequest(next(self._numbers), request, deliver)
+        with self._closing:
+            self._check_open()
+            self._inbox.post(lambda: self._enter(opened))
+        try:
+            return await answer
+        finally:
+            if not opened.has_ended:
+                self._inbox.post(lambda: self._leave(opened))
+
+    # Control
+
+    def pause(self) -> None:
+        self._do(self._set_paused(True), "the engine's process pauses")
+
+    def resume(self) -> None:
+        self._do(self._set_paused(False), "the engine's process resumes")
+
+    def get_version(self) -> int:
+        """Of the newest weights that are known to serve."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        self._do(self._set_version(version), "the engine's process takes a version")
+
+    def weights_checksum(self) -> str:
+        answer: str = self._ask("/control/checksum")["checksum"]
+        return answer
+
+    def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
+        """Write the weights where the process can read them, and have it take them.
+
+        When this returns they are written, and the caller's tensors may change. What was written is kept until the next
+        version has been taken: a process that takes the place of this one needs it.
+        """
+        try:
+            written = self._write(update)
+            with self._closing:
+                self._check_open()
+                return asyncio.run_coroutine_threadsafe(self._update(written, update.version, mode), self._loop)
+        except HeadwaterError as error:
+            refused: Future[None] = Future()
+            refused.set_exception(error)
+            return refused
+
+    def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        self._do(self._set_asleep(tags, True), "the engine's process goes to sleep")
+
+    def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        self._do(self._set_asleep(tags, False), "the engine's process wakes up")
+
+    def close(self) -> None:
+        """End every request with what it has, and the process. Closing twice is fine."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        atexit.unregister(self.close)
+        try:
+            wait_for_future(ended, lambda: "the engine's process ends", kind="engine_call", hard_limit_s=_CALL_LIMIT_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _ask(self, path: str) -> dict[str, Any]:
+        return self._do(self._call(path), f"the engine's process answers {path}")
+
+    def _do(self, work: Coroutine[Any, Any, T], what: str, limit_s: float = _CALL_LIMIT_S) -> T:
+        """Have the thread do something, and wait for it."""
+        with self._closing:
+            if self._is_closed:
+                work.close()
+            self._check_open()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return wait_for_future(future, lambda: what, kind="engine_call", hard_limit_s=limit_s)
+        finally:
+            future.cancel()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RolloutFailed("the engine is closed")
+
+    def _write(self, update: WeightUpdate) -> WrittenWeights:
+        tensors = list(update.tensors)
+        if self._transfer == "file":
+            return FileWeights(tensors, self._dtype)
+        return SharedWeights(tensors, self._dtype)
+
+    # On the thread: requests
+
+    def _enter(self, opened: OpenRequest) -> None:
+        if self._failure is not None:
+            opened.fail(self._failure)
+            return
+        if not self._open:
+            self._generating.enter_context(self._spans.span("generate"))
+        self._open[opened.number] = opened
+        self._ask_for(opened)
+
+    def _leave(self, opened: OpenRequest) -> None:
+        if opened.number in self._open:
+            self._drop(opened)
+            if self._link is not None:
+                self._link.post({"id": opened.number, "leave": True})
+
+    def _drop(self, opened: OpenRequest) -> None:
+        del self._open[opened.number]
+        if not self._open:
+            self._generating.close()
+
+    def _ask_for(self, opened: OpenRequest) -> None:
+        """What is left of a request, of the child that serves; without one, the next one is asked when it starts."""
+        if self._link is not None:
+            self._link.post({"id": opened.number, "request": write_request(opened.rest())})
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        """New tokens of a request, or its end."""
+        opened = self._open.get(line["id"])
+        if opened is None:
+            return  # its caller has left
+        if "error" in line:
+            if line["error"]["code"] == ENGINE_FAILED:
+                # The process lives and will never make a token again; another one will, for this request too.
+                assert self._child is not None, "it has just spoken"
+                self._child.kill()
+            else:
+                self._drop(opened)
+                opened.fail(error_of(line))
+            return
+        opened.extend(line["tokens"], line["logprobs"], line["versions"])
+        reason = line.get("stop_reason")
+        if reason == "abort":
+            # Nobody here asked for it: the process was told to stop. Whoever serves next goes on.
+            self._ask_for(opened)
+        elif reason is not None:
+            self._num_deaths = 0
+            self._drop(opened)
+            opened.finish(reason)
+
+    # On the thread: control
+
+    async def _call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A call to whichever child serves. Any of them may be repeated: one that a death cut short is made again."""
+        while True:
+            await self._settled.wait()
+            if self._failure is not None:
+                raise self._failure
+            assert self._client is not None, "it serves"
+            try:
+                return await self._client.call(path, body)
+            except ConnectionLost:
+                await asyncio.sleep(_LOST_S)
+
+    async def _set_paused(self, paused: bool) -> None:
+        self._is_paused = paused  # first: a child that starts meanwhile must know
+        await self._call("/control/pause" if paused else "/control/resume", {})
+
+    async def _set_version(self, version: int) -> None:
+        async with self._updates:
+            await self._call("/control/version", {"version": version})
+            self._version = version
+
+    async def _set_asleep(self, tags: Sequence[MemoryTag], asleep: bool) -> None:
+        await self._call("/control/sleep" if asleep else "/control/wake", {"tags": list(tags)})
+        self._asleep = self._asleep.union(tags) if asleep else self._asleep.difference(tags)
+
+    async def _update(self, written: WrittenWeights, version: int, mode: UpdateMode | None) -> None:
+        try:
+            async with self._updates:
+                body = {"version": version, "source": written.source, "mode": mode}
+                await self._call("/control/update_weights", body)
+                before, self._written, self._version = self._written, written, version
+        except BaseException:
+            written.discard()
+            raise
+        if before is not None:
+            before.discard()
+
+    # On the thread: the child's life
+
+    async def _start(self) -> None:
+        await self._begin()
+        self._watch = asyncio.create_task(self._keep_alive())
+
+    async def _begin(self) -> None:
+        """A child that knows all that the last one knew, and goes on with what it left."""
+        self._child = await ChildServer.start(self._model, self._arguments, self._api_key)
+        self._client = ServerClient(self._child.url, self._api_key)
+        await self._restore(self._client)
+        self._link = await self._client.connect(self._take)
+        for opened in self._open.values():
+            self._ask_for(opened)
+        self._settled.set()
+
+    async def _restore(self, client: ServerClient) -> None:
+        if self._is_paused:
+            await client.call("/control/pause", {})
+        if self._written is not None:
+            body = {"version": self._version, "source": self._written.source, "mode": "in_flight"}
+            await client.call("/control/update_weights", body)
+        elif self._version:
+            await client.call("/control/version", {"version": self._version})
+        if self._asleep:
+            await client.call("/control/sleep", {"tags": sorted(self._asleep)})
+
+    async def _keep_alive(self) -> None:
+        """Wait for the child's end; start another; so often as that makes sense."""
+        while self._failure is None:
+            cause = await self._until_lost()
+            while self._failure is None:
+                self._num_deaths += 1
+                if self._num_deaths > MAX_RESTARTS:
+                    self._give_up(cause)
+                    break
+                logger.warning(
+                    "the engine's %s; it is started again (%d of at most %d times in a row) and %d requests go on",
+                    *(cause.partition("; it said:")[0], self._num_deaths, MAX_RESTARTS, len(self._open)),
+                )
+                try:
+                    await self._begin()
+                    break
+                except (ConnectionLost, HeadwaterError) as error:
+                    cause = f"new process could not take over: {error}"
+                    await self._end_child()
+
+    async def _until_lost(self) -> str:
+        """Wait for the end of the child or of its connection; says what happened, with the child's last words."""
+        assert self._child is not None, "started"
+        assert self._link is not None, "connected"
+        child, link = self._child, self._link
+        reading = asyncio.create_task(link.run())
+        tasks: set[asyncio.Task[Any]] = {reading, asyncio.create_task(child.wait())}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._settled.clear()
+            self._link = None
+            if reading.done() and (error := reading.exception()) is not None:
+                logger.error("what the engine's process sent could not be taken", exc_info=error)
+            try:
+                how = await asyncio.wait_for(child.wait(), _DEATH_S)
+            except TimeoutError:
+                child.kill()
+                how = f"{await child.wait()}, because it had closed its connection and did not end"
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end_child()
+        return f"{how}; it said:\n{child.last_lines}"
+
+    async def _end_child(self) -> None:
+        client, self._client = self._client, None
+        child, self._child = self._child, None
+        self._link = None
+        if client is not None:
+            await client.close()
+        if child is not None:
+            await child.stop()
+
+    def _give_up(self, cause: str) -> None:
+        self._failure = RolloutFailed(
+            f"the engine's process died {self._num_deaths} times in a row without finishing a request; the last time, "
+            f"{cause}"
+        )
+        self._settled.set()
+        for opened in list(self._open.values()):
+            self._drop(opened)
+            opened.fail(self._failure)
+
+    async def _end(self) -> None:
+        """Nothing is restarted any more; what runs ends as it stands."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        self._failure = self._failure or RolloutFailed("the engine is closed")
+        self._settled.set()
+        for opened in list(self._open.values()):
+            self._drop(opened)
+            opened.finish("abort")
+        await self._end_child()
+        unfinished = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+        if self._written is not None:
+            self._written.discard()
+
+
+def engine_arguments(config: EngineConfig) -> list[str]:
+    """All settings of the engine, as ``headwater serve`` takes them."""
+    values = {each.name: getattr(config, each.name) for each in fields(config)}
+    # The learner is on the same device, and a server would take most of what is free now.
+    values["memory_fraction"] = config.memory_fraction or SHARED_FRACTION
+    return [f"engine.{name}={json.dumps(value)}" for name, value in values.items()]
+
+
+def _settle(answer: asyncio.Future[ModelResponse], result: ModelResponse | HeadwaterError) -> None:
+    """Answer a caller, unless it has gone."""
+    if answer.done():
+        return
+    if isinstance(result, HeadwaterError):
+        answer.set_exception(result)
+    else:
+        answer.set_result(result)

@@ -1,0 +1,103 @@
+"""What is said to a ``headwater serve``: single calls, and the connection that requests travel over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+
+from headwater.core.errors import HeadwaterError, QueueFull, RequestError, RolloutFailed, WaitTimeout, WeightsError
+
+_KINDS: dict[str, type[HeadwaterError]] = {
+    "queue_full": QueueFull,
+    "weights_refused": WeightsError,
+    "timeout": WaitTimeout,
+}
+ENGINE_FAILED = "engine_unavailable"
+"""The code of a server that answers although its engine never will again."""
+
+
+class ConnectionLost(Exception):
+    """The server is gone, or about to be."""
+
+
+def error_of(body: Mapping[str, Any]) -> HeadwaterError:
+    """The error that the server met, as if it had been met here."""
+    error = body["error"]
+    usual = RequestError if error["type"] == "invalid_request_error" else RolloutFailed
+    return _KINDS.get(error["code"] or "", usual)(error["message"])
+
+
+class ServerClient:
+    """Belongs to one event loop."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        # How long a call may take is the server's business, which has limits of its own; a server that is gone closes
+        # its connections, and then nobody waits.
+        self._session = aiohttp.ClientSession(
+            url,
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=aiohttp.ClientTimeout(total=None),
+            connector=aiohttp.TCPConnector(limit=0),
+        )
+
+    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """POST with a body, GET without."""
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._session.request(method, path, json=body) as reply:
+                answer: dict[str, Any] = await reply.json()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionLost(f"{method} {path}: {error}") from error
+        if "error" in answer:
+            raise error_of(answer)
+        return answer
+
+    async def connect(self, on_line: Callable[[dict[str, Any]], None]) -> RequestLink:
+        try:
+            # Neither side compresses, nor limits what the other may say at once: both are ours.
+            socket = await self._session.ws_connect("/headwater/connect", max_msg_size=0, compress=0)
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionLost(f"the connection for requests: {error}") from error
+        return RequestLink(socket, on_line)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+class RequestLink:
+    """All requests over one connection (see ``engine.server.native.connection``).
+
+    One each would need as many file descriptors on either side as there are requests, which systems limit, often to
+    1024; and ten thousand handshakes at the moment when a step's prompts start.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, on_line: Callable[[dict[str, Any]], None]) -> None:
+        self._socket = socket
+        self._on_line = on_line
+        self._outbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    def post(self, message: dict[str, Any]) -> None:
+        self._outbox.put_nowait(message)
+
+    async def run(self) -> None:
+        """Send what is posted and hand on what comes, until the connection ends."""
+        sender = asyncio.create_task(self._send())
+        try:
+            async for message in self._socket:
+                if message.type is aiohttp.WSMsgType.TEXT:
+                    for line in json.loads(message.data):
+                        self._on_line(line)
+        finally:
+            sender.cancel()
+            await self._socket.close()
+
+    async def _send(self) -> None:
+        try:
+            while True:
+                await self._socket.send_str(json.dumps(await self._outbox.get()))
+        except (ConnectionError, aiohttp.ClientError):
+            await self._socket.close()  # ends the reading too
