@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from headwater.config.load import load_config
     from headwater.core.errors import RunError
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.checkpoint import Checkpoints, read_state
+    from headwater.trainer.checkpoint import Checkpoints, step_of
     from headwater.trainer.evaluate import evaluate
     from headwater.trainer.rollout_setup import build_rollout
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             result = evaluate(parts.eval_rollouts, parts.eval_data, config.eval.num_prompts, config.run.seed)
     finally:
         parts.close()
-    step = read_state(checkpoint).step
+    step = step_of(checkpoint)
     _print(console, run, step, result, args.show)
     report = run.free_file("eval", f"report_{step:06d}", ".json")
     report.write_text(json.dumps({"step": step, "time": time.time(), **result.metrics()}, indent=1), encoding="utf-8")

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from headwater.rollout.schedule import Schedule
 
 HELP = (
-    "Run a recorded run again. Which groups each step took, and which policy version made each token, is read from the "
-    "run's ledger.jsonl; tokens and updates are computed anew, and the weights of every step must be the recorded ones, "
+    "Run a recorded run again. Which groups each step took, and which policy version made each token, is read from "
+    "its ledger.jsonl; tokens and updates are computed anew, and the weights of every step must be the recorded ones, "
     "bit for bit. Needs a run made with engine.deterministic=true. The replay gets a run directory of its own."
 )
 
@@ -51,8 +51,8 @@ def _check(config: Config, schedule: Schedule, path: Path) -> None:
         )
     if schedule.has_mixed_responses and config.engine.update_mode == "in_flight":
         raise RunError(
-            f"{path}: was made with engine.update_mode = in_flight, where responses go on with keys and values of older "
-            "weights, which cannot be made again; record a run with engine.update_mode=interrupt"
+            f"{path}: was made with engine.update_mode = in_flight, where responses go on with keys and values "
+            "of older weights, which cannot be made again; record a run with engine.update_mode=interrupt"
         )
 
 

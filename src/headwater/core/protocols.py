@@ -73,9 +73,7 @@ class InferenceEngine(EpisodeEngine, Protocol):
 class RolloutWorkflow(Protocol):
     """One episode. ``None`` means rejected: the episode is counted and not trained on."""
 
-    async def arun_episode(
-        self, engine: EpisodeEngine, data: EpisodeInput
-    ) -> Trajectory | list[Trajectory] | None: ...
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeInput) -> Trajectory | list[Trajectory] | None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class Checkpoints:
     def set_aside_after(self, step: int) -> None:
         """Rename checkpoints later than ``step``: the run goes on from there and will make its own."""
         for later in self.all():
-            if _step_of(later) > step:
+            if step_of(later) > step:
                 number = 1
                 while (aside := later.with_name(f"superseded-{number}_{later.name}")).exists():
                     number += 1
@@ -80,12 +80,12 @@ class Checkpoints:
     def at(self, step: int) -> Path:
         path = self._folder / f"step_{step:06d}"
         if not path.is_dir():
-            known = ", ".join(str(_step_of(each)) for each in self.all()) or "none"
+            known = ", ".join(str(step_of(each)) for each in self.all()) or "none"
             raise RunError(f"{path}: no such checkpoint; saved steps: {known}")
         return path
 
 
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 

@@ -104,7 +104,9 @@ def build_rollout(config: Config, model_path: str, schedule: Schedule | None = N
         return ReplayedRollouts(engine, groups, tasks, schedule, max_staleness=max_staleness, timeout_s=timeout_s)
 
     def workflow(sampling: SamplingParams) -> RolloutWorkflow:
-        made: RolloutWorkflow = make_workflow(WorkflowContext(tokenizer, reward, sampling))
+        made: RolloutWorkflow = make_workflow(
+            WorkflowContext(tokenizer, reward, sampling, config.data.chat_template_args)
+        )
         return made
 
     # ReMax compares a response with the greedy one to the same prompt.
