@@ -53,7 +53,7 @@ def _print(console: Console, diagnosis: Diagnosis) -> None:
         console.print(f"{mark} {escape(each.what)}")
         if each.remedy:
             console.print(f"  [dim]{escape(each.remedy)}[/]")
-    if diagnosis.is_healthy:
+    if not diagnosis.findings:
         console.print("[green]✓[/] nothing is wrong")
     if diagnosis.resume:
         console.print(f"Go on with:  {escape(diagnosis.resume)}")
@@ -103,8 +103,9 @@ def _waits(diagnosis: Diagnosis) -> list[str]:
 def _groups(diagnosis: Diagnosis) -> list[str]:
     from headwater.observe.duration import show_duration
 
+    runs = "ran" if diagnosis.life.is_over else "runs"
     lines = [
-        f"{each.uid} (dispatch {each.id}) runs {show_duration(each.seconds)}: {each.doing}"
+        f"{each.uid} (dispatch {each.id}) {runs} {show_duration(each.seconds)}: {each.doing}"
         for each in diagnosis.oldest_groups
     ]
     if diagnosis.capacity is not None:

@@ -32,11 +32,12 @@ class Finding:
 
 def findings(evidence: Evidence, life: Life) -> list[Finding]:
     """Problems first."""
+    waits = list(_of_waits(evidence, life))
     found = [
         *_of_damage(evidence),
-        *_of_life(evidence, life),
+        *_of_life(life),
         *_of_ledger(evidence),
-        *_of_waits(evidence, life),
+        *(waits or _of_silence(evidence, life)),
         *_of_drops(evidence),
         *_of_engine(evidence),
         *_of_balance(evidence, life),
@@ -52,8 +53,7 @@ def _of_damage(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _of_life(evidence: Evidence, life: Life) -> Iterator[Finding]:
-    last = evidence.last_metrics_time
+def _of_life(life: Life) -> Iterator[Finding]:
     if life.state == "killed":
         yield Finding(
             "problem",
@@ -70,14 +70,6 @@ def _of_life(evidence: Evidence, life: Life) -> Iterator[Finding]:
         )
     elif life.state == "unknown":
         yield Finding("problem", life.text, "if nothing runs any more, resume")
-    elif life.state == "running" and last is not None and (usual_s := evidence.step_s()) is not None:
-        silent_s = evidence.now - last
-        if silent_s > max(300.0, 20 * usual_s):
-            yield Finding(
-                "problem",
-                f"no step has ended for {show_duration(silent_s)}; of late one took {show_duration(usual_s)}",
-                "see who waits on what, above; where nobody waits, something computes: `py-spy dump` shows what",
-            )
 
 
 def _of_ledger(evidence: Evidence) -> Iterator[Finding]:
@@ -110,6 +102,22 @@ def _of_waits(evidence: Evidence, life: Life) -> Iterator[Finding]:
             did = "waited" if life.is_over else "has waited"
             what = f"{wait.kind}: {wait.thread_name} {did} {show_duration(wait.seconds)}"
             yield Finding(severity, what, remedy_for(wait, evidence))
+
+
+def _of_silence(evidence: Evidence, life: Life) -> Iterator[Finding]:
+    """A step that takes far longer than usual. No single wait need be long: each group that arrives ends one."""
+    last, usual_s, waits = evidence.last_metrics_time, evidence.step_s(), current_waits(evidence, life)
+    is_evaluating = any(each.kind == "rollouts" for each in waits)
+    if life.state != "running" or last is None or usual_s is None or is_evaluating:
+        return
+    silent_s = evidence.now - last
+    if silent_s > max(30.0, 10 * usual_s):
+        yield Finding(
+            "problem" if silent_s > max(300.0, 20 * usual_s) else "hint",
+            f"no step has ended for {show_duration(silent_s)}; of late one took {show_duration(usual_s)}",
+            next((remedy for each in waits if (remedy := remedy_for(each, evidence))), "")
+            or "nobody waits, so something computes: `py-spy dump` shows what",
+        )
 
 
 def current_waits(evidence: Evidence, life: Life) -> list[OpenWait]:

@@ -144,6 +144,17 @@ def test_a_live_run_in_which_no_step_ends_is_a_problem_even_without_a_wait(run):
     add_steps(run, 12, ended_ago=1000)
     write_status(run)
     assert problems(examine(run)) == ["no step has ended for 16 min 40 s; of late one took 2.0 s"]
+    assert "py-spy" in remedy(examine(run), "no step")
+
+
+def test_a_step_that_takes_unusually_long_is_blamed_on_what_is_waited_for(run):
+    add_steps(run, 12, ended_ago=60)
+    oldest = [{"id": 1, "uid": "row-1", "seconds": 50.0, "doing": "1 waits for a reward or a tool"}]
+    write_status(run, waits=[a_wait(seconds=4.0)], oldest=oldest)
+    assert hints(examine(run)) == ["no step has ended for 1 min 0 s; of late one took 2.0 s"]
+    assert "wait for a reward or a tool" in remedy(examine(run), "no step")
+    write_status(run, waits=[a_wait("rollouts", seconds=4.0)], oldest=oldest)
+    assert examine(run).findings == (), "an evaluation comes between"
 
 
 # Runs without a status
