@@ -145,6 +145,44 @@ def engine_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
             )
 
 
+def own_process_runs_the_embedded_engine(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.rollout.placement == "disaggregated" and config.rollout.backend != "embedded":
+        yield Clash(
+            ("rollout.placement", "rollout.backend"),
+            f"a process of its own runs the embedded engine, not rollout.backend = {show(config.rollout.backend)}; "
+            "use rollout.backend=embedded, or rollout.placement=colocated",
+        )
+
+
+def weight_transfer_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    # Compared with the default: a resolved recipe gives every key, and must load again.
+    default = settings(Config)["rollout.weight_transfer"].default()
+    if config.rollout.placement == "colocated" and config.rollout.weight_transfer != default:
+        yield Clash(
+            ("rollout.weight_transfer", "rollout.placement"),
+            "nothing reads this, because rollout.placement = colocated hands weights over within the process; use "
+            f"rollout.placement=disaggregated, or set it back to {show(default)}",
+        )
+
+
+def learner_leaves_only_an_engine_that_waits(config: Config, layers: Layers) -> Iterator[Clash]:
+    if not config.training.offload_during_rollout:
+        return
+    remedy = "set it to false"
+    if config.rollout.max_staleness > 0:
+        yield Clash(
+            ("training.offload_during_rollout", "rollout.max_staleness"),
+            "learner and engine take turns on the device, and with rollout.max_staleness = "
+            f"{config.rollout.max_staleness} both work at the same time; {remedy}, or use rollout.max_staleness=0",
+        )
+    if config.rollout.placement == "disaggregated":
+        yield Clash(
+            ("training.offload_during_rollout", "rollout.placement"),
+            f"the engine has its own memory with rollout.placement = disaggregated; {remedy}, or use "
+            "rollout.placement=colocated",
+        )
+
+
 def schedule_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.training.schedule == "constant":
         why = "training.schedule = constant never falls; use linear or cosine"
@@ -179,5 +217,8 @@ CHECKS: tuple[Check, ...] = (
     eval_settings_are_read,
     engine_settings_are_read,
     schedule_settings_are_read,
+    own_process_runs_the_embedded_engine,
+    weight_transfer_is_read,
+    learner_leaves_only_an_engine_that_waits,
     *ALGORITHM_CHECKS,
 )

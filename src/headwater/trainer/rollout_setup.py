@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.backends import BACKENDS, BackendContext
+from headwater.backends import BackendContext, make_engine
 from headwater.config.schema import Config
 from headwater.core.protocols import InferenceEngine, MemoryTag, RolloutWorkflow
 from headwater.core.records import SamplingParams
@@ -70,7 +70,7 @@ def build_rollout(config: Config, model_path: str, schedule: Schedule | None = N
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path)
     eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, load_processor(model_path))
-    engine = BACKENDS.resolve(config.rollout.backend).from_context(BackendContext(config, model_path, tokenizer, spans))
+    engine = make_engine(BackendContext(config, model_path, tokenizer, spans))
     reward = REWARD_MANAGERS.resolve(config.reward.manager)(config.reward, spans)
     make_workflow = with_arguments(
         WORKFLOWS, config.rollout.workflow, config.rollout.workflow_args, "rollout.workflow_args"
