@@ -15,6 +15,8 @@ _BY_KIND = {
     "rollout.max_staleness, or lower rollout.episode_timeout_s",
     "engine_start": "the engine loads its model: if that never ends, memory is the usual cause "
     "(engine.memory_fraction, engine.kv_cache_gib); its own output says more",
+    "engine_call": "the engine's process does not answer: it is being restarted, or a long round keeps it busy; with "
+    "engine.update_mode=drain it first ends what runs",
     "rollout_thread": "an episode blocks the thread of all episodes: a workflow, tool or reward that computes for long "
     "belongs in asyncio.to_thread",
 }

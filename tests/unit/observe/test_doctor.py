@@ -279,6 +279,7 @@ def test_a_wait_for_a_batch_while_nothing_runs_is_told_by_the_room(run, capacity
         ("weights", "update_mode"),
         ("straggler", "on_stale"),
         ("engine_start", "memory"),
+        ("engine_call", "does not answer"),
         ("rollout_thread", "to_thread"),
         ("rollouts", "eval.num_prompts"),
     ],
