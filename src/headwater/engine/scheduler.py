@@ -6,7 +6,6 @@ lanes; Python touches a sequence when it arrives, starts, is preempted and ends.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 
 import numpy as np
@@ -16,6 +15,7 @@ from headwater.engine.lanes import Lanes
 from headwater.engine.pages import PagePool, Pages, prefix_keys
 from headwater.engine.plans import DecodePlan, Moves, NeedsRoom, NewRow, PrefillBatch, PrefillPlan
 from headwater.engine.prompt_queue import PromptJob, PromptQueue
+from headwater.engine.row_map import RowMap
 from headwater.engine.sequence import Sequence
 
 
@@ -45,9 +45,7 @@ class Scheduler:
         self._num_computing = 0
         self._held: list[Sequence] = []
         self._is_holding = False
-        self._lane_of_row = np.full(max_sequences, -1, np.int64)
-        self._free_rows = list(range(max_sequences))  # a heap: the lowest row first keeps the rows dense
-        self._num_rows = 0
+        self._rows = RowMap(max_sequences)
 
     @property
     def num_waiting(self) -> int:
@@ -85,8 +83,7 @@ class Scheduler:
 
     def running(self) -> NDArray[np.int64]:
         """Lanes in use, in the order of their rows."""
-        lanes = self._lane_of_row[: self._num_rows]
-        return lanes[lanes >= 0]
+        return self._rows.running()
 
     def end(self, lane: int, *, may_go_on: bool) -> int:
         """Free a lane whose sequence has ended or goes back to the queue; returns its row. Output is already out.
@@ -100,10 +97,7 @@ class Scheduler:
             self._remember(lane)
         self.pool.release(lanes.pages(lane))
         lanes.give_back(lane)
-        self._lane_of_row[row] = -1
-        heapq.heappush(self._free_rows, row)
-        while self._num_rows and self._lane_of_row[self._num_rows - 1] < 0:
-            self._num_rows -= 1
+        self._rows.give_back(row)
         return row
 
     def preempt(self, lane: int, *, keeps_pages: bool = True) -> int:
@@ -269,10 +263,9 @@ class Scheduler:
                 )
                 if pages is None:
                     break
-                row = heapq.heappop(self._free_rows)
+                row = self._rows.next_row()
                 lane = self.lanes.take(member, row, job.tokens, pages, job.version)
-                self._lane_of_row[row] = lane
-                self._num_rows = max(self._num_rows, row + 1)
+                self._rows.take(row, lane)
                 started.append(lane)
                 last_tokens.append(last)
                 num_begun += 1
@@ -290,7 +283,7 @@ class Scheduler:
         A partly filled page is written to by every sample, so each gets its own; the last one takes over the job's.
         """
         is_partly_filled = len(job.tokens) % self.page_tokens > 0
-        if not self._free_rows or (is_partly_filled and not is_last and not self.pool.num_available):
+        if self._rows.is_full or (is_partly_filled and not is_last and not self.pool.num_available):
             return None
         if is_last:
             return job.pages
@@ -326,23 +319,15 @@ class Scheduler:
 
     def compact(self) -> Moves:
         """Fill holes among the rows with the last rows."""
-        sources, targets = [], []
-        while self._free_rows and self._free_rows[0] < self._num_rows:
-            target, source = heapq.heappop(self._free_rows), self._num_rows - 1
-            lane = self._lane_of_row[source]
-            self._lane_of_row[target], self._lane_of_row[source] = lane, -1
+        moves = self._rows.compact()
+        for _, target, lane in moves:
             self.lanes.row[lane] = target
-            heapq.heappush(self._free_rows, source)
-            sources.append(source)
-            targets.append(target)
-            while self._num_rows and self._lane_of_row[self._num_rows - 1] < 0:
-                self._num_rows -= 1
-        return Moves(sources, targets)
+        return Moves([source for source, _, _ in moves], [target for _, target, _ in moves])
 
     @property
     def num_rows(self) -> int:
         """Rows up to the last one in use."""
-        return self._num_rows
+        return self._rows.num_rows
 
     def plan_decode(self, num_steps: int, *, may_preempt: bool) -> tuple[DecodePlan | None, list[int]]:
         """Pages for the next steps of all rows, and the rows of sequences that had to make room for them.
@@ -371,9 +356,9 @@ class Scheduler:
         first_new = self.lanes.num_pages[lanes].copy()
         self._grow(lanes, num_new)
         plan = DecodePlan(
-            num_rows=self._num_rows,
+            num_rows=self._rows.num_rows,
             num_steps=steps,
-            lanes=self._lane_of_row[: self._num_rows].copy(),
+            lanes=self._rows.lanes().copy(),
             page_updates=self._page_updates(lanes, first_new),
             needs=self.lanes.needs_of(lanes),
         )

@@ -377,7 +377,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
     assert (metrics.num_waiting, metrics.num_running, metrics.kv_pages_used) == (0, 0, 0)
     assert engine._intake.num_open == 0
     assert scheduler.lanes.num_free == scheduler.lanes.capacity
-    assert sorted(scheduler._free_rows) == list(range(scheduler.lanes.capacity))
+    assert sorted(scheduler._rows._free) == list(range(scheduler.lanes.capacity))
     assert scheduler.num_rows == 0
     assert not scheduler._computing
     assert not scheduler._waiting
