@@ -134,7 +134,9 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 
 
 def _stop_at_eof() -> None:
-    sys.stdin.buffer.read()
+    # Not through sys.stdin, whose lock would be held when the interpreter ends.
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_STOP_LIMIT_S)
     os._exit(1)  # nobody is there who could end it the hard way

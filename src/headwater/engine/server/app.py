@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from aiohttp import web
 
@@ -21,5 +22,7 @@ if TYPE_CHECKING:
 def build_app(engine: Engine, options: ServerOptions) -> web.Application:
     app = web.Application(middlewares=[errors_as_json, only_with_key], client_max_size=options.max_body_bytes)
     app[STATE] = ServerState.build(engine, options)
+    app[native_routes.SOCKETS] = WeakSet()
+    app.on_shutdown.append(native_routes.close_sockets)
     app.add_routes([*openai_routes.ROUTES, *sglang_routes.ROUTES, *native_routes.ROUTES, *control_routes.ROUTES])
     return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -15,6 +16,8 @@ from headwater.engine.server.native.connection import Connection
 from headwater.engine.server.native.lines import line_of
 from headwater.engine.server.native.request import read_request
 from headwater.engine.server.state import STATE, ServerState
+
+SOCKETS = web.AppKey("sockets", weakref.WeakSet[web.WebSocketResponse])
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -36,6 +39,7 @@ async def connect(request: web.Request) -> web.WebSocketResponse:
     state = request.app[STATE]
     socket = web.WebSocketResponse(max_msg_size=state.options.max_body_bytes, compress=False)
     await socket.prepare(request)
+    request.app[SOCKETS].add(socket)
     connection = Connection(state, socket)
     try:
         async for message in socket:
@@ -47,6 +51,13 @@ async def connect(request: web.Request) -> web.WebSocketResponse:
     finally:
         await connection.end()
     return socket
+
+
+async def close_sockets(app: web.Application) -> None:
+    """A server that stops waits for its handlers, and these would wait for their clients."""
+    sockets = app[SOCKETS]
+    for socket in list(sockets):
+        await socket.close(code=WSCloseCode.GOING_AWAY)
 
 
 ROUTES = [web.post("/headwater/generate", generate), web.get("/headwater/connect", connect)]

@@ -1,0 +1,334 @@
+"""The engine in a process of its own: the same bits, weights that arrive, and a child that may die at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import ROOT
+
+from headwater.backends import BackendContext, make_engine
+from headwater.backends.served import engine as served_module
+from headwater.backends.served.engine import ServedEngine, engine_arguments
+from headwater.config.load import load_config
+from headwater.config.schema import EngineConfig
+from headwater.core.errors import RequestError, RolloutFailed, WeightsError
+from headwater.core.protocols import WeightUpdate
+from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.engine.engine import Engine
+from headwater.models.load import load_model, load_tokenizer
+from headwater.observe.spans import Spans
+
+pytestmark = pytest.mark.timeout(240)
+
+MODEL = "tiny:qwen3"
+LIMIT_S = 120.0
+CONFIG = EngineConfig(deterministic=True, kv_cache_gib=0.02, max_prefill_tokens=64, decode_steps=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Here and in the child: so small a model is faster without a thread pool."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def served(one_thread) -> Iterator[ServedEngine]:
+    engine = ServedEngine(MODEL, engine_arguments(CONFIG), dtype="float32", transfer="shared_memory", spans=Spans())
+    yield engine
+    pid = engine.pid
+    engine.close()
+    assert is_gone(pid)
+
+
+@contextmanager
+def inline(seed: int = 0) -> Iterator[Engine]:
+    engine = Engine.load(MODEL, CONFIG, device="cpu", seed=seed)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(one_thread) -> Callable[..., list[ModelResponse]]:
+    """What engines of this process say, by the seed of their weights."""
+    engines: dict[int, Engine] = {}
+
+    def generate(requests: list[ModelRequest], seed: int) -> list[ModelResponse]:
+        if seed not in engines:
+            engines[seed] = Engine.load(MODEL, CONFIG, device="cpu", seed=seed)
+        return engines[seed].generate(requests)
+
+    yield generate
+    for engine in engines.values():
+        engine.close()
+
+
+def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
+    model = load_model(MODEL, dtype="float32", device="cpu", seed=seed)
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def requests(count: int, num_tokens: int, num_prompt: int = 5, **sampling: Any) -> list[ModelRequest]:
+    params = SamplingParams(**{"max_new_tokens": num_tokens, "ignore_end": True, **sampling})
+    return [
+        ModelRequest(f"r{key}", tuple(6 + (7 * key + 13 * place) % 500 for place in range(num_prompt)), params, key)
+        for key in range(count)
+    ]
+
+
+def bits(responses: list[ModelResponse]) -> list[Any]:
+    return [(each.output_tokens, each.output_logprobs, each.stop_reason) for each in responses]
+
+
+def generate(
+    engine: ServedEngine, asked: list[ModelRequest], meanwhile: Callable[[], Any] = lambda: None
+) -> list[ModelResponse]:
+    """All responses; ``meanwhile`` happens in another thread."""
+
+    async def run() -> list[ModelResponse]:
+        answers = asyncio.gather(*(engine.agenerate(each) for each in asked))
+        await asyncio.sleep(0)  # all of them have asked
+        await asyncio.to_thread(meanwhile)
+        return await asyncio.wait_for(answers, LIMIT_S)
+
+    return asyncio.run(run())
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def some_tokens(engine: ServedEngine, least: int = 5) -> None:
+    def has_some() -> bool:
+        return any(len(each.tokens) >= least for each in list(engine._open.values()))
+
+    wait_until(has_some, "no tokens come")
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+def test_the_same_bits_as_in_this_process(served, undisturbed):
+    asked = [
+        *requests(3, 20),
+        *requests(2, 20, temperature=0.0),
+        *requests(2, 30, num_prompt=70, temperature=0.8, top_p=0.9, ignore_end=False),
+        *requests(2, 30, stop_strings=("a", "e", "1")),
+    ]
+    asked = [replace(each, request_id=f"{place}") for place, each in enumerate(asked)]
+    first = generate(served, asked)
+    assert bits(first) == bits(undisturbed(asked, 0))
+    later = [replace(each, given_tokens=one.output_tokens[:7]) for each, one in zip(asked, first, strict=True)]
+    assert bits(generate(served, later)) == bits(undisturbed(later, 0))
+    assert {version for each in first for version in each.output_versions} == {0}
+
+
+@pytest.mark.parametrize(("transfer", "seed"), [("shared_memory", 1), ("file", 2)])
+def test_weights_arrive_bit_for_bit_and_leave_no_second_copy(served, undisturbed, transfer, seed):
+    before = set(os.listdir("/dev/shm"))
+    served._transfer = transfer
+    served.update_weights(WeightUpdate(seed, weights(seed))).result(LIMIT_S)
+    assert served.get_version() == seed
+    with inline(seed) as engine:
+        assert served.weights_checksum() == engine.weights_checksum()
+    [response] = generate(served, requests(1, 10))
+    assert bits([response]) == bits(undisturbed(requests(1, 10), seed))
+    assert set(response.output_versions) == {seed}
+    new = set(os.listdir("/dev/shm")) - before
+    assert len(new) <= 1  # a new child would be given this one
+    wrong = served.update_weights(WeightUpdate(9, weights(0)[1:]))
+    with pytest.raises(WeightsError, match="missing"):
+        wrong.result(LIMIT_S)
+    assert served.get_version() == seed
+    assert set(os.listdir("/dev/shm")) - before == new
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "in_flight", "drain"])
+def test_an_update_while_it_generates(served, undisturbed, mode):
+    old, new, seed = served.get_version(), served.get_version() + 1, 1
+    served._transfer = "shared_memory"
+    asked = requests(4, 48)
+    before = undisturbed(asked, 2 if old == 2 else 1)
+
+    def update() -> None:
+        some_tokens(served)
+        served.update_weights(WeightUpdate(new, weights(seed)), mode).result(LIMIT_S)
+
+    responses = generate(served, asked, update)
+    for response, alone in zip(responses, before, strict=True):
+        versions = response.output_versions
+        assert len(versions) == 48
+        num_old = versions.count(old)
+        assert versions == (old,) * num_old + (new,) * (48 - num_old)
+        assert num_old == 48 if mode == "drain" else 0 < num_old < 48
+        assert response.output_tokens[:num_old] == alone.output_tokens[:num_old]
+
+
+def test_an_update_while_prompts_are_computed(served, undisturbed):
+    """Nothing was drawn yet, so everything is of the new weights: half-computed prompts are computed anew."""
+    version = served.get_version() + 1
+    asked = requests(4, 8, num_prompt=250)
+    update = WeightUpdate(version, weights(3))
+    responses = generate(served, asked, lambda: served.update_weights(update, "interrupt").result(LIMIT_S))
+    for response, alone in zip(responses, undisturbed(asked, 3), strict=True):
+        if set(response.output_versions) == {version}:
+            assert bits([response]) == bits([alone])
+    assert sum(set(each.output_versions) == {version} for each in responses) > 0
+    assert all(len(each.output_tokens) == 8 for each in responses)
+
+
+def test_killed_half_way(served, undisturbed):
+    """Tokens, log-probs and versions are those of an engine that nobody disturbed; nothing is lost or made twice."""
+    served.update_weights(WeightUpdate(40, weights(2))).result(LIMIT_S)
+    checksum, pid = served.weights_checksum(), served.pid
+    asked = [*requests(5, 60), *requests(1, 60, stop_strings=("zzzz",))]
+
+    def kill() -> None:
+        some_tokens(served)
+        os.kill(served.pid, signal.SIGKILL)
+
+    responses = generate(served, asked, kill)
+    assert bits(responses) == bits(undisturbed(asked, 2))
+    assert {each.output_versions for each in responses} == {(40,) * 60}
+    assert served.pid != pid
+    assert is_gone(pid)
+    assert (served.get_version(), served.weights_checksum()) == (40, checksum)
+
+
+def test_told_to_stop_while_paused(served, undisturbed):
+    """A polite end, which answers requests with what they have: they go on all the same, and only when resumed."""
+    served.update_weights(WeightUpdate(50, weights(1))).result(LIMIT_S)
+    served.set_version(51)
+    asked, pid = requests(3, 40), served.pid
+
+    def stop() -> None:
+        some_tokens(served)
+        served.pause()
+        os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: is_gone(pid) and served._settled.is_set(), "no new child")
+        assert served._ask("/metrics.json")["is_paused"]
+        time.sleep(0.3)
+        assert served._ask("/metrics.json")["num_tokens_generated"] == 0
+        served.resume()
+
+    responses = generate(served, asked, stop)
+    assert bits(responses) == bits(undisturbed(asked, 1))
+    assert {version for each in responses for version in each.output_versions} == {51}
+
+
+def test_thousands_wait_over_one_connection_and_leave_at_once(served):
+    served.pause()
+    num_before = len(os.listdir("/proc/self/fd"))
+
+    def num_waiting() -> int:
+        return served._ask("/metrics.json")["num_waiting"]
+
+    async def run() -> None:
+        tasks = [asyncio.ensure_future(served.agenerate(each)) for each in requests(3000, 4)]
+        await asyncio.to_thread(wait_until, lambda: num_waiting() == len(tasks), "not all have entered")
+        assert len(os.listdir("/proc/self/fd")) < num_before + 20
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(wait_until, lambda: num_waiting() == 0, "not all have left")
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    finally:
+        served.resume()
+    assert len(generate(served, requests(1, 4))) == 1
+
+
+def test_a_request_that_cannot_be_served_is_refused_as_in_this_process(served):
+    with pytest.raises(RequestError, match="exceed the model's"):
+        generate(served, requests(1, 100_000))
+    served.sleep()
+    served.wake()
+    assert len(generate(served, requests(1, 4))) == 1
+
+
+def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatch):
+    loaded = load_config(
+        None, ["rollout.placement=disaggregated", "engine.max_queue=77", "engine.kv_cache_gib=0.02", "run.seed=3"]
+    )
+    config = loaded.config
+    engine = make_engine(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
+    try:
+        assert isinstance(engine, ServedEngine)
+        info = engine._ask("/get_server_info")
+        assert (info["max_queue"], info["kv_cache_gib"]) == (77, 0.02)
+        with inline(3) as other:
+            assert engine.weights_checksum() == other.weights_checksum()
+        arguments = Path(f"/proc/{engine.pid}/cmdline").read_text()
+        assert engine._api_key not in arguments
+        monkeypatch.setattr(served_module, "MAX_RESTARTS", 0)
+
+        def kill() -> None:
+            some_tokens(engine)
+            os.kill(engine.pid, signal.SIGKILL)
+
+        with pytest.raises(RolloutFailed, match=r"died 1 times in a row.*killed by SIGKILL; it said:\nserving tiny"):
+            generate(engine, requests(2, 1500), kill)
+        with pytest.raises(RolloutFailed, match="killed by SIGKILL"):
+            engine.pause()
+        with pytest.raises(RolloutFailed, match="killed by SIGKILL"):
+            generate(engine, requests(1, 2))
+    finally:
+        engine.close()
+        engine.close()
+    with pytest.raises(RolloutFailed, match="closed"):
+        generate(engine, requests(1, 2))
+
+
+def test_a_model_that_is_not_there_is_told_at_once():
+    with pytest.raises(RolloutFailed, match=r"exit status 2 before it served no/such/model; it said:\n.*no/such/model"):
+        ServedEngine("no/such/model", (), dtype="float32", transfer="file", spans=Spans())
+
+
+PARENT = """
+import sys
+from headwater.backends.served.engine import ServedEngine
+from headwater.observe.spans import Spans
+
+engine = ServedEngine("tiny:qwen3", ("engine.kv_cache_gib=0.02",), dtype="float32", transfer="file", spans=Spans())
+print(engine.pid, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_parent_that_is_killed_leaves_no_orphan():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert not is_gone(pid)
+    parent.kill()
+    parent.wait(LIMIT_S)
+    wait_until(lambda: is_gone(pid), "the child lives on")
