@@ -78,9 +78,9 @@ class RunDirectory:
         """What the run does at this moment, or did last."""
         return self.path / "status.json"
 
-    @property
-    def trace_file(self) -> Path:
-        return self.path / "trace.json"
+    def free_trace_file(self) -> Path:
+        """``trace.json``, or another name where an earlier part of the run has left one."""
+        return self.free_file(".", "trace", ".json")
 
     @property
     def curve_file(self) -> Path:

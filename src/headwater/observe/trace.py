@@ -63,7 +63,7 @@ class Trace:
 
         trace = Trace()
         spans = Spans(trace)            # every span is drawn
-        trace.write(run.trace_file)     # as often as you like; bars that are open are drawn up to now
+        trace.write(path)              # as often as you like; bars that are open are drawn up to now
     """
 
     def __init__(self, max_events: int = 50_000, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headwater.core.errors import RolloutFailed
+from headwater.core.errors import RolloutFailed, RunError
 from headwater.core.protocols import InferenceEngine
 from headwater.core.waits import wait_for_future
 from headwater.rollout.dispatcher import BatchTaskDispatcher
@@ -118,15 +119,18 @@ class WorkflowExecutor:
     def wait(self, num_groups: int) -> RolloutBatch:
         """So many of the groups that were submitted or drawn; fewer only when there are no more to come."""
 
+        began = time.monotonic()
+
         def progress() -> str:
             lost = f", {len(self._dropped)} were dropped" if self._dropped else ""
             return (
-                f"the learner waits for batch {self._version + 1}: {len(self._buffer)} of {num_groups} groups"
-                f"{lost}; {self._describe_flights()}"
+                f"the learner has waited {time.monotonic() - began:.0f} s for batch {self._version + 1}: "
+                f"{len(self._buffer)} of {num_groups} groups{lost}; {self._describe_flights()}"
             )
 
         while not (selection := self._select(num_groups)).is_enough:
-            arrived = self._dispatcher.wait_results(1, progress, hard_limit_s=self._timeout_s)
+            left_s = max(0.0, self._timeout_s - (time.monotonic() - began))  # the limit is for the batch
+            arrived = self._dispatcher.wait_results(1, progress, hard_limit_s=left_s)
             if not arrived:  # nothing runs and nothing more can start: there are no more prompts, or rounds
                 selection = self._select(num_groups, may_be_short=True)
                 break
@@ -244,13 +248,17 @@ class WorkflowExecutor:
     def _capacity(self) -> int:
         if self.admission.in_waves and self._flights:
             return 0
-        if self._has_used_its_rounds():
+        if self._has_used_its_rounds() or self._is_barren():
             return 0
         return self.staleness.capacity(self._version)
 
     def _has_used_its_rounds(self) -> bool:
         rounds = self.admission.max_rounds
         return rounds is not None and self._num_ended_for_batch >= rounds * self.admission.batch_size
+
+    def _is_barren(self) -> bool:
+        """So many groups have failed in a row that more of them would be pointless."""
+        return self._num_barren >= _MAX_BARREN_BATCHES * self.admission.batch_size
 
     def _starting(self) -> AbstractAsyncContextManager[object]:
         return self._held_engine() if self.admission.in_waves and self.admission.holds_engine else nullcontext()
@@ -277,10 +285,8 @@ class WorkflowExecutor:
 
     async def _fly(self, flight: Flight) -> Finished | Dropped:
         dispatch, flight.task = flight.dispatch, asyncio.current_task()
-        try:
-            outcome = await self._groups.run(flight, WatchedEngine.maker(self._engine, flight))
-        finally:
-            del self._flights[dispatch.id]
+        outcome = await self._groups.run(flight, WatchedEngine.maker(self._engine, flight))
+        del self._flights[dispatch.id]  # one that was broken off has not ended: it starts again when the run is resumed
         self._num_ended_for_batch += 1
         if isinstance(outcome, Dropped):
             del self._untaken[dispatch.id]
@@ -314,10 +320,10 @@ class WorkflowExecutor:
     def _end_slow_flights(self) -> None:
         self._watch = None
         for flight in self._flights.values():
-            if flight.seconds > self._episode_timeout_s and not flight.has_timed_out:
+            if flight.seconds > self._episode_timeout_s:
                 flight.has_timed_out = True
                 if flight.task is not None:
-                    flight.task.cancel()
+                    flight.task.cancel()  # again each second: an episode may swallow it
         if self._flights:
             self._watch_flights()
 
@@ -329,7 +335,7 @@ class WorkflowExecutor:
                 self._buffer.append(each)
             else:
                 self._dropped.append(each)
-        if self._num_barren >= _MAX_BARREN_BATCHES * self.admission.batch_size:
+        if self._is_barren():
             raise _too_few(self._buffer, [each for each in self._dropped if not each.is_filtered])
 
     def _select(self, num_groups: int, *, may_be_short: bool = False) -> Selection:
@@ -350,14 +356,18 @@ class WorkflowExecutor:
 
     def _drop_stale(self, finished: Finished) -> None:
         dispatch = finished.dispatch
+        if finished.version >= self._version:
+            raise RunError(
+                f"row {dispatch.draw.prompt.uid} started under policy version {finished.version} and has tokens tagged "
+                f"{finished.oldest}; such tags would make every group too old: mend the engine or the workflow"
+            )
         del self._untaken[dispatch.id]
         self.ledger.drop(dispatch.id, "older than rollout.max_staleness when it was to be trained on")
-        self.staleness.give_back()
         self._dropped.append(Dropped(dispatch.draw.prompt.uid, "older than rollout.max_staleness", is_stale=True))
         if dispatch.attempt == 0:  # its prompt gets a second chance, not a third
             self._dispatcher.submit([self._dispatch(dispatch.draw, attempt=1)])
-        else:
-            self._dispatcher.notify()
+        self.staleness.give_back()  # only now, or another prompt might take its place
+        self._dispatcher.notify()
 
     def _take(self, selection: Selection, num_groups: int) -> RolloutBatch:
         chosen = {each.dispatch.id for each in selection.chosen}

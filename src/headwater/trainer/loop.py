@@ -56,6 +56,7 @@ class Trainer:
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
         self._interrupts = Interrupts(lambda: display.say("Stopping after this update. Ctrl-C again stops at once."))
         self._checksum = ""
+        self._trace_file = run.free_trace_file()
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
         self._consistent = self._state.warm_started
 
@@ -111,7 +112,7 @@ class Trainer:
                 raise
             finally:
                 if self._parts.trace is not None:
-                    self._parts.trace.write(self._run.trace_file)
+                    self._parts.trace.write(self._trace_file)
             return True
 
     def _prepare(self) -> None:
@@ -208,7 +209,7 @@ class Trainer:
         record = {"weights": self._checksum, "counts": asdict(counts), **self._rollouts.ledger.take_record()}
         self._run.append_ledger({"kind": "step", "step": step, "time": now, **record})
         if self._parts.trace is not None:
-            self._parts.trace.write_if_due(self._run.trace_file)
+            self._parts.trace.write_if_due(self._trace_file)
         if _due(step, self._config.trainer.save_rollouts_every_steps):
             rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
             write_rollouts(self._run.free_file("rollouts", f"step_{step:06d}", ".parquet"), step, rollouts)
