@@ -45,6 +45,7 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         self._submitted: deque[Job] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._is_admitting = False
+        self._must_look_again = False
         self._is_paused = False
         self._changed = threading.Condition()
         self._results: list[Result] = []
@@ -87,7 +88,10 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         self._tasks.post(self._look)
 
     def _look(self) -> None:
-        if self._is_admitting or self._is_paused or self._error is not None or self._capacity() <= 0:
+        if self._is_admitting:
+            self._must_look_again = True  # it may have looked for the last time before there was room
+            return
+        if self._is_paused or self._error is not None or self._capacity() <= 0:
             self._tell_consumer()
             return
         self._is_admitting = True
@@ -109,15 +113,18 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         self._is_admitting = False
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
+        if self._must_look_again:
+            self._must_look_again = False
+            self._look()
         self._tell_consumer()
 
     def _next_jobs(self, count: int) -> list[Job]:
-        jobs = [self._submitted.popleft() for _ in range(min(count, len(self._submitted)))]
-        if self._draw is not None and len(jobs) < count:
-            drawn = self._draw(count - len(jobs))
-            self._is_exhausted = len(jobs) + len(drawn) < count
-            jobs += drawn
-        return jobs
+        num_submitted = min(count, len(self._submitted))
+        drawn: Sequence[Job] = ()
+        if self._draw is not None and num_submitted < count:
+            drawn = self._draw(count - num_submitted)  # first of all: should it fail, what was submitted still waits
+            self._is_exhausted = num_submitted + len(drawn) < count
+        return [*(self._submitted.popleft() for _ in range(num_submitted)), *drawn]
 
     async def _gather(self, begun: Awaitable[Result]) -> None:
         result = await begun

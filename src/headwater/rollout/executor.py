@@ -350,7 +350,6 @@ class WorkflowExecutor:
             may_be_short=may_be_short,
         )
         for each in selection.too_old:
-            self._buffer.remove(each)
             self._drop_stale(each)
         return selection
 
@@ -361,6 +360,7 @@ class WorkflowExecutor:
                 f"row {dispatch.draw.prompt.uid} started under policy version {finished.version} and has tokens tagged "
                 f"{finished.oldest}; such tags would make every group too old: mend the engine or the workflow"
             )
+        self._buffer.remove(finished)
         del self._untaken[dispatch.id]
         self.ledger.drop(dispatch.id, "older than rollout.max_staleness when it was to be trained on")
         self._dropped.append(Dropped(dispatch.draw.prompt.uid, "older than rollout.max_staleness", is_stale=True))

@@ -49,20 +49,21 @@ class GroupRunner:
         """``engine_of`` a sample's number is what its episode asks."""
         prompt = flight.dispatch.draw.prompt
         try:
-            results = await _all_or_first_error(self._episodes(flight, engine_of))
+            group = self._to_group(prompt, await _all_or_first_error(self._episodes(flight, engine_of)))
         except asyncio.CancelledError:
-            if not flight.has_timed_out:
+            if flight.has_timed_out:
+                return self._failed(prompt, RolloutFailed(f"row {prompt.uid}: {_too_slow(flight)}"))
+            if _is_called_off():
                 raise
-            return self._failed(prompt, RolloutFailed(f"row {prompt.uid}: {_too_slow(flight)}"))
+            return self._failed(prompt, RolloutFailed(f"{self._where(prompt)} waited for something that was cancelled"))
         except (RewardFailed, RolloutFailed) as error:
             return self._failed(prompt, error)
         except HeadwaterError:
             raise
         except Exception as error:  # noqa: BLE001  a workflow is anybody's code
-            name = type(self._workflow).__name__
-            message = f"workflow {name} on row {prompt.uid} raised {type(error).__name__}: {error}"
+            message = f"{self._where(prompt)} raised {type(error).__name__}: {error}"
             return self._failed(prompt, RolloutFailed(message), error)
-        return self._accepted(self._to_group(prompt, results))
+        return self._accepted(group)
 
     def _episodes(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Iterable[Awaitable[object]]:
         draw = flight.dispatch.draw
@@ -78,6 +79,9 @@ class GroupRunner:
         result = await workflow.arun_episode(engine, data)
         flight.num_done += 1
         return result
+
+    def _where(self, prompt: Prompt) -> str:
+        return f"workflow {type(self._workflow).__name__} on row {prompt.uid}"
 
     def _failed(self, prompt: Prompt, error: HeadwaterError, cause: Exception | None = None) -> Dropped:
         if self._on_failure == "stop":
@@ -110,6 +114,12 @@ class GroupRunner:
                     )
                 trajectories.append(part)
         return trajectories
+
+
+def _is_called_off() -> bool:
+    """Whether it is this task that was cancelled, and not something that it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _too_slow(flight: Flight) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -11,7 +12,10 @@ from typing import Any, TypeVar
 from headwater.core.waits import wait_for_future
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
 _CALL_LIMIT_S = 60.0
+_CANCEL_AGAIN_S = 0.5
 
 
 class AsyncTaskRunner:
@@ -59,7 +63,10 @@ class AsyncTaskRunner:
         """Cancel whatever runs, wait until it has ended, and end the thread."""
         if not self.is_open:
             return
-        self.start(_cancel_all_others()).result(_CALL_LIMIT_S)
+        try:
+            self.start(_cancel_all_others()).result(_CALL_LIMIT_S)
+        except TimeoutError:
+            logger.warning("some episodes do not end although they were cancelled; they are left behind")
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_CALL_LIMIT_S)
         self.loop.close()
@@ -73,8 +80,9 @@ class AsyncTaskRunner:
 
 async def _cancel_all_others() -> None:
     """After Ctrl-C or an error nothing may go on behind our back; engines stop what nobody waits for."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    myself = asyncio.current_task()
+    while others := asyncio.all_tasks() - {myself}:
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others, timeout=_CANCEL_AGAIN_S)  # an episode may swallow one, so it is not the last
     await asyncio.get_running_loop().shutdown_asyncgens()

@@ -3,87 +3,62 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from itertools import islice
+import threading
 
 import pytest
-import tiny
+from rollout.executor_parts import Rows, Scripted, draw_of, executor_of, number_of, ok, one_batch, uids
 from rollout.held_engine import HeldEngine
 
-from headwater.core.errors import RewardFailed, RolloutFailed, WaitTimeout
-from headwater.core.protocols import EpisodeInput
-from headwater.core.records import Trajectory
-from headwater.rollout.executor import WorkflowExecutor
-from headwater.rollout.group import PromptDraw
+from headwater.core.errors import RewardFailed, RolloutFailed, RunError, WaitTimeout
 
 
-class Scripted:
-    """A workflow that does what a function says for each episode."""
-
-    def __init__(self, outcome: Callable[[EpisodeInput], object]) -> None:
-        self.outcome = outcome
-        self.keys: list[int] = []
-
-    async def arun_episode(self, engine, data):
-        self.keys.append(data.rng_key)
-        await asyncio.sleep(0)
-        result = self.outcome(data)
-        return await result if asyncio.iscoroutine(result) else result
-
-
-def ok(data: EpisodeInput) -> Trajectory:
-    return Trajectory(data.prompt.uid, data.sample, (7, 8), 1, (0, 1), (0.0, -0.5), (-1, 0), 1.0, "stop")
-
-
-def run(outcome, num_groups=3, on_failure="stop", timeout_s=30.0, num_prompts=100):
-    workflow = Scripted(outcome)
-    waiting = iter([PromptDraw(tiny.prompt(uid=f"row{number}"), number) for number in range(num_prompts)])
-    with asyncio.Runner() as loop:
-        executor = WorkflowExecutor(
-            HeldEngine(), workflow, loop, num_samples=2, timeout_s=timeout_s, on_failure=on_failure
-        )
-        return executor.rollout_batch(num_groups, lambda count: list(islice(waiting, count))), workflow
-
-
-def fails_on(*uids: str, error: type[Exception] = RewardFailed):
+def fails_on(*names: str, error: type[Exception] = RewardFailed) -> Scripted:
     def outcome(data):
-        if data.prompt.uid in uids and data.sample == 1:
+        if data.prompt.uid in names and data.sample == 1:
             raise error(f"no reward for {data.prompt.uid}")
         return ok(data)
 
-    return outcome
+    return Scripted(outcome)
 
 
-def test_groups_keep_prompt_and_sample_order():
-    batch, workflow = run(ok)
-    assert [group.prompt.uid for group in batch.groups] == ["row0", "row1", "row2"]
+@pytest.fixture(params=[True, False], ids=["in waves", "as there is room"])
+def in_waves(request) -> bool:
+    return request.param
+
+
+def test_groups_keep_prompt_and_sample_order(in_waves):
+    workflow = Scripted(ok)
+    batch = one_batch(workflow, in_waves=in_waves)
+    assert uids(batch) == ["row0", "row1", "row2"]
     assert [each.sample for each in batch.groups[0].trajectories] == [0, 1]
     assert len(set(workflow.keys)) == 6
 
 
-def test_a_rejected_episode_drops_its_group_and_another_prompt_takes_its_place():
-    batch, _ = run(lambda data: None if data.prompt.uid == "row1" and data.sample == 0 else ok(data))
-    assert [group.prompt.uid for group in batch.groups] == ["row0", "row2", "row3"]
+def test_groups_keep_their_order_also_when_the_first_is_the_slowest(in_waves):
+    async def slow_first(data):
+        await asyncio.sleep(0.05 if data.prompt.uid == "row0" else 0)
+        return ok(data)
+
+    assert uids(one_batch(Scripted(slow_first), in_waves=in_waves)) == ["row0", "row1", "row2"]
+
+
+def test_a_rejected_episode_drops_its_group_and_another_prompt_takes_its_place(in_waves):
+    workflow = Scripted(lambda data: None if data.prompt.uid == "row1" and data.sample == 0 else ok(data))
+    batch = one_batch(workflow, in_waves=in_waves)
+    assert uids(batch) == ["row0", "row2", "row3"]
     assert [(each.uid, each.reason) for each in batch.dropped] == [("row1", "rejected by the workflow")]
 
 
 @pytest.mark.parametrize("error", [RewardFailed, RolloutFailed, KeyError])
-def test_a_failed_episode_stops_the_run_or_drops_its_group(error):
+def test_a_failed_episode_stops_the_run_or_drops_its_group(error, in_waves):
     with pytest.raises((RewardFailed, RolloutFailed), match="no reward for row1"):
-        run(fails_on("row1", error=error))
-    batch, _ = run(fails_on("row1", error=error), on_failure="drop")
-    assert [group.prompt.uid for group in batch.groups] == ["row0", "row2", "row3"]
+        one_batch(fails_on("row1", error=error), in_waves=in_waves)
+    batch = one_batch(fails_on("row1", error=error), on_failure="drop", in_waves=in_waves)
+    assert uids(batch) == ["row0", "row2", "row3"]
     assert "no reward for row1" in batch.dropped[0].reason
 
 
-def test_a_run_whose_rollouts_all_fail_stops_with_the_first_causes():
-    with pytest.raises(
-        RolloutFailed, match=r"6 groups of this step were dropped and only 0 are(.|\n)*row0: no reward for row0"
-    ):
-        run(fails_on(*(f"row{number}" for number in range(100))), on_failure="drop")
-
-
-def test_one_good_group_does_not_make_it_loop_for_ever():
+def test_one_good_group_does_not_make_it_loop_for_ever(in_waves):
     drawn = []
 
     def outcome(data):
@@ -93,16 +68,16 @@ def test_one_good_group_does_not_make_it_loop_for_ever():
         return ok(data)
 
     with pytest.raises(RolloutFailed, match="only 1 are complete"):
-        run(outcome, on_failure="drop", num_prompts=10_000)
+        one_batch(Scripted(outcome), on_failure="drop", num_prompts=10_000, in_waves=in_waves)
     assert len(set(drawn)) < 20
 
 
 def test_an_empty_list_is_a_rejection():
-    batch, _ = run(lambda data: [] if data.prompt.uid == "row0" else ok(data))
+    batch = one_batch(Scripted(lambda data: [] if data.prompt.uid == "row0" else ok(data)))
     assert [each.uid for each in batch.dropped] == ["row0"]
 
 
-def test_nothing_goes_on_after_an_error():
+def test_nothing_goes_on_after_an_error(in_waves):
     ended = []
 
     async def slow(data):
@@ -117,39 +92,254 @@ def test_nothing_goes_on_after_an_error():
         return slow(data)
 
     with pytest.raises(RewardFailed, match="first"):
-        run(outcome)
+        one_batch(Scripted(outcome), in_waves=in_waves)
     assert sorted(ended) == ["row0", "row0", "row1", "row1"]
 
 
-def test_it_stops_when_there_are_no_more_prompts():
-    batch, _ = run(fails_on("row0"), num_groups=3, on_failure="drop", num_prompts=3)
-    assert [group.prompt.uid for group in batch.groups] == ["row1", "row2"]
-
-
-def test_nonsense_from_a_workflow_is_named():
-    with pytest.raises(RolloutFailed, match="workflow Scripted returned a dict for row row0"):
-        run(lambda data: {"reward": 1.0})
-
-
-def test_a_workflow_that_never_returns_hits_the_named_limit():
-    with pytest.raises(WaitTimeout, match="the trainer waits for rollouts: 0 of 3 groups are complete"):
-        run(lambda data: asyncio.sleep(3600), timeout_s=0.3)
+def test_it_stops_when_there_are_no_more_prompts(in_waves):
+    batch = one_batch(fails_on("row0"), on_failure="drop", num_prompts=3, in_waves=in_waves)
+    assert uids(batch) == ["row1", "row2"]
 
 
 def test_several_trajectories_of_one_episode_join_the_group():
-    batch, _ = run(lambda data: [ok(data), ok(data)])
+    batch = one_batch(Scripted(lambda data: [ok(data), ok(data)]))
     assert [len(group.trajectories) for group in batch.groups] == [4, 4, 4]
 
 
-def test_the_engine_is_held_until_every_first_request_is_there():
+# When the engine begins
+
+
+class Asking:
+    """Its episodes ask the engine first thing."""
+
+    def __init__(self, engine: HeldEngine) -> None:
+        self.engine = engine
+
+    async def arun_episode(self, given, data):
+        self.engine.calls.append("request")
+        return ok(data)
+
+
+def test_in_waves_the_engine_is_held_until_every_first_request_is_there():
     engine = HeldEngine()
-
-    class Asking:
-        async def arun_episode(self, given, data):
-            given.calls.append("request")
-            return ok(data)
-
-    with asyncio.Runner() as loop:
-        executor = WorkflowExecutor(engine, Asking(), loop, num_samples=3, timeout_s=30, on_failure="stop")
-        executor.rollout_batch(4, lambda count: [PromptDraw(tiny.prompt(uid=f"row{row}"), row) for row in range(count)])
+    one_batch(Asking(engine), engine=engine, batch_size=4, num_samples=3)
     assert engine.calls == ["pause", *["request"] * 12, "resume"]
+
+
+@pytest.mark.parametrize("admission", [{"in_waves": False}, {"holds_engine": False}])
+def test_an_engine_that_others_use_or_that_needs_no_waves_is_not_held(admission):
+    engine = HeldEngine()
+    one_batch(Asking(engine), engine=engine, batch_size=4, num_samples=3, **admission)
+    assert engine.calls == ["request"] * 12
+
+
+# Given prompts, as evaluation runs them
+
+
+def test_given_prompts_run_beside_the_books_and_keep_their_order():
+    with executor_of(Scripted(ok)) as executor:
+        batch = executor.rollout_batch([draw_of(number) for number in (5, 3, 9, 1)])
+        assert uids(batch) == ["row5", "row3", "row9", "row1"]
+        assert executor.check_ledger().dispatched == 0
+        assert executor.staleness.counts.accepted == 0
+
+
+def test_given_prompts_that_fail_are_told_from_the_others():
+    with executor_of(fails_on("row1"), on_failure="drop") as executor:
+        batch = executor.rollout_batch([draw_of(number) for number in range(3)])
+    assert uids(batch) == ["row0", "row2"]
+    assert [each.uid for each in batch.dropped] == ["row1"]
+
+
+def test_given_prompts_that_all_fail_are_an_error():
+    with (
+        executor_of(fails_on("row0", "row1"), on_failure="drop") as executor,
+        pytest.raises(RolloutFailed, match=r"2 groups(.|\n)*row0: no reward for row0"),
+    ):
+        executor.rollout_batch([draw_of(0), draw_of(1)])
+
+
+def test_given_prompts_that_never_return_hit_the_named_limit_and_are_called_off():
+    ended = threading.Event()
+
+    async def stands(data):
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    with executor_of(Scripted(stands), timeout_s=0.2) as executor:
+        with pytest.raises(WaitTimeout, match="waiting for rollouts: 0 of 3 groups are complete"):
+            executor.rollout_batch([draw_of(number) for number in range(3)])
+        assert ended.wait(5)
+
+
+# Over several steps
+
+
+class Policy(Scripted):
+    """A learner that only counts, and a workflow whose tokens are of the version it stands at."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda data: ok(data, version=self.version))
+        self.version = 0
+
+    def step(self, executor, rows):
+        batch = executor.prepare_batch(rows)
+        self.version += 1
+        executor.trained(self.version, "")
+        executor.set_version(self.version)
+        executor.check_ledger()
+        return batch
+
+
+def test_batches_follow_each_other_through_the_stream(in_waves):
+    rows, policy = Rows(), Policy()
+    with executor_of(policy, in_waves=in_waves, num_batches=3) as executor:
+        taken = [uids(policy.step(executor, rows)) for _ in range(3)]
+        counts = executor.check_ledger()
+    assert taken == [[f"row{3 * number + place}" for place in range(3)] for number in range(3)]
+    assert (counts.dispatched, counts.trained, counts.buffered, counts.in_flight) == (9, 9, 0, 0)
+
+
+def test_at_staleness_zero_nothing_starts_before_the_learner_has_published():
+    rows = Rows()
+    with executor_of(Scripted(ok), in_waves=False) as executor:
+        executor.prepare_batch(rows)
+        assert executor.check_ledger().dispatched == 3
+        executor.trained(1, "")
+        assert executor.check_ledger().dispatched == 3
+        executor.set_version(1)
+        executor.check_ledger()  # asks on the loop's thread, after it has looked for room
+        assert rows.next == 6
+
+
+def test_in_waves_the_next_ones_start_when_the_learner_asks_for_them():
+    rows, policy = Rows(), Policy()
+    with executor_of(policy, in_waves=True) as executor:
+        policy.step(executor, rows)
+        executor.check_ledger()
+        assert rows.next == 3
+
+
+def test_with_room_for_more_batches_generation_runs_ahead():
+    rows = Rows()
+    with executor_of(Scripted(ok), in_waves=False, max_staleness=2) as executor:
+        executor.prepare_batch(rows)
+        while (counts := executor.check_ledger()).in_flight:
+            pass
+        assert (counts.dispatched, counts.buffered) == (9, 9)
+        executor.trained(1, "")
+        assert executor.check_ledger().trained == 3
+
+
+def test_no_group_starts_for_a_batch_that_never_comes():
+    rows, policy = Rows(), Policy()
+    with executor_of(policy, in_waves=False, max_staleness=4, num_batches=2) as executor:
+        for _ in range(2):
+            policy.step(executor, rows)
+        counts = executor.check_ledger()
+    assert rows.next == 6
+    assert (counts.trained, counts.buffered, counts.in_flight) == (6, 0, 0)
+
+
+def test_so_many_groups_run_at_a_time_and_not_more():
+    running, most = set(), []
+
+    async def outcome(data):
+        running.add(number_of(data))
+        most.append(len(running))
+        await asyncio.sleep(0)
+        running.discard(number_of(data))
+        return ok(data)
+
+    one_batch(Scripted(outcome), num_samples=1, batch_size=12, in_waves=False, max_concurrent=5)
+    assert max(most) == 5
+
+
+def test_a_submitted_prompt_runs_before_those_that_are_drawn():
+    with executor_of(Scripted(ok), in_waves=False) as executor:
+        first, second = executor.submit(draw_of(70)), executor.submit(draw_of(71))
+        assert (first, second) == (0, 1)
+        assert uids(executor.prepare_batch(Rows())) == ["row70", "row71", "row0"]
+
+
+def test_submitted_prompts_alone_are_waited_for():
+    with executor_of(Scripted(ok), in_waves=False) as executor:
+        for number in range(2):
+            executor.submit(draw_of(number))
+        assert uids(executor.wait(2)) == ["row0", "row1"]
+        executor.check_ledger()
+
+
+def test_tags_that_would_make_every_group_too_old_are_an_error_and_not_a_loop(in_waves):
+    rows = Rows()
+    with executor_of(Scripted(ok), in_waves=in_waves) as executor:
+        executor.prepare_batch(rows)
+        executor.trained(1, "")
+        executor.set_version(1)  # and the workflow goes on to say 0
+        with pytest.raises(RunError, match="row row3 started under policy version 1 and has tokens tagged 0"):
+            executor.prepare_batch(rows)
+        executor.check_ledger()
+
+
+# Pausing
+
+
+def test_pausing_twice_is_pausing_once():
+    rows = Rows()
+    with executor_of(Scripted(ok), in_waves=False, max_staleness=1, timeout_s=0.2) as executor:
+        executor.pause()
+        executor.pause()
+        with pytest.raises(WaitTimeout, match="batch 1: 0 of 3 groups; nothing runs"):
+            executor.prepare_batch(rows)
+        assert rows.next == 0
+        executor.check_ledger()
+        executor.resume()
+        assert uids(executor.prepare_batch(rows)) == ["row0", "row1", "row2"]
+        executor.check_ledger()
+
+
+def test_what_runs_when_it_is_paused_goes_on():
+    release, started = threading.Event(), threading.Event()
+
+    async def outcome(data):
+        started.set()
+        while not release.is_set():
+            await asyncio.sleep(0.001)
+        return ok(data)
+
+    rows = Rows()
+    with executor_of(Scripted(outcome), in_waves=False, max_concurrent=2) as executor:
+        executor.submit(draw_of(100))
+        executor.submit(draw_of(101))
+        started.wait(5)
+        executor.pause()
+        release.set()
+        executor.submit(draw_of(102))
+        while executor.check_ledger().buffered < 2:
+            pass
+        assert executor.check_ledger().in_flight == 1
+        executor.resume()
+        assert uids(executor.prepare_batch(rows)) == ["row100", "row101", "row102"]
+
+
+# What a person is told
+
+
+def test_the_status_names_the_oldest_groups_and_what_they_do():
+    started = threading.Event()
+
+    async def outcome(data):
+        if data.sample == 0:
+            return ok(data)
+        started.set()
+        await asyncio.sleep(3600)
+
+    with executor_of(Scripted(outcome), in_waves=False) as executor:
+        executor.submit(draw_of(4))
+        started.wait(5)
+        executor.check_ledger()
+        (oldest,) = executor.status()["oldest"]
+        assert (oldest["id"], oldest["uid"]) == (0, "row4")
+        assert oldest["doing"] == "1 of 2 episodes done, 1 waits for a reward or a tool"

@@ -37,15 +37,15 @@ def stream(parts) -> PromptStream:
 
 def test_the_baseline_of_remax_is_what_greedy_decoding_scores(rollout):
     parts = rollout("algorithm.advantage=remax", "rollout.temperature=2")
-    batch = parts.train_rollouts.rollout_batch(8, stream(parts).take)
-    greedy = parts.eval_rollouts.rollout_batch(8, stream(parts).take)
+    batch = parts.train_rollouts.rollout_batch(stream(parts).take(8))
+    greedy = parts.eval_rollouts.rollout_batch(stream(parts).take(8))
     assert [group.baseline for group in batch.groups] == [each.reward for each in greedy.trajectories]
     assert len({group.baseline for group in batch.groups}) > 1
 
 
 def test_other_advantages_pay_for_no_greedy_response(rollout):
     parts = rollout("algorithm.advantage=rloo")
-    assert parts.train_rollouts.rollout_batch(2, stream(parts).take).baselines() is None
+    assert parts.train_rollouts.rollout_batch(stream(parts).take(2)).baselines() is None
 
 
 def test_a_filter_keeps_groups_that_differ_and_evaluation_keeps_all(rollout, tmp_path):
@@ -55,8 +55,8 @@ def test_a_filter_keeps_groups_that_differ_and_evaluation_keeps_all(rollout, tmp
         "    return float(ground_truth in '02468' and len(solution_str) % 2)\n"
     )
     parts = rollout("algorithm.filter_groups=true", f"reward.function={file}:compute_score")
-    batch = parts.train_rollouts.rollout_batch(4, stream(parts).take)
+    batch = parts.train_rollouts.rollout_batch(stream(parts).take(4))
     assert len(batch.groups) == 4
     assert all(len({each.reward for each in group.trajectories}) == 2 for group in batch.groups)
     assert batch.dropped
-    assert len(parts.eval_rollouts.rollout_batch(20, stream(parts).take).groups) == 20
+    assert len(parts.eval_rollouts.rollout_batch(stream(parts).take(20)).groups) == 20
