@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -564,3 +565,61 @@ def test_bad_arguments_are_told(arguments, part):
     assert result.code == 2
     assert part in result.stderr
     assert "Traceback" not in result.stderr
+
+
+EXACT = {"request_id": "exact", "input_tokens": [40, 41, 42], "sampling": {"max_new_tokens": 24}, "rng_key": 7}
+
+
+def _exact_lines(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    answer = server.call("/headwater/generate", {**EXACT, **fields})
+    assert answer.status == 200, answer.body
+    assert answer.headers["Content-Type"].startswith("application/x-ndjson")
+    # A single line was parsed already.
+    text = answer.body if isinstance(answer.body, str) else json.dumps(answer.body)
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_an_exact_request_is_answered_line_by_line_and_goes_on_from_given_tokens(server):
+    def joined(lines: list[dict[str, Any]], key: str) -> list[Any]:
+        return [item for line in lines for item in line[key]]
+
+    lines = _exact_lines(server)
+    assert [line.get("stop_reason") for line in lines] == [None] * (len(lines) - 1) + ["length"]
+    tokens, logprobs, versions = (joined(lines, key) for key in ("tokens", "logprobs", "versions"))
+    assert (len(tokens), len(logprobs), versions) == (24, 24, [versions[0]] * 24)
+    # Single precision, and not one bit less.
+    assert [struct.unpack("f", struct.pack("f", value))[0] for value in logprobs] == logprobs
+    later = _exact_lines(server, given_tokens=tokens[:20])
+    assert joined(later, "tokens") == tokens[20:]
+    assert joined(later, "logprobs") == pytest.approx(logprobs[20:], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"given_tokens": [9999]}, "given_tokens[0] = 9999: no such token"),
+        ({"sampling": {"max_new_tokens": 9999}}, "exceed the model's"),
+        ({"temperature": 1}, "temperature: no such field"),
+    ],
+)
+def test_an_exact_request_that_is_wrong_gets_its_status(server, change, message):
+    answer = server.call("/headwater/generate", {**EXACT, **change})
+    assert answer.status == 400
+    assert message in answer.body["error"]["message"]
+
+
+def test_an_exact_request_ends_with_its_client(server):
+    body = json.dumps({**EXACT, "sampling": {"max_new_tokens": 1900, "ignore_end": True}}).encode()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    reply = urllib.request.urlopen(urllib.request.Request(f"{server.url}/headwater/generate", body, headers))
+    assert reply.readline()
+    assert server.call("/headwater/generate", EXACT).status == 400  # its name is taken
+    reply.close()
+    server.wait_for(lambda metrics: metrics["num_running"] == 0, "the client has gone and its request runs on")
+    assert len(_exact_lines(server)) > 0
+
+
+def test_the_checksum_of_the_weights_that_serve(server):
+    answer = server.call("/control/checksum").body
+    assert answer["checksum"].startswith("float32-")
+    assert answer["version"] == server.call("/control/version").body["version"]
