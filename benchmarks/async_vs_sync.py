@@ -86,7 +86,7 @@ def settings_of(workload: Workload, max_staleness: int, options: argparse.Namesp
 def measure(run: RunDirectory, samples_per_step: int) -> dict[str, float]:
     steps = records(run, "train")
     total_s = sum(each["time/step_s"] for each in steps)
-    bars = bars_of(run.trace_file)
+    bars = bars_of(run.path / "trace.json")
     generating = union(bars.get("generate", ()))
     learning = union(bar for name in LEARNING for bar in bars.get(name, ()))
     return {
@@ -153,7 +153,7 @@ def main() -> None:
                 row = measure(run, options.prompts * options.samples)
                 if options.trace_dir is not None:
                     options.trace_dir.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(run.trace_file, options.trace_dir / f"{run.path.name}.json")
+                    shutil.copy(run.path / "trace.json", options.trace_dir / f"{run.path.name}.json")
             first = next((each for each in rows if each["workload"] == workload.name), row)
             speedup = row["samples_per_s"] / first["samples_per_s"]
             rows.append({"workload": workload.name, "max_staleness": max_staleness, **row, "speedup": speedup})
