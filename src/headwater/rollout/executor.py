@@ -93,6 +93,8 @@ class WorkflowExecutor:
         self._buffer: list[Finished] = []
         self._taken: list[Finished] = []
         self._dropped: list[Dropped] = []
+        self._is_asked = False
+        """Whether the learner waits: in waves nothing starts before."""
         self._num_ended_for_batch = 0
         self._num_barren = 0
         self._dispatcher: BatchTaskDispatcher[Dispatch, Finished | Dropped] = BatchTaskDispatcher(
@@ -128,6 +130,8 @@ class WorkflowExecutor:
                 f"{len(self._buffer)} of {num_groups} groups{lost}; {self._describe_flights()}"
             )
 
+        self._is_asked = True
+        self._dispatcher.notify()
         while not (selection := self._select(num_groups)).is_enough:
             left_s = max(0.0, self._timeout_s - (time.monotonic() - began))  # the limit is for the batch
             arrived = self._dispatcher.wait_results(1, progress, hard_limit_s=left_s)
@@ -246,7 +250,7 @@ class WorkflowExecutor:
         return self.ledger.dispatch(draw, attempt)
 
     def _capacity(self) -> int:
-        if self.admission.in_waves and self._flights:
+        if self.admission.in_waves and (self._flights or not self._is_asked):
             return 0
         if self._has_used_its_rounds() or self._is_barren():
             return 0
@@ -378,6 +382,7 @@ class WorkflowExecutor:
         self.staleness.forfeit(num_groups - len(selection.chosen))
         dropped, self._dropped = self._dropped, []
         self._num_ended_for_batch = 0
+        self._is_asked = False
         groups = tuple(each.group for each in selection.chosen)
         return RolloutBatch(groups, tuple(dropped), num_masked_tokens=selection.num_masked_tokens)
 

@@ -305,8 +305,7 @@ def test_what_runs_when_it_is_paused_goes_on():
 
     async def outcome(data):
         started.set()
-        while not release.is_set():
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(release.wait, 5)
         return ok(data)
 
     rows = Rows()
@@ -334,7 +333,7 @@ def test_the_status_names_the_oldest_groups_and_what_they_do():
         if data.sample == 0:
             return ok(data)
         started.set()
-        await asyncio.sleep(3600)
+        return await asyncio.sleep(3600)
 
     with executor_of(Scripted(outcome), in_waves=False) as executor:
         executor.submit(draw_of(4))

@@ -54,9 +54,27 @@ def test_a_filter_keeps_groups_that_differ_and_evaluation_keeps_all(rollout, tmp
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return float(ground_truth in '02468' and len(solution_str) % 2)\n"
     )
-    parts = rollout("algorithm.filter_groups=true", f"reward.function={file}:compute_score")
-    batch = parts.train_rollouts.rollout_batch(stream(parts).take(4))
+    parts = rollout(
+        "algorithm.filter_groups=true", f"reward.function={file}:compute_score", "trainer.num_prompts_per_step=4"
+    )
+    batch = parts.train_rollouts.prepare_batch(stream(parts))
     assert len(batch.groups) == 4
     assert all(len({each.reward for each in group.trajectories}) == 2 for group in batch.groups)
     assert batch.dropped
     assert len(parts.eval_rollouts.rollout_batch(stream(parts).take(20)).groups) == 20
+
+
+def test_synchronous_rollouts_go_in_waves_unless_the_engine_repeats_itself_anyway(rollout):
+    assert rollout().train_rollouts.admission.in_waves
+    assert not rollout("engine.deterministic=true").train_rollouts.admission.in_waves
+    assert not rollout("rollout.max_staleness=1").train_rollouts.admission.in_waves
+
+
+def test_admission_is_what_the_config_says(rollout):
+    parts = rollout(
+        "rollout.max_staleness=3", "rollout.on_stale=drop", "rollout.max_concurrent_groups=7", "trainer.total_steps=5",
+        "trainer.num_prompts_per_step=6", "eval.every_steps=0",
+    )  # fmt: skip
+    admission = parts.train_rollouts.admission
+    assert (admission.max_staleness, admission.on_stale, admission.max_concurrent) == (3, "drop", 7)
+    assert (admission.batch_size, admission.num_batches) == (6, 5)
