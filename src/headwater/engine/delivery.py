@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from headwater.core.errors import RolloutFailed, WaitTimeout
 from headwater.core.records import ModelResponse
+from headwater.core.waits import wait_for_future
 from headwater.engine.sequence import Sequence
 
 _CONTROL_LIMIT_S = 600.0
@@ -21,8 +22,8 @@ _LOOK_S = 1.0
 def wait_for(done: Future[None], name: str) -> None:
     """Wait until the engine's thread has done what was asked; give up on it, and call it off, after ten minutes."""
     try:
-        done.result(_CONTROL_LIMIT_S)
-    except TimeoutError as error:
+        wait_for_future(done, lambda: f"{name} in the engine", kind="engine_call", hard_limit_s=_CONTROL_LIMIT_S)
+    except WaitTimeout as error:
         if done.cancel():
             state = "waited for running requests and is called off; abort the requests, or use another update mode"
         elif done.done():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headwater.core.errors import WeightsError
 from headwater.core.protocols import InferenceEngine, TrainEngine, WeightUpdate
+from headwater.core.waits import wait_for_future
 from headwater.models.checksum import checksum, dtype_of_checksum
 
 _SWAP_LIMIT_S = 600.0
@@ -19,7 +20,12 @@ def publish(learner: TrainEngine, engine: InferenceEngine, version: int) -> str:
     weights = list(learner.export_weights())
     engine.pause()
     try:
-        engine.update_weights(WeightUpdate(version, weights)).result(_SWAP_LIMIT_S)
+        wait_for_future(
+            engine.update_weights(WeightUpdate(version, weights)),
+            lambda: f"the engine takes the weights of version {version}",
+            kind="weights",
+            hard_limit_s=_SWAP_LIMIT_S,
+        )
     finally:
         engine.resume()
     serving = engine.weights_checksum()
