@@ -121,7 +121,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def some_tokens(engine: ServedEngine, least: int = 5) -> None:
     def has_some() -> bool:
-        return any(len(each.tokens) >= least for each in list(engine._open.values()))
+        return any(len(each.tokens) >= least for each in list(engine._requests._open.values()))
 
     wait_until(has_some, "no tokens come")
 

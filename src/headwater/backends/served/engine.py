@@ -21,7 +21,6 @@ import secrets
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -29,8 +28,10 @@ import torch
 
 from headwater.backends import BackendContext, check_length
 from headwater.backends.served.child_server import ChildServer
+from headwater.backends.served.child_state import ChildState
 from headwater.backends.served.open_request import OpenRequest
-from headwater.backends.served.server_client import ENGINE_FAILED, ConnectionLost, RequestLink, ServerClient, error_of
+from headwater.backends.served.open_requests import OpenRequests
+from headwater.backends.served.server_client import ConnectionLost, ServerClient
 from headwater.config.schema import Dtype, EngineConfig, UpdateMode, WeightTransfer
 from headwater.core.errors import HeadwaterError, RolloutFailed
 from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
@@ -38,7 +39,6 @@ from headwater.core.records import ModelRequest, ModelResponse
 from headwater.core.waits import wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
 from headwater.engine.kv_cache import SHARED_FRACTION
-from headwater.engine.server.native.request import write_request
 from headwater.observe.spans import Spans
 from headwater.weights.file import FileWeights
 from headwater.weights.image import WrittenWeights
@@ -68,22 +68,15 @@ class ServedEngine:
         self._arguments = ("--dtype", dtype, *arguments)
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._transfer = transfer
-        self._spans = spans
         self._api_key = secrets.token_urlsafe(32)
-        # What a new child must be told.
-        self._version = 0
-        self._written: WrittenWeights | None = None
-        self._is_paused = False
-        self._asleep: set[MemoryTag] = set()
-        # What is under way; only the thread's.
-        self._open: dict[int, OpenRequest] = {}
+        self._state = ChildState()
         self._numbers = itertools.count()
-        self._generating = ExitStack()
+        self._requests = OpenRequests(spans, on_finish=self._a_request_finished, on_failed_engine=self._kill_child)
         self._num_deaths = 0
+        """In a row, without a finished request in between."""
         self._failure: RolloutFailed | None = None
         self._child: ChildServer | None = None
         self._client: ServerClient | None = None
-        self._link: RequestLink | None = None
         self._watch: asyncio.Task[None] | None = None
         self._mailboxes = Mailboxes()
         self._is_closed = False
@@ -146,7 +139,7 @@ class ServedEngine:
             return await answer
         finally:
             if not opened.has_ended:
-                self._inbox.post(lambda: self._leave(opened))
+                self._inbox.post(lambda: self._requests.leave(opened))
 
     # Control
 
@@ -158,7 +151,7 @@ class ServedEngine:
 
     def get_version(self) -> int:
         """Of the newest weights that are known to serve."""
-        return self._version
+        return self._state.version
 
     def set_version(self, version: int) -> None:
         self._do(self._set_version(version), "the engine's process takes a version")
@@ -234,51 +227,15 @@ class ServedEngine:
     def _enter(self, opened: OpenRequest) -> None:
         if self._failure is not None:
             opened.fail(self._failure)
-            return
-        if not self._open:
-            self._generating.enter_context(self._spans.span("generate"))
-        self._open[opened.number] = opened
-        self._ask_for(opened)
+        else:
+            self._requests.enter(opened)
 
-    def _leave(self, opened: OpenRequest) -> None:
-        if opened.number in self._open:
-            self._drop(opened)
-            if self._link is not None:
-                self._link.post({"id": opened.number, "leave": True})
+    def _a_request_finished(self) -> None:
+        self._num_deaths = 0
 
-    def _drop(self, opened: OpenRequest) -> None:
-        del self._open[opened.number]
-        if not self._open:
-            self._generating.close()
-
-    def _ask_for(self, opened: OpenRequest) -> None:
-        """What is left of a request, of the child that serves; without one, the next one is asked when it starts."""
-        if self._link is not None:
-            self._link.post({"id": opened.number, "request": write_request(opened.rest())})
-
-    def _take(self, line: Mapping[str, Any]) -> None:
-        """New tokens of a request, or its end."""
-        opened = self._open.get(line["id"])
-        if opened is None:
-            return  # its caller has left
-        if "error" in line:
-            if line["error"]["code"] == ENGINE_FAILED:
-                # The process lives and will never make a token again; another one will, for this request too.
-                assert self._child is not None, "it has just spoken"
-                self._child.kill()
-            else:
-                self._drop(opened)
-                opened.fail(error_of(line))
-            return
-        opened.extend(line["tokens"], line["logprobs"], line["versions"])
-        reason = line.get("stop_reason")
-        if reason == "abort":
-            # Nobody here asked for it: the process was told to stop. Whoever serves next goes on.
-            self._ask_for(opened)
-        elif reason is not None:
-            self._num_deaths = 0
-            self._drop(opened)
-            opened.finish(reason)
+    def _kill_child(self) -> None:
+        if self._child is not None:
+            self._child.kill()
 
     # On the thread: control
 
@@ -295,24 +252,26 @@ class ServedEngine:
                 await asyncio.sleep(_LOST_S)
 
     async def _set_paused(self, paused: bool) -> None:
-        self._is_paused = paused  # first: a child that starts meanwhile must know
+        self._state.is_paused = paused  # first: a child that starts meanwhile must know
         await self._call("/control/pause" if paused else "/control/resume", {})
 
     async def _set_version(self, version: int) -> None:
         async with self._updates:
             await self._call("/control/version", {"version": version})
-            self._version = version
+            self._state.version = version
 
     async def _set_asleep(self, tags: Sequence[MemoryTag], asleep: bool) -> None:
         await self._call("/control/sleep" if asleep else "/control/wake", {"tags": list(tags)})
-        self._asleep = self._asleep.union(tags) if asleep else self._asleep.difference(tags)
+        state = self._state
+        state.asleep = state.asleep.union(tags) if asleep else state.asleep.difference(tags)
 
     async def _update(self, written: WrittenWeights, version: int, mode: UpdateMode | None) -> None:
+        state = self._state
         try:
             async with self._updates:
                 body = {"version": version, "source": written.source, "mode": mode}
                 await self._call("/control/update_weights", body)
-                before, self._written, self._version = self._written, written, version
+                before, state.written, state.version = state.written, written, version
         except BaseException:
             written.discard()
             raise
@@ -329,22 +288,9 @@ class ServedEngine:
         """A child that knows all that the last one knew, and goes on with what it left."""
         self._child = await ChildServer.start(self._model, self._arguments, self._api_key)
         self._client = ServerClient(self._child.url, self._api_key)
-        await self._restore(self._client)
-        self._link = await self._client.connect(self._take)
-        for opened in self._open.values():
-            self._ask_for(opened)
+        await self._state.restore(self._client)
+        self._requests.go_on(await self._client.connect(self._requests.take))
         self._settled.set()
-
-    async def _restore(self, client: ServerClient) -> None:
-        if self._is_paused:
-            await client.call("/control/pause", {})
-        if self._written is not None:
-            body = {"version": self._version, "source": self._written.source, "mode": "in_flight"}
-            await client.call("/control/update_weights", body)
-        elif self._version:
-            await client.call("/control/version", {"version": self._version})
-        if self._asleep:
-            await client.call("/control/sleep", {"tags": sorted(self._asleep)})
 
     async def _keep_alive(self) -> None:
         """Wait for the child's end; start another; so often as that makes sense."""
@@ -357,7 +303,7 @@ class ServedEngine:
                     break
                 logger.warning(
                     "the engine's %s; it is started again (%d of at most %d times in a row) and %d requests go on",
-                    *(cause.partition("; it said:")[0], self._num_deaths, MAX_RESTARTS, len(self._open)),
+                    *(cause.partition("; it said:")[0], self._num_deaths, MAX_RESTARTS, len(self._requests)),
                 )
                 try:
                     await self._begin()
@@ -369,14 +315,14 @@ class ServedEngine:
     async def _until_lost(self) -> str:
         """Wait for the end of the child or of its connection; says what happened, with the child's last words."""
         assert self._child is not None, "started"
-        assert self._link is not None, "connected"
-        child, link = self._child, self._link
+        assert self._requests.link is not None, "connected"
+        child, link = self._child, self._requests.link
         reading = asyncio.create_task(link.run())
         tasks: set[asyncio.Task[Any]] = {reading, asyncio.create_task(child.wait())}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self._settled.clear()
-            self._link = None
+            self._requests.link = None
             if reading.done() and (error := reading.exception()) is not None:
                 logger.error("what the engine's process sent could not be taken", exc_info=error)
             try:
@@ -394,7 +340,7 @@ class ServedEngine:
     async def _end_child(self) -> None:
         client, self._client = self._client, None
         child, self._child = self._child, None
-        self._link = None
+        self._requests.link = None
         if client is not None:
             await client.close()
         if child is not None:
@@ -406,9 +352,7 @@ class ServedEngine:
             f"{cause}"
         )
         self._settled.set()
-        for opened in list(self._open.values()):
-            self._drop(opened)
-            opened.fail(self._failure)
+        self._requests.fail_all(self._failure)
 
     async def _end(self) -> None:
         """Nothing is restarted any more; what runs ends as it stands."""
@@ -417,16 +361,14 @@ class ServedEngine:
             await asyncio.gather(self._watch, return_exceptions=True)
         self._failure = self._failure or RolloutFailed("the engine is closed")
         self._settled.set()
-        for opened in list(self._open.values()):
-            self._drop(opened)
-            opened.finish("abort")
+        self._requests.abort_all()
         await self._end_child()
         unfinished = asyncio.all_tasks() - {asyncio.current_task()}
         for task in unfinished:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
-        if self._written is not None:
-            self._written.discard()
+        if self._state.written is not None:
+            self._state.written.discard()
 
 
 def engine_arguments(config: EngineConfig) -> list[str]:
