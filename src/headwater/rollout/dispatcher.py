@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Generic, TypeVar
 
+from headwater.core.errors import RolloutFailed
 from headwater.core.waits import wait_until
 from headwater.rollout.task_runner import AsyncTaskRunner
 
@@ -133,7 +134,9 @@ class BatchTaskDispatcher(Generic[Job, Result]):
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            self._fail(RolloutFailed("the rollouts were called off"))  # as when their thread ends
+        elif (error := task.exception()) is not None:
             self._fail(error)
         self._look()
         self._tell_consumer()
