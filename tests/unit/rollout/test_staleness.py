@@ -74,3 +74,41 @@ def test_threads_do_not_lose_counts():
     for thread in threads:
         thread.join()
     assert admission.counts == RolloutCounts(accepted=2000)
+
+
+def ran(admission: StalenessManager, count: int) -> StalenessManager:
+    """So many groups have run and were accepted."""
+    for _ in range(count):
+        admission.enqueue()
+        admission.start()
+        admission.accept()
+    return admission
+
+
+def test_an_accepted_group_that_is_found_too_old_gives_its_place_back():
+    admission = ran(manager(batch_size=4, max_staleness=0), 4)
+    assert admission.capacity(0) == 0
+    admission.give_back()
+    assert admission.capacity(0) == 1
+    assert admission.counts == RolloutCounts(accepted=3, rejected=1)
+
+
+def test_the_places_of_a_batch_that_was_short_are_used_up():
+    admission = ran(manager(batch_size=4, max_staleness=0), 3)
+    admission.forfeit(1)
+    assert admission.capacity(0) == 0
+    # So the next version has room for one batch, and not for one and a quarter.
+    assert admission.capacity(1) == 4
+
+
+def test_no_room_is_made_for_batches_that_never_come():
+    admission = StalenessManager(max_concurrent=100, batch_size=4, max_staleness=2, num_batches=4)
+    assert [admission.capacity(version) for version in range(6)] == [12, 16, 16, 16, 16, 16]
+    ran(admission, 16)
+    assert admission.capacity(50) == 0
+
+
+def test_too_many_that_run_make_the_room_negative():
+    admission = ran(manager(batch_size=4, max_staleness=1), 8)
+    admission.forfeit(2)
+    assert admission.capacity(0) == -2
