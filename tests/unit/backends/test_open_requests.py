@@ -1,0 +1,124 @@
+"""Requests that a child works on: what arrives stays, and only what is left is asked for again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headwater.backends.served.engine import engine_arguments
+from headwater.backends.served.open_request import OpenRequest
+from headwater.backends.served.open_requests import OpenRequests
+from headwater.backends.served.server_client import error_of
+from headwater.cli.serve import read_engine_config
+from headwater.config.schema import EngineConfig
+from headwater.core.errors import QueueFull, RequestError, RolloutFailed, WaitTimeout, WeightsError
+from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.engine.kv_cache import SHARED_FRACTION
+from headwater.engine.server.errors import api_error
+from headwater.observe.spans import Spans
+
+FAILED = {"error": {"message": "the engine failed", "type": "server_error", "code": "engine_unavailable"}}
+
+
+class Link:
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def post(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+        self.events: list[str] = []
+        self.spans = Spans()
+        self.requests = OpenRequests(
+            self.spans,
+            on_finish=lambda: self.events.append("finished"),
+            on_failed_engine=lambda: self.events.append("failed engine"),
+        )
+
+    def enter(self, number: int) -> OpenRequest:
+        request = ModelRequest(f"r{number}", (5, 6), SamplingParams(max_new_tokens=9), 1, given_tokens=(30,))
+        opened = OpenRequest(number, request, self.answers.append)
+        self.requests.enter(opened)
+        return opened
+
+    def line(self, number: int, *tokens: int, **more: Any) -> None:
+        count = len(tokens)
+        self.requests.take(
+            {"id": number, "tokens": tokens, "logprobs": [-0.5] * count, "versions": [2] * count, **more}
+        )
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_a_new_child_is_asked_for_what_is_left(scene):
+    scene.enter(1)
+    first, second = Link(), Link()
+    scene.requests.go_on(first)
+    assert [each["request"]["given_tokens"] for each in first.sent] == [(30,)]
+    scene.line(1, 7, 8)
+    scene.requests.go_on(second)
+    assert [each["request"]["given_tokens"] for each in second.sent] == [(30, 7, 8)]
+    scene.line(1, 9, stop_reason="stop")
+    [answer] = scene.answers
+    assert answer.output_tokens == (7, 8, 9)
+    assert answer.output_versions == (2, 2, 2)
+    assert (answer.stop_reason, scene.events, len(scene.requests)) == ("stop", ["finished"], 0)
+
+
+def test_an_end_that_nobody_asked_for_is_none(scene):
+    link = Link()
+    scene.requests.go_on(link)
+    scene.enter(1)
+    scene.line(1, 7, stop_reason="abort")
+    assert link.sent[-1]["request"]["given_tokens"] == (30, 7)
+    assert not scene.answers
+
+
+def test_a_failed_engine_is_told_and_its_requests_stay(scene):
+    scene.enter(1)
+    scene.requests.take({"id": 1, **FAILED})
+    assert (scene.events, len(scene.requests), scene.answers) == (["failed engine"], 1, [])
+
+
+def test_who_has_left_is_answered_no_more(scene):
+    link = Link()
+    scene.requests.go_on(link)
+    opened = scene.enter(1)
+    scene.requests.leave(opened)
+    scene.requests.leave(opened)
+    assert link.sent[-1] == {"id": 1, "leave": True}
+    scene.line(1, 7, stop_reason="stop")
+    assert not scene.answers
+
+
+def test_closing_answers_with_what_there_is(scene):
+    scene.enter(1)
+    scene.enter(2)
+    scene.line(2, 7)
+    scene.requests.abort_all()
+    assert [(each.output_tokens, each.stop_reason) for each in scene.answers] == [((), "abort"), ((7,), "abort")]
+    assert all(isinstance(each, ModelResponse) for each in scene.answers)
+    assert "generate" in scene.spans.drain()
+    assert "generate" not in scene.spans.drain()  # nothing is open that would go on counting
+
+
+@pytest.mark.parametrize("kind", [QueueFull, RequestError, WeightsError, WaitTimeout, RolloutFailed])
+def test_errors_cross_the_connection_as_they_are(kind):
+    error = error_of(api_error(kind("why")).body())
+    assert (type(error), str(error)) == (kind, "why")
+
+
+def test_every_setting_of_the_engine_reaches_the_server():
+    config = EngineConfig(max_queue=5, overlap=False, update_mode="drain", kv_cache_gib=0.25, memory_fraction=0.3)
+    assert read_engine_config(engine_arguments(config)) == config
+    assert read_engine_config(engine_arguments(EngineConfig())) == EngineConfig(memory_fraction=SHARED_FRACTION)
