@@ -18,7 +18,7 @@ from headwater.rollout.group import Dropped, Group, PromptDraw, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.selection import Finished, Selection, select
-from headwater.rollout.snapshot import RolloutSnapshot
+from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.source import PromptSource
 from headwater.rollout.staleness import StalenessManager
 from headwater.rollout.task_runner import AsyncTaskRunner
@@ -228,6 +228,14 @@ class WorkflowExecutor:
             )
 
         return self._tasks.call(look, "noting the rollouts that run")
+
+    def close_books(self, cursor: Callable[[], Mapping[str, Any]]) -> Books:
+        """The end of a step: its snapshot, its counts and what ended in it, all as of one moment."""
+
+        def look() -> Books:
+            return Books(self.snapshot(cursor), self.check_ledger(), self.ledger.take_record())
+
+        return self._tasks.call(look, "closing the books of a step")
 
     def restore(self, snapshot: RolloutSnapshot, version: int) -> None:
         """Go on from a snapshot: what was finished is kept, what was in flight starts again."""

@@ -86,6 +86,6 @@ class WatchedEngine:
 
 
 def segments_of(versions: tuple[int, ...]) -> Segments:
-    if versions and versions[0] == versions[-1]:  # versions never fall, so all are the same
+    if versions and versions.count(versions[0]) == len(versions):  # the usual case, without a look at each token
         return ((versions[0], len(versions)),)
     return tuple((version, sum(1 for _ in run)) for version, run in groupby(versions))

@@ -18,7 +18,7 @@ from headwater.rollout.group import Dropped, Group, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.schedule import RecordedGroup, Schedule
-from headwater.rollout.snapshot import RolloutSnapshot
+from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.source import PromptSource
 from headwater.rollout.stale_tokens import without_older
 from headwater.rollout.task_runner import AsyncTaskRunner
@@ -89,6 +89,9 @@ class ReplayedRollouts:
 
     def snapshot(self, cursor: Callable[[], Mapping[str, Any]]) -> RolloutSnapshot:
         return RolloutSnapshot(cursor(), self.ledger.state_dict())
+
+    def close_books(self, cursor: Callable[[], Mapping[str, Any]]) -> Books:
+        return Books(self.snapshot(cursor), self.check_ledger(), self.ledger.take_record())
 
     def restore(self, snapshot: RolloutSnapshot, version: int) -> None:
         raise RunError("a replay starts at the beginning and is not resumed")

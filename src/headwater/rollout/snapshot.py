@@ -11,6 +11,7 @@ from headwater.core.records import Trajectory
 from headwater.data.json_safe import from_json_safe, to_json_safe
 from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import Group, PromptDraw
+from headwater.rollout.ledger import LedgerCounts
 from headwater.rollout.selection import Finished
 
 DrawAgain = Callable[[int, int], PromptDraw]
@@ -46,6 +47,17 @@ class RolloutSnapshot:
             in_flight=tuple(_dispatch_from_json(each, again) for each in read["in_flight"]),
             finished=tuple(_finished_from_json(each, again) for each in read["finished"]),
         )
+
+
+@dataclass(frozen=True)
+class Books:
+    """All that is known of a run's rollouts, as of one moment: a run that is resumed from the snapshot goes on exactly
+    where ``ended`` stops, so nothing ends twice in the run directory, and nothing without a word."""
+
+    snapshot: RolloutSnapshot
+    counts: LedgerCounts
+    ended: Mapping[str, Any]
+    """What was trained on or dropped since the last time."""
 
 
 def _dispatch_to_json(dispatch: Dispatch) -> dict[str, int]:

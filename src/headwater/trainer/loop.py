@@ -24,7 +24,7 @@ from headwater.trainer.rollout_setup import RolloutParts
 from headwater.trainer.step_metrics import shown_metrics, step_metrics
 from headwater.trainer.training_setup import TrainingParts
 from headwater.trainer.warm_start import warm_start
-from headwater.weights.memory import publish
+from headwater.weights.publish import publish
 
 NOTHING = -1
 """The step of a run of which nothing is kept."""
@@ -57,13 +57,14 @@ class Trainer:
         self._interrupts = Interrupts(lambda: display.say("Stopping after this update. Ctrl-C again stops at once."))
         self._checksum = ""
         self._trace_file = run.free_trace_file()
+        self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
         self._consistent = self._state.warm_started
 
     def _state_at(self, step: int) -> TrainerState:
         return TrainerState(
             step,
-            self._rollouts.snapshot(self._stream.state_dict),
+            self._books.snapshot,
             warm_started=True,
             kl_coefficient=self._training.experience.kl.coefficient,
         )
@@ -196,17 +197,17 @@ class Trainer:
         with self._parts.spans.span("publish", version=step):
             self._checksum = publish(self._training.actor.engine, self._parts.engine, step)
         self._rollouts.trained(step, self._checksum)
+        self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = self._state_at(step)
         self._consistent = True
         self._rollouts.set_version(step)
 
     def _record(self, batch: RolloutBatch, update: dict[str, float], step_s: float) -> dict[str, float]:
-        step = self._state.step
-        counts = self._rollouts.check_ledger()
+        step, counts = self._state.step, self._books.counts
         metrics = step_metrics(batch, update, self._parts.spans.drain(), step_s, counts)
         now = time.time()
         self._run.append_metrics({"kind": "train", "step": step, "time": now, **metrics})
-        record = {"weights": self._checksum, "counts": asdict(counts), **self._rollouts.ledger.take_record()}
+        record = {"weights": self._checksum, "counts": asdict(counts), **self._books.ended}
         self._run.append_ledger({"kind": "step", "step": step, "time": now, **record})
         if self._parts.trace is not None:
             self._parts.trace.write_if_due(self._trace_file)

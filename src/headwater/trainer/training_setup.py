@@ -78,6 +78,14 @@ def build_training(config: Config, model_path: str, tokenizer: Any, *, reference
     train_data = load_dataset(config.data, tokenizer, "train", config.run.seed, load_processor(model_path))
     if train_data is None:
         raise ConfigError(["data.train = []: no prompts to train on; name a task or at least one file"])
+    num_wanted = config.trainer.num_prompts_per_step
+    if len(train_data) < num_wanted:
+        raise ConfigError(
+            [
+                f"trainer.num_prompts_per_step = {num_wanted}: data.train has only {len(train_data)} prompts, so a "
+                f"batch would hold some of them twice; lower it to {len(train_data)} or less, or add data"
+            ]
+        )
     policy_loss = with_arguments(
         POLICY_LOSSES, algorithm.policy_loss, algorithm.policy_loss_args, "algorithm.policy_loss_args"
     )

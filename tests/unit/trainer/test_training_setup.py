@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tiny
 import torch
@@ -9,6 +11,7 @@ from torch.testing import assert_close
 from trainer.experience_parts import batch, move_policy, policy_logprobs, training
 from trainer.test_experience_reward_model import save_judge
 
+from headwater.core.errors import ConfigError
 from headwater.rollout.padding import pad_trajectories
 
 
@@ -59,3 +62,18 @@ def test_every_model_of_the_learner_leaves_for_a_rollout(tmp_path, monkeypatch):
     calls.clear()
     parts.onload()
     assert sorted(calls) == sorted(f"onload {name}" for name in models)
+
+
+def test_data_smaller_than_a_batch_is_refused_with_both_numbers_and_what_to_do(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": "1+2="}], "data_source": "arithmetic", "ground_truth": "3"}
+    file.write_text((json.dumps(row) + "\n") * 3)
+    settings = [
+        f"data.train={file}", "data.task_args={}", "data.num_train_rows=2048", "data.num_eval_rows=256",
+        "eval.num_prompts=256", "eval.before=false", "eval.after=false", "eval.every_steps=0",
+    ]  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"trainer\.num_prompts_per_step = 4: data\.train has only 3 prompts.* lower it to 3 or less"
+    ):
+        training(*settings, "trainer.num_prompts_per_step=4")
+    assert len(training(*settings, "trainer.num_prompts_per_step=3").train_data) == 3
