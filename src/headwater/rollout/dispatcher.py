@@ -101,12 +101,12 @@ class BatchTaskDispatcher(Generic[Job, Result]):
 
     async def _admit(self) -> None:
         while not self._is_paused and self._error is None and (room := self._capacity()) > 0:
-            jobs = self._next_jobs(room)
-            if not jobs:
+            count = self._fetch(room)
+            if not count:
                 return
             async with self._starting():
-                for job in jobs:
-                    task = asyncio.ensure_future(self._gather(self._work(job)))
+                for _ in range(count):
+                    task = asyncio.ensure_future(self._gather(self._work(self._submitted.popleft())))
                     self._running.add(task)
                     task.add_done_callback(self._ended)
 
@@ -119,13 +119,14 @@ class BatchTaskDispatcher(Generic[Job, Result]):
             self._look()
         self._tell_consumer()
 
-    def _next_jobs(self, count: int) -> list[Job]:
-        num_submitted = min(count, len(self._submitted))
-        drawn: Sequence[Job] = ()
-        if self._draw is not None and num_submitted < count:
-            drawn = self._draw(count - num_submitted)  # first of all: should it fail, what was submitted still waits
-            self._is_exhausted = num_submitted + len(drawn) < count
-        return [*(self._submitted.popleft() for _ in range(num_submitted)), *drawn]
+    def _fetch(self, count: int) -> int:
+        """See to it that so many jobs wait, or as many as there are; a job waits until it really starts."""
+        missing = count - len(self._submitted)
+        if self._draw is not None and missing > 0:
+            drawn = self._draw(missing)
+            self._is_exhausted = len(drawn) < missing
+            self._submitted.extend(drawn)
+        return min(count, len(self._submitted))
 
     async def _gather(self, begun: Awaitable[Result]) -> None:
         result = await begun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 from rollout.executor_parts import Rows, Scripted, draw_of, executor_of, number_of, ok, one_batch, uids
@@ -301,10 +302,10 @@ def test_pausing_twice_is_pausing_once():
 
 
 def test_what_runs_when_it_is_paused_goes_on():
-    release, started = threading.Event(), threading.Event()
+    release, started = threading.Event(), []
 
     async def outcome(data):
-        started.set()
+        started.append(data.prompt.uid)
         await asyncio.to_thread(release.wait, 5)
         return ok(data)
 
@@ -312,7 +313,8 @@ def test_what_runs_when_it_is_paused_goes_on():
     with executor_of(Scripted(outcome), in_waves=False, max_concurrent=2) as executor:
         executor.submit(draw_of(100))
         executor.submit(draw_of(101))
-        started.wait(5)
+        while len(started) < 4:  # both episodes of both groups
+            time.sleep(0.001)
         executor.pause()
         release.set()
         executor.submit(draw_of(102))

@@ -1,0 +1,237 @@
+"""What goes wrong in an episode stops the run with its cause or is dropped and counted; the books balance after it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from rollout.executor_parts import Rows, Scripted, executor_of, ok, uids
+
+import headwater.rollout.executor as executor_module
+from headwater.config.schema import RewardConfig
+from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
+from headwater.observe.spans import Spans
+from headwater.rewards.managers.naive import NaiveRewardManager
+from headwater.rollout.ledger import LedgerCounts
+
+
+@pytest.fixture(autouse=True)
+def watch_often(monkeypatch):
+    """Episodes that take too long are looked for once a second; tests do not want to wait for that."""
+    monkeypatch.setattr(executor_module, "_WATCH_EVERY_S", 0.02)
+
+
+@pytest.fixture(params=[True, False], ids=["in waves", "as there is room"])
+def in_waves(request) -> bool:
+    return request.param
+
+
+def raises(data):
+    raise KeyError("no such tool")
+
+
+def nonsense(data):
+    return {"reward": 1.0}
+
+
+def of_another_prompt(data):
+    return replace(ok(data), uid="row77")
+
+
+def rejects(data):
+    return None
+
+
+def never_returns(data):
+    return asyncio.sleep(3600)
+
+
+async def swallows_its_cancellation(data):
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        await asyncio.sleep(3600)
+
+
+async def waits_for_what_was_cancelled(data):
+    other = asyncio.ensure_future(asyncio.sleep(3600))
+    other.cancel()
+    await other
+
+
+FAULTS: list[tuple[Callable, str]] = [
+    (raises, "workflow Scripted on row row1 raised KeyError: 'no such tool'"),
+    (nonsense, "workflow Scripted returned a dict for row row1; return a Trajectory"),
+    (of_another_prompt, "raised ValueError: group of prompt row1 holds a trajectory of row77"),
+    (never_returns, "row row1: its episodes took longer than rollout.episode_timeout_s"),
+    (swallows_its_cancellation, "row row1: its episodes took longer than rollout.episode_timeout_s"),
+    (waits_for_what_was_cancelled, "workflow Scripted on row row1 waited for something that was cancelled"),
+]
+
+
+def on_row_1(fault: Callable) -> Scripted:
+    return Scripted(lambda data: fault(data) if (data.prompt.uid, data.sample) == ("row1", 1) else ok(data))
+
+
+def counts(executor) -> LedgerCounts:
+    return executor.check_ledger()
+
+
+@pytest.mark.parametrize(("fault", "reason"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_a_fault_stops_the_run_with_its_cause(fault, reason, in_waves):
+    with executor_of(on_row_1(fault), episode_timeout_s=0.1, in_waves=in_waves) as executor:
+        with pytest.raises(RolloutFailed) as caught:
+            executor.prepare_batch(Rows())
+        assert reason in str(caught.value)
+        # What was broken off has no end yet: it is in flight still, and starts again when the run is resumed.
+        assert counts(executor).dispatched == counts(executor).in_flight + counts(executor).buffered
+        snapshot = executor.snapshot(dict)
+        assert {each.id for each in snapshot.in_flight} | {each.dispatch.id for each in snapshot.finished} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("fault", "reason"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_a_fault_drops_its_group_and_the_run_goes_on(fault, reason, in_waves):
+    with executor_of(on_row_1(fault), on_failure="drop", episode_timeout_s=0.1, in_waves=in_waves) as executor:
+        batch = executor.prepare_batch(Rows())
+        assert uids(batch) == ["row0", "row2", "row3"]
+        (dropped,) = batch.dropped
+        assert dropped.uid == "row1"
+        assert reason in dropped.reason
+        books = executor.close_books(dict)
+        assert books.counts == LedgerCounts(4, 0, 1, buffered=3, in_flight=0)
+        assert [(each["id"], each["reason"]) for each in books.ended["dropped"]] == [(1, dropped.reason)]
+        assert executor.status()["drop_reasons"] == {dropped.reason: 1}
+
+
+def test_a_cause_keeps_the_error_behind_it():
+    with executor_of(on_row_1(raises)) as executor:
+        with pytest.raises(RolloutFailed) as caught:
+            executor.prepare_batch(Rows())
+        assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "drop"])
+def test_a_rejected_episode_is_no_failure(on_failure, in_waves):
+    with executor_of(on_row_1(rejects), on_failure=on_failure, in_waves=in_waves) as executor:
+        batch = executor.prepare_batch(Rows())
+        assert uids(batch) == ["row0", "row2", "row3"]
+        assert counts(executor).dropped == 1
+
+
+FRUITLESS = [raises, nonsense, rejects, never_returns]
+
+
+@pytest.mark.parametrize("fault", FRUITLESS)
+def test_a_run_whose_rollouts_all_fail_stops_with_the_first_causes(fault, in_waves):
+    rows = Rows()
+    with executor_of(Scripted(fault), on_failure="drop", episode_timeout_s=0.05, in_waves=in_waves) as executor:
+        with pytest.raises(RolloutFailed, match=r"only 0 are complete; the first causes:\n  - row[012]: .*\n  - row"):
+            executor.prepare_batch(rows)
+        # Two batches' worth, and then nothing more starts.
+        assert rows.next == 6
+        assert counts(executor) == LedgerCounts(6, 0, 6, buffered=0, in_flight=0)
+
+
+def test_what_runs_ahead_and_fails_also_stops_the_run():
+    rows = Rows()
+    with executor_of(Scripted(raises), on_failure="drop", in_waves=False, max_staleness=4) as executor:
+        with pytest.raises(RolloutFailed, match="only 0 are complete"):
+            executor.prepare_batch(rows)
+        final = counts(executor)
+        assert (final.dispatched, final.dropped) == (rows.next, rows.next)
+        assert rows.next <= 15 + 6
+
+
+def test_an_error_of_the_data_reaches_the_learner():
+    class Broken(Rows):
+        def take(self, count):
+            raise HeadwaterError("rows.parquet: row 7 cannot be read")
+
+    with executor_of(Scripted(ok), in_waves=False) as executor:
+        with pytest.raises(HeadwaterError, match="row 7"):
+            executor.prepare_batch(Broken())
+        assert counts(executor) == LedgerCounts(0, 0, 0, buffered=0, in_flight=0)
+
+
+def test_an_engine_that_cannot_be_held_reaches_the_learner():
+    class Broken:
+        def pause(self):
+            raise RolloutFailed("the engine is gone")
+
+        def resume(self): ...
+
+    with executor_of(Scripted(ok), engine=Broken()) as executor:
+        with pytest.raises(RolloutFailed, match="the engine is gone"):
+            executor.prepare_batch(Rows())
+        assert counts(executor) == LedgerCounts(3, 0, 0, buffered=0, in_flight=3)
+
+
+# Rewards
+
+
+def scored_by(function_file, timeout_s: float = 30.0) -> Scripted:
+    """Episodes whose reward is the one a person wrote."""
+    manager = NaiveRewardManager(
+        RewardConfig(function=f"{function_file}:compute_score", timeout_s=timeout_s), Spans(None)
+    )
+
+    async def outcome(data):
+        score = await manager.score(data.prompt, f"{data.prompt.uid} {data.sample}")
+        return ok(data, reward=score.value)
+
+    return Scripted(outcome)
+
+
+REWARD = """
+import time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "row1 1":
+        {does}
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [("raise ValueError('judge is down')", "judge is down"), ("time.sleep(3)", "no result within 0.2 s")],
+    ids=["raises", "hangs"],
+)
+def test_a_reward_that_fails_stops_the_run_or_drops_the_group(does, reason, tmp_path, in_waves):
+    file = tmp_path / "reward.py"
+    file.write_text(REWARD.format(does=does))
+    with executor_of(scored_by(file, timeout_s=0.2), in_waves=in_waves) as executor:
+        with pytest.raises(RewardFailed, match=reason):
+            executor.prepare_batch(Rows())
+        assert counts(executor).trained == 0
+    with executor_of(scored_by(file, timeout_s=0.2), on_failure="drop", in_waves=in_waves) as executor:
+        batch = executor.prepare_batch(Rows())
+        assert uids(batch) == ["row0", "row2", "row3"]
+        assert reason in batch.dropped[0].reason
+        assert counts(executor) == LedgerCounts(4, 0, 1, buffered=3, in_flight=0)
+
+
+# From outside
+
+
+def test_a_learner_that_is_interrupted_while_it_waits_leaves_books_that_balance(monkeypatch):
+    """Ctrl-C reaches the learner's thread; the rollouts are not asked."""
+    started = threading.Event()
+
+    async def slow(data):
+        started.set()
+        return await asyncio.sleep(3600)
+
+    with executor_of(Scripted(slow), in_waves=False) as executor:
+
+        def interrupted(*_, **__):
+            started.wait(5)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(executor._dispatcher, "wait_results", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor.prepare_batch(Rows())
+        assert counts(executor) == LedgerCounts(3, 0, 0, buffered=0, in_flight=3)
+        assert [each.id for each in executor.snapshot(dict).in_flight] == [0, 1, 2]
