@@ -153,6 +153,8 @@ class HfEngine:
     def update_weights(self, update: WeightUpdate) -> Future[None]:
         """Wait for the batch being generated, then take the new weights whole or refuse them whole."""
         done: Future[None] = Future()
+        was_running = self._running.is_set()
+        self._running.clear()  # or the next batch could take the lock again before we get it, and the one after that
         try:
             with self._weights_lock, self._change_lock:
                 copy_weights(self._model, update.tensors)
@@ -161,6 +163,9 @@ class HfEngine:
             done.set_exception(error)
         else:
             done.set_result(None)
+        finally:
+            if was_running:
+                self._running.set()
         return done
 
     def get_version(self) -> int:

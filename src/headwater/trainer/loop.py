@@ -89,6 +89,7 @@ class Trainer:
             "total_steps": self._config.trainer.total_steps,
             "ledger": asdict(self._rollouts.ledger.counts()),
             **self._rollouts.status(),
+            **self._parts.status(),
         }
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.backends import BackendContext, make_engine
+from headwater.backends.served.engine import ServedEngine
 from headwater.config.schema import Config
 from headwater.core.protocols import InferenceEngine, MemoryTag, RolloutWorkflow
 from headwater.core.records import SamplingParams
@@ -58,6 +59,10 @@ class RolloutParts:
             yield
         finally:
             self.sleep_cache()
+
+    def status(self) -> dict[str, Any]:
+        """For the status file, besides what the executor knows."""
+        return {"engine_restarts": self.engine.num_restarts} if isinstance(self.engine, ServedEngine) else {}
 
     def close(self) -> None:
         self.tasks.close()

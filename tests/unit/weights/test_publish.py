@@ -17,7 +17,7 @@ from headwater.engine.engine import Engine
 from headwater.models.checksum import checksum
 from headwater.models.load import load_model
 from headwater.observe.spans import Spans
-from headwater.weights.memory import publish
+from headwater.weights.publish import publish
 
 
 class Learner:

@@ -72,6 +72,8 @@ class ServedEngine:
         self._state = ChildState()
         self._numbers = itertools.count()
         self._requests = OpenRequests(spans, on_finish=self._a_request_finished, on_failed_engine=self._kill_child)
+        self.num_restarts = 0
+        """In all."""
         self._num_deaths = 0
         """In a row, without a finished request in between."""
         self._failure: RolloutFailed | None = None
@@ -298,6 +300,7 @@ class ServedEngine:
             cause = await self._until_lost()
             while self._failure is None:
                 self._num_deaths += 1
+                self.num_restarts += 1
                 if self._num_deaths > MAX_RESTARTS:
                     self._give_up(cause)
                     break

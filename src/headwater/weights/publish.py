@@ -11,23 +11,19 @@ _SWAP_LIMIT_S = 600.0
 
 
 def publish(learner: TrainEngine, engine: InferenceEngine, version: int) -> str:
-    """Pause the engine, hand it the learner's weights as ``version``, and resume it, whatever happens in between.
+    """Hand the learner's weights to the engine as ``version``; generation stops for no longer than the engine needs.
 
     Returns the checksum of the weights that serve then: the learner's, in the engine's number type, or else raises
     ``WeightsError``. They are compared when the engine runs again, so that generation does not stand still for it;
     tokens of a version that is not what it should be are never trained on, because the error ends the run.
     """
     weights = list(learner.export_weights())
-    engine.pause()
-    try:
-        wait_for_future(
-            engine.update_weights(WeightUpdate(version, weights)),
-            lambda: f"the engine takes the weights of version {version}",
-            kind="weights",
-            hard_limit_s=_SWAP_LIMIT_S,
-        )
-    finally:
-        engine.resume()
+    wait_for_future(
+        engine.update_weights(WeightUpdate(version, weights)),
+        lambda: f"the engine takes the weights of version {version}",
+        kind="weights",
+        hard_limit_s=_SWAP_LIMIT_S,
+    )
     serving = engine.weights_checksum()
     expected = checksum(weights, dtype_of_checksum(serving))
     if serving != expected:
