@@ -1,0 +1,211 @@
+"""Asynchronous runs of a tiny model: the bound, the books, the three ways of updating, interruption, and synchrony."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from command import CUT_DOWN, ROOT, SMALL, metrics, train_here, weights
+
+import headwater.trainer.rollout_setup as rollout_setup
+from headwater.cli.exit_codes import EXIT_INTERRUPTED
+from headwater.cli.main import main
+from headwater.config.load import load_config
+from headwater.data.sampler import ShufflingSampler
+from headwater.observe.run_directory import RunDirectory
+from headwater.rollout.prompt_stream import PromptStream
+from headwater.trainer.rollout_setup import build_rollout
+from headwater.trainer.training_setup import build_training
+from headwater.weights.publish import publish
+
+NO_EVAL = ["eval.before=false", "eval.after=false"]
+ASYNC = [
+    *SMALL, *NO_EVAL, "rollout.max_staleness=2", "trainer.total_steps=5", "rollout.max_new_tokens=64",
+    "engine.decode_steps=2",
+]  # fmt: skip
+"""Responses of 64 tokens, which an untrained model seldom ends by itself: updates happen while they are generated."""
+
+
+def run_here(root: Path, name: str, *settings: str, base=ASYNC) -> Path:
+    train_here(*base, f"run.root={root}", f"run.name={name}", *settings)
+    return root / name
+
+
+def ledger(run: Path) -> list[dict]:
+    """One record per step, as the run stands."""
+    return [each for each in RunDirectory(run).read_ledger() if each["kind"] == "step"]
+
+
+def check_books(run: Path, num_steps: int, num_prompts: int = 4) -> None:
+    """Every line balances; every dispatch ended once; the prompts are those of the stream, in its order."""
+    lines = ledger(run)
+    assert [line["step"] for line in lines] == list(range(1, num_steps + 1))
+    for line in lines:
+        counts = line["counts"]
+        assert counts["dispatched"] == sum(counts[key] for key in ("trained", "dropped", "buffered", "in_flight"))
+        assert counts["trained"] == num_prompts * line["step"]
+    trained = [each for line in lines for each in line["trained"]]
+    ends = sorted(trained + [each for line in lines for each in line["dropped"]], key=lambda each: each["id"])
+    assert [each["id"] for each in ends] == list(range(lines[-1]["counts"]["dispatched"]))
+    drawn = ShufflingSampler(num_rows=50, seed=0).take(len(ends))
+    assert [(each["index"], each["epoch"]) for each in ends] == [(each.index, each.epoch) for each in drawn]
+
+
+def lags(run: Path) -> set[int]:
+    names = {name for record in metrics(run, "train") for name in record if name.startswith("staleness/lag_")}
+    return {int(name.rpartition("_")[2]) for name in names}
+
+
+def mixed_responses(run: Path) -> list[dict]:
+    """Trajectories with tokens of more than one policy version."""
+    files = sorted((run / "rollouts").glob("step_*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+    assert all(list(made) == sorted(made) for made in ([v for v in row["versions"] if v >= 0] for row in rows))
+    return [row for row in rows if len(set(row["versions"]) - {-1}) > 1]
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "in_flight", "drain"])
+def test_a_run_that_generates_ahead_stays_within_its_bound(mode, tmp_path):
+    run = run_here(tmp_path, mode, f"engine.update_mode={mode}")
+    check_books(run, num_steps=5)
+    assert lags(run) <= {0, 1, 2}
+    assert max(lags(run)) > 0
+    # An update in mid-response leaves tokens of two versions, unless it waits for the response to end.
+    assert bool(mixed_responses(run)) == (mode != "drain")
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "wait"])
+def test_what_is_too_old_is_dropped_or_waited_for(on_stale, tmp_path):
+    run = run_here(
+        tmp_path, on_stale, f"rollout.on_stale={on_stale}", "rollout.max_staleness=1", "trainer.total_steps=4"
+    )
+    assert lags(run) <= {0, 1}
+    assert sum(each["staleness/masked_tokens"] for each in metrics(run, "train")) == 0
+    assert ledger(run)[-1]["counts"]["trained"] == 16
+    if on_stale == "wait":
+        check_books(run, num_steps=4)
+
+
+# Interruption
+
+
+def steps_done(run: Path) -> int:
+    return len(metrics(run, "train")) if (run / "metrics.jsonl").exists() else 0
+
+
+def wait_for_steps(run: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while steps_done(run) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_ctrl_c_in_the_middle_loses_and_repeats_nothing(tmp_path):
+    run = tmp_path / "stopped"
+
+    def interrupt() -> None:
+        wait_for_steps(run, 3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    with contextlib.chdir(ROOT):
+        code = main(["train", *ASYNC, f"run.root={tmp_path}", "run.name=stopped", "trainer.total_steps=10"])
+    watcher.join()
+    assert code == EXIT_INTERRUPTED
+    done = steps_done(run)
+    assert 3 <= done < 10
+    train_here("--resume", run)
+    check_books(run, num_steps=10)
+    assert lags(run) <= {0, 1, 2}
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_and_loses_nothing(tmp_path):
+    run = tmp_path / "killed"
+    arguments = [*ASYNC, f"run.root={tmp_path}", "run.name=killed", "trainer.total_steps=8"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headwater.cli.main", "train", *arguments, "trainer.checkpoint_every_steps=2"],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_for_steps(run, 3)
+    process.kill()
+    process.wait(30)
+    assert 3 <= steps_done(run) < 8
+    train_here("--resume", run)
+    check_books(run, num_steps=8)
+
+
+# Staleness zero
+
+
+SYNC = [
+    "recipes/quickstart.yaml", *CUT_DOWN, *NO_EVAL, "trainer.total_steps=3", "rollout.max_new_tokens=12",
+    "engine.deterministic=true", "training.learning_rate=1e-3",
+]  # fmt: skip
+
+
+def checksums(run: Path) -> list[str]:
+    return [line["weights"] for line in ledger(run)]
+
+
+def plain_loop() -> list[str]:
+    """Training as one would write it down: a batch, its experience, an update, the next version."""
+    with contextlib.chdir(ROOT):
+        config = load_config(Path(SYNC[0]), SYNC[1:]).config
+        rollout = build_rollout(config, config.model.path)
+        try:
+            training = build_training(config, config.model.path, rollout.tokenizer, reference_path=config.model.path)
+            stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
+            published = []
+            for version in range(config.trainer.total_steps):
+                batch = rollout.train_rollouts.rollout_batch(stream.take(config.trainer.num_prompts_per_step))
+                experience = training.experience.make(batch, version)
+                training.actor.update(experience.data)
+                published.append(publish(training.actor.engine, rollout.engine, version + 1))
+            return published
+        finally:
+            rollout.close()
+
+
+def test_at_staleness_zero_the_weights_of_every_step_are_those_of_a_plain_loop(tmp_path, monkeypatch):
+    expected = plain_loop()
+    assert len(set(expected)) == 3
+    assert checksums(run_here(tmp_path, "continuous", base=SYNC)) == expected
+    few = run_here(tmp_path, "few_at_a_time", "rollout.max_concurrent_groups=3", base=SYNC)
+    assert checksums(few) == expected
+    original = rollout_setup._admission
+    monkeypatch.setattr(rollout_setup, "_admission", lambda config: replace(original(config), in_waves=True))
+    assert checksums(run_here(tmp_path, "in_waves", base=SYNC)) == expected
+
+
+# Decoupled PPO
+
+DECOUPLED = ["algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"]
+
+
+def test_decoupled_ppo_trains_on_old_tokens(tmp_path):
+    run = run_here(tmp_path, "decoupled", *DECOUPLED, "trainer.total_steps=4")
+    check_books(run, num_steps=4)
+    assert lags(run) <= {0, 1, 2}
+    assert max(lags(run)) > 0
+
+
+def test_decoupled_ppo_is_ppo_where_nothing_is_old(tmp_path):
+    one = run_here(tmp_path, "decoupled", *DECOUPLED, "trainer.total_steps=2", base=SYNC)
+    other = run_here(
+        tmp_path, "ppo", "algorithm.policy_loss=ppo", "algorithm.old_logprobs=recompute", "trainer.total_steps=2",
+        base=SYNC,
+    )  # fmt: skip
+    for first, second in zip(metrics(one, "train"), metrics(other, "train"), strict=True):
+        assert first["actor/loss"] == pytest.approx(second["actor/loss"], rel=1e-4, abs=1e-6)
+        assert first["actor/grad_norm"] == pytest.approx(second["actor/grad_norm"], rel=1e-3)
+    mine, theirs = weights(one, 2), weights(other, 2)
+    assert all((mine[name] - theirs[name]).abs().max() < 1e-4 for name in mine)
