@@ -1,4 +1,4 @@
-"""The quickstart learns, on every seed, as the README promises."""
+"""The quickstarts learn, on every seed, as the README promises."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import pytest
 from command import headwater, metrics
 
 
-def learns(tmp_path, seed: int) -> None:
-    result = headwater("train", "recipes/quickstart.yaml", f"run.root={tmp_path}", f"run.seed={seed}", timeout_s=600)
+RECIPES = ["quickstart", "quickstart-async"]
+
+
+def learns(tmp_path, recipe: str, seed: int) -> None:
+    result = headwater("train", f"recipes/{recipe}.yaml", f"run.root={tmp_path}", f"run.seed={seed}", timeout_s=600)
     assert result.code == 0, result.stderr
-    run = tmp_path / "quickstart"
+    run = tmp_path / recipe
     evaluations = metrics(run, "eval")
     assert evaluations[0]["step"] == 0
     assert evaluations[0]["reward/mean"] < 0.3
@@ -23,12 +26,14 @@ def learns(tmp_path, seed: int) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_reward_rises(tmp_path):
-    learns(tmp_path, seed=0)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_reward_rises(tmp_path, recipe):
+    learns(tmp_path, recipe, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_reward_rises_on_other_seeds(tmp_path, seed):
-    learns(tmp_path, seed)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_reward_rises_on_other_seeds(tmp_path, recipe, seed):
+    learns(tmp_path, recipe, seed)
