@@ -7,7 +7,6 @@ import json
 import pytest
 from command import headwater, metrics
 
-
 RECIPES = ["quickstart", "quickstart-async"]
 
 
