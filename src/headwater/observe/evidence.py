@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from headwater.config.load import load_config
@@ -108,7 +107,7 @@ def gather(run: RunDirectory) -> Evidence:
     except RunError as error:
         damage.append(str(error))
     try:
-        ledger = _read_ledger(run.ledger_file)
+        ledger = _read_ledger(run)
     except RunError as error:
         damage.append(str(error))
     config = None
@@ -139,13 +138,15 @@ def _process_is_there(status: RunStatus) -> bool | None:
     return process_start(status.pid) == status.process_start
 
 
-def _read_ledger(path: Path) -> LedgerLine | None:
-    records = last_records(path, _LEDGER_LINES)
-    if not records:
-        if path.exists() and path.stat().st_size > 0:
-            raise RunError(f"{path} cannot be read: none of its last lines is whole")
-        return None
+def _read_ledger(run: RunDirectory) -> LedgerLine | None:
+    path = run.ledger_file
     try:
+        records = [each for each in run.last_ledger(_LEDGER_LINES) if each["kind"] == "step"]
+        if not records:
+            # A resume may have gone back behind all of them; then nothing is known, and nothing is wrong.
+            if path.exists() and path.stat().st_size > 0 and not last_records(path, 1):
+                raise RunError(f"{path} cannot be read: none of its last lines is whole")
+            return None
         reasons = Counter(str(each["reason"]) for record in records for each in record.get("dropped", ()))
         num_trained = sum(len(record.get("trained", ())) for record in records)
         last = records[-1]

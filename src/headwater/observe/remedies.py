@@ -11,8 +11,6 @@ _BY_KIND = {
     "rollouts": "held-out or probing prompts are being answered: lower eval.num_prompts, or wait",
     "weights": "the engine takes new weights between two of its rounds; with engine.update_mode=drain it first ends "
     "what runs, with interrupt it does not; if the engine itself hangs, end the process and resume",
-    "straggler": "rollout.on_stale=wait holds the update back until old groups are done: use mask or drop, raise "
-    "rollout.max_staleness, or lower rollout.episode_timeout_s",
     "engine_start": "the engine loads its model: if that never ends, memory is the usual cause "
     "(engine.memory_fraction, engine.kv_cache_gib); its own output says more",
     "engine_call": "the engine's process does not answer: it is being restarted, or a long round keeps it busy; with "

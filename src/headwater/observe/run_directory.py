@@ -123,6 +123,10 @@ class RunDirectory:
         """``read_metrics`` of the last ``count`` lines alone, however long the file is."""
         return _as_it_stands(last_records(self.metrics_file, count))
 
+    def last_ledger(self, count: int) -> list[dict[str, Any]]:
+        """``read_ledger`` of the last ``count`` lines alone."""
+        return _as_it_stands(last_records(self.ledger_file, count))
+
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
     """One line, written at once, so that a run that is killed loses none of its history."""

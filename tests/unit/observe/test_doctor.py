@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
+import headwater
+from headwater.observe import remedies
 from headwater.observe.doctor import examine
 from headwater.observe.duration import show_duration
 from headwater.observe.evidence import gather
@@ -57,7 +61,7 @@ def write_status(run, **fields):
 def a_wait(kind="batch", seconds=1000.0, limit=1800.0):
     return {
         "kind": kind,
-        "description": "the learner waits for batch 13: 3 of 4 groups",
+        "description": "the learner has waited 1000 s for batch 13: 3 of 4 groups; 1 run",
         "seconds": seconds,
         "hard_limit_s": limit,
         "thread_name": "MainThread",
@@ -65,11 +69,18 @@ def a_wait(kind="batch", seconds=1000.0, limit=1800.0):
 
 
 def write_ledger(run, step=12, counts=BALANCED, dropped=(), trained=8):
-    record = {"step": step, "time": time.time(), "counts": counts, "trained": [{"id": n} for n in range(trained)]}
-    with run.ledger_file.open("a") as file:
-        file.write(
-            json.dumps({**record, "dropped": [{"id": 1, "uid": "u", "reason": each} for each in dropped]}) + "\n"
-        )
+    """A line as the trainer writes it at the end of a step."""
+    record = {"kind": "step", "step": step, "time": time.time(), "weights": "float32-1", "counts": counts}
+    record["trained"] = [{"id": n, "uid": "u", "index": n, "epoch": 0, "requests": []} for n in range(trained)]
+    record["dropped"] = [{"id": 1, "uid": "u", "index": 1, "epoch": 0, "reason": each} for each in dropped]
+    run.append_ledger(record)
+
+
+def resume(run, step):
+    """As the trainer notes that it goes on from ``step``."""
+    record = {"kind": "resume", "step": step, "time": time.time()}
+    run.append_metrics(record)
+    run.append_ledger(record)
 
 
 def problems(diagnosis):
@@ -203,7 +214,13 @@ def test_a_damaged_status_is_loud_and_the_rest_is_told(run):
 
 
 @pytest.mark.parametrize(
-    "content", ["{{{\n", '{"step": 1}\n', '{"step": 1, "time": 2, "counts": {"dispatched": "x"}}\n']
+    "content",
+    [
+        "{{{\n",
+        '{"step": 1}\n',
+        '{"kind": "step", "step": 1}\n',
+        '{"kind": "step", "step": 1, "time": 2, "counts": {"dispatched": "x"}}\n',
+    ],
 )
 def test_a_damaged_ledger_is_loud(run, content):
     write_status(run)
@@ -215,8 +232,48 @@ def test_a_ledger_line_that_is_being_written_is_no_damage(run):
     write_status(run)
     write_ledger(run)
     with run.ledger_file.open("a") as file:
-        file.write('{"step": 13, "cou')
+        file.write('{"kind": "step", "step": 13, "cou')
     assert examine(run).is_healthy
+
+
+# Resumed runs
+
+
+@pytest.mark.parametrize("kept", [12, 10])
+def test_a_run_that_has_just_resumed_stands_where_it_went_back_to(run, kept):
+    """Until its first step ends: no damage, and the books are those of the step it goes on from."""
+    add_steps(run, 12)
+    for step in range(1, 13):
+        write_ledger(run, step, counts=BALANCED | {"dropped": step, "dispatched": 104 + step})
+    resume(run, kept)
+    write_status(run, step=kept, ledger=None)
+    diagnosis = examine(run)
+    assert diagnosis.findings == ()
+    assert diagnosis.ledger.counts["dropped"] == kept
+    assert gather(run).ledger.step == kept
+
+
+@pytest.mark.parametrize("num_before", [3, 200])
+def test_a_run_that_begins_anew_has_no_books_yet(run, num_before):
+    for step in range(1, num_before + 1):
+        write_ledger(run, step, dropped=["rejected by the workflow"])
+    resume(run, -1)
+    write_status(run, step=0)
+    assert gather(run).ledger is None
+    assert examine(run).findings == ()
+
+
+def test_what_a_resume_went_back_behind_is_not_held_against_the_run(run):
+    """Neither books that did not balance nor drops of a course that is not taken again."""
+    write_ledger(run, 11)
+    write_ledger(run, 12, counts=BALANCED | {"trained": 90}, dropped=["rejected by the workflow"] * 50)
+    write_status(run)
+    assert len(problems(examine(run))) == 2
+    resume(run, 11)
+    assert examine(run).findings == ()
+    write_ledger(run, 12, trained=4)
+    assert examine(run).findings == ()
+    assert (gather(run).ledger.step, gather(run).ledger.num_trained) == (12, 8 + 4)
 
 
 def test_settings_of_another_version_do_not_keep_the_rest_from_being_told(run):
@@ -273,17 +330,31 @@ def test_a_wait_for_a_batch_while_nothing_runs_is_told_by_the_room(run, capacity
     assert told in remedy(examine(run), "batch")
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        ("weights", "update_mode"),
-        ("straggler", "on_stale"),
-        ("engine_start", "memory"),
-        ("engine_call", "does not answer"),
-        ("rollout_thread", "to_thread"),
-        ("rollouts", "eval.num_prompts"),
-    ],
-)
+REMEDIES = {
+    "batch": "generation is slower than the learner",
+    "weights": "update_mode",
+    "engine_start": "memory",
+    "engine_call": "does not answer",
+    "rollout_thread": "to_thread",
+    "rollouts": "eval.num_prompts",
+}
+
+
+def kinds_in_use():
+    """Of all waits in the source tree that name theirs."""
+    waits = {"named_wait", "wait_until", "wait_for_future"}
+    files = Path(headwater.__file__).parent.rglob("*.py")
+    calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in waits]
+    assert named
+    return {each.value.value for call in named for each in call.keywords if each.arg == "kind"}
+
+
+def test_there_are_remedies_for_the_kinds_in_use_and_for_no_others():
+    assert kinds_in_use() == REMEDIES.keys() == remedies._BY_KIND.keys()
+
+
+@pytest.mark.parametrize(("kind", "told"), REMEDIES.items())
 def test_every_kind_of_wait_has_its_remedy(run, kind, told):
     write_status(run, waits=[a_wait(kind)])
     assert told in remedy(examine(run), kind)

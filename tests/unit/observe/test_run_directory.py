@@ -107,6 +107,18 @@ def test_the_end_of_a_long_file_is_read_alone(tmp_path):
     assert run.last_metrics(10**6) == run.read_metrics()
 
 
+def test_the_end_of_a_ledger_is_read_as_it_stands(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    assert run.last_ledger(5) == []
+    for step in range(1, 6):
+        run.append_ledger({"kind": "step", "step": step})
+    run.append_ledger({"kind": "resume", "step": 4})
+    assert [record["step"] for record in run.last_ledger(3)] == [4]
+    run.append_ledger({"kind": "step", "step": 5, "again": True})
+    assert run.last_ledger(100) == run.read_ledger()
+    assert run.last_ledger(1) == [{"kind": "step", "step": 5, "again": True}]
+
+
 def test_checkpoints_that_can_be_resumed_are_known(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     assert run.checkpoint_steps() == []
