@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -83,16 +84,48 @@ def test_a_run_that_generates_ahead_stays_within_its_bound(mode, tmp_path):
     assert bool(mixed_responses(run)) == (mode != "drain")
 
 
-@pytest.mark.parametrize("on_stale", ["drop", "wait"])
-def test_what_is_too_old_is_dropped_or_waited_for(on_stale, tmp_path):
+def hold(run: Path, step: int, then_s: float = 0.0) -> list[str]:
+    """Settings under which the first prompt is scored only after ``step`` has ended, and ``then_s`` more."""
+    row = ShufflingSampler(num_rows=50, seed=0).take(1)[0].index
+    held = f"{{run: {run}, row: {row}, step: {step}, then_s: {then_s}}}"
+    return ["reward.function=tests/integration/held.py:compute_score", f"reward.function_args={held}"]
+
+
+SHORT = ["rollout.max_staleness=1", "rollout.max_new_tokens=8"]
+
+
+def test_what_is_too_old_is_dropped_and_drawn_once_more(tmp_path):
+    """The first prompt's group is of version 0 and complete at version 3; the run cannot end without its place."""
     run = run_here(
-        tmp_path, on_stale, f"rollout.on_stale={on_stale}", "rollout.max_staleness=1", "trainer.total_steps=4"
+        tmp_path, "drop", "rollout.on_stale=drop", "trainer.total_steps=6", *SHORT, *hold(tmp_path / "drop", 3)
     )
-    assert lags(run) <= {0, 1}
+    lines = ledger(run)
+    [(step, dropped)] = [(line["step"], each) for line in lines for each in line["dropped"]]
+    assert step >= 4
+    assert dropped["id"] == 0
+    assert "rollout.max_staleness" in dropped["reason"]
+    [again] = [each for line in lines for each in line["trained"] if each["uid"] == dropped["uid"]]
+    assert again["id"] > 0
+    assert lines[-1]["counts"] == {"dispatched": 25, "trained": 24, "dropped": 1, "buffered": 0, "in_flight": 0}
+    assert sum(each["staleness/dropped_groups"] for each in metrics(run, "train")) == 1
     assert sum(each["staleness/masked_tokens"] for each in metrics(run, "train")) == 0
-    assert ledger(run)[-1]["counts"]["trained"] == 16
-    if on_stale == "wait":
-        check_books(run, num_steps=4)
+    assert lags(run) <= {0, 1}
+
+
+def test_what_would_become_too_old_is_waited_for(tmp_path):
+    """The first prompt's group must be in the second batch; it is, though a batch of others is ready long before."""
+    run = run_here(
+        tmp_path, "wait", "rollout.on_stale=wait", "trainer.total_steps=4", *SHORT, *hold(tmp_path / "wait", 1, 1.5)
+    )
+    check_books(run, num_steps=4)
+    second = metrics(run, "train")[1]
+    assert 0 not in [each["id"] for each in ledger(run)[0]["trained"]]
+    assert 0 in [each["id"] for each in ledger(run)[1]["trained"]]
+    assert second["time/wait_s"] > 1.0
+    assert second["rollouts/buffered"] >= 4
+    assert sum(each["staleness/dropped_groups"] for each in metrics(run, "train")) == 0
+    assert sum(each["staleness/masked_tokens"] for each in metrics(run, "train")) == 0
+    assert lags(run) <= {0, 1}
 
 
 # Interruption
@@ -196,6 +229,21 @@ def test_decoupled_ppo_trains_on_old_tokens(tmp_path):
     check_books(run, num_steps=4)
     assert lags(run) <= {0, 1, 2}
     assert max(lags(run)) > 0
+
+
+@pytest.mark.parametrize(("method", "reported"), [("loglinear", False), ("metrics", True)])
+def test_the_policy_in_between_is_guessed_or_the_guess_is_judged(method, reported, tmp_path):
+    """``metrics`` computes it and says how far off the guess would be, which is exact where nothing is old."""
+    run = run_here(
+        tmp_path, method, "algorithm.policy_loss=decoupled", f"algorithm.old_logprobs={method}",
+        "training.learning_rate=1e-3", "trainer.total_steps=3",
+    )  # fmt: skip
+    check_books(run, num_steps=3)
+    assert max(lags(run)) > 0
+    assert len(set(checksums(run))) == 3
+    for record in metrics(run, "train"):
+        assert ("proximal_error_mean" in record) == ("rollout_logprob_gap" in record) == reported
+        assert math.isfinite(record["actor/loss"])
 
 
 def test_decoupled_ppo_is_ppo_where_nothing_is_old(tmp_path):

@@ -27,6 +27,20 @@ def test_a_plain_run_takes_what_the_engine_recorded():
     assert made.metrics == {"staleness/lag_2": 1.0}
 
 
+def test_the_share_of_tokens_is_told_by_how_far_they_lag():
+    """Versions 3, 3, 5 and 4, 5, 5, 5 at version 5; what is masked, or not of the policy, is not counted."""
+    prompt = tiny.prompt()
+
+    def sample(number, loss_mask, versions):
+        made = trajectory("row", number, prompt.tokens, len(versions), loss_mask=loss_mask)
+        return replace(made, versions=(-1,) * len(prompt.tokens) + versions)
+
+    samples = (sample(0, (1, 1, 0, 1), (3, 3, -1, 5)), sample(1, (1, 0, 1, 1, 1), (4, 1, 5, 5, 5)))
+    made = training().experience.make(RolloutBatch((Group(prompt, samples),)), version=5)
+    lags = {name: share for name, share in made.metrics.items() if name.startswith("staleness/")}
+    assert lags == {"staleness/lag_0": 4 / 7, "staleness/lag_1": 1 / 7, "staleness/lag_2": 2 / 7}
+
+
 def test_a_group_that_agrees_has_no_advantage():
     advantages = training().experience.make(batch(reward=0.9), version=0).data.batch["advantages"]
     assert not advantages.any()

@@ -1,0 +1,51 @@
+"""A reward and a workflow that hold one row back until a run has come to a step: a straggler, on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from varied_reward import compute_score as varied
+
+from headwater.core.randomness import derive_key
+from headwater.core.records import ModelRequest, Trajectory
+from headwater.core.transcript import Transcript
+
+
+async def until_step(run: str, step: int) -> None:
+    metrics = Path(run) / "metrics.jsonl"
+    while not metrics.exists() or f'"kind": "train", "step": {step},' not in metrics.read_text():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def compute_score(
+    data_source, solution_str, ground_truth, extra_info, *, run: str, row: int, step: int, then_s: float = 0.0
+) -> float:
+    """The varied reward; of ``row`` not before ``step`` of ``run`` has ended, and ``then_s`` more."""
+    if extra_info["index"] == row:
+        await until_step(run, step)
+        await asyncio.sleep(then_s)
+    return varied(data_source, solution_str, ground_truth, extra_info)
+
+
+class TwoParts:
+    """Two answers in a row; between those to ``row`` the run goes on to ``step``."""
+
+    def __init__(self, context, *, run: str, row: int, step: int) -> None:
+        self._context = context
+        self._run, self._row, self._step = run, row, step
+
+    async def arun_episode(self, engine, data) -> Trajectory:
+        transcript = Transcript(data.prompt, data.sample)
+        for part in range(2):
+            if part and data.prompt.extra_info["index"] == self._row:
+                await until_step(self._run, self._step)
+            sampling = replace(self._context.sampling, max_new_tokens=self._context.sampling.max_new_tokens // 2)
+            key = derive_key(data.rng_key, "part", part)
+            name = f"{data.prompt.uid}#{data.sample}/{part}"
+            response = await engine.agenerate(ModelRequest(name, transcript.tokens, sampling, key))
+            transcript.add_response(response)
+        text = self._context.tokenizer.decode(transcript.tokens, skip_special_tokens=True)
+        score = await self._context.reward.score(data.prompt, text)
+        return transcript.finish(reward=score.value, stop_reason=response.stop_reason)
