@@ -27,6 +27,7 @@ from headwater.core.errors import RequestError, RolloutFailed, WeightsError
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
+from headwater.models.checksum import checksum, dtype_of_checksum
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.spans import Spans
 
@@ -169,44 +170,75 @@ def test_weights_arrive_bit_for_bit_and_leave_no_second_copy(served, undisturbed
     assert set(os.listdir("/dev/shm")) - before == new
 
 
-@pytest.mark.parametrize("mode", ["interrupt", "in_flight", "drain"])
-def test_an_update_while_it_generates(served, undisturbed, mode):
-    old, new, seed = served.get_version(), served.get_version() + 1, 1
+def rest_under(undisturbed, seed: int, request: ModelRequest, response: ModelResponse, count: int) -> list[Any]:
+    """What these weights make of the request after its first ``count`` tokens."""
+    return bits(undisturbed([replace(request, given_tokens=response.output_tokens[:count])], seed))
+
+
+@pytest.mark.parametrize(("mode", "old", "new"), [("interrupt", 1, 2), ("in_flight", 2, 1), ("drain", 1, 2)])
+def test_an_update_while_it_generates(served, undisturbed, mode, old, new):
+    """Up to the update the old weights speak, after it the new ones. ``old`` and ``new`` are their seeds."""
     served._transfer = "shared_memory"
-    asked = requests(4, 48)
-    before = undisturbed(asked, 2 if old == 2 else 1)
+    version = served.get_version() + 1
+    served.update_weights(WeightUpdate(version, weights(old))).result(LIMIT_S)
+    before, update = served.weights_checksum(), WeightUpdate(version + 1, weights(new))
+    asked = requests(3, 32)
 
-    def update() -> None:
+    def update_meanwhile() -> None:
         some_tokens(served)
-        served.update_weights(WeightUpdate(new, weights(seed)), mode).result(LIMIT_S)
+        served.update_weights(update, mode).result(LIMIT_S)
 
-    responses = generate(served, asked, update)
-    for response, alone in zip(responses, before, strict=True):
+    responses = generate(served, asked, update_meanwhile)
+    for request, response, alone in zip(asked, responses, undisturbed(asked, old), strict=True):
         versions = response.output_versions
-        assert len(versions) == 48
-        num_old = versions.count(old)
-        assert versions == (old,) * num_old + (new,) * (48 - num_old)
-        assert num_old == 48 if mode == "drain" else 0 < num_old < 48
-        assert response.output_tokens[:num_old] == alone.output_tokens[:num_old]
+        count = versions.count(version)
+        assert versions == (version,) * count + (version + 1,) * (32 - count)
+        assert count == 32 if mode == "drain" else 0 < count < 32
+        assert response.output_tokens[:count] == alone.output_tokens[:count]
+        assert response.output_logprobs[:count] == alone.output_logprobs[:count]
+        rest = [(response.output_tokens[count:], response.output_logprobs[count:], "length")]
+        if mode == "interrupt":
+            assert rest == rest_under(undisturbed, new, request, response, count)
+        if mode == "in_flight":  # new weights over keys and values of the old ones: neither alone gives that
+            assert rest != rest_under(undisturbed, new, request, response, count)
+            assert rest != rest_under(undisturbed, old, request, response, count)
+    after = served.weights_checksum()
+    assert before != after == checksum(weights(new), dtype_of_checksum(after))
+    later = requests(1, 8)
+    assert bits(generate(served, later)) == bits(undisturbed(later, new)) != bits(undisturbed(later, old))
 
 
 def test_an_update_while_prompts_are_computed(served, undisturbed):
-    """Nothing was drawn yet, so everything is of the new weights: half-computed prompts are computed anew."""
-    version = served.get_version() + 1
-    asked = requests(4, 8, num_prompt=250)
-    update = WeightUpdate(version, weights(3))
-    responses = generate(served, asked, lambda: served.update_weights(update, "interrupt").result(LIMIT_S))
-    for response, alone in zip(responses, undisturbed(asked, 3), strict=True):
-        if set(response.output_versions) == {version}:
-            assert bits([response]) == bits([alone])
-    assert sum(set(each.output_versions) == {version} for each in responses) > 0
-    assert all(len(each.output_tokens) == 8 for each in responses)
+    """What was drawn stays; prompts that are half computed are computed anew; nothing is lost."""
+    old, new, version = 1, 2, served.get_version() + 1
+    served.update_weights(WeightUpdate(version, weights(old))).result(LIMIT_S)
+    asked, update = requests(4, 4, num_prompt=250), WeightUpdate(version + 1, weights(new))
+
+    def num_computed() -> int:
+        return served._ask("/metrics.json")["num_tokens_prefilled"]
+
+    num_before = num_computed()
+
+    def update_meanwhile() -> None:
+        wait_until(lambda: num_computed() > num_before, "no prompt is computed")
+        served.update_weights(update, "interrupt").result(LIMIT_S)
+
+    responses = generate(served, asked, update_meanwhile)
+    # Some had been computed under the old weights, which was in vain.
+    assert num_computed() - num_before > 4 * 250
+    counts = [each.output_versions.count(version) for each in responses]
+    assert 0 in counts, "all prompts had been computed before the update came"
+    for request, response, count in zip(asked, responses, counts, strict=True):
+        assert response.output_versions == (version,) * count + (version + 1,) * (4 - count)
+        rest = [(response.output_tokens[count:], response.output_logprobs[count:], "length")]
+        if count < 4:
+            assert rest == rest_under(undisturbed, new, request, response, count)
 
 
 def test_killed_half_way(served, undisturbed):
     """Tokens, log-probs and versions are those of an engine that nobody disturbed; nothing is lost or made twice."""
     served.update_weights(WeightUpdate(40, weights(2))).result(LIMIT_S)
-    checksum, pid = served.weights_checksum(), served.pid
+    weights_then, pid = served.weights_checksum(), served.pid
     asked = [*requests(5, 60), *requests(1, 60, stop_strings=("zzzz",))]
 
     def kill() -> None:
@@ -218,7 +250,7 @@ def test_killed_half_way(served, undisturbed):
     assert {each.output_versions for each in responses} == {(40,) * 60}
     assert served.pid != pid
     assert is_gone(pid)
-    assert (served.get_version(), served.weights_checksum()) == (40, checksum)
+    assert (served.get_version(), served.weights_checksum()) == (40, weights_then)
 
 
 def test_told_to_stop_while_paused(served, undisturbed):
