@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from command import CUT_DOWN, ROOT, Result, train_here
+from command import CUT_DOWN, ROOT, Result, metrics, train_here
 
+from headwater.cli.exit_codes import EXIT_INTERRUPTED
 from headwater.cli.main import main
+from headwater.data.sampler import ShufflingSampler
 from headwater.observe.run_directory import RunDirectory
 
 # Few rows at a time and long responses: updates arrive in the middle of many of them.
@@ -88,6 +95,57 @@ def test_another_order_of_groups_gives_other_weights(replay, recorded):
     result = replay(run)
     assert result.code == 2
     assert "step 2" in result.stderr
+
+
+@pytest.mark.parametrize("num_lost", [0, 1])
+def test_a_run_that_was_interrupted_and_resumed(replay, num_lost, tmp_path):
+    """What was finished is kept, what was in flight begins again; with a checkpoint lost, the last step does so too."""
+    run = tmp_path / "resumed"
+
+    def interrupt() -> None:
+        kept, deadline = run / "checkpoints" / "step_000002", time.monotonic() + 120
+        while not kept.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if kept.exists():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    settings = [
+        "engine.deterministic=true", "trainer.total_steps=12", "trainer.checkpoint_every_steps=1",
+        "rollout.max_new_tokens=24",
+    ]  # fmt: skip
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    with contextlib.chdir(ROOT):
+        code = main(["train", *SETTINGS, f"run.root={tmp_path}", "run.name=resumed", *settings])
+    watcher.join()
+    assert code == EXIT_INTERRUPTED
+    *_, last = RunDirectory.open(run).read_ledger()
+    assert last["counts"]["buffered"] + last["counts"]["in_flight"] > 0
+    if num_lost:
+        shutil.rmtree(run / "checkpoints" / f"step_{last['step']:06d}")
+    num_steps = last["step"] + 2
+    train_here("--resume", run, f"trainer.total_steps={num_steps}")
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in lines if each["kind"] == "resume"] == [last["step"] - num_lost]
+    assert sum(each["kind"] == "step" for each in lines) == num_steps + num_lost
+    result = replay(run)
+    assert result.code == 0, result.stderr
+    assert f"All {num_steps} steps gave bit for bit the recorded weights" in result.stdout
+
+
+def test_a_run_in_which_tokens_were_masked_as_too_old(replay, tmp_path):
+    """The first half of the first prompt's responses is of version 0, the second of version 3 or later."""
+    run = tmp_path / "masked"
+    row = ShufflingSampler(num_rows=50, seed=0).take(1)[0].index
+    train_here(
+        *SETTINGS, f"run.root={tmp_path}", "run.name=masked", "engine.deterministic=true", "rollout.on_stale=mask",
+        "rollout.max_staleness=1", "rollout.max_new_tokens=12", "rollout.workflow=tests/integration/held.py:TwoParts",
+        f"rollout.workflow_args={{run: {run}, row: {row}, step: 3}}",
+    )  # fmt: skip
+    assert sum(each["staleness/masked_tokens"] for each in metrics(run, "train")) > 0
+    result = replay(run)
+    assert result.code == 0, result.stderr
+    assert "All 5 steps gave bit for bit the recorded weights" in result.stdout
 
 
 def test_only_some_steps(replay, recorded):
