@@ -178,3 +178,12 @@ def test_a_run_without_a_ledger_is_named(replay, recorded):
     result = replay(run)
     assert result.code == 2
     assert "nothing to replay" in result.stderr
+
+
+def test_settings_that_a_resume_changed_are_named(replay, recorded):
+    run = copy_of(recorded, "changed")
+    text = (run / "config.yaml").read_text()
+    (run / "config-2.yaml").write_text(text.replace("max_grad_norm: 1.0", "max_grad_norm: 2.0"))
+    result = replay(run)
+    assert result.code == 2
+    assert "its settings were changed when it was resumed" in result.stderr

@@ -221,6 +221,7 @@ class HfEngine:
             await named_wait(
                 poll(),
                 lambda: f"{waiting} requests wait for the paused hf engine to resume",
+                kind="engine_call",
                 hard_limit_s=_PAUSE_LIMIT_S,
             )
 

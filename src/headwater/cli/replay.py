@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None:
         schedule = schedule.first(args.steps)
     _check(config, schedule, args.run)
-    return _replay(_for_replay(config, schedule, args.run), schedule, args.run)
+    _check_same([load_config(file, []).config for file in recorded.config_files], args.run)
+    return _replay(_for_replay(config, args.run), schedule, args.run)
 
 
 def _check(config: Config, schedule: Schedule, path: Path) -> None:
@@ -56,15 +57,29 @@ def _check(config: Config, schedule: Schedule, path: Path) -> None:
         )
 
 
-def _for_replay(config: Config, schedule: Schedule, path: Path) -> Config:
+def _check_same(configs: list[Config], path: Path) -> None:
+    """A resume may have changed the settings, and which step was made under which is not recorded."""
+    latest = configs[-1]
+
+    def of_the_weights(config: Config) -> Config:
+        total_steps = config.trainer.total_steps if config.training.schedule != "constant" else 1
+        replayed = _for_replay(config, path)
+        return replace(replayed, trainer=replace(replayed.trainer, total_steps=total_steps))
+
+    if any(of_the_weights(config) != of_the_weights(latest) for config in configs):
+        raise RunError(
+            f"{path}: its settings were changed when it was resumed (compare its config*.yaml), so it cannot be replayed "
+            "as one run"
+        )
+
+
+def _for_replay(config: Config, path: Path) -> Config:
     """The recorded settings, without what has no part in the weights."""
     return replace(
         config,
         run=replace(config.run, root=str(path.resolve().parent), name=f"{path.resolve().name}-replay"),
         eval=replace(config.eval, before=False, after=False, every_steps=0),
-        trainer=replace(
-            config.trainer, total_steps=len(schedule.steps), checkpoint_every_steps=0, save_rollouts_every_steps=0
-        ),
+        trainer=replace(config.trainer, checkpoint_every_steps=0, save_rollouts_every_steps=0),
     )
 
 
@@ -87,7 +102,7 @@ def _replay(config: Config, schedule: Schedule, path: Path) -> int:
         directory = RunDirectory.create(Path(config.run.root), config.run.name)
         directory.write_config(to_yaml(config))
         display.say(f"Replaying {len(schedule.steps)} steps of {path} in {directory.path}")
-        finished = Trainer(config, rollout, training, directory, display).fit()
+        finished = Trainer(config, rollout, training, directory, display, last_step=len(schedule.steps)).fit()
     finally:
         rollout.close()
     if not finished:

@@ -203,6 +203,14 @@ def lengths_are_measured(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def partial_groups_are_kept(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.rollout.allow_partial_groups and config.rollout.on_failure == "stop":
+        yield Clash(
+            ("rollout.allow_partial_groups", "rollout.on_failure"),
+            "rollout.on_failure = stop ends the run at the first failure; use rollout.on_failure=drop with it",
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     minibatches_divide_prompts,
     sequence_fits_microbatch,
@@ -220,5 +228,6 @@ CHECKS: tuple[Check, ...] = (
     own_process_runs_the_embedded_engine,
     weight_transfer_is_read,
     learner_leaves_only_an_engine_that_waits,
+    partial_groups_are_kept,
     *ALGORITHM_CHECKS,
 )

@@ -119,6 +119,10 @@ class RolloutConfig:
     """Hard limit on the wait for one batch of rollouts."""
     on_failure: Literal["stop", "drop"] = "stop"
     """When an episode or its reward fails: stop the run with the cause, or drop its group, count it, draw another."""
+    max_retries: Annotated[int, AtLeast(0)] = 0
+    """How often a group whose episode or reward failed is tried again before that."""
+    allow_partial_groups: bool = False
+    """With on_failure=drop, go on without the samples that failed, where at least two are left to compare."""
 
 
 UpdateMode = Literal["interrupt", "in_flight", "drain"]
@@ -160,6 +164,8 @@ class RewardConfig:
     """Extra keyword arguments of the scoring function."""
     timeout_s: Annotated[float, MoreThan(0)] = 60.0
     """Longest time one response may take to score; longer is a failure."""
+    max_concurrent: Annotated[int, AtLeast(1)] = 8
+    """Scoring calls at a time, each in a thread of its own; functions that are async have no limit."""
     model: str = ""
     """A reward model (a transformers sequence classifier with one label): a folder or hub id; empty means none."""
     model_weight: float = 1.0

@@ -49,10 +49,15 @@ class RunDirectory:
         return cls(path)
 
     @property
-    def config_file(self) -> Path:
-        """The settings the run goes by now: ``config.yaml``, or the newest of those a resume wrote beside it."""
+    def config_files(self) -> list[Path]:
+        """``config.yaml``, and those that a resume with other settings wrote beside it, oldest first."""
         later = sorted(self.path.glob("config-*.yaml"), key=lambda path: int(path.stem.partition("-")[2]))
-        return later[-1] if later else self.path / "config.yaml"
+        return [self.path / "config.yaml", *later]
+
+    @property
+    def config_file(self) -> Path:
+        """The settings the run goes by now."""
+        return self.config_files[-1]
 
     def write_config(self, text: str) -> None:
         """Keep ``text`` as the run's settings; earlier ones stay beside it."""

@@ -134,11 +134,11 @@ class BatchTaskDispatcher(Generic[Job, Result]):
             self._results.append(result)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
         if task.cancelled():
             self._fail(RolloutFailed("the rollouts were called off"))  # as when their thread ends
         elif (error := task.exception()) is not None:
             self._fail(error)
+        self._running.discard(task)  # after its error is known, or the consumer could take this for the end of all work
         self._look()
         self._tell_consumer()
 
@@ -159,12 +159,16 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         """All results so far, once there are ``count``; fewer when nothing runs and nothing more can be started."""
 
         def is_over() -> bool:
-            return self._error is not None or len(self._results) >= count or self._is_idle()
+            if self._error is not None or not self._tasks.is_alive:
+                return True
+            return len(self._results) >= count or self._is_idle()
 
         with self._changed:
             wait_until(self._changed, is_over, describe, kind="batch", hard_limit_s=hard_limit_s)
             if self._error is not None:
                 raise self._error
+            if not self._tasks.is_alive:
+                raise RolloutFailed("the thread that runs all episodes has ended; this is a bug, please report it")
             results, self._results = self._results, []
             return results
 

@@ -6,14 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from headwater.core.errors import RolloutFailed, RunError
 from headwater.core.protocols import InferenceEngine
 from headwater.core.waits import wait_for_future
+from headwater.rollout.admission import Admission
 from headwater.rollout.dispatcher import BatchTaskDispatcher
 from headwater.rollout.flight import Dispatch, Flight, WatchedEngine
+from headwater.rollout.flights import Flights
 from headwater.rollout.group import Dropped, Group, PromptDraw, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.ledger import Ledger, LedgerCounts
@@ -28,27 +29,6 @@ _TURNS_TO_FIRST_REQUEST = 8
 
 _MAX_BARREN_BATCHES = 2
 """So many batches' worth of groups may fail in a row before the run stops instead of looping."""
-
-_WATCH_EVERY_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Admission:
-    """How far generation may run ahead of training, and what happens to what is too old all the same."""
-
-    batch_size: int
-    max_staleness: int = 0
-    max_concurrent: int = 0
-    """Groups that run at a time; 0 is as many as staleness allows."""
-    num_batches: int | None = None
-    on_stale: Literal["mask", "drop", "wait"] = "mask"
-    in_waves: bool = True
-    """Start prompts together, and the next ones when all of those have ended. What the engine computes together
-    decides the last bits of log-probs: in waves that does not depend on how fast things happen."""
-    holds_engine: bool = True
-    """In waves, the engine begins when the first requests of all episodes are there."""
-    max_rounds: int | None = None
-    """Batches' worth of prompts after which a step goes on with fewer groups than a batch; None is no limit."""
 
 
 class WorkflowExecutor:
@@ -73,9 +53,8 @@ class WorkflowExecutor:
     ) -> None:
         self.admission = admission
         self.ledger = Ledger()
-        limit = (admission.max_staleness + 1) * admission.batch_size
         self.staleness = StalenessManager(
-            max_concurrent=admission.max_concurrent or limit,
+            max_concurrent=admission.max_concurrent or (admission.max_staleness + 1) * admission.batch_size,
             batch_size=admission.batch_size,
             max_staleness=admission.max_staleness,
             num_batches=admission.num_batches,
@@ -84,12 +63,11 @@ class WorkflowExecutor:
         self._groups = groups
         self._tasks = tasks
         self._timeout_s = timeout_s
-        self._episode_timeout_s = episode_timeout_s
         self._version = 0
-        self._flights: dict[int, Flight] = {}
+        self._flights = Flights(tasks.loop, episode_timeout_s)
+        self._beside = Flights(tasks.loop, episode_timeout_s)
         self._untaken: dict[int, int] = {}
         """Groups that have started and were neither taken nor dropped, with the versions they started at."""
-        self._watch: asyncio.TimerHandle | None = None
         self._buffer: list[Finished] = []
         self._taken: list[Finished] = []
         self._dropped: list[Dropped] = []
@@ -127,7 +105,7 @@ class WorkflowExecutor:
             lost = f", {len(self._dropped)} were dropped" if self._dropped else ""
             return (
                 f"the learner has waited {time.monotonic() - began:.0f} s for batch {self._version + 1}: "
-                f"{len(self._buffer)} of {num_groups} groups{lost}; {self._describe_flights()}"
+                f"{len(self._buffer)} of {num_groups} groups{lost}; {self._flights.describe()}"
             )
 
         self._is_asked = True
@@ -145,11 +123,14 @@ class WorkflowExecutor:
 
     def rollout_batch(self, draws: Sequence[PromptDraw]) -> RolloutBatch:
         """Run these prompts side by side and wait for all of them."""
-        flights = [Flight(Dispatch(-1, draw), self._version, self._groups.num_episodes) for draw in draws]
+        flights = [
+            Flight(Dispatch(number, draw), self._version, self._groups.num_episodes)
+            for number, draw in enumerate(draws)
+        ]
 
         def progress() -> str:
             num_done = sum(each.num_done == each.num_episodes for each in flights)
-            return f"waiting for rollouts: {num_done} of {len(flights)} groups are complete"
+            return f"waiting for rollouts: {num_done} of {len(flights)} groups are complete; {self._beside.describe()}"
 
         future = self._tasks.start(self._run_all(flights))
         try:
@@ -197,20 +178,11 @@ class WorkflowExecutor:
         return self._tasks.call(check, "counting the rollouts that run")
 
     def status(self) -> dict[str, Any]:
-        flights = sorted(self._flights.values(), key=lambda flight: flight.started)
         return {
             "version": self._version,
             "capacity": self._capacity(),
             "drop_reasons": self.ledger.drop_reasons(),
-            "oldest": [
-                {
-                    "id": each.dispatch.id,
-                    "uid": each.dispatch.draw.prompt.uid,
-                    "seconds": round(each.seconds, 1),
-                    "doing": each.doing(),
-                }
-                for each in flights[:3]
-            ],
+            "oldest": self._flights.oldest(3),
         }
 
     # Checkpoints
@@ -223,7 +195,7 @@ class WorkflowExecutor:
             return RolloutSnapshot(
                 cursor=cursor(),
                 ledger=self.ledger.state_dict(),
-                in_flight=(*(each.dispatch for each in self._flights.values()), *self._dispatcher.submitted()),
+                in_flight=(*self._flights.dispatches(), *self._dispatcher.submitted()),
                 finished=(*self._buffer, *self._taken, *arrived),
             )
 
@@ -289,16 +261,15 @@ class WorkflowExecutor:
     def _begin(self, dispatch: Dispatch) -> Awaitable[Finished | Dropped]:
         """Enter a group into the books, and run it."""
         flight = Flight(dispatch, self._version, self._groups.num_episodes)
-        self._flights[dispatch.id] = flight
+        self._flights.begin(flight)
         self._untaken[dispatch.id] = flight.version
         self.staleness.start()
-        self._watch_flights()
         return self._fly(flight)
 
     async def _fly(self, flight: Flight) -> Finished | Dropped:
         dispatch, flight.task = flight.dispatch, asyncio.current_task()
         outcome = await self._groups.run(flight, WatchedEngine.maker(self._engine, flight))
-        del self._flights[dispatch.id]  # one that was broken off has not ended: it starts again when the run is resumed
+        self._flights.end(flight)  # one that was broken off has not ended: it starts again when the run is resumed
         self._num_ended_for_batch += 1
         if isinstance(outcome, Dropped):
             del self._untaken[dispatch.id]
@@ -322,22 +293,12 @@ class WorkflowExecutor:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _run_beside(self, flight: Flight) -> Group | Dropped:
-        return await self._groups.run(flight, WatchedEngine.maker(self._engine, flight))
-
-    def _watch_flights(self) -> None:
-        """See to it that somebody looks for flights that take too long: once a second, not a timer for each."""
-        if self._watch is None:
-            self._watch = self._tasks.loop.call_later(_WATCH_EVERY_S, self._end_slow_flights)
-
-    def _end_slow_flights(self) -> None:
-        self._watch = None
-        for flight in self._flights.values():
-            if flight.seconds > self._episode_timeout_s:
-                flight.has_timed_out = True
-                if flight.task is not None:
-                    flight.task.cancel()  # again each second: an episode may swallow it
-        if self._flights:
-            self._watch_flights()
+        flight.task = asyncio.current_task()
+        self._beside.begin(flight)
+        try:
+            return await self._groups.run(flight, WatchedEngine.maker(self._engine, flight))
+        finally:
+            self._beside.end(flight)
 
     # Taking a batch
 
@@ -391,23 +352,14 @@ class WorkflowExecutor:
         dropped, self._dropped = self._dropped, []
         self._num_ended_for_batch = 0
         self._is_asked = False
+        self._dispatcher.notify()  # rounds that were used up are so no longer
         groups = tuple(each.group for each in selection.chosen)
         return RolloutBatch(groups, tuple(dropped), num_masked_tokens=selection.num_masked_tokens)
-
-    def _describe_flights(self) -> str:
-        flights = list(self._flights.values())
-        if not flights:
-            return "nothing runs"
-        oldest = min(flights, key=lambda flight: flight.started)
-        return (
-            f"{len(flights)} run, the oldest for {oldest.seconds:.0f} s on row {oldest.dispatch.draw.prompt.uid} "
-            f"({oldest.doing()})"
-        )
 
 
 def _too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFailed:
     causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
     return RolloutFailed(
-        f"{len(dropped)} groups of this step were dropped and only {len(groups)} are complete; "
-        f"the first causes:\n{causes}"
+        f"{len(dropped)} groups of this step were dropped and only {len(groups)} are complete; the first "
+        f"causes (where they pass by themselves, raise rollout.max_retries):\n{causes}"
     )

@@ -74,14 +74,15 @@ class WatchedEngine:
         return lambda sample: cls(engine, flight, sample)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        flight, place = self.flight, (self.sample, self.num_requests)
-        self.num_requests += 1
+        flight = self.flight
         flight.num_generating += 1
         try:
             response = await self.engine.agenerate(request)
         finally:
             flight.num_generating -= 1
-        flight.requests[place] = segments_of(response.output_versions)
+        # Only those that were answered have a number: whether one fails may depend on how busy the engine is.
+        flight.requests[self.sample, self.num_requests] = segments_of(response.output_versions)
+        self.num_requests += 1
         return response
 
 

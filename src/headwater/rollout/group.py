@@ -27,6 +27,8 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     baseline: float | None = None
     """The reward of the greedy response, where one was asked for."""
+    num_lost: int = 0
+    """Samples that failed and are left out."""
 
     def __post_init__(self) -> None:
         strangers = [each.uid for each in self.trajectories if each.uid != self.prompt.uid]

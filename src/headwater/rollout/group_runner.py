@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
@@ -15,6 +17,11 @@ from headwater.rollout.group import Dropped, Group
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+_FEWEST_SAMPLES = 2
+"""Of a group that goes on without others: one alone has nothing to be compared with."""
+
 GREEDY = -1
 """The sample number of an episode that only its reward is wanted of."""
 
@@ -23,7 +30,9 @@ class GroupRunner:
     """Runs ``num_samples`` episodes per prompt, side by side.
 
     A rejected episode (``None``) or, under ``on_failure="drop"``, a failed one drops its whole group, with its reason;
-    so does a group that ``should_accept`` refuses. ``greedy`` runs one more episode per prompt, for its reward.
+    so does a group that ``should_accept`` refuses. ``greedy`` runs one more episode per prompt, for its reward. Before
+    a failure counts, the group is tried ``max_retries`` times more; with ``allow_partial_groups`` it goes on without
+    the samples that failed, where two or more are left to compare.
     """
 
     def __init__(
@@ -32,12 +41,16 @@ class GroupRunner:
         *,
         num_samples: int,
         on_failure: Literal["stop", "drop"],
+        max_retries: int = 0,
+        allow_partial_groups: bool = False,
         greedy: RolloutWorkflow | None = None,
         should_accept: Callable[[Group], bool] | None = None,
     ) -> None:
         self._workflow = workflow
         self._num_samples = num_samples
         self._on_failure = on_failure
+        self._max_retries = max_retries
+        self._allow_partial_groups = allow_partial_groups
         self._greedy = greedy
         self._should_accept = should_accept
 
@@ -48,22 +61,40 @@ class GroupRunner:
     async def run(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Group | Dropped:
         """``engine_of`` a sample's number is what its episode asks."""
         prompt = flight.dispatch.draw.prompt
+        for num_left in reversed(range(self._max_retries + 1)):
+            flight.num_done = 0
+            try:
+                return self._accepted(await self._run_once(flight, engine_of))
+            except (RewardFailed, RolloutFailed) as error:
+                if num_left and not flight.has_timed_out:
+                    logger.warning("row %s is tried again, at most %d times more: %s", prompt.uid, num_left, error)
+                elif self._on_failure == "stop":
+                    raise
+                else:
+                    return Dropped(prompt.uid, str(error))
+        raise AssertionError("the last try ends in a result or an error")
+
+    async def _run_once(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Group | Dropped:
+        """The group, or an error that says what failed."""
+        prompt = flight.dispatch.draw.prompt
         try:
-            group = self._to_group(prompt, await _all_or_first_error(self._episodes(flight, engine_of)))
-        except asyncio.CancelledError:
+            return self._to_group(prompt, await _all_or_first_error(self._episodes(flight, engine_of)))
+        except asyncio.CancelledError as error:
             if flight.has_timed_out:
-                return self._failed(prompt, RolloutFailed(f"row {prompt.uid}: {_too_slow(flight)}"))
+                raise RolloutFailed(f"row {prompt.uid}: {_too_slow(flight)}") from error
             if _is_called_off():
                 raise
-            return self._failed(prompt, RolloutFailed(f"{self._where(prompt)} waited for something that was cancelled"))
-        except (RewardFailed, RolloutFailed) as error:
-            return self._failed(prompt, error)
-        except HeadwaterError:
-            raise
-        except Exception as error:  # noqa: BLE001  a workflow is anybody's code
-            message = f"{self._where(prompt)} raised {type(error).__name__}: {error}"
-            return self._failed(prompt, RolloutFailed(message), error)
-        return self._accepted(group)
+            raise RolloutFailed(f"{self._where(prompt)} waited for something that was cancelled") from error
+        except Exception as error:
+            raise self._named(prompt, error) from error
+
+    def _named(self, prompt: Prompt, error: Exception) -> HeadwaterError:
+        """Ours are as they should be; a workflow is anybody's code and may raise anything."""
+        if isinstance(error, HeadwaterError):
+            return error
+        stops = self._on_failure == "stop"
+        remedy = "; mend it, or set rollout.on_failure=drop to drop and count such rows" if stops else ""
+        return RolloutFailed(f"{self._where(prompt)} raised {type(error).__name__}: {error}{remedy}")
 
     def _episodes(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Iterable[Awaitable[object]]:
         draw = flight.dispatch.draw
@@ -74,19 +105,23 @@ class GroupRunner:
             data = EpisodeInput(draw.prompt, GREEDY, 0)
             yield self._episode(self._greedy, flight, engine_of(GREEDY), data)
 
-    @staticmethod
-    async def _episode(workflow: RolloutWorkflow, flight: Flight, engine: EpisodeEngine, data: EpisodeInput) -> object:
-        result = await workflow.arun_episode(engine, data)
+    async def _episode(
+        self, workflow: RolloutWorkflow, flight: Flight, engine: EpisodeEngine, data: EpisodeInput
+    ) -> object:
+        try:
+            result: object = await workflow.arun_episode(engine, data)
+        except (SystemExit, KeyboardInterrupt) as error:
+            # These would end the thread of all episodes, without a word.
+            raise RolloutFailed(f"{self._where(data.prompt)} raised {type(error).__name__}") from error
+        except Exception as error:
+            if not self._allow_partial_groups:
+                raise
+            result = _Lost(self._named(data.prompt, error))
         flight.num_done += 1
         return result
 
     def _where(self, prompt: Prompt) -> str:
         return f"workflow {type(self._workflow).__name__} on row {prompt.uid}"
-
-    def _failed(self, prompt: Prompt, error: HeadwaterError, cause: Exception | None = None) -> Dropped:
-        if self._on_failure == "stop":
-            raise error from cause
-        return Dropped(prompt.uid, str(error))
 
     def _accepted(self, group: Group | Dropped) -> Group | Dropped:
         if isinstance(group, Group) and self._should_accept is not None and not self._should_accept(group):
@@ -97,9 +132,15 @@ class GroupRunner:
     def _to_group(self, prompt: Prompt, results: Sequence[object]) -> Group | Dropped:
         if any(result is None or result == [] for result in results):
             return Dropped(prompt.uid, "rejected by the workflow")
-        samples = self._trajectories(prompt, results[: self._num_samples])
-        greedy = self._trajectories(prompt, results[self._num_samples :])
-        return Group(prompt, tuple(samples), baseline=greedy[-1].reward if greedy else None)
+        lost = [result for result in results if isinstance(result, _Lost)]
+        kept = [result for result in results[: self._num_samples] if not isinstance(result, _Lost)]
+        greedy = results[self._num_samples :]
+        if lost and (len(kept) < _FEWEST_SAMPLES or any(isinstance(result, _Lost) for result in greedy)):
+            raise lost[0].error
+        for each in lost:
+            logger.warning("row %s goes on without a sample: %s", prompt.uid, each.error)
+        baseline = self._trajectories(prompt, greedy)[-1].reward if greedy else None
+        return Group(prompt, tuple(self._trajectories(prompt, kept)), baseline, num_lost=len(lost))
 
     def _trajectories(self, prompt: Prompt, results: Sequence[object]) -> list[Trajectory]:
         trajectories: list[Trajectory] = []
@@ -114,6 +155,13 @@ class GroupRunner:
                     )
                 trajectories.append(part)
         return trajectories
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """In place of a sample that failed."""
+
+    error: HeadwaterError
 
 
 def _is_called_off() -> bool:

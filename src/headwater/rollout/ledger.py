@@ -14,6 +14,9 @@ from headwater.rollout.group import PromptDraw
 
 State = Literal["in_flight", "buffered"]
 
+_MAX_REASONS = 100
+_OTHER_REASONS = "other reasons (see ledger.jsonl)"
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
@@ -79,7 +82,9 @@ class Ledger:
             if id not in self._open:
                 raise RunError(f"ledger: dispatch {id} cannot be dropped: it has ended already")
             dispatch, _ = self._open.pop(id)
-            self._reasons[reason] += 1
+            # Reasons may name rows and seconds; a run of weeks must not carry each of them in every checkpoint.
+            known = reason in self._reasons or len(self._reasons) < _MAX_REASONS
+            self._reasons[reason if known else _OTHER_REASONS] += 1
             self._dropped.append({**_describe(dispatch), "reason": reason})
 
     def counts(self) -> LedgerCounts:

@@ -53,8 +53,8 @@ class ReplayedRollouts:
         self._timeout_s = timeout_s
         self._version = 0
         self._gate = _Gate(engine, schedule.num_parts())
-        recorded = (group for step in schedule.steps for group in step.groups)
-        self._waiting = deque(sorted(recorded, key=lambda group: (group.first_version, group.id)))
+        self._recorded = {group.id: group for step in schedule.steps for group in step.groups}
+        self._waiting = deque(sorted(self._recorded.values(), key=lambda group: (group.first_version, group.id)))
         self._running: dict[int, tuple[Flight, asyncio.Task[Group | Dropped]]] = {}
         """By the id of the recorded dispatch."""
 
@@ -107,8 +107,7 @@ class ReplayedRollouts:
         for recorded in self._schedule.steps[self._version].groups:
             _, running = self._running[recorded.id]
             outcome = await self._unless_one_fails(running)
-            if isinstance(outcome, Dropped):
-                raise RunError(f"replay: row {recorded.uid} was trained on, and now it is dropped: {outcome.reason}")
+            assert isinstance(outcome, Group), "checked"
             groups.append(without_older(outcome, lowest)[0])
         return RolloutBatch(tuple(groups))
 
@@ -127,10 +126,20 @@ class ReplayedRollouts:
         while not task.done():
             running = [each for _, each in self._running.values() if not each.done()]
             await asyncio.wait([task, *running], return_when=asyncio.FIRST_COMPLETED)
-            for _, each in self._running.values():
+            for recorded, (flight, each) in zip(tuple(self._running), tuple(self._running.values()), strict=True):
                 if each.done():
-                    each.result()
+                    self._check(recorded, flight, each.result())
         return task.result()
+
+    def _check(self, id: int, flight: Flight, outcome: Group | Dropped) -> None:
+        """A group that went another way than it did: others would wait for its requests for ever."""
+        uid = flight.dispatch.draw.prompt.uid
+        if isinstance(outcome, Dropped):
+            raise RunError(f"replay: row {uid} was trained on, and now it is dropped: {outcome.reason}")
+        if flight.requests != self._recorded[id].requests:
+            raise RunError(
+                f"replay: row {uid} makes other requests than when it was recorded; does its workflow change?"
+            )
 
 
 class _Gate:

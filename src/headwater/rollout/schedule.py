@@ -22,7 +22,7 @@ class RecordedGroup:
 
     @property
     def first_version(self) -> int:
-        return min(made[0][0] for made in self.requests.values() if made)
+        return min((made[0][0] for made in self.requests.values() if made), default=0)
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> RecordedGroup:

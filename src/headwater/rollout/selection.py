@@ -55,9 +55,11 @@ def select(
     none of the ``untaken`` groups (by id, the version they started at; finished or not) can become too old while it
     waits for its turn; should one be all the same, as after a change of settings, it is masked.
     """
-    if len(finished) < num_groups and not may_be_short:
-        return Selection()
     lowest = version - max_staleness
+    if len(finished) < num_groups and not may_be_short:
+        # At once, and not when a batch is complete: other prompts take their places.
+        gone = (each for each in finished if on_stale == "drop" and each.oldest is not None and each.oldest < lowest)
+        return Selection(too_old=tuple(gone))
     chosen: list[Finished] = []
     too_old: list[Finished] = []
     num_masked = 0

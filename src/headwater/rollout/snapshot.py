@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from headwater.core.errors import RunError
 from headwater.core.records import Trajectory
 from headwater.data.json_safe import from_json_safe, to_json_safe
 from headwater.rollout.flight import Dispatch
@@ -62,6 +63,8 @@ class Books:
 
 def _dispatch_to_json(dispatch: Dispatch) -> dict[str, int]:
     draw = dispatch.draw
+    if draw.index < 0:
+        raise RunError(f"row {draw.prompt.uid}: was submitted by hand, so a checkpoint cannot say how to draw it again")
     return {"id": dispatch.id, "index": draw.index, "epoch": draw.epoch, "attempt": dispatch.attempt}
 
 
@@ -76,6 +79,7 @@ def _finished_to_json(finished: Finished) -> dict[str, Any]:
         "oldest": finished.oldest,
         "requests": [[*place, made] for place, made in finished.requests.items()],
         "baseline": finished.group.baseline,
+        "num_lost": finished.group.num_lost,
         "trajectories": [
             {field.name: to_json_safe(getattr(each, field.name)) for field in fields(Trajectory)}
             for each in finished.group.trajectories
@@ -92,5 +96,5 @@ def _finished_from_json(read: Mapping[str, Any], again: DrawAgain) -> Finished:
         (sample, number): tuple((version, count) for version, count in made)
         for sample, number, made in read["requests"]
     }
-    group = Group(dispatch.draw.prompt, trajectories, baseline=read["baseline"])
+    group = Group(dispatch.draw.prompt, trajectories, read["baseline"], read["num_lost"])
     return Finished(dispatch, group, read["version"], read["oldest"], requests)

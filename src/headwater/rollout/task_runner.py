@@ -9,12 +9,15 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from headwater.core.errors import WaitTimeout
 from headwater.core.waits import wait_for_future
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_CALL_LIMIT_S = 60.0
+_CALL_LIMIT_S = 600.0
+"""Only code that blocks the event loop could make it wait so long."""
+_END_LIMIT_S = 30.0
 _CANCEL_AGAIN_S = 0.5
 
 
@@ -41,6 +44,10 @@ class AsyncTaskRunner:
     def is_open(self) -> bool:
         return not self.loop.is_closed()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin ``coroutine``; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -63,13 +70,21 @@ class AsyncTaskRunner:
         """Cancel whatever runs, wait until it has ended, and end the thread."""
         if not self.is_open:
             return
+        if self.is_alive:
+            self._cancel_all()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(_END_LIMIT_S)
+        if self.is_alive:  # code that blocks it; a daemon, so the process can end all the same
+            logger.warning("the thread of the episodes does not end; a workflow blocks it and is left behind")
+        else:
+            self.loop.close()
+
+    def _cancel_all(self) -> None:
+        ended = self.start(_cancel_all_others())
         try:
-            self.start(_cancel_all_others()).result(_CALL_LIMIT_S)
-        except TimeoutError:
+            wait_for_future(ended, lambda: "cancelled episodes end", kind="rollout_thread", hard_limit_s=_END_LIMIT_S)
+        except WaitTimeout:
             logger.warning("some episodes do not end although they were cancelled; they are left behind")
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_CALL_LIMIT_S)
-        self.loop.close()
 
     def __enter__(self) -> AsyncTaskRunner:
         return self

@@ -45,7 +45,11 @@ class Trainer:
         training: TrainingParts,
         run: RunDirectory,
         display: Display,
+        *,
+        last_step: int | None = None,
     ) -> None:
+        """``last_step`` ends training earlier than the config says, and changes nothing else."""
+        self._last_step = min(last_step or config.trainer.total_steps, config.trainer.total_steps)
         self._config = config
         self._parts = rollout
         self._rollouts = rollout.train_rollouts
@@ -55,7 +59,6 @@ class Trainer:
         self._stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
         self._interrupts = Interrupts(lambda: display.say("Stopping after this update. Ctrl-C again stops at once."))
-        self._checksum = ""
         self._trace_file = run.free_trace_file()
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
@@ -86,7 +89,7 @@ class Trainer:
         """Where the run stands and what its rollouts do; asked from another thread."""
         return {
             "step": self._state.step,
-            "total_steps": self._config.trainer.total_steps,
+            "total_steps": self._last_step,
             "ledger": asdict(self._rollouts.ledger.counts()),
             **self._rollouts.status(),
             **self._parts.status(),
@@ -106,7 +109,7 @@ class Trainer:
                 self._save()
             except KeyboardInterrupt:
                 self._save_if_consistent()
-                if self._state.step < self._config.trainer.total_steps:
+                if self._state.step < self._last_step:
                     status.state = "interrupted"
                     return False
             except Exception:
@@ -138,7 +141,7 @@ class Trainer:
         return settings.before if step == 0 else _due(step, settings.every_steps)
 
     def _train(self) -> None:
-        total = self._config.trainer.total_steps
+        total = self._last_step
         with self._display.stage("train", total, start=self._state.step) as reporter:
             while self._state.step < total:
                 started = time.perf_counter()
@@ -196,9 +199,13 @@ class Trainer:
         """Hand the new weights to the engine. From here on the run stands one step further."""
         step = self._state.step + 1
         with self._parts.spans.span("publish", version=step):
-            self._checksum = publish(self._training.actor.engine, self._parts.engine, step)
-        self._rollouts.trained(step, self._checksum)
+            limit_s = self._config.rollout.timeout_s  # to drain is to wait for responses
+            serving = publish(self._training.actor.engine, self._parts.engine, step, limit_s=limit_s)
+        learned = self._training.checksum(serving)
+        self._rollouts.trained(step, learned)
         self._books = self._rollouts.close_books(self._stream.state_dict)
+        record = {"weights": learned, "counts": asdict(self._books.counts), **self._books.ended}
+        self._run.append_ledger({"kind": "step", "step": step, "time": time.time(), **record})
         self._state = self._state_at(step)
         self._consistent = True
         self._rollouts.set_version(step)
@@ -206,10 +213,7 @@ class Trainer:
     def _record(self, batch: RolloutBatch, update: dict[str, float], step_s: float) -> dict[str, float]:
         step, counts = self._state.step, self._books.counts
         metrics = step_metrics(batch, update, self._parts.spans.drain(), step_s, counts)
-        now = time.time()
-        self._run.append_metrics({"kind": "train", "step": step, "time": now, **metrics})
-        record = {"weights": self._checksum, "counts": asdict(counts), **self._books.ended}
-        self._run.append_ledger({"kind": "step", "step": step, "time": now, **record})
+        self._run.append_metrics({"kind": "train", "step": step, "time": time.time(), **metrics})
         if self._parts.trace is not None:
             self._parts.trace.write_if_due(self._trace_file)
         if _due(step, self._config.trainer.save_rollouts_every_steps):

@@ -18,7 +18,8 @@ from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
-from headwater.rollout.executor import Admission, WorkflowExecutor
+from headwater.rollout.admission import Admission
+from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import Group
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.replay import ReplayedRollouts
@@ -65,8 +66,10 @@ class RolloutParts:
         return {"engine_restarts": self.engine.num_restarts} if isinstance(self.engine, ServedEngine) else {}
 
     def close(self) -> None:
-        self.tasks.close()
-        self.engine.close()
+        try:
+            self.tasks.close()
+        finally:
+            self.engine.close()
 
 
 def build_rollout(config: Config, model_path: str, schedule: Schedule | None = None) -> RolloutParts:
@@ -75,7 +78,6 @@ def build_rollout(config: Config, model_path: str, schedule: Schedule | None = N
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path)
     eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, load_processor(model_path))
-    engine = make_engine(BackendContext(config, model_path, tokenizer, spans))
     reward = REWARD_MANAGERS.resolve(config.reward.manager)(config.reward, spans)
     make_workflow = with_arguments(
         WORKFLOWS, config.rollout.workflow, config.rollout.workflow_args, "rollout.workflow_args"
@@ -88,11 +90,20 @@ def build_rollout(config: Config, model_path: str, schedule: Schedule | None = N
     )
     eval_sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=config.eval.temperature)
 
+    # After all that bad settings can spoil: it may be a process, and has threads.
+    engine = make_engine(BackendContext(config, model_path, tokenizer, spans))
     tasks = AsyncTaskRunner()
     admission = _admission(config)
 
     def group_runner(sampling: SamplingParams, num_samples: int, **options: Any) -> GroupRunner:
-        return GroupRunner(workflow(sampling), num_samples=num_samples, on_failure=config.rollout.on_failure, **options)
+        return GroupRunner(
+            workflow(sampling),
+            num_samples=num_samples,
+            on_failure=config.rollout.on_failure,
+            max_retries=config.rollout.max_retries,
+            allow_partial_groups=config.rollout.allow_partial_groups,
+            **options,
+        )
 
     def executor(groups: GroupRunner) -> WorkflowExecutor:
         return WorkflowExecutor(

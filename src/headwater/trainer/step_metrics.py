@@ -33,6 +33,7 @@ def step_metrics(
         "groups/informative_fraction": informative / len(batch.groups),
         "groups/dropped": len(batch.dropped) - filtered - stale,
         "groups/filtered": filtered,
+        "groups/lost_samples": sum(group.num_lost for group in batch.groups),
         "staleness/dropped_groups": stale,
         "staleness/masked_tokens": batch.num_masked_tokens,
         "rollouts/buffered": ledger.buffered,

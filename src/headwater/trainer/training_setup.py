@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headwater.algorithms.advantages import ADVANTAGES
 from headwater.algorithms.corrections import CORRECTIONS
 from headwater.algorithms.kl.controllers import AdaptiveKL, FixedKL, KLController
@@ -16,6 +18,7 @@ from headwater.algorithms.policy_losses import POLICY_LOSSES
 from headwater.config.schema import AlgorithmConfig, Config
 from headwater.core.errors import ConfigError, ModelError
 from headwater.data.load import PromptDataset, load_dataset
+from headwater.models.checksum import checksum, dtype_of_checksum
 from headwater.models.load import load_model, load_processor, load_tokenizer, resolve_dtype
 from headwater.models.save import save_model
 from headwater.models.scored import load_critic, load_reward_model
@@ -56,6 +59,14 @@ class TrainingParts:
         if self.critic is not None:
             yield self.critic.engine
         yield self.actor.engine
+
+    def checksum(self, policy: str) -> str:
+        """Of all that is trained, in the number type it is trained in; ``policy`` is what the engine serves."""
+        if dtype_of_checksum(policy) != torch.float32:
+            policy = checksum(self.actor.engine.export_weights())
+        if self.critic is None:
+            return policy
+        return f"{policy} critic {checksum(self.critic.engine.export_weights())}"
 
     def load(self, checkpoint: Path) -> None:
         self.actor.engine.load(checkpoint)

@@ -7,10 +7,8 @@ from headwater.core.protocols import InferenceEngine, TrainEngine, WeightUpdate
 from headwater.core.waits import wait_for_future
 from headwater.models.checksum import checksum, dtype_of_checksum
 
-_SWAP_LIMIT_S = 600.0
 
-
-def publish(learner: TrainEngine, engine: InferenceEngine, version: int) -> str:
+def publish(learner: TrainEngine, engine: InferenceEngine, version: int, *, limit_s: float = 600.0) -> str:
     """Hand the learner's weights to the engine as ``version``; generation stops for no longer than the engine needs.
 
     Returns the checksum of the weights that serve then: the learner's, in the engine's number type, or else raises
@@ -22,7 +20,7 @@ def publish(learner: TrainEngine, engine: InferenceEngine, version: int) -> str:
         engine.update_weights(WeightUpdate(version, weights)),
         lambda: f"the engine takes the weights of version {version}",
         kind="weights",
-        hard_limit_s=_SWAP_LIMIT_S,
+        hard_limit_s=limit_s,
     )
     serving = engine.weights_checksum()
     expected = checksum(weights, dtype_of_checksum(serving))

@@ -27,7 +27,11 @@ FILES = "data.train=[rows.parquet]"
             "training.max_tokens_per_microbatch = 767",
             ["data.max_prompt_tokens", "rollout.max_new_tokens", "768"],
         ),
-        (["rollout.max_staleness=1"], "rollout.max_staleness = 1", ["use 0"]),
+        (
+            ["rollout.allow_partial_groups=true"],
+            "rollout.allow_partial_groups = true",
+            ["rollout.on_failure = stop", "rollout.on_failure=drop"],
+        ),
         (
             ["eval.every_steps=11", "trainer.total_steps=10"],
             "eval.every_steps = 11",

@@ -11,7 +11,8 @@ from rollout.held_engine import HeldEngine
 
 from headwater.core.protocols import EpisodeInput
 from headwater.core.records import Prompt, Trajectory
-from headwater.rollout.executor import Admission, WorkflowExecutor
+from headwater.rollout.admission import Admission
+from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.task_runner import AsyncTaskRunner
@@ -79,10 +80,18 @@ def executor_of(
     episode_timeout_s: float = 30.0,
     greedy: object = None,
     should_accept: Callable[[Any], bool] | None = None,
+    max_retries: int = 0,
+    allow_partial_groups: bool = False,
     **admission: Any,
 ) -> Iterator[WorkflowExecutor]:
     groups = GroupRunner(
-        workflow, num_samples=num_samples, on_failure=on_failure, greedy=greedy, should_accept=should_accept
+        workflow,
+        num_samples=num_samples,
+        on_failure=on_failure,
+        max_retries=max_retries,
+        allow_partial_groups=allow_partial_groups,
+        greedy=greedy,
+        should_accept=should_accept,
     )
     with AsyncTaskRunner() as tasks:
         yield WorkflowExecutor(

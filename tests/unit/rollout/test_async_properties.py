@@ -25,7 +25,8 @@ import headwater.rollout.executor as executor_module
 from headwater.core.errors import RewardFailed
 from headwater.core.protocols import EpisodeInput
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams, Score, Trajectory
-from headwater.rollout.executor import Admission, WorkflowExecutor
+from headwater.rollout.admission import Admission
+from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.flight import Dispatch, Flight
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner

@@ -31,7 +31,7 @@ from headwater.backends.served.child_server import ChildServer
 from headwater.backends.served.child_state import ChildState
 from headwater.backends.served.open_request import OpenRequest
 from headwater.backends.served.open_requests import OpenRequests
-from headwater.backends.served.server_client import ConnectionLost, ServerClient
+from headwater.backends.served.server_client import ConnectionLost, EngineFailed, ServerClient
 from headwater.config.schema import Dtype, EngineConfig, UpdateMode, WeightTransfer
 from headwater.core.errors import HeadwaterError, RolloutFailed
 from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
@@ -168,12 +168,15 @@ class ServedEngine:
         When this returns they are written, and the caller's tensors may change. What was written is kept until the next
         version has been taken: a process that takes the place of this one needs it.
         """
+        written: WrittenWeights | None = None
         try:
             written = self._write(update)
             with self._closing:
                 self._check_open()
                 return asyncio.run_coroutine_threadsafe(self._update(written, update.version, mode), self._loop)
         except HeadwaterError as error:
+            if written is not None:
+                written.discard()
             refused: Future[None] = Future()
             refused.set_exception(error)
             return refused
@@ -196,8 +199,9 @@ class ServedEngine:
             wait_for_future(ended, lambda: "the engine's process ends", kind="engine_call", hard_limit_s=_CALL_LIMIT_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.join(_DEATH_S)
+            if not self._thread.is_alive():
+                self._loop.close()
 
     def _ask(self, path: str) -> dict[str, Any]:
         return self._do(self._call(path), f"the engine's process answers {path}")
@@ -251,6 +255,9 @@ class ServedEngine:
             try:
                 return await self._client.call(path, body)
             except ConnectionLost:
+                await asyncio.sleep(_LOST_S)
+            except EngineFailed:  # the process lives, and cannot do anything any more
+                self._kill_child()
                 await asyncio.sleep(_LOST_S)
 
     async def _set_paused(self, paused: bool) -> None:
@@ -311,8 +318,8 @@ class ServedEngine:
                 try:
                     await self._begin()
                     break
-                except (ConnectionLost, HeadwaterError) as error:
-                    cause = f"new process could not take over: {error}"
+                except Exception as error:  # noqa: BLE001  also what the system says when it has no process to give
+                    cause = f"new process could not take over: {type(error).__name__}: {error}"
                     await self._end_child()
 
     async def _until_lost(self) -> str:
@@ -351,8 +358,8 @@ class ServedEngine:
 
     def _give_up(self, cause: str) -> None:
         self._failure = RolloutFailed(
-            f"the engine's process died {self._num_deaths} times in a row without finishing a request; the last time, "
-            f"{cause}"
+            f"the engine's process died {self._num_deaths} times in a row without finishing a request; try it by "
+            f"itself with `headwater serve`, or with rollout.placement=colocated. The last time, {cause}"
         )
         self._settled.set()
         self._requests.fail_all(self._failure)

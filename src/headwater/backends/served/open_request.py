@@ -24,12 +24,15 @@ class OpenRequest:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     arrived: float = field(default_factory=time.perf_counter)
+    num_stuck: int = 0
+    """How many servers have died with it since its last tokens came."""
     started: float | None = None
     """When the first tokens came."""
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
         if self.started is None:
             self.started = time.perf_counter()
+        self.num_stuck = 0
         self.tokens += tokens
         self.logprobs += logprobs
         self.versions += versions

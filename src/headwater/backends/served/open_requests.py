@@ -8,9 +8,11 @@ from typing import Any
 
 from headwater.backends.served.open_request import OpenRequest
 from headwater.backends.served.server_client import ENGINE_FAILED, RequestLink, error_of
-from headwater.core.errors import HeadwaterError
+from headwater.core.errors import HeadwaterError, RolloutFailed
 from headwater.engine.server.native.request import write_request
 from headwater.observe.spans import Spans
+
+_MAX_STUCK = 4
 
 
 class OpenRequests:
@@ -43,8 +45,19 @@ class OpenRequests:
     def go_on(self, link: RequestLink) -> None:
         """A new child serves: it is asked for what is left of every request."""
         self.link = link
-        for opened in self._open.values():
-            self._ask_for(opened)
+        for opened in list(self._open.values()):
+            opened.num_stuck += 1
+            if opened.num_stuck > _MAX_STUCK:
+                # Others finish meanwhile, so the engine would be started again and again for this one.
+                self._drop(opened)
+                opened.fail(
+                    RolloutFailed(
+                        f"request {opened.request.request_id}: {opened.num_stuck} processes of the engine died before "
+                        "its next token came; it may be what they die of"
+                    )
+                )
+            else:
+                self._ask_for(opened)
 
     def take(self, line: Mapping[str, Any]) -> None:
         """New tokens of a request, or its end."""

@@ -24,6 +24,10 @@ class ConnectionLost(Exception):
     """The server is gone, or about to be."""
 
 
+class EngineFailed(RolloutFailed):
+    """The server answers, but its engine never will again."""
+
+
 def error_of(body: Mapping[str, Any]) -> HeadwaterError:
     """The error that the server met, as if it had been met here."""
     error = body["error"]
@@ -53,6 +57,8 @@ class ServerClient:
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionLost(f"{method} {path}: {error}") from error
         if "error" in answer:
+            if answer["error"]["code"] == ENGINE_FAILED:
+                raise EngineFailed(answer["error"]["message"])
             raise error_of(answer)
         return answer
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+from contextlib import nullcontext
 
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, UnknownName
@@ -11,9 +13,6 @@ from headwater.observe.spans import Spans
 from headwater.rewards.function import ScoreFunction, call_score_function
 from headwater.rewards.managers import REWARD_MANAGERS
 from headwater.rewards.scorers import SCORERS
-
-_MAX_CONCURRENT = 8
-"""Scoring calls at a time. The clock of reward.timeout_s starts when a call does, not while it waits its turn."""
 
 
 @REWARD_MANAGERS.register
@@ -26,11 +25,12 @@ class NaiveRewardManager:
         self._custom: ScoreFunction | None = SCORERS.resolve(config.function) if config.function else None
         if self._custom is not None and not callable(self._custom):
             raise RewardFailed(f"reward.function = {config.function}: not callable; name a function")
-        self._free = asyncio.Semaphore(_MAX_CONCURRENT)
+        self._free = asyncio.Semaphore(config.max_concurrent)
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
         function = self._custom or self._built_in(prompt)
-        async with self._free:
+        # The clock of reward.timeout_s starts when a call does, not while it waits its turn.
+        async with nullcontext() if inspect.iscoroutinefunction(function) else self._free:
             with self._spans.span("reward"):
                 return await call_score_function(
                     function, prompt, response_text, self._config.function_args, timeout_s=self._config.timeout_s

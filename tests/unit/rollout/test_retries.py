@@ -1,0 +1,86 @@
+"""Failures that pass by themselves, samples a group can do without, and code that must not end the thread of all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from rollout.executor_parts import Rows, Scripted, executor_of, ok, one_batch, uids
+
+from headwater.core.errors import RewardFailed, RolloutFailed
+
+
+def failing(num_failures: int, sample: int = 1, uid: str = "row1", error: type[BaseException] = RewardFailed):
+    """An episode that fails so many times before it works."""
+    tries: Counter[str] = Counter()
+
+    def outcome(data):
+        if data.prompt.uid == uid and data.sample == sample:
+            tries[uid] += 1
+            if tries[uid] <= num_failures:
+                raise error("the reward service is restarting")
+        return ok(data)
+
+    return Scripted(outcome)
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "drop"])
+def test_a_group_that_failed_is_tried_again(on_failure, caplog):
+    batch = one_batch(failing(2), on_failure=on_failure, max_retries=2)
+    assert uids(batch) == ["row0", "row1", "row2"]
+    assert not batch.dropped
+    assert caplog.text.count("row row1 is tried again") == 2
+
+
+def test_it_is_tried_so_often_and_no_more():
+    with pytest.raises(RewardFailed, match="restarting"):
+        one_batch(failing(3), max_retries=2)
+    batch = one_batch(failing(3), max_retries=2, on_failure="drop")
+    assert uids(batch) == ["row0", "row2", "row3"]
+    assert [(each.uid, each.reason) for each in batch.dropped] == [("row1", "the reward service is restarting")]
+
+
+def test_a_group_goes_on_without_the_samples_that_failed(caplog):
+    batch = one_batch(failing(99), num_samples=3, on_failure="drop", allow_partial_groups=True)
+    assert uids(batch) == ["row0", "row1", "row2"]
+    assert [len(group.trajectories) for group in batch.groups] == [3, 2, 3]
+    assert [group.num_lost for group in batch.groups] == [0, 1, 0]
+    assert [each.sample for each in batch.groups[1].trajectories] == [0, 2]
+    assert "row row1 goes on without a sample" in caplog.text
+
+
+def test_one_sample_alone_is_no_group():
+    batch = one_batch(failing(99), num_samples=2, on_failure="drop", allow_partial_groups=True)
+    assert uids(batch) == ["row0", "row2", "row3"]
+    assert batch.dropped[0].uid == "row1"
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_code_that_would_end_the_thread_is_a_failure(error):
+    with pytest.raises(RolloutFailed, match=f"row row1 raised {error.__name__}"):
+        one_batch(failing(1, error=error), timeout_s=5.0)
+
+
+def test_an_evaluation_that_hangs_is_limited_too():
+    async def never(data):
+        await asyncio.sleep(3600)
+
+    with (
+        executor_of(Scripted(never), episode_timeout_s=0.1) as executor,
+        pytest.raises(RolloutFailed, match=r"longer than rollout.episode_timeout_s"),
+    ):
+        executor.rollout_batch(Rows().take(2))
+
+
+def test_reasons_do_not_pile_up():
+    def outcome(data):
+        if int(data.prompt.uid.removeprefix("row")) % 2:
+            raise RewardFailed(f"no reward for {data.prompt.uid}")
+        return ok(data)
+
+    with executor_of(Scripted(outcome), on_failure="drop", batch_size=150) as executor:
+        executor.prepare_batch(Rows())
+        reasons = executor.ledger.drop_reasons()
+        assert len(reasons) == 101
+        assert sum(reasons.values()) == executor.ledger.counts().dropped
