@@ -31,7 +31,8 @@ def train(recipe: Path | None, settings: Mapping[str, Any], root: Path) -> RunDi
         training = build_training(config, config.model.path, rollout.tokenizer, reference_path=config.model.path)
         run = RunDirectory.create(root, config.run.name)
         run.write_config(to_yaml(config))
-        Trainer(config, rollout, training, run, Display(Console(file=io.StringIO()))).fit()
+        if not Trainer(config, rollout, training, run, Display(Console(file=io.StringIO()))).fit():
+            raise KeyboardInterrupt  # the trainer took the signal; it is meant for the whole comparison
     finally:
         rollout.close()
     return run

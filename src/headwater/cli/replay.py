@@ -68,8 +68,8 @@ def _check_same(configs: list[Config], path: Path) -> None:
 
     if any(of_the_weights(config) != of_the_weights(latest) for config in configs):
         raise RunError(
-            f"{path}: its settings were changed when it was resumed (compare its config*.yaml), so it cannot be replayed "
-            "as one run"
+            f"{path}: its settings were changed when it was resumed (compare its config*.yaml), so it cannot be "
+            "replayed as one run"
         )
 
 
