@@ -6,15 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from headwater.core.protocols import EpisodeEngine
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.rollout.group import PromptDraw
-
-Segments = tuple[tuple[int, int], ...]
-"""``(version, number of tokens)``, in the order of the response."""
+from headwater.rollout.segments import Segments, segments_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +81,3 @@ class WatchedEngine:
         flight.requests[self.sample, self.num_requests] = segments_of(response.output_versions)
         self.num_requests += 1
         return response
-
-
-def segments_of(versions: tuple[int, ...]) -> Segments:
-    if versions and versions.count(versions[0]) == len(versions):  # the usual case, without a look at each token
-        return ((versions[0], len(versions)),)
-    return tuple((version, sum(1 for _ in run)) for version, run in groupby(versions))

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from headwater.core.errors import RunError
-from headwater.rollout.flight import Dispatch, Segments
+from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import PromptDraw
+from headwater.rollout.segments import Requests, requests_to_json
 
 State = Literal["in_flight", "buffered"]
 
@@ -63,18 +64,13 @@ class Ledger:
         with self._lock:
             self._open[id] = self._expect(id, "in_flight", "finished"), "buffered"
 
-    def train(self, id: int, requests: Mapping[tuple[int, int], Segments]) -> None:
+    def train(self, id: int, requests: Requests) -> None:
         """``requests`` says under which versions its tokens were made: with it the run can be replayed."""
         with self._lock:
             dispatch = self._expect(id, "buffered", "trained on")
             del self._open[id]
             self._num_trained += 1
-            self._trained.append(
-                {
-                    **_describe(dispatch),
-                    "requests": [[*place, [list(each) for each in made]] for place, made in sorted(requests.items())],
-                }
-            )
+            self._trained.append({**_describe(dispatch), "requests": requests_to_json(requests)})
 
     def drop(self, id: int, reason: str) -> None:
         """The end of a dispatch that is not trained on, finished or not."""

@@ -13,11 +13,12 @@ from headwater.core.errors import RunError
 from headwater.core.protocols import InferenceEngine
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.core.waits import wait_for_future
-from headwater.rollout.flight import Flight, segments_of
+from headwater.rollout.flight import Flight
 from headwater.rollout.group import Dropped, Group, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.schedule import RecordedGroup, Schedule
+from headwater.rollout.segments import segments_of
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.source import PromptSource
 from headwater.rollout.stale_tokens import without_older

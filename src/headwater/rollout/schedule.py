@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.core.errors import RunError
-from headwater.rollout.flight import Segments
+from headwater.rollout.segments import Requests, requests_from_json
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,7 @@ class RecordedGroup:
     uid: str
     index: int
     epoch: int
-    requests: Mapping[tuple[int, int], Segments]
-    """By (sample, number of the request within its episode)."""
+    requests: Requests
 
     @property
     def first_version(self) -> int:
@@ -26,10 +25,7 @@ class RecordedGroup:
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> RecordedGroup:
-        requests = {
-            (sample, number): tuple((version, count) for version, count in made)
-            for sample, number, made in record["requests"]
-        }
+        requests = requests_from_json(record["requests"])
         return cls(record["id"], record["uid"], record["index"], record["epoch"], requests)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from headwater.rollout.flight import Dispatch, Flight, Segments
+from headwater.rollout.flight import Dispatch, Flight
 from headwater.rollout.group import Group
+from headwater.rollout.segments import Requests
 from headwater.rollout.stale_tokens import oldest_version, without_older
 
 
@@ -21,7 +22,7 @@ class Finished:
     """The policy when it started."""
     oldest: int | None
     """The oldest policy among its trained tokens; None where none is trained."""
-    requests: dict[tuple[int, int], Segments]
+    requests: Requests
 
     @classmethod
     def of(cls, dispatch: Dispatch, group: Group, flight: Flight) -> Finished:

@@ -13,6 +13,7 @@ from headwater.data.json_safe import from_json_safe, to_json_safe
 from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import Group, PromptDraw
 from headwater.rollout.ledger import LedgerCounts
+from headwater.rollout.segments import requests_from_json, requests_to_json
 from headwater.rollout.selection import Finished
 
 DrawAgain = Callable[[int, int], PromptDraw]
@@ -77,7 +78,7 @@ def _finished_to_json(finished: Finished) -> dict[str, Any]:
         "dispatch": _dispatch_to_json(finished.dispatch),
         "version": finished.version,
         "oldest": finished.oldest,
-        "requests": [[*place, made] for place, made in finished.requests.items()],
+        "requests": requests_to_json(finished.requests),
         "baseline": finished.group.baseline,
         "num_lost": finished.group.num_lost,
         "trajectories": [
@@ -92,9 +93,6 @@ def _finished_from_json(read: Mapping[str, Any], again: DrawAgain) -> Finished:
     trajectories = tuple(
         Trajectory(**{name: from_json_safe(value) for name, value in each.items()}) for each in read["trajectories"]
     )
-    requests = {
-        (sample, number): tuple((version, count) for version, count in made)
-        for sample, number, made in read["requests"]
-    }
+    requests = requests_from_json(read["requests"])
     group = Group(dispatch.draw.prompt, trajectories, read["baseline"], read["num_lost"])
     return Finished(dispatch, group, read["version"], read["oldest"], requests)
