@@ -1,12 +1,12 @@
 """Samples per second of whole training runs, in step and with rollouts ahead, on the same cores.
 
-    python benchmarks/async_vs_sync.py [--trace-dir /tmp/traces]
+    python benchmarks/async_vs_sync.py [--steps 16] [--trace-dir /tmp/traces]
 
 Two workloads (``async_workloads``): responses of long-tailed length, and a tool that each episode waits for. Runs of a
 workload differ in ``rollout.max_staleness`` alone: the same prompts, lengths and latencies, as many trained samples,
 and ``on_stale=wait``, so that nothing is dropped or masked. Time is that of all steps, the first ones included, in
-which a run that goes ahead fills up. Ahead, engine and learner share the cores, half the threads each. In step they take
-turns: that run is made twice, with threads for all cores and for half of them, and the faster one counts.
+which a run that goes ahead fills up. Ahead, engine and learner share the cores, half the threads each. In step they
+take turns: that run is made twice, with threads for all cores and for half of them, and the faster one counts.
 
 Where the gain comes from is read off each run's trace: the share of the time in which the learner waits, generates
 (the engine computes) and trains, and the share in which generation and training go on at the same time.
@@ -151,7 +151,7 @@ def overlap(first: list[Interval], second: list[Interval]) -> float:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8], help="the first is compared with")
-    parser.add_argument("--steps", type=int, default=16, help="training steps per run (default 16)")
+    parser.add_argument("--steps", type=int, default=12, help="training steps per run (default 12)")
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step (default 8)")
     parser.add_argument("--samples", type=int, default=4, help="samples per prompt (default 4)")
     parser.add_argument("--mean-tokens", type=int, default=48, help="mean length of a response (default 48)")
@@ -175,7 +175,15 @@ def main() -> None:
     for workload in workloads(options):
         best = max((each for each in rows if each["workload"] == workload.name), key=lambda each: each["speedup"])
         print(f"{workload.name}: {best['speedup']:.2f} times synchronous at max_staleness {best['max_staleness']}")
-    write_record(options.out, torch.device("cpu"), load_before=load, load_after=os.getloadavg()[0], rows=rows)
+    write_record(
+        options.out,
+        torch.device("cpu"),
+        steps=options.steps,
+        samples_per_step=options.prompts * options.samples,
+        load_before=load,
+        load_after=os.getloadavg()[0],
+        rows=rows,
+    )
 
 
 if __name__ == "__main__":
