@@ -154,16 +154,10 @@ def test_text_that_looks_like_markup_is_printed_as_it_is(run, capsys):
     assert "[/red] of list[int]" in doctor(run, capsys)[1]
 
 
-def test_it_answers_at_once_and_without_torch(run):
+def test_it_answers_without_the_libraries_that_are_slow_to_load(run):
     code = (
         f"import sys; from headwater.cli.main import main; main(['doctor', {str(run.path)!r}]); "
         "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     )
-
-    def seconds():
-        started = time.perf_counter()
-        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        assert output.splitlines()[-1] == "[]"
-        return time.perf_counter() - started
-
-    assert min(seconds() for _ in range(5)) < 0.5
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "[]"
