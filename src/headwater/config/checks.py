@@ -50,6 +50,8 @@ def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
         "eval.every_steps": "would never evaluate between the first step and the last",
         "trainer.checkpoint_every_steps": "would never save before the end",
     }
+    if len(layers) == len(settings(Config)):
+        return  # the resolved recipe of a run, which may have been cut short: it must load again
     for key, consequence in never.items():
         # A run cut short on the command line may keep the periods of its recipe.
         was_cut_short = layers.get("trainer.total_steps", -1) > layers.get(key, -1) >= 0

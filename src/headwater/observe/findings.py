@@ -210,7 +210,7 @@ def _of_balance(evidence: Evidence, life: Life) -> Iterator[Finding]:
         yield Finding(
             "hint",
             f"generation is ahead: {evidence.counts['buffered'] if evidence.counts else 0} groups wait for the learner",
-            "what is trained on is older than it need be: lower rollout.max_staleness, or give the learner more",
+            "the learner sets the pace, and a lower rollout.max_staleness would be as fast, on fresher samples",
         )
 
 

@@ -42,7 +42,8 @@ def _table(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Table:
     table.add_row("response length", f"{lengths[0]:.1f} → {lengths[-1]:.1f} tokens")
     total_s = sum(record["time/step_s"] for record in train)
     table.add_row("steps", f"{len(train)} in {total_s:.0f} s, {total_s / len(train):.2f} s each")
-    for name in ("generate", "reward", "train", "publish"):
+    # Ahead of training these overlap, and their sum is more than all; "wait" is the learner's, for rollouts.
+    for name in ("generate", "reward", "train", "publish", "wait"):
         spent = sum(record.get(f"time/{name}_s", 0.0) for record in train)
         table.add_row(f"  {name}", f"{100 * spent / total_s:.0f}%")
     dropped = sum(record["groups/dropped"] for record in train)

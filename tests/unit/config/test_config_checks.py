@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tiny import ROOT
 
+from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
 
 FILES = "data.train=[rows.parquet]"
@@ -125,3 +127,9 @@ def test_no_clash_is_reported_with_a_value_that_was_wrong_itself(problems):
 def test_a_clash_of_a_default_says_so(problems):
     (line,) = problems(None, "rollout.max_new_tokens=20000")
     assert line.startswith("training.max_tokens_per_microbatch = 16384 (default): a whole sequence must fit")
+
+
+def test_the_resolved_recipe_of_a_run_that_was_cut_short_loads_again(tmp_path):
+    config = load_config(ROOT / "recipes" / "quickstart.yaml", ["trainer.total_steps=6"]).config
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "config.yaml", []).config == config
