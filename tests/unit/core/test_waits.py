@@ -223,9 +223,10 @@ def test_waits_are_cheap():
 
 
 PROGRAM = """
-import sys, threading
+import signal, sys, threading
 from concurrent.futures import Future
 from headwater.core.waits import wait_for_future, wait_until
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 condition = threading.Condition()
 print("waiting", flush=True)
 try:

@@ -74,7 +74,7 @@ def test_closing_ends_what_runs_and_the_thread():
     tasks.close()
     assert sorted(ended) == [0, 1, 2]
     assert not tasks.is_open
-    assert "headwater-rollouts" not in {each.name for each in threading.enumerate()}
+    assert not tasks.is_alive
 
 
 def test_closing_twice_is_closing_once():
