@@ -53,6 +53,7 @@ CASES = {
     case.name: case
     for case in (
         Case("packed"),
+        Case("unfused", training=(("fused_layers", False),)),
         Case("compiled", training=(("compile", True),)),
         Case("checkpointed", training=(("checkpoint_activations", True),)),
         Case("padded", make_module=PaddedPolicyModule, make_engine=PaddedTrainEngine),
@@ -65,7 +66,7 @@ CASES = {
 def main() -> None:
     parser = parser_of(__doc__)
     add_shape(parser)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=["padded", "packed", "compiled"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["padded", "unfused", "compiled", "packed"])
     parser.add_argument("--tokens", type=int, default=65536, help="per step (default 65536)")
     parser.add_argument("--microbatch", type=int, default=16384, help="tokens per pass (default 16384)")
     parser.add_argument("--mean", type=int, default=600, help="mean length (default 600)")

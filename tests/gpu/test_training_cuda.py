@@ -6,12 +6,14 @@ import copy
 
 import pytest
 import torch
+from engine.engine_parts import make_model
 from torch.distributed.tensor import DTensor
 from training.test_engine import experience
 from training.test_packing import batch, plain_logprobs
 
 from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig
+from headwater.models.fused_layers import use_fused_layers
 from headwater.models.load import load_model
 from headwater.models.packed_attention import BucketedAttention, VarlenAttention
 from headwater.training.actor import Actor
@@ -95,15 +97,42 @@ def gradient(learner: Actor, data) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-@pytest.mark.parametrize("compile_layers", [False, True])
-def test_the_bfloat16_gradient_points_where_the_float32_one_does(share_prompts, compile_layers):
+@pytest.mark.parametrize(
+    "layers", [{"fused_layers": True}, {"fused_layers": False}, {"compile": True}], ids=lambda layers: str(*layers)
+)
+def test_the_bfloat16_gradient_points_where_the_float32_one_does(share_prompts, layers):
     data = batch(num_groups=8)
     advantages = torch.randn(len(data), 1, generator=torch.Generator().manual_seed(0)) * data.batch["response_mask"]
     data = data.with_columns(tensors={"advantages": advantages})
     exact = gradient(actor(device="cpu"), data)
-    coarse = gradient(actor(dtype=torch.bfloat16, share_prompts=share_prompts, compile=compile_layers), data)
+    coarse = gradient(actor(dtype=torch.bfloat16, share_prompts=share_prompts, **layers), data)
     assert torch.nn.functional.cosine_similarity(coarse, exact, dim=0) > 0.995
     assert coarse.norm() == pytest.approx(exact.norm(), rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama3", "qwen2", "qwen3", "mistral", "gemma", "gemma3_text"])
+def test_fused_layers_compute_the_same(kind):
+    pytest.importorskip("liger_kernel")
+    plain = make_model(kind).to(CUDA)
+    fused = copy.deepcopy(plain)
+    assert use_fused_layers(fused)
+    data = batch()
+    [pack] = pack_rows(read_rows(data), data.batch["response_mask"].shape[1], 10_000)
+    results = []
+    for model in (plain, fused):
+        logprobs = PolicyModule(model, 1.0)(pack.to(CUDA))["logprobs"]
+        logprobs.sum().backward()
+        results.append([logprobs, *(each.grad for each in model.parameters() if each.grad is not None)])
+    for ours, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, expected, atol=2e-3 * float(expected.detach().abs().max()), rtol=1e-2)
+
+
+def test_fusing_one_model_leaves_others_alone():
+    pytest.importorskip("liger_kernel")
+    assert use_fused_layers(load_model("tiny:llama", dtype="float32", device="cuda", seed=0))
+    later = load_model("tiny:llama", dtype="float32", device="cpu", seed=0)
+    assert type(later.model.norm).__name__ == "LlamaRMSNorm"
+    assert torch.isfinite(later(torch.tensor([[1, 2, 3]])).logits).all()
 
 
 @pytest.mark.parametrize(

@@ -108,16 +108,9 @@ def _varlen_attention() -> Callable[..., Any]:
     """torch's kernel, where every group of query heads finds its own key head by itself."""
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build of torch
 
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        return partial(varlen_attn, enable_gqa=True)
-
-    def repeat_heads(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
-        times = query.shape[1] // key.shape[1]
-        if times > 1:
-            key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
-        return varlen_attn(query, key, value, *rest, **options)
-
-    return repeat_heads
+    # torch 2.11 takes fewer key heads without being told.
+    must_be_told = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if must_be_told else varlen_attn
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Packing sequences into micro-batches under a token budget: first-fit decreasing."""
+"""Packing sequences into micro-batches under a token budget: first-fit decreasing, evened out where that fits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from headwater.core.errors import DataError
 from headwater.training.partition import partition
+
+_MANY_BINS = 64
+"""Evening out costs time that grows with the bins; a rest costs one of them."""
 
 
 def pack(
@@ -47,15 +50,19 @@ def pack_evenly(
     multiple_of: int = 1,
     group_size: int = 1,
 ) -> list[list[int]]:
-    """As ``pack``, with bins of about the same number of tokens, for which it may use more of them."""
+    """As ``pack``, with bins of about the same number of tokens: no pass is spent on a small rest.
+
+    Where the even ones would not fit, or there are so many that one rest among them does not matter, it is ``pack``.
+    """
+    first_fit = pack(lengths, max_tokens, min_bins=min_bins, multiple_of=multiple_of, group_size=group_size)
     sizes = _group_sizes(lengths, max_tokens, group_size)
-    num_bins = _target(-(-sum(sizes) // max_tokens), min_bins, multiple_of)
-    while True:
-        _check_enough(len(sizes), num_bins)
-        bins = partition(sizes, num_bins)
-        if all(sum(sizes[item] for item in each) <= max_tokens for each in bins):
-            return _rows(bins, group_size)
-        num_bins += multiple_of
+    fewest = _target(-(-sum(sizes) // max_tokens), min_bins, multiple_of)
+    for num_bins in dict.fromkeys((fewest, len(first_fit))):
+        if num_bins <= _MANY_BINS:
+            bins = partition(sizes, num_bins)
+            if all(sum(sizes[item] for item in each) <= max_tokens for each in bins):
+                return _rows(bins, group_size)
+    return first_fit
 
 
 def _group_sizes(lengths: Sequence[int], max_tokens: int, group_size: int) -> list[int]:

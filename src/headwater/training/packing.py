@@ -122,7 +122,8 @@ def pack_rows(
     bundles = list(_bundles(rows, max_tokens, share_prompts))
     if not bundles:
         return []
-    plan = first_fit.pack([each.num_tokens for each in bundles], max_tokens, min_bins=min(min_packs, len(bundles)))
+    sizes = [each.num_tokens for each in bundles]
+    plan = first_fit.pack_evenly(sizes, max_tokens, min_bins=min(min_packs, len(bundles)))
     return [_pack([bundles[place] for place in part], width) for part in plan]
 
 

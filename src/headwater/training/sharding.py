@@ -1,4 +1,4 @@
-"""Laying a module out over ranks: FSDP2, mixed precision, activation checkpointing, compilation."""
+"""Laying a module out over ranks: FSDP2, mixed precision, activation checkpointing, fusion and compilation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from headwater.config.schema import TrainingConfig
+from headwater.models.fused_layers import use_fused_layers
 from headwater.training.packed_module import PackedModule
 from headwater.training.ranks import Ranks
 
@@ -25,10 +26,13 @@ def shard(
     The weights keep their own type (float32 for what is trained); layers compute in ``compute_dtype`` and gradients are
     summed in float32. A single process that computes in the type of its weights needs no sharding and gets none.
     """
+    if device.type == "cuda" and config.fused_layers and not config.compile:
+        use_fused_layers(module.model)
     layers = module.layers
     for index in range(len(layers)):
         if config.compile:
-            layers[index].compile(dynamic=True)
+            # Not ``dynamic=True``: only the number of tokens changes from pack to pack, which torch finds out itself.
+            layers[index].compile()
         if config.checkpoint_activations and trains:
             layers[index] = checkpoint_wrapper(layers[index])
     if ranks.count == 1 and all(parameter.dtype == compute_dtype for parameter in module.parameters()):

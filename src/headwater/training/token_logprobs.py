@@ -101,11 +101,18 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-prob of the target, entropy, sum of squares, and the logarithm of the normaliser."""
     scaled = logits.float() / temperature
-    normalizer = scaled.logsumexp(dim=-1)
-    logprobs = scaled - normalizer[:, None]
-    probabilities = logprobs.exp()
-    entropy = -(probabilities * logprobs).sum(dim=-1)
-    return logprobs.gather(-1, targets[:, None])[:, 0], entropy, probabilities.square().sum(dim=-1), normalizer
+    # One exponential per logit serves all sums.
+    highest = scaled.amax(dim=-1, keepdim=True)
+    shifted = scaled - highest
+    weights = shifted.exp()
+    total = weights.sum(dim=-1)
+    log_total = total.log()
+    return (
+        shifted.gather(-1, targets[:, None])[:, 0] - log_total,
+        log_total - (weights * shifted).sum(dim=-1) / total,
+        weights.square().sum(dim=-1) / total.square(),
+        highest[:, 0] + log_total,
+    )
 
 
 def _logits_gradient(
@@ -134,5 +141,14 @@ def _on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any
     if device.type != "cuda":
         return function
     if function not in _compiled:
-        _compiled[function] = torch.compile(function, dynamic=True)
-    return _compiled[function]  # type: ignore[no-any-return]
+        _compiled[function] = torch.compile(function)
+    compiled = _compiled[function]
+
+    def call(*arguments: Any) -> Any:
+        # Only the number of tokens varies: that the vocabulary does not makes the kernels three times as fast.
+        for each in arguments:
+            if isinstance(each, Tensor):
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+        return compiled(*arguments)
+
+    return call
