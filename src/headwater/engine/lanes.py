@@ -15,6 +15,9 @@ from headwater.engine.pages import Pages
 from headwater.engine.plans import SamplingNeeds
 from headwater.engine.sequence import Sequence
 
+_PILE = 128
+"""Tokens of a lane that are worth handing over before it ends."""
+
 
 class Lanes:
     def __init__(self, capacity: int, max_pages: int) -> None:
@@ -111,6 +114,11 @@ class Lanes:
             self._tokens[lane, new].tolist(), self._logprobs[lane, new].tolist(), self._versions[lane, new].tolist()
         )
         self._num_collected[lane] = self._num_out[lane]
+
+    def collect_early(self) -> None:
+        """Hand over what has piled up, so that little is left to do when many sequences end at once."""
+        for lane in np.flatnonzero((self.row >= 0) & (self._num_out - self._num_collected >= _PILE)):
+            self.collect(int(lane))
 
     def cached_tokens(self, lane: int) -> NDArray[np.int64]:
         """The tokens whose keys and values are known to be in the lane's pages."""

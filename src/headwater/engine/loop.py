@@ -291,6 +291,8 @@ class EngineLoop:
             self._finish(int(lane))
         for lane in queued.lanes[is_current & alive & lanes.watched[queued.lanes]]:
             self._watch(int(lane))
+        if self._rounds:  # the device is busy meanwhile
+            lanes.collect_early()
 
     def _finish(self, lane: int) -> None:
         """The device has seen the end of this sequence: a stop token, or its budget used up."""

@@ -98,12 +98,15 @@ class Sequence:
         now = time.perf_counter()
         started = self.started if self.started is not None else now
         assert self.stop_reason is not None, "a response exists once the sequence has ended"
-        new = slice(len(self.request.given_tokens), None)
+        tokens, logprobs, versions = self.tokens, self.logprobs, self.versions
+        num_given = len(self.request.given_tokens)
+        if num_given:
+            tokens, logprobs, versions = tokens[num_given:], logprobs[num_given:], versions[num_given:]
         return ModelResponse(
             input_tokens=self.request.input_tokens,
-            output_tokens=tuple(self.tokens[new]),
-            output_logprobs=tuple(self.logprobs[new]),
-            output_versions=tuple(self.versions[new]),
+            output_tokens=tuple(tokens),
+            output_logprobs=tuple(logprobs),
+            output_versions=tuple(versions),
             stop_reason=self.stop_reason,
             queue_s=started - self.arrived,
             generate_s=now - started,
