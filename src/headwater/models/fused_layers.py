@@ -19,9 +19,7 @@ _ROTARY = "apply_rotary_pos_emb"
 def use_fused_layers(model: Any) -> bool:
     """Put Liger's kernels into the layers of ``model``; False where it is not installed or does not know the model."""
     if find_spec("liger_kernel") is None:
-        logger.info(
-            "liger-kernel is not installed, so layers train unfused, a fifth slower: pip install headwater[cuda]"
-        )
+        logger.info("liger-kernel is not installed, so layers train unfused and slower: pip install 'headwater[cuda]'")
         return False
     # It looks for each of its backends and warns of every one that is not there.
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)

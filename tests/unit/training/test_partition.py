@@ -102,6 +102,23 @@ def test_first_fit_leaves_at_most_one_bin_half_empty(sizes, budget):
     assert sum(total * 2 <= budget for total in totals) <= 1
 
 
+@examples
+@given(lengths, st.integers(1000, 3000))
+def test_even_bins_are_never_more_than_those_of_first_fit(sizes, budget):
+    assert len(pack_evenly(sizes, budget)) <= len(pack(sizes, budget))
+
+
+def test_no_pass_is_spent_on_a_small_rest():
+    sizes = [10, 9, 6, 5, 4, 3, 3]
+    assert sums(pack(sizes, 20), sizes) == [19, 18, 3]
+    assert sums(pack_evenly(sizes, 20), sizes) == [20, 20]
+
+
+def test_a_rest_among_many_bins_stays():
+    sizes = [10] * 200 + [1]
+    assert pack_evenly(sizes, 20) == pack(sizes, 20)
+
+
 def test_an_item_over_the_budget_names_itself_and_the_key():
     with pytest.raises(
         DataError, match=r"row 1 .*: 30 tokens, over training.max_tokens_per_microbatch = 20; raise it to 30"
