@@ -5,54 +5,101 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from types import MethodType
+from typing import Any
 
-import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+_SILU, _GELU = frozenset({"silu", "swish"}), frozenset({"gelu_pytorch_tanh"})
+_ACTIVATIONS = {
+    "llama": _SILU,
+    "mistral": _SILU,
+    "qwen2": _SILU,
+    "qwen3": _SILU,
+    "gemma": _GELU,
+    "gemma3_text": _GELU,
+}
+"""The architectures that are tested, and the activation that Liger computes for each, whatever the model asks for."""
 _ROTARY = "apply_rotary_pos_emb"
 
 
 def use_fused_layers(model: Any) -> bool:
-    """Put Liger's kernels into the layers of ``model``; False where it is not installed or does not know the model."""
+    """Put Liger's kernels into the layers of ``model`` alone; False where that cannot be done, and the log says why."""
+    reason = _reason_against(model)
+    if reason is None:
+        reason = _fuse(model)
+    if reason is not None:
+        logger.warning("layers train unfused, and slower: %s", reason)
+    return reason is None
+
+
+def _reason_against(model: Any) -> str | None:
     if find_spec("liger_kernel") is None:
-        logger.info("liger-kernel is not installed, so layers train unfused and slower: pip install 'headwater[cuda]'")
-        return False
-    # It looks for each of its backends and warns of every one that is not there.
-    logging.getLogger("liger_kernel").setLevel(logging.ERROR)
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+        return "liger-kernel is not installed; pip install 'headwater[cuda]', or set training.fused_layers=false"
+    config = model.config
+    if config.model_type not in _ACTIVATIONS:
+        return f"fused layers are tested with {', '.join(_ACTIVATIONS)}, not with {config.model_type}"
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation not in _ACTIVATIONS[config.model_type]:
+        return f"{config.model_type} with the activation {activation} is not what Liger computes"
+    return None
+
+
+def _fuse(model: Any) -> str | None:
+    """Let Liger change ``model``; a reason where it refuses, and then nothing has changed."""
+    # When an operation is first used it warns of every backend of it that this machine does not have.
+    logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     from transformers.integrations.liger import apply_liger_kernel
 
-    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        logger.info("liger-kernel has nothing for %s: its layers train unfused", model.config.model_type)
-        return False
-    modeling = sys.modules[type(model.get_decoder()).__module__]
+    decoder = model.get_decoder()
+    modeling = sys.modules[type(decoder).__module__]
     before = dict(vars(modeling))
-    # Log-probs are read off hidden states, so its losses are not for us.
-    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
-    _keep_to_instance(modeling, before)
-    return True
+    try:
+        # Log-probs are read off hidden states, so its losses are not for us.
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    except TypeError as error:  # a class around the decoder that it does not know
+        return str(error)
+    finally:
+        _keep_to_instance(modeling, before)
+    for layer in decoder.layers:
+        layer.self_attn.forward = MethodType(_forward_with_fused_rotary, layer.self_attn)
+    return None
 
 
-class _RotaryByDevice(NamedTuple):
-    """The rotary function of a transformers module, which all models of an architecture share: fused on CUDA only."""
+# Liger replaces classes and the rotary function of transformers' module, which all models of an architecture share.
+# Other models may live on a CPU, where it cannot run, or may be meant to stay as they are.
+
+_is_rotary_fused: ContextVar[bool] = ContextVar("is_rotary_fused", default=False)
+
+
+@dataclass(frozen=True)
+class _Rotary:
+    """The rotary function of a transformers module: fused within the attention of a fused model, plain elsewhere."""
 
     plain: Callable[..., tuple[Tensor, Tensor]]
     fused: Callable[..., tuple[Tensor, Tensor]]
 
-    def __call__(self, query: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        is_plain = not query.is_cuda or torch.compiler.is_compiling()
-        return (self.plain if is_plain else self.fused)(query, *rest, **options)
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return (self.fused if _is_rotary_fused.get() else self.plain)(*arguments, **options)
 
 
 def _keep_to_instance(modeling: Any, before: dict[str, Any]) -> None:
-    """Undo what Liger did to the classes of ``modeling``: models made later may live on a CPU, where it cannot run."""
-    fused = vars(modeling).get(_ROTARY)
+    """Undo what was done to ``modeling``, but for a rotary function that knows for whom it is called."""
+    plain, fused = before.get(_ROTARY), vars(modeling).get(_ROTARY)
     for name, value in before.items():
         setattr(modeling, name, value)
-    plain = before.get(_ROTARY)
-    if plain is not None and fused is not None and plain is not fused and not isinstance(plain, _RotaryByDevice):
-        setattr(modeling, _ROTARY, _RotaryByDevice(plain, fused))
+    if plain is not None and fused is not None and fused is not plain and not isinstance(plain, _Rotary):
+        setattr(modeling, _ROTARY, _Rotary(plain, fused))
+
+
+def _forward_with_fused_rotary(attention: Any, *arguments: Any, **options: Any) -> Any:
+    reset = _is_rotary_fused.set(True)
+    try:
+        return type(attention).forward(attention, *arguments, **options)
+    finally:
+        _is_rotary_fused.reset(reset)

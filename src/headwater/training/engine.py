@@ -85,10 +85,12 @@ class ForwardEngine:
         one for company.
         """
         rows, width = self._rows(batch), batch.batch["response_mask"].shape[1]
-        packs = self._pack(rows, width, max_tokens, 1)
-        num_packs = self.ranks.max(len(packs))
-        if len(packs) < num_packs:
-            packs = self._pack(rows, width, max_tokens, num_packs)
+        packs, num_packs = self._pack(rows, width, max_tokens, 1), 0
+        # Asked to make as many as another rank has, a rank may come to more.
+        while (most := self.ranks.max(len(packs))) > num_packs:
+            num_packs = most
+            if rows and len(packs) < num_packs:
+                packs = self._pack(rows, width, max_tokens, num_packs)
         for number in range(num_packs):
             counts = number < len(packs)
             yield (packs[number] if counts else packs[0] if packs else idle_pack(width)).to(self.device), counts

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import types
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -15,8 +17,9 @@ from headwater.config.schema import AlgorithmConfig, TrainingConfig
 from headwater.core.errors import ModelError, RunError
 from headwater.rollout.padding import pad_trajectories
 from headwater.training.actor import Actor
-from headwater.training.engine import TrainEngine
+from headwater.training.engine import ForwardEngine, TrainEngine
 from headwater.training.packed_module import PolicyModule
+from headwater.training.packing import Row, pack_rows
 from headwater.training.passes import minibatches
 
 MODEL = tiny.model()
@@ -184,3 +187,33 @@ def test_a_model_that_takes_no_attention_function_is_refused():
     model = XLMWithLMHeadModel(XLMConfig(vocab_size=512, emb_dim=32, n_layers=1, n_heads=2))
     with pytest.raises(ModelError, match="xlm: its layers do not take an attention function"):
         PolicyModule(model, 1.0)
+
+
+class BesideAnother:
+    """This rank beside one that needs so many packs."""
+
+    count = 2
+
+    def __init__(self, num_packs: int) -> None:
+        self._num_packs = num_packs
+
+    def max(self, value: int) -> int:
+        return max(value, self._num_packs)
+
+
+def test_no_row_is_left_out_when_another_rank_needs_more_packs():
+    rng = np.random.default_rng(0)
+    tokens = np.zeros(1, np.int64)
+    rows = [
+        Row(index, prompt=np.full(int(size), index), response=tokens[:0], columns=tokens, targets=tokens)
+        for index, size in enumerate(rng.integers(300, 361, 190))
+    ]
+    # Even packs are fewer than those of first fit; a few more of them, and it is first fit that is used.
+    most = len(pack_rows(rows, 1, 1000)) + 2
+    assert len(pack_rows(rows, 1, 1000, min_packs=most)) > most
+    engine = ForwardEngine.__new__(ForwardEngine)
+    engine.config, engine.device = TrainingConfig(), torch.device("cpu")
+    engine.ranks = BesideAnother(most)
+    engine._rows = lambda batch: rows
+    made = engine._packs(types.SimpleNamespace(batch={"response_mask": torch.zeros(190, 1)}), 1000)
+    assert sorted(row for pack, counts in made if counts for row in pack.rows) == list(range(190))
