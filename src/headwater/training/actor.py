@@ -78,9 +78,9 @@ class Actor:
                 entropy=entropy,
             )
         )
-        losses, diagnostics = loss.token_losses, dict(loss.diagnostics)
         if "correction_weights" in tensors:
-            losses = losses * tensors["correction_weights"]
+            loss = loss.weighted(tensors["correction_weights"], mask)
+        losses, diagnostics = loss.token_losses, dict(loss.diagnostics)
         if algorithm.kl_in_loss > 0:
             kl = kl_penalty(logprobs, tensors["reference_logprobs"], algorithm.kl_estimator)
             losses = losses + algorithm.kl_in_loss * kl

@@ -48,7 +48,8 @@ def evaluate(name, args, inputs, settings, lower=None, weights=None):
     loss = POLICY_LOSSES.resolve(name)(given, **settings)
     if weights is None:
         weights = tensor(inputs["rollout_is_weights"]) if "rollout_is_weights" in inputs else torch.ones_like(mask)
-    total = aggregate(loss.token_losses * weights, mask, loss.aggregation or args["loss_agg_mode"], totals(args, mask))
+    losses = loss.weighted(weights, mask).token_losses
+    total = aggregate(losses, mask, loss.aggregation or args["loss_agg_mode"], totals(args, mask))
     total.backward()
 
     def mean(name):
@@ -90,16 +91,9 @@ def run_sapo(args, inputs):
 
 @family("verl_loss_geo_mean")
 def run_geo_mean(args, inputs):
-    mask = tensor(inputs["response_mask"])
-    weights = None
-    if "rollout_is_weights" in inputs:
-        # One loss per row takes one weight per row: the geometric mean.
-        logs = (tensor(inputs["rollout_is_weights"]) + 1e-10).log()
-        weights = masked_mean(logs, mask, dim=-1).exp()[:, None].expand_as(mask)
     # verl counts rows without a trained token among those it averages over.
-    return evaluate(
-        "geo_mean", {**args, "global_batch_size": len(mask)}, inputs, clips(args), "clip_fraction_negative", weights
-    )
+    args = {**args, "global_batch_size": len(inputs["response_mask"])}
+    return evaluate("geo_mean", args, inputs, clips(args), "clip_fraction_negative")
 
 
 @family("verl_loss_gpg")

@@ -20,6 +20,8 @@ from headwater.algorithms.masked import masked_sum, masked_var, whiten
 from headwater.algorithms.policy_losses import PolicyLossInputs
 from headwater.algorithms.policy_losses.clip_cov import clip_cov
 from headwater.algorithms.policy_losses.decoupled import decoupled
+from headwater.algorithms.policy_losses.geo_mean import geo_mean
+from headwater.algorithms.policy_losses.gspo import gspo
 from headwater.algorithms.proximal import approximation_metrics, progress
 from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.core.errors import ConfigError, MissingColumn, UnknownName
@@ -73,6 +75,15 @@ def test_combined_corrections_multiply():
     assert both.weights.tolist() == [[0.0, 1.0, 2.0]]
     assert both.mask.tolist() == [[0.0, 1.0, 1.0]]
     assert set(both.diagnostics) == {"truncate/truncated_fraction", "reject/rejected_fraction"}
+
+
+@pytest.mark.parametrize(("loss", "weighted"), [(geo_mean, [-math.sqrt(2 * 0.1)] * 2), (gspo, [-2.0, -0.1])])
+def test_one_loss_of_a_row_takes_the_geometric_mean_of_its_weights(loss, weighted):
+    """GSPO's ratio is a row's too, but each token has a loss of its own, and so its own weight."""
+    zeros, ones = torch.zeros(1, 3), torch.ones(1, 3)
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    found = loss(PolicyLossInputs(zeros, zeros, ones, mask)).weighted(torch.tensor([[2.0, 0.1, 0.0]]), mask)
+    assert found.token_losses[0, :2].tolist() == pytest.approx(weighted)
 
 
 def test_values_of_the_same_name_do_not_hide_each_other():

@@ -1,25 +1,28 @@
 """Policy losses, one file each: ``f(inputs: PolicyLossInputs, **settings) -> PolicyLoss``.
 
 They return one loss per token and know nothing of micro-batches or ranks; aggregation is the training engine's. The
-weights of a correction multiply the token losses afterwards.
+weights of a correction come afterwards, by ``PolicyLoss.weighted``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from headwater.algorithms.columns import check_shapes
-from headwater.algorithms.masked import keep
+from headwater.algorithms.masked import keep, masked_mean
 from headwater.core.registry import Registry
 
 POLICY_LOSSES = Registry("policy loss", "headwater.algorithms.policy_losses")
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to this size before the exponential, so that one wild token cannot overflow."""
+
+_SMALLEST_WEIGHT = 1e-10
+"""Added before the logarithm, as verl does, so that a weight of 0 among others is not minus infinity."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,19 @@ class PolicyLoss:
     """Per-token values worth a masked mean in the metrics."""
     aggregation: str | None = None
     """Set by a loss that is defined only under one aggregation; it goes before the configured one."""
+    per_sequence: bool = False
+    """Whether a row has one loss, a product over its tokens' ratios, that all of its tokens repeat."""
+
+    def weighted(self, weights: Tensor, mask: Tensor) -> PolicyLoss:
+        """Times a correction's ``weights`` ``[samples, tokens]``.
+
+        The one loss of a row takes one weight. It stands for a geometric mean of ratios, so its weight is the geometric
+        mean of its tokens' weights; multiplying token by token would make that an arithmetic one.
+        """
+        if self.per_sequence:
+            logs = (weights + _SMALLEST_WEIGHT).log()
+            weights = masked_mean(logs, mask, dim=-1).exp()[:, None].expand_as(mask)
+        return replace(self, token_losses=self.token_losses * weights)
 
 
 def log_ratios(inputs: PolicyLossInputs) -> Tensor:

@@ -12,7 +12,8 @@ from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Policy
 def geo_mean(inputs: PolicyLossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> PolicyLoss:
     """``-mean(A)·exp(mean of the log ratios)``, each **log** ratio clipped to ``[-low, high]`` on its adverse side.
 
-    Every token of a row carries the row's loss, so the aggregation is ``seq-mean-token-mean`` by definition.
+    Every token of a row carries the row's loss, so the aggregation is ``seq-mean-token-mean`` by definition, and a
+    correction weighs a row by the geometric mean of its tokens' weights.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     clamped = log_ratio.clamp(-clip_low, clip_high)
@@ -26,4 +27,4 @@ def geo_mean(inputs: PolicyLossInputs, *, clip_low: float = 0.4, clip_high: floa
         "clip_fraction_negative": (outside & (sign < 0)).to(ratio.dtype),
         "approx_kl": -log_ratio.detach(),
     }
-    return PolicyLoss(losses[:, None].expand_as(log_ratio), diagnostics, "seq-mean-token-mean")
+    return PolicyLoss(losses[:, None].expand_as(log_ratio), diagnostics, "seq-mean-token-mean", per_sequence=True)
