@@ -1,12 +1,15 @@
 # make quickstart   set up, then train the quickstart recipe
 # make test         set up, then lint, type check and run the tests (minutes)
 # make test-all     set up, then the long tests
+# WORKERS=4         tests on so many processes (two unless given)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: quickstart test test-all lint setup setup-dev clean
 
@@ -14,10 +17,10 @@ quickstart: setup
 	@$(BIN)/headwater train recipes/quickstart.yaml
 
 test: setup-dev lint
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 test-all: setup-dev
-	@$(BIN)/python -m pytest -m slow
+	@$(PYTEST) -m slow
 
 lint: setup-dev
 	@$(BIN)/ruff check --quiet .
