@@ -1,24 +1,16 @@
-"""docs/algorithms.md tells of every algorithm and every setting."""
+"""docs/algorithms.md tells of every algorithm and every setting.
+
+That what it says under "Turn on" and "Metrics" is so, ``trainer/test_algorithms_in_the_loop.py`` checks.
+"""
 
 from __future__ import annotations
 
 import inspect
-import re
-from pathlib import Path
 
 import pytest
+from algorithms.doc_sections import ALGORITHMS, CHAPTERS, item, sections, turn_on
 
-from headwater.algorithms.advantages import ADVANTAGES
-from headwater.algorithms.corrections import CORRECTIONS
-from headwater.algorithms.policy_losses import POLICY_LOSSES
-
-TEXT = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
-CHAPTERS = {"Advantages": ADVANTAGES, "Policy losses": POLICY_LOSSES, "Corrections": CORRECTIONS}
-
-
-def sections(chapter: str) -> dict[str, str]:
-    text = TEXT.split(f"\n## {chapter}\n")[1].split("\n## ")[0]
-    return dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^### |\Z)", text, flags=re.MULTILINE | re.DOTALL))
+KEYS = {"Advantages": "algorithm.advantage", "Policy losses": "algorithm.policy_loss"}
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
@@ -26,10 +18,17 @@ def test_every_name_has_its_section(chapter):
     assert set(sections(chapter)) == set(CHAPTERS[chapter].names())
 
 
-@pytest.mark.parametrize(
-    ("chapter", "name"), [(chapter, name) for chapter, registry in CHAPTERS.items() for name in registry.names()]
-)
+@pytest.mark.parametrize(("chapter", "name"), ALGORITHMS)
 def test_every_setting_is_named(chapter, name):
     parameters = inspect.signature(CHAPTERS[chapter].resolve(name)).parameters
     for setting in list(parameters)[1:]:
-        assert f"`{setting}`" in sections(chapter)[name], f"{name}: {setting}"
+        assert f"`{setting}`" in item(chapter, name, "Settings"), f"{name}: {setting}"
+
+
+@pytest.mark.parametrize(("chapter", "name"), ALGORITHMS)
+def test_every_section_says_what_it_is_when_to_use_it_and_how(chapter, name):
+    definition = sections(chapter)[name].partition("\n- ")[0]
+    assert definition.strip()
+    assert item(chapter, name, "When")
+    key = f"{KEYS[chapter]}={name}" if chapter in KEYS else f"algorithm.corrections=[{name}]"
+    assert key in turn_on(chapter, name)

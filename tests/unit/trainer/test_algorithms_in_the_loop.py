@@ -3,14 +3,87 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
+from algorithms.doc_sections import ALGORITHMS, metrics, turn_on
 from torch.testing import assert_close
-from trainer.experience_parts import policy_logprobs, training, trajectory, with_logprobs
+from trainer.experience_parts import batch, policy_logprobs, training, trajectory, with_logprobs
 
 from headwater.rollout.group import Group, RolloutBatch
+from headwater.training.engine import TrainEngine
+
+OF_EVERY_UPDATE = {"loss", "entropy", "learning_rate", "grad_norm", "skipped_steps", "optimizer_steps"}
+OF_EVERY_CORRECTION = {
+    "correction/kept_fraction",
+    "correction/effective_sample_size",
+    "rollout_gap/ratio_p01",
+    "rollout_gap/ratio_p99",
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A model this small is faster without a second one, above all where other tests run beside this."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def rollouts_near(parts) -> RolloutBatch:
+    """With all that any algorithm asks for: greedy scores, rewards in parts, and an engine that is a little off."""
+    made = batch(baselines=(0.25, 0.75))
+    groups = [
+        replace(group, trajectories=tuple(replace(each, info=in_parts(each.reward)) for each in group.trajectories))
+        for group in made.groups
+    ]
+    made = replace(made, groups=tuple(groups))
+    own = policy_logprobs(parts, made)
+    return with_logprobs(made, own + 0.3 * torch.randn(own.shape, generator=torch.Generator().manual_seed(0)))
+
+
+def in_parts(reward: float) -> dict[str, list[float]]:
+    return {"reward_parts": [reward / 4, 3 * reward / 4]}
+
+
+def weights(engine: TrainEngine) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for _, tensor in engine.export_weights()]).clone()
+
+
+def assert_learns(learner, data) -> dict[str, float]:
+    """One update; returns its statistics."""
+    before = weights(learner.engine)
+    stats = learner.update(data)
+    assert stats["optimizer_steps"] == 1
+    assert stats["skipped_steps"] == 0
+    assert all(math.isfinite(value) for value in stats.values()), stats
+    assert stats["grad_norm"] > 0
+    after = weights(learner.engine)
+    assert after.isfinite().all()
+    assert not torch.equal(after, before)
+    return stats
+
+
+@pytest.mark.parametrize(("chapter", "name"), ALGORITHMS)
+def test_every_algorithm_trains_as_the_docs_turn_it_on(chapter, name):
+    parts = training(*turn_on(chapter, name))
+    made = parts.experience.make(rollouts_near(parts), version=0)
+    columns = made.data.batch
+    assert columns["advantages"].isfinite().all()
+    assert columns["advantages"].any()
+    stats = assert_learns(parts.actor, made.data)
+    if parts.critic is not None:
+        assert_learns(parts.critic, made.data)
+    assert all(math.isfinite(value) for value in made.metrics.values()), made.metrics
+    if chapter == "Policy losses":
+        assert stats.keys() - OF_EVERY_UPDATE == metrics(chapter, name)
+    if chapter == "Corrections":
+        assert made.metrics.keys() >= OF_EVERY_CORRECTION
+        own = {key for key in made.metrics if key.startswith(f"correction/{name}/")}
+        assert own == {f"correction/{name}/{metric}" for metric in metrics(chapter, name)}
 
 
 def test_a_loss_per_sequence_is_weighed_by_the_geometric_mean_of_its_tokens():
