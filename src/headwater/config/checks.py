@@ -12,6 +12,7 @@ from pathlib import PurePath
 from headwater.config.algorithm_checks import ALGORITHM_CHECKS
 from headwater.config.clash import Check, Clash, Layers, given_in, unread
 from headwater.config.keys import settings, value_at
+from headwater.config.normalization_checks import NORMALIZATION_CHECKS
 from headwater.config.schema import Config
 from headwater.config.tree import show
 
@@ -232,4 +233,5 @@ CHECKS: tuple[Check, ...] = (
     learner_leaves_only_an_engine_that_waits,
     partial_groups_are_kept,
     *ALGORITHM_CHECKS,
+    *NORMALIZATION_CHECKS,
 )

@@ -177,6 +177,25 @@ class RewardConfig:
 
 
 OldLogprobs = Literal["rollout", "recompute", "loglinear", "metrics"]
+StatisticsLevel = Literal["none", "batch", "group"]
+
+
+@dataclass(frozen=True)
+class NormalizationConfig:
+    mean_level: StatisticsLevel = "none"
+    """The mean that is taken off: of the whole batch, of the responses to the same prompt, or none."""
+    std_level: StatisticsLevel = "none"
+    """The deviation that is divided by: of the whole batch, of the responses to the same prompt, or none."""
+    leave_one_out: bool = False
+    """The mean that is taken off a value is that of all the others."""
+    unbiased: bool = True
+    """The deviation is that of a sample (n - 1); false is that of a population (n)."""
+    epsilon: Annotated[float, MoreThan(0)] = 1e-5
+    """Added to the deviation, so that values that are all the same are not divided by zero."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.mean_level != "none" or self.std_level != "none"
 
 
 @dataclass(frozen=True)
@@ -185,6 +204,10 @@ class AlgorithmConfig:
     """Advantage estimator."""
     advantage_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the advantage estimator, for example {normalize_by_std: false}."""
+    normalize_rewards: NormalizationConfig = field(default_factory=NormalizationConfig)
+    """Of every response's score, before a divergence is taken off and advantages are estimated."""
+    normalize_advantages: NormalizationConfig = field(default_factory=NormalizationConfig)
+    """Of every trained token's advantage; what a critic learns stays as it was."""
     policy_loss: Annotated[str, Extension("headwater.algorithms.policy_losses")] = "ppo"
     """Policy loss."""
     policy_loss_args: Mapping[str, Any] = field(default_factory=dict)

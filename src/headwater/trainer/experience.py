@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentile
 from headwater.algorithms.kl.controllers import KLController
 from headwater.algorithms.kl.reward import penalize_rewards
 from headwater.algorithms.masked import masked_mean
+from headwater.algorithms.normalize import normalize
 from headwater.algorithms.proximal import approximation_metrics, loglinear
 from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.algorithms.weights import effective_sample_size
-from headwater.config.schema import Config
+from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
 from headwater.core.records import Trajectory
@@ -68,12 +69,12 @@ class ExperienceMaker:
             rewards = self._penalized(rewards, data, columns, metrics)
         if self.critic is not None:
             columns["values"] = self.critic.values(data)
-        mask = data.batch["response_mask"]
-        advantages = self.advantage(
+        mask, groups = data.batch["response_mask"], batch.group_numbers()
+        estimated = self.advantage(
             AdvantageInputs(
                 rewards,
                 mask,
-                batch.group_numbers(),
+                groups,
                 values=columns.get("values"),
                 baselines=batch.baselines(),
                 turns=_turns(mask),
@@ -83,7 +84,8 @@ class ExperienceMaker:
                 weights=corrected.get("correction_weights"),
             )
         )
-        columns |= {"rewards": rewards, "advantages": advantages.advantages, "returns": advantages.returns}
+        advantages = normalized(estimated.advantages, self.config.algorithm.normalize_advantages, groups, mask)
+        columns |= {"rewards": rewards, "advantages": advantages, "returns": estimated.returns}
         return Experience(data.with_columns(tensors={**columns, **corrected}), metrics)
 
     def _old_policy(self, data: DataProto, version: int, metrics: dict[str, float]) -> dict[str, Tensor]:
@@ -119,6 +121,10 @@ class ExperienceMaker:
             )
             metrics["reward/overlong_penalty"] = float(penalty.mean())
             rewards = add_to_scores(rewards, penalty, batch.trajectories)
+        normalization = self.config.algorithm.normalize_rewards
+        if normalization.is_on:
+            scores = normalized(rewards.sum(dim=1), normalization, batch.group_numbers())
+            rewards = add_to_scores(torch.zeros_like(rewards), scores, batch.trajectories)
         return rewards
 
     def _penalized(
@@ -154,6 +160,11 @@ class ExperienceMaker:
         metrics["correction/kept_fraction"] = float(corrected.mask.sum() / mask.sum())
         metrics["correction/effective_sample_size"] = float(effective_sample_size(corrected.weights, mask))
         return {"correction_weights": corrected.weights, "response_mask": corrected.mask}
+
+
+def normalized(values: Tensor, settings: NormalizationConfig, groups: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Scores ``[samples]``, or advantages ``[samples, tokens]`` with their mask, as AReaL normalises them."""
+    return normalize(values, mask=mask, groups=groups, **asdict(settings)) if settings.is_on else values
 
 
 def _conversations(batch: RolloutBatch) -> list[list[Mapping[str, Any]]]:

@@ -19,8 +19,9 @@ from headwater.algorithms.advantages.remax import remax
 from headwater.algorithms.advantages.rloo import rloo
 from headwater.algorithms.kl.penalty import kl_penalty
 from headwater.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
-from headwater.algorithms.normalize import normalize
 from headwater.algorithms.reward_shaping import overlong_penalty, scale_scores, zero_unfinished
+from headwater.config.schema import NormalizationConfig
+from headwater.trainer.experience import normalized
 
 
 def group_numbers(index) -> torch.Tensor:
@@ -140,33 +141,28 @@ def run_masked_stats(args, inputs):
     }
 
 
-def normalized(values, config, mask=None):
-    """AReaL's NormConfig in our words; its groups are consecutive rows."""
-    groups = torch.arange(len(values)) // config["group_size"] if config.get("group_size") else None
-    return normalize(
-        values,
-        mask=mask,
-        groups=groups,
+def as_areal(values, config, mask=None):
+    """AReaL's NormConfig in our settings, through what the loop itself calls; its groups are consecutive rows."""
+    settings = NormalizationConfig(
         mean_level=config["mean_level"] or "none",
         std_level=config["std_level"] or "none",
         leave_one_out=bool(config.get("mean_leave1out", False)),
         unbiased=bool(config.get("std_unbiased", True)),
         epsilon=config.get("eps", 1e-5),
     )
+    return normalized(values, settings, torch.arange(len(values)) // config.get("group_size", 1), mask)
 
 
 @family("areal_normalization")
 def run_normalization(args, inputs):
     mask = tensor(inputs["mask"]) if "mask" in inputs else None
-    return {"y": normalized(tensor(inputs["x"]), args, mask)}
+    return {"y": as_areal(tensor(inputs["x"]), args, mask)}
 
 
 @family("areal_masked_normalization")
 def run_masked_normalization(args, inputs):
-    y = normalize(
-        tensor(inputs["x"]), mask=tensor(inputs["mask"]), unbiased=bool(args["unbiased"]), epsilon=args["eps"]
-    )
-    return {"y": y}
+    levels = {"mean_level": "batch", "std_level": "batch", "std_unbiased": args["unbiased"], "eps": args["eps"]}
+    return {"y": as_areal(tensor(inputs["x"]), levels, tensor(inputs["mask"]))}
 
 
 @family("areal_overlong_penalty")
@@ -200,7 +196,7 @@ def run_compute_advantages(args, inputs):
         )
     scores = scale_scores(scores, bias=args["reward_bias"], scale=args["reward_scaling"], clip=args["reward_clip"])
     if args.get("reward_norm"):
-        scores = normalized(scores, args["reward_norm"])
+        scores = as_areal(scores, args["reward_norm"])
     if args["mask_no_eos_with_zero"]:
         scores = zero_unfinished(scores, ~unfinished)
 
@@ -223,7 +219,7 @@ def run_compute_advantages(args, inputs):
         bootstrap=values[:, -1] * unfinished,
     )
     raw = torch.nn.functional.pad(raw, (0, 1))
-    advantages = normalized(raw, args["adv_norm"], mask) if args.get("adv_norm") else raw
+    advantages = as_areal(raw, args["adv_norm"], mask) if args.get("adv_norm") else raw
     return {
         "advantages": advantages,
         "returns": raw + values,

@@ -44,11 +44,11 @@ def test_every_key_is_a_plain_dotted_name(key):
 @pytest.mark.parametrize("key", SETTINGS)
 def test_every_default_is_allowed(key):
     """As if it had been written in a recipe; so the built-in extensions that defaults name must be there."""
-    section, _, name = key.rpartition(".")
-    default = list(value) if isinstance(value := SETTINGS[key].default(), tuple) else value
+    written = list(value) if isinstance(value := SETTINGS[key].default(), tuple) else value
+    for name in reversed(key.split(".")):
+        written = {name: written}
     converter = Converter(Config)
-    text = yaml.safe_dump({section: {name: default}})
-    converter.build(TreeBuilder(Origin("default", 0)).root(compose(text)))
+    converter.build(TreeBuilder(Origin("default", 0)).root(compose(yaml.safe_dump(written))))
     assert converter.problems == []
 
 

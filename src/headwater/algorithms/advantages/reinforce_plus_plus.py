@@ -8,7 +8,7 @@ from headwater.algorithms.returns import returns_to_go
 
 
 @ADVANTAGES.register
-def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Advantages:
-    """The return-to-go of every token, whitened over the batch."""
+def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0, whitened: bool = True) -> Advantages:
+    """The return-to-go of every token, whitened over the batch; as it is with ``whitened=False``."""
     returns = returns_to_go(inputs.rewards, inputs.mask, gamma)
-    return Advantages(whiten(returns, inputs.mask), returns)
+    return Advantages(whiten(returns, inputs.mask) if whitened else returns, returns)

@@ -1,0 +1,89 @@
+"""Normalised rewards and advantages in the loop, held against what AReaL computes and against hand-made numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from algorithms.oracle import read, tensor
+from torch.testing import assert_close
+from trainer.experience_parts import batch, scores, training, trajectory
+
+from headwater.rollout.group import Group, RolloutBatch
+
+REWARDS, ADVANTAGES = "algorithm.normalize_rewards", "algorithm.normalize_advantages"
+PLAIN_RETURNS = ["algorithm.advantage=reinforce_plus_plus", "algorithm.advantage_args.whitened=false"]
+
+# The cases of the pipeline that normalise something, without a critic.
+CASES = [
+    case
+    for case in read("areal_compute_advantages")["public"]
+    if (case["args"].get("adv_norm") or case["args"].get("reward_norm")) and "values" not in case["inputs"]
+]
+
+
+def as_settings(key: str, norm: dict | None) -> list[str]:
+    if norm is None:
+        return []
+    given = {"mean_level": norm["mean_level"] or "none", "std_level": norm["std_level"] or "none"}
+    if norm.get("mean_leave1out"):
+        given["leave_one_out"] = "true"
+    return [f"{key}.{name}={value}" for name, value in given.items()]
+
+
+def as_rollouts(inputs: dict, group_size: int) -> RolloutBatch:
+    """The case's rows with their masks and rewards; consecutive rows are of one prompt."""
+    groups: dict[str, list] = {}
+    for row, (mask, rows, reward) in enumerate(
+        zip(inputs["loss_mask"], inputs["attention_mask"], inputs["rewards"], strict=True)
+    ):
+        start, end, uid = mask.index(1), sum(rows), f"row{row // group_size}"
+        tokens = tuple(range(10, 10 + start))
+        made = trajectory(uid, row, tokens, end - start, loss_mask=tuple(mask[start:end]), reward=reward)
+        groups.setdefault(uid, []).append(made)
+    return RolloutBatch(tuple(Group(tiny.prompt(uid=uid), tuple(each)) for uid, each in groups.items()))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+def test_a_run_gives_the_advantages_of_areal(case):
+    args, inputs = case["args"], case["inputs"]
+    normalizations = as_settings(REWARDS, args.get("reward_norm")) + as_settings(ADVANTAGES, args.get("adv_norm"))
+    rollouts = as_rollouts(inputs, (args.get("reward_norm") or {}).get("group_size", 2))
+    made = training(*PLAIN_RETURNS, *normalizations).experience.make(rollouts, version=0).data.batch
+    # AReaL's columns are the positions that predict a token, one to the left of it.
+    trained = tensor(inputs["loss_mask"]).roll(-1, dims=1) != 0
+    expected = tensor(case["expected"]["advantages"])[trained]
+    assert_close(made["advantages"][made["response_mask"] != 0], expected, atol=1e-6, rtol=1e-5)
+    returns = tensor(case["expected"]["returns"])[trained]
+    assert_close(made["returns"][made["response_mask"] != 0], returns, atol=1e-6, rtol=1e-5)
+
+
+def test_normalised_scores_stand_where_the_rewards_did_and_before_the_divergence():
+    """Rewards 1 and 3 minus the mean of the other are -2 and 2."""
+    rollouts = batch(num_groups=1, num_samples=2)
+    rewards = (1.0, 3.0)
+    (group,) = rollouts.groups
+    samples = [replace(each, reward=reward) for each, reward in zip(group.trajectories, rewards, strict=True)]
+    parts = training(
+        *PLAIN_RETURNS, f"{REWARDS}.mean_level=group", f"{REWARDS}.leave_one_out=true", "algorithm.kl_in_reward=0.1"
+    )
+    made = parts.experience.make(RolloutBatch((replace(group, trajectories=tuple(samples)),)), version=0).data.batch
+    divergence = made["rewards"] - torch.tensor([[-2.0, 0.0], [0.0, 2.0]])
+    assert (divergence != 0).equal(made["response_mask"] != 0)
+    assert divergence.abs().max() < 1.0
+
+
+def test_advantages_of_an_estimator_are_normalised_over_all_trained_tokens():
+    """Of grpo without its deviation: what is left is the same numbers on the scale of the batch."""
+    settings = ["algorithm.advantage_args.normalize_by_std=false"]
+    plain = training(*settings).experience.make(batch(), version=0).data.batch
+    made = training(*settings, f"{ADVANTAGES}.std_level=batch", f"{ADVANTAGES}.mean_level=batch")
+    columns = made.experience.make(batch(), version=0).data.batch
+    kept = columns["response_mask"] != 0
+    values = plain["advantages"][kept]
+    assert_close(columns["advantages"][kept], (values - values.mean()) / (values.std() + 1e-5))
+    assert not columns["advantages"][~kept].any()
+    assert_close(columns["returns"], plain["returns"])
+    assert_close(columns["rewards"].sum(dim=1), scores(batch()))
