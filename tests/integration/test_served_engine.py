@@ -19,7 +19,7 @@ import torch
 from command import ROOT
 
 from headwater.backends import BackendContext, make_engine
-from headwater.backends.served import engine as served_module
+from headwater.backends.served import child_keeper
 from headwater.backends.served.engine import ServedEngine, engine_arguments
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
@@ -122,7 +122,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def some_tokens(engine: ServedEngine, least: int = 5) -> None:
     def has_some() -> bool:
-        return any(len(each.tokens) >= least for each in list(engine._requests._open.values()))
+        return any(len(each.tokens) >= least for each in list(engine._keeper.requests._open.values()))
 
     wait_until(has_some, "no tokens come")
 
@@ -263,7 +263,7 @@ def test_told_to_stop_while_paused(served, undisturbed):
         some_tokens(served)
         served.pause()
         os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: is_gone(pid) and served._settled.is_set(), "no new child")
+        wait_until(lambda: is_gone(pid) and served._keeper.is_settled, "no new child")
         assert served._ask("/metrics.json")["is_paused"]
         time.sleep(0.3)
         assert served._ask("/metrics.json")["num_tokens_generated"] == 0
@@ -318,8 +318,8 @@ def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatc
         with inline(3) as other:
             assert engine.weights_checksum() == other.weights_checksum()
         arguments = Path(f"/proc/{engine.pid}/cmdline").read_text()
-        assert engine._api_key not in arguments
-        monkeypatch.setattr(served_module, "MAX_RESTARTS", 0)
+        assert engine._keeper._api_key not in arguments
+        monkeypatch.setattr(child_keeper, "MAX_RESTARTS", 0)
 
         def kill() -> None:
             some_tokens(engine)

@@ -39,7 +39,7 @@ class Scene:
         self.requests = OpenRequests(
             self.spans,
             on_finish=lambda: self.events.append("finished"),
-            on_failed_engine=lambda: self.events.append("failed engine"),
+            on_failed_engine=lambda why: self.events.append(why),
         )
 
     def enter(self, number: int) -> OpenRequest:
@@ -87,7 +87,7 @@ def test_an_end_that_nobody_asked_for_is_none(scene):
 def test_a_failed_engine_is_told_and_its_requests_stay(scene):
     scene.enter(1)
     scene.requests.take({"id": 1, **FAILED})
-    assert (scene.events, len(scene.requests), scene.answers) == (["failed engine"], 1, [])
+    assert (scene.events, len(scene.requests), scene.answers) == (["the engine failed"], 1, [])
 
 
 def test_who_has_left_is_answered_no_more(scene):

@@ -13,6 +13,7 @@ from headwater.core.errors import RolloutFailed
 from headwater.core.waits import named_wait
 from headwater.engine.server.options import KEY_VARIABLE
 
+SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
 _START_LIMIT_S = 1800.0
 """Loading a large model from a slow disk takes its time; the wait says every half minute how far it is."""
 _STOP_LIMIT_S = 15.0
@@ -41,7 +42,7 @@ class ChildServer:
     async def start(cls, model: str, arguments: Sequence[str], api_key: str) -> ChildServer:
         """Answers when the server does; ``RolloutFailed`` with its last words if it ends before."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "headwater.cli.main", "serve", model),
+            *(*SERVE, model),
             *("--host", "127.0.0.1", "--port", "0", "--until-eof", *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

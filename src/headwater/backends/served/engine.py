@@ -16,10 +16,9 @@ import asyncio
 import atexit
 import itertools
 import json
-import logging
 import secrets
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -27,11 +26,8 @@ from typing import Any, TypeVar
 import torch
 
 from headwater.backends import BackendContext, check_length
-from headwater.backends.served.child_server import ChildServer
-from headwater.backends.served.child_state import ChildState
+from headwater.backends.served.child_keeper import ChildKeeper
 from headwater.backends.served.open_request import OpenRequest
-from headwater.backends.served.open_requests import OpenRequests
-from headwater.backends.served.server_client import ConnectionLost, EngineFailed, ServerClient
 from headwater.config.schema import Dtype, EngineConfig, UpdateMode, WeightTransfer
 from headwater.core.errors import HeadwaterError, RolloutFailed
 from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
@@ -44,18 +40,12 @@ from headwater.weights.file import FileWeights
 from headwater.weights.image import WrittenWeights
 from headwater.weights.shared_memory import SharedWeights
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_RESTARTS = 3
-"""Deaths in a row, without a finished request in between, after which something is wrong that a restart cannot mend."""
 _START_LIMIT_S = 1860.0
 _CALL_LIMIT_S = 3600.0
 """Longer than the server's own limits and a restart or two."""
-_LOST_S = 0.1
-"""Until the end of a process is noticed, after its connections broke."""
-_DEATH_S = 5.0
-"""How long a process that has closed its connection may take to end by itself."""
+_THREAD_END_S = 5.0
 
 
 class ServedEngine:
@@ -64,36 +54,22 @@ class ServedEngine:
     def __init__(
         self, model: str, arguments: Sequence[str], *, dtype: Dtype, transfer: WeightTransfer, spans: Spans
     ) -> None:
-        self._model = model
-        self._arguments = ("--dtype", dtype, *arguments)
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._transfer = transfer
-        self._api_key = secrets.token_urlsafe(32)
-        self._state = ChildState()
+        self._keeper = ChildKeeper(model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans)
         self._numbers = itertools.count()
-        self._requests = OpenRequests(spans, on_finish=self._a_request_finished, on_failed_engine=self._kill_child)
-        self.num_restarts = 0
-        """In all."""
-        self._num_deaths = 0
-        """In a row, without a finished request in between."""
-        self._failure: RolloutFailed | None = None
-        self._child: ChildServer | None = None
-        self._client: ServerClient | None = None
-        self._watch: asyncio.Task[None] | None = None
         self._mailboxes = Mailboxes()
         self._is_closed = False
         self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._inbox = Mailbox(self._loop)
-        self._settled = asyncio.Event()
-        """Set while a child serves, and once none will any more."""
         self._updates = asyncio.Lock()
         """One update of the weights at a time, in the order they were asked for."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="headwater-served-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
         try:
-            self._do(self._start(), f"the engine's process starts with {model}", limit_s=_START_LIMIT_S)
+            self._do(self._keeper.start(), f"the engine's process starts with {model}", limit_s=_START_LIMIT_S)
         except BaseException:
             self.close()
             raise
@@ -120,8 +96,12 @@ class ServedEngine:
     @property
     def pid(self) -> int:
         """Of the process that serves now."""
-        assert self._child is not None, "started"
-        return self._child.pid
+        return self._keeper.pid
+
+    @property
+    def num_restarts(self) -> int:
+        """How often another process took the place of one that had died, or was to."""
+        return self._keeper.num_restarts
 
     # Requests
 
@@ -136,12 +116,12 @@ class ServedEngine:
         opened = OpenRequest(next(self._numbers), request, deliver)
         with self._closing:
             self._check_open()
-            self._inbox.post(lambda: self._enter(opened))
+            self._inbox.post(lambda: self._keeper.enter(opened))
         try:
             return await answer
         finally:
             if not opened.has_ended:
-                self._inbox.post(lambda: self._requests.leave(opened))
+                self._inbox.post(lambda: self._keeper.requests.leave(opened))
 
     # Control
 
@@ -153,7 +133,7 @@ class ServedEngine:
 
     def get_version(self) -> int:
         """Of the newest weights that are known to serve."""
-        return self._state.version
+        return self._keeper.state.version
 
     def set_version(self, version: int) -> None:
         self._do(self._set_version(version), "the engine's process takes a version")
@@ -199,12 +179,12 @@ class ServedEngine:
             wait_for_future(ended, lambda: "the engine's process ends", kind="engine_call", hard_limit_s=_CALL_LIMIT_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_DEATH_S)
+            self._thread.join(_THREAD_END_S)
             if not self._thread.is_alive():
                 self._loop.close()
 
     def _ask(self, path: str) -> dict[str, Any]:
-        return self._do(self._call(path), f"the engine's process answers {path}")
+        return self._do(self._keeper.call(path), f"the engine's process answers {path}")
 
     def _do(self, work: Coroutine[Any, Any, T], what: str, limit_s: float = _CALL_LIMIT_S) -> T:
         """Have the thread do something, and wait for it."""
@@ -228,58 +208,28 @@ class ServedEngine:
             return FileWeights(tensors, self._dtype)
         return SharedWeights(tensors, self._dtype)
 
-    # On the thread: requests
-
-    def _enter(self, opened: OpenRequest) -> None:
-        if self._failure is not None:
-            opened.fail(self._failure)
-        else:
-            self._requests.enter(opened)
-
-    def _a_request_finished(self) -> None:
-        self._num_deaths = 0
-
-    def _kill_child(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-
-    # On the thread: control
-
-    async def _call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """A call to whichever child serves. Any of them may be repeated: one that a death cut short is made again."""
-        while True:
-            await self._settled.wait()
-            if self._failure is not None:
-                raise self._failure
-            assert self._client is not None, "it serves"
-            try:
-                return await self._client.call(path, body)
-            except ConnectionLost:
-                await asyncio.sleep(_LOST_S)
-            except EngineFailed:  # the process lives, and cannot do anything any more
-                self._kill_child()
-                await asyncio.sleep(_LOST_S)
+    # On the thread
 
     async def _set_paused(self, paused: bool) -> None:
-        self._state.is_paused = paused  # first: a child that starts meanwhile must know
-        await self._call("/control/pause" if paused else "/control/resume", {})
+        self._keeper.state.is_paused = paused  # first: a child that starts meanwhile must know
+        await self._keeper.call("/control/pause" if paused else "/control/resume", {})
 
     async def _set_version(self, version: int) -> None:
         async with self._updates:
-            await self._call("/control/version", {"version": version})
-            self._state.version = version
+            await self._keeper.call("/control/version", {"version": version})
+            self._keeper.state.version = version
 
     async def _set_asleep(self, tags: Sequence[MemoryTag], asleep: bool) -> None:
-        await self._call("/control/sleep" if asleep else "/control/wake", {"tags": list(tags)})
-        state = self._state
+        await self._keeper.call("/control/sleep" if asleep else "/control/wake", {"tags": list(tags)})
+        state = self._keeper.state
         state.asleep = state.asleep.union(tags) if asleep else state.asleep.difference(tags)
 
     async def _update(self, written: WrittenWeights, version: int, mode: UpdateMode | None) -> None:
-        state = self._state
+        state = self._keeper.state
         try:
             async with self._updates:
                 body = {"version": version, "source": written.source, "mode": mode}
-                await self._call("/control/update_weights", body)
+                await self._keeper.call("/control/update_weights", body)
                 before, state.written, state.version = state.written, written, version
         except BaseException:
             written.discard()
@@ -287,98 +237,14 @@ class ServedEngine:
         if before is not None:
             before.discard()
 
-    # On the thread: the child's life
-
-    async def _start(self) -> None:
-        await self._begin()
-        self._watch = asyncio.create_task(self._keep_alive())
-
-    async def _begin(self) -> None:
-        """A child that knows all that the last one knew, and goes on with what it left."""
-        self._child = await ChildServer.start(self._model, self._arguments, self._api_key)
-        self._client = ServerClient(self._child.url, self._api_key)
-        await self._state.restore(self._client)
-        self._requests.go_on(await self._client.connect(self._requests.take))
-        self._settled.set()
-
-    async def _keep_alive(self) -> None:
-        """Wait for the child's end; start another; so often as that makes sense."""
-        while self._failure is None:
-            cause = await self._until_lost()
-            while self._failure is None:
-                self._num_deaths += 1
-                self.num_restarts += 1
-                if self._num_deaths > MAX_RESTARTS:
-                    self._give_up(cause)
-                    break
-                logger.warning(
-                    "the engine's %s; it is started again (%d of at most %d times in a row) and %d requests go on",
-                    *(cause.partition("; it said:")[0], self._num_deaths, MAX_RESTARTS, len(self._requests)),
-                )
-                try:
-                    await self._begin()
-                    break
-                except Exception as error:  # noqa: BLE001  also what the system says when it has no process to give
-                    cause = f"new process could not take over: {type(error).__name__}: {error}"
-                    await self._end_child()
-
-    async def _until_lost(self) -> str:
-        """Wait for the end of the child or of its connection; says what happened, with the child's last words."""
-        assert self._child is not None, "started"
-        assert self._requests.link is not None, "connected"
-        child, link = self._child, self._requests.link
-        reading = asyncio.create_task(link.run())
-        tasks: set[asyncio.Task[Any]] = {reading, asyncio.create_task(child.wait())}
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            self._settled.clear()
-            self._requests.link = None
-            if reading.done() and (error := reading.exception()) is not None:
-                logger.error("what the engine's process sent could not be taken", exc_info=error)
-            try:
-                how = await asyncio.wait_for(child.wait(), _DEATH_S)
-            except TimeoutError:
-                child.kill()
-                how = f"{await child.wait()}, because it had closed its connection and did not end"
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        await self._end_child()
-        return f"{how}; it said:\n{child.last_lines}"
-
-    async def _end_child(self) -> None:
-        client, self._client = self._client, None
-        child, self._child = self._child, None
-        self._requests.link = None
-        if client is not None:
-            await client.close()
-        if child is not None:
-            await child.stop()
-
-    def _give_up(self, cause: str) -> None:
-        self._failure = RolloutFailed(
-            f"the engine's process died {self._num_deaths} times in a row without finishing a request; try it by "
-            f"itself with `headwater serve`, or with rollout.placement=colocated. The last time, {cause}"
-        )
-        self._settled.set()
-        self._requests.fail_all(self._failure)
-
     async def _end(self) -> None:
-        """Nothing is restarted any more; what runs ends as it stands."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-        self._failure = self._failure or RolloutFailed("the engine is closed")
-        self._settled.set()
-        self._requests.abort_all()
-        await self._end_child()
+        await self._keeper.end()
         unfinished = asyncio.all_tasks() - {asyncio.current_task()}
         for task in unfinished:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
-        if self._state.written is not None:
-            self._state.written.discard()
+        if self._keeper.state.written is not None:
+            self._keeper.state.written.discard()
 
 
 def engine_arguments(config: EngineConfig) -> list[str]:

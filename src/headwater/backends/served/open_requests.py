@@ -18,7 +18,8 @@ _MAX_STUCK = 4
 class OpenRequests:
     """Belongs to the engine's thread. ``link`` is the connection to the child that serves now, if one does."""
 
-    def __init__(self, spans: Spans, *, on_finish: Callable[[], None], on_failed_engine: Callable[[], None]) -> None:
+    def __init__(self, spans: Spans, *, on_finish: Callable[[], None], on_failed_engine: Callable[[str], None]) -> None:
+        """``on_failed_engine`` is told why."""
         self.link: RequestLink | None = None
         self._open: dict[int, OpenRequest] = {}
         self._spans = spans
@@ -67,7 +68,7 @@ class OpenRequests:
         if "error" in line:
             if line["error"]["code"] == ENGINE_FAILED:
                 # The process lives and will never make a token again; another one will, for this request too.
-                self._on_failed_engine()
+                self._on_failed_engine(line["error"]["message"])
             else:
                 self._drop(opened)
                 opened.fail(error_of(line))

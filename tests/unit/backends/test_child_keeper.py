@@ -1,0 +1,211 @@
+"""Processes that die, do not start or fail: others take their place, and if that is in vain everybody is told why.
+
+The processes are real; what runs in them is ``stub_server.py``, which starts in a moment and fails on demand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwater.backends.served import child_server
+from headwater.backends.served.child_keeper import MAX_RESTARTS, ChildKeeper
+from headwater.backends.served.engine import ServedEngine
+from headwater.core.errors import RolloutFailed
+from headwater.core.protocols import WeightUpdate
+from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.observe.spans import Spans
+
+pytestmark = pytest.mark.timeout(60)
+
+LIMIT_S = 30.0
+STUB = Path(__file__).with_name("stub_server.py")
+
+
+def fails(path: str, code: str = "engine_unavailable") -> dict[str, str]:
+    return {"path": path, "code": code}
+
+
+class Scene:
+    """An engine whose processes behave in turn as planned, the last of the plan for all that follow."""
+
+    def __init__(self, folder: Path, *plan: object) -> None:
+        self._folder = folder
+        (folder / "plan.json").write_text(json.dumps(plan))
+        self.engine = ServedEngine(str(folder), (), dtype="float32", transfer="file", spans=Spans())
+
+    def children(self) -> list[int]:
+        return self._read("children.jsonl")
+
+    def children_asked(self, path: str) -> list[int]:
+        """The processes that were called so, in order."""
+        return [pid for pid, called in self._read("calls.jsonl") if called == path]
+
+    def _read(self, name: str) -> list[Any]:
+        return [json.loads(line) for line in (self._folder / name).read_text().splitlines()]
+
+    def generate(self, count: int = 1) -> list[ModelResponse | BaseException]:
+        """Answers or errors of so many requests at a time; never a wait without end."""
+        requests = [ModelRequest(f"r{n}", (5, 6), SamplingParams(max_new_tokens=9), n) for n in range(count)]
+
+        async def run() -> list[ModelResponse | BaseException]:
+            answers = asyncio.gather(*(self.engine.agenerate(each) for each in requests), return_exceptions=True)
+            return await asyncio.wait_for(answers, LIMIT_S)
+
+        return asyncio.run(run())
+
+    def kill(self) -> None:
+        """Kill the process, and wait for the next one."""
+        pid = self.engine.pid
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + LIMIT_S
+        while len(self.children()) == self.children().index(pid) + 1 or not self.engine._keeper.is_settled:
+            assert time.monotonic() < deadline, "no other takes its place"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def scene_of(tmp_path, monkeypatch) -> Iterator[Callable[..., Scene]]:
+    monkeypatch.setattr(child_server, "SERVE", (sys.executable, str(STUB)))
+    scenes = []
+
+    def make(*plan: object) -> Scene:
+        scenes.append(Scene(tmp_path, *plan))
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        scene.engine.close()
+
+
+def assert_all_failed(outcomes: list[Any], *parts: str) -> None:
+    assert outcomes
+    for each in outcomes:
+        assert isinstance(each, RolloutFailed), each
+        assert all(part in str(each) for part in parts), str(each)
+
+
+# A process that dies
+
+
+def test_a_process_that_died_is_counted_once(scene_of):
+    scene = scene_of("half", "serve")
+    [response] = scene.generate()
+    assert response.output_tokens == (0, 1), "the second one goes on after the first one's token"
+    assert (scene.engine.num_restarts, len(scene.children())) == (1, 2)
+
+
+def test_after_too_many_deaths_every_open_request_fails_with_the_cause(scene_of, caplog):
+    scene = scene_of("die")
+    cause = (f"died {MAX_RESTARTS + 1} times in a row", "killed by SIGKILL; it said:\nserving ", "headwater serve")
+    assert_all_failed(scene.generate(3), *cause)
+    assert len(scene.children()) == 1 + MAX_RESTARTS
+    assert scene.engine.num_restarts == MAX_RESTARTS, "the first of them was no restart"
+    assert [each.message.partition("; its last line: serving ")[1] != "" for each in caplog.records] == [True] * 3
+    assert_all_failed(scene.generate(), *cause)
+    for call in (scene.engine.pause, scene.engine.weights_checksum):
+        with pytest.raises(RolloutFailed, match="killed by SIGKILL"):
+            call()
+
+
+def test_deaths_with_a_finished_request_in_between_are_not_in_a_row(scene_of):
+    scene = scene_of("serve")
+    for _ in range(MAX_RESTARTS + 1):
+        scene.kill()
+        assert isinstance(scene.generate()[0], ModelResponse)
+    assert scene.engine.num_restarts == MAX_RESTARTS + 1
+
+
+# A process that does not come up
+
+
+def test_a_restart_that_fails_is_tried_again(scene_of):
+    scene = scene_of("die", "exit", fails("/control/version", "internal_error"), "serve")
+    scene.engine.set_version(4)
+    assert isinstance(scene.generate()[0], ModelResponse)
+    assert scene.engine.num_restarts == 3
+    assert scene.children_asked("/control/version")[-1] == scene.engine.pid, "it was told what the first one knew"
+
+
+@pytest.mark.parametrize(
+    ("then", "causes"),
+    [
+        ("exit", ("could not take over: RolloutFailed: ", "exit status 1 before it served", "there is no memory left")),
+        (fails("/control/update_weights", "weights_refused"), ("WeightsError: /control/update_weights is out of",)),
+        (fails("/control/update_weights"), ("EngineFailed: /control/update_weights is out of order",)),
+    ],
+)
+def test_restarts_that_all_fail_end_in_an_error_that_says_why(scene_of, then, causes):
+    scene = scene_of("die", then)
+    scene.engine.update_weights(WeightUpdate(1, [("w", torch.zeros(2))])).result(LIMIT_S)
+    assert_all_failed(scene.generate(2), f"died {MAX_RESTARTS + 1} times", *causes)
+    assert scene.engine.num_restarts == MAX_RESTARTS
+    with pytest.raises(RolloutFailed, match="could not take over"):
+        scene.engine.pause()
+
+
+def test_a_system_that_gives_no_process_ends_in_an_error_that_says_so(scene_of, monkeypatch):
+    scene = scene_of("die")
+    monkeypatch.setattr(child_server, "SERVE", ("/no/such/program",))
+    assert_all_failed(scene.generate(2), "could not take over: FileNotFoundError", "/no/such/program")
+
+
+def test_a_watch_that_fails_itself_is_told_too(scene_of):
+    async def fail(keeper: ChildKeeper) -> None:
+        raise RuntimeError("no such session")
+
+    scene = scene_of("die")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChildKeeper, "_end_child", fail)
+        assert_all_failed(scene.generate(2), "watching over the engine's process failed: RuntimeError: no such session")
+
+
+# A process that lives and whose engine does not
+
+
+CONTROL: dict[str, Callable[[ServedEngine], object]] = {
+    "/control/pause": ServedEngine.pause,
+    "/control/checksum": ServedEngine.weights_checksum,
+    "/control/sleep": ServedEngine.sleep,
+    "/control/update_weights": lambda engine: engine.update_weights(
+        WeightUpdate(3, [("w", torch.zeros(2))])
+    ).result(LIMIT_S),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", CONTROL)
+def test_a_call_that_meets_a_failed_engine_is_made_again_in_a_new_process(scene_of, path):
+    scene = scene_of(fails(path), "serve")
+    CONTROL[path](scene.engine)
+    first, second = scene.children()
+    called = scene.children_asked(path)
+    assert (called[0], called[-1]) == (first, second)
+    assert scene.engine.num_restarts == 1
+    assert isinstance(scene.generate()[0], ModelResponse)
+
+
+@pytest.mark.parametrize("path", ["/control/pause", "/control/update_weights"])
+def test_a_call_that_every_engine_fails_at_raises_in_the_caller(scene_of, path):
+    scene = scene_of(fails(path))
+    told = rf"died 4 times.*killed by SIGKILL, because its engine had failed \({path}: {path} is out of order\)"
+    with pytest.raises(RolloutFailed, match=told):
+        CONTROL[path](scene.engine)
+    assert scene.engine.num_restarts == MAX_RESTARTS
+    assert scene.engine.get_version() == 0, "weights that none has taken do not count"
+    assert_all_failed(scene.generate(), "because its engine had failed")
+
+
+def test_a_request_that_meets_a_failed_engine_goes_on_in_a_new_process(scene_of):
+    scene = scene_of(fails("requests"), "serve")
+    assert isinstance(scene.generate()[0], ModelResponse)
+    assert scene.engine.num_restarts == 1
