@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
-from headwater.core.errors import RolloutFailed, RunError
+from headwater.core.errors import RunError
 from headwater.core.protocols import InferenceEngine
-from headwater.core.waits import wait_for_future
 from headwater.rollout.admission import Admission
 from headwater.rollout.dispatcher import BatchTaskDispatcher
 from headwater.rollout.flight import Dispatch, Flight, WatchedEngine
 from headwater.rollout.flights import Flights
-from headwater.rollout.group import Dropped, Group, PromptDraw, RolloutBatch
+from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, too_few
 from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.held_engine import held_engine
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.selection import Finished, Selection, select
+from headwater.rollout.side_by_side import SideBySide
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.source import PromptSource
 from headwater.rollout.staleness import StalenessManager
 from headwater.rollout.task_runner import AsyncTaskRunner
-
-_TURNS_TO_FIRST_REQUEST = 8
-"""Turns of the event loop in which a workflow that asks the engine first thing has asked: through group and episode."""
 
 _MAX_BARREN_BATCHES = 2
 """So many batches' worth of groups may fail in a row before the run stops instead of looping."""
@@ -65,7 +63,9 @@ class WorkflowExecutor:
         self._timeout_s = timeout_s
         self._version = 0
         self._flights = Flights(tasks.loop, episode_timeout_s)
-        self._beside = Flights(tasks.loop, episode_timeout_s)
+        self._side_by_side = SideBySide(
+            engine, groups, tasks, self._starting, timeout_s=timeout_s, episode_timeout_s=episode_timeout_s
+        )
         self._untaken: dict[int, int] = {}
         """Groups that have started and were neither taken nor dropped, with the versions they started at."""
         self._buffer: list[Finished] = []
@@ -118,31 +118,12 @@ class WorkflowExecutor:
                 break
             self._take_in(arrived)
         if not selection.chosen:
-            raise _too_few(self._buffer, self._dropped)
+            raise too_few(self._buffer, self._dropped)
         return self._take(selection, num_groups)
 
     def rollout_batch(self, draws: Sequence[PromptDraw]) -> RolloutBatch:
         """Run these prompts side by side and wait for all of them."""
-        flights = [
-            Flight(Dispatch(number, draw), self._version, self._groups.num_episodes)
-            for number, draw in enumerate(draws)
-        ]
-
-        def progress() -> str:
-            num_done = sum(each.num_done == each.num_episodes for each in flights)
-            return f"waiting for rollouts: {num_done} of {len(flights)} groups are complete; {self._beside.describe()}"
-
-        future = self._tasks.start(self._run_all(flights))
-        try:
-            outcomes = wait_for_future(future, progress, kind="rollouts", hard_limit_s=self._timeout_s)
-        except BaseException:
-            future.cancel()
-            raise
-        groups = tuple(each for each in outcomes if isinstance(each, Group))
-        dropped = tuple(each for each in outcomes if isinstance(each, Dropped))
-        if not groups:
-            raise _too_few(groups, dropped)
-        return RolloutBatch(groups, dropped)
+        return self._side_by_side.run(draws, self._version)
 
     def trained(self, step: int, weights: str) -> None:
         """The batch that was taken last has been trained on in ``step``, which gave weights of that checksum."""
@@ -245,18 +226,7 @@ class WorkflowExecutor:
         return self._num_barren >= _MAX_BARREN_BATCHES * self.admission.batch_size
 
     def _starting(self) -> AbstractAsyncContextManager[object]:
-        return self._held_engine() if self.admission.in_waves and self.admission.holds_engine else nullcontext()
-
-    @asynccontextmanager
-    async def _held_engine(self) -> AsyncIterator[None]:
-        """Hold the engine until the first requests of all that starts are there."""
-        self._engine.pause()
-        try:
-            yield
-            for _ in range(_TURNS_TO_FIRST_REQUEST):
-                await asyncio.sleep(0)
-        finally:
-            self._engine.resume()
+        return held_engine(self._engine) if self.admission.in_waves and self.admission.holds_engine else nullcontext()
 
     def _begin(self, dispatch: Dispatch) -> Awaitable[Finished | Dropped]:
         """Enter a group into the books, and run it."""
@@ -282,24 +252,6 @@ class WorkflowExecutor:
         self.ledger.finish(dispatch.id)
         return Finished.of(dispatch, outcome, flight)
 
-    async def _run_all(self, flights: Sequence[Flight]) -> list[Group | Dropped]:
-        async with self._starting():
-            running = [asyncio.ensure_future(self._run_beside(each)) for each in flights]
-        try:
-            return await asyncio.gather(*running)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-
-    async def _run_beside(self, flight: Flight) -> Group | Dropped:
-        flight.task = asyncio.current_task()
-        self._beside.begin(flight)
-        try:
-            return await self._groups.run(flight, WatchedEngine.maker(self._engine, flight))
-        finally:
-            self._beside.end(flight)
-
     # Taking a batch
 
     def _take_in(self, arrived: Sequence[Finished | Dropped]) -> None:
@@ -309,7 +261,7 @@ class WorkflowExecutor:
             else:
                 self._dropped.append(each)
         if self._is_barren():
-            raise _too_few(self._buffer, [each for each in self._dropped if not each.is_filtered])
+            raise too_few(self._buffer, [each for each in self._dropped if not each.is_filtered])
 
     def _select(self, num_groups: int, *, may_be_short: bool = False) -> Selection:
         """What the learner would take now. Groups that are too old are dropped on the way, where that is the rule."""
@@ -355,11 +307,3 @@ class WorkflowExecutor:
         self._dispatcher.notify()  # rounds that were used up are so no longer
         groups = tuple(each.group for each in selection.chosen)
         return RolloutBatch(groups, tuple(dropped), num_masked_tokens=selection.num_masked_tokens)
-
-
-def _too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFailed:
-    causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
-    return RolloutFailed(
-        f"{len(dropped)} groups of this step were dropped and only {len(groups)} are complete; the first "
-        f"causes (where they pass by themselves, raise rollout.max_retries):\n{causes}"
-    )

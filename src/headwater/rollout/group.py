@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headwater.core.errors import RolloutFailed
 from headwater.core.records import Prompt, Trajectory
 
 
@@ -70,3 +71,12 @@ class RolloutBatch:
         if any(group.baseline is None for group in self.groups):
             return None
         return torch.tensor([group.baseline for group in self.groups for _ in group.trajectories])
+
+
+def too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFailed:
+    """The error of a step for which there are not enough groups."""
+    causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
+    return RolloutFailed(
+        f"{len(dropped)} groups of this step were dropped and only {len(groups)} are complete; the first "
+        f"causes (where they pass by themselves, raise rollout.max_retries):\n{causes}"
+    )

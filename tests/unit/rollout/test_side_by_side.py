@@ -1,0 +1,48 @@
+"""Prompts run beside the ledger: called off at any moment, nothing of them runs on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from rollout.executor_parts import Scripted, draw_of
+from rollout.held_engine import HeldEngine
+
+from headwater.rollout.flight import Dispatch, Flight
+from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.held_engine import held_engine
+from headwater.rollout.side_by_side import SideBySide
+from headwater.rollout.task_runner import AsyncTaskRunner
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["while the engine is held", "later"])
+def test_what_is_called_off_does_not_run_on(is_held):
+    """As by Ctrl-C when an evaluation begins; its groups have started, and the engine may still be held for them."""
+    engine, num_begun, num_ended = HeldEngine(), 0, 0
+
+    async def stands(data):
+        nonlocal num_begun, num_ended
+        num_begun += 1
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            num_ended += 1
+
+    async def call_off() -> None:
+        flights = [Flight(Dispatch(number, draw_of(number)), 0, groups.num_episodes) for number in range(3)]
+        work = asyncio.create_task(side_by_side._run_all(flights))
+        while num_begun < 6 or engine.calls != (["pause"] if is_held else ["pause", "resume"]):
+            await asyncio.sleep(0)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+    groups = GroupRunner(Scripted(stands), num_samples=2, on_failure="stop")
+    with AsyncTaskRunner() as tasks:
+        side_by_side = SideBySide(
+            engine, groups, tasks, lambda: held_engine(engine), timeout_s=30.0, episode_timeout_s=30.0
+        )
+        tasks.start(call_off()).result(10)
+        assert (num_begun, num_ended) == (6, 6)
+        assert side_by_side._flights.describe() == "nothing runs"
+        assert engine.calls == ["pause", "resume"]
