@@ -1,4 +1,4 @@
-"""Rollout throughput of the embedded engine against transformers' generate, in one process.
+"""Rollout throughput of the embedded engine against transformers' generate, in one process, and against vLLM.
 
     python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 256x512 1024x512 64x1024 8x512   # GPU
     python benchmarks/rollout_throughput.py --shape smollm2 --cases 64x32 --samples 8 --prompt-tokens 39   # CPU
@@ -6,7 +6,8 @@
 
 A case is sequences × new tokens. Weights are random (speed does not depend on them), temperature is 1, log-probs are
 on, no response ends early, and the time is that of the whole engine, from first request to last response. The
-baseline gets the same prompts; on a GPU it makes fewer tokens, because it would take minutes.
+baseline gets the same prompts; on a GPU it makes fewer tokens, because it would take minutes. vLLM, where an
+interpreter that has it is named, runs first, in a process of its own, on random weights and prompts of the same shape.
 
 The floor is a time that layers computed one after the other cannot beat at the copy and matrix rates measured first;
 ``floor_tokens_per_s`` says what it counts.
@@ -24,6 +25,7 @@ import torch
 from options import add_shape, add_work, parser_of
 from record import write_record
 from shapes import build_model, default_device, default_dtype, make_prompts, make_requests
+from vllm_side import Job, vllm_seconds
 
 from headwater.config.schema import EngineConfig
 from headwater.engine.engine import Engine
@@ -43,6 +45,10 @@ class Case:
         sequences, new_tokens = text.split("x")
         return cls(int(sequences), int(new_tokens))
 
+    @property
+    def name(self) -> str:
+        return f"{self.sequences}x{self.new_tokens}"
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -59,6 +65,7 @@ class Result:
     engine_tokens_per_s: float
     engine_runs_s: list[float]
     prefilled_tokens: int
+    vllm_tokens_per_s: float | None
     baseline_tokens_per_s: float | None
     baseline_new_tokens: int | None
     ratio: float | None
@@ -140,7 +147,13 @@ def floor_tokens_per_s(model: Any, case: Case, num_prompts: int, prompt_tokens: 
 
 
 def run_case(
-    model: Any, baseline: Any, engine: Engine, case: Case, options: argparse.Namespace, ceilings: Ceilings
+    model: Any,
+    baseline: Any,
+    engine: Engine,
+    case: Case,
+    options: argparse.Namespace,
+    ceilings: Ceilings,
+    vllm_s: dict[str, list[float]],
 ) -> Result:
     samples = options.samples
     num_prompts = case.sequences // samples
@@ -163,9 +176,10 @@ def run_case(
         taken = min(run_baseline(baseline, prompts, samples, baseline_tokens) for _ in range(num_runs))
         baseline_rate = case.sequences * baseline_tokens / taken
         ratio = rate / baseline_rate
+    vllm_rate = case.sequences * case.new_tokens / min(vllm_s[case.name]) if vllm_s else None
     floor = floor_tokens_per_s(model, case, num_prompts, options.prompt_tokens, ceilings)
     return Result(
-        options.shape, f"{case.sequences}x{case.new_tokens}", samples, options.prompt_tokens, rate, times, prefilled,
+        options.shape, case.name, samples, options.prompt_tokens, rate, times, prefilled, vllm_rate,
         baseline_rate, baseline_tokens, ratio, floor, rate / floor,
     )  # fmt: skip
 
@@ -174,9 +188,10 @@ def show(result: Result) -> None:
     baseline = f"{'-':>10} {'-':>7}"
     if result.ratio is not None:
         baseline = f"{result.baseline_tokens_per_s:>10,.0f} {result.ratio:>6.1f}x"
+    vllm = "-" if result.vllm_tokens_per_s is None else f"{result.vllm_tokens_per_s:,.0f}"
     print(
         f"{result.shape:<13} {result.case:>9} x{result.samples_per_prompt:<3} {result.engine_tokens_per_s:>10,.0f} "
-        f"{baseline} {result.floor_tokens_per_s:>10,.0f} {result.fraction_of_floor:>6.0%}",
+        f"{vllm:>10} {baseline} {result.floor_tokens_per_s:>10,.0f} {result.fraction_of_floor:>6.0%}",
         flush=True,
     )
 
@@ -186,7 +201,8 @@ def main() -> None:
     add_shape(parser)
     add_work(parser, samples=1, prompt_tokens=128, runs=2)
     parser.add_argument("--cases", nargs="+", default=["256x16"], type=Case.parse, metavar="SEQxTOKENS")
-    parser.add_argument("--no-baseline", action="store_true")
+    parser.add_argument("--no-baseline", action="store_true", help="leave transformers' generate out")
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM, which then makes the same rollouts first")
     parser.add_argument("--decode-steps", type=int, default=EngineConfig().decode_steps)
     parser.add_argument("--deterministic", action="store_true", help="the engine's bitwise mode")
     parser.add_argument("--profile", metavar="FILE", help="write where the GPU's time went in the last case")
@@ -198,6 +214,13 @@ def main() -> None:
     model = build_model(options.shape, device, dtype)
     baseline = None if options.no_baseline else build_model(options.shape, device, dtype)
     most = max(case.sequences for case in options.cases)
+    vllm_s: dict[str, list[float]] = {}
+    if options.vllm_python:
+        jobs = [
+            Job(case.name, case.sequences, case.new_tokens, options.samples, options.prompt_tokens)
+            for case in options.cases
+        ]
+        vllm_s = vllm_seconds(options.vllm_python, model, jobs, options.runs)
     settings = EngineConfig(
         max_sequences=most,
         decode_steps=options.decode_steps,
@@ -205,10 +228,12 @@ def main() -> None:
         deterministic=options.deterministic,
     )
     engine = Engine(model, build_tokenizer(), settings)
-    print(f"{'shape':<13} {'case':>9} {'':<4} {'engine':>10} {'generate':>10} {'':>7} {'floor':>10} tokens/s")
+    print(
+        f"{'shape':<13} {'case':>9} {'':<4} {'engine':>10} {'vLLM':>10} {'generate':>10} {'':>7} {'floor':>10} tokens/s"
+    )
     results = []
     for case in options.cases:
-        results.append(run_case(model, baseline, engine, case, options, ceilings))
+        results.append(run_case(model, baseline, engine, case, options, ceilings, vllm_s))
         show(results[-1])
     if options.profile:
         _profile(engine, options)

@@ -1,0 +1,48 @@
+"""vLLM's side of ``rollout_throughput.py --vllm-python``; runs in an environment that has vLLM and none of Headwater.
+
+Reads a job as JSON from standard input: a folder with a model's configuration (its weights are vLLM's own random ones),
+and cases of prompts and lengths. Writes the seconds of every timed run as JSON to the file it is given.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from vllm import LLM, SamplingParams
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    llm = LLM(
+        model=job["folder"],
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype=job["dtype"],
+        max_model_len=job["max_tokens"],
+        max_num_seqs=job["max_sequences"],
+        **job["settings"],
+    )
+    times = {}
+    for case in job["cases"]:
+        _seconds(llm, case["warm_prompts"], case["samples"], min(16, case["new_tokens"]))
+        times[case["name"]] = [_seconds(llm, prompts, case["samples"], case["new_tokens"]) for prompts in case["runs"]]
+    Path(sys.argv[1]).write_text(json.dumps(times))
+
+
+def _seconds(llm: LLM, prompts: list[list[int]], samples: int, new_tokens: int) -> float:
+    # The log-prob of the sampled token comes with none asked for besides.
+    sampling = SamplingParams(
+        n=samples, temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
+    )
+    started = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+    elapsed = time.perf_counter() - started
+    responses = [response for output in outputs for response in output.outputs]
+    assert all(len(each.token_ids) == len(each.logprobs) == new_tokens for each in responses)
+    assert len(responses) == samples * len(prompts)
+    return elapsed
+
+
+if __name__ == "__main__":
+    main()
