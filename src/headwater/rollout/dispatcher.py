@@ -178,6 +178,11 @@ class BatchTaskDispatcher(Generic[Job, Result]):
             return list(self._results)
 
     def _is_idle(self) -> bool:
-        if self._running or self._is_admitting or self._is_paused:
-            return False
-        return (not self._submitted and self._is_exhausted) or self._capacity() <= 0
+        """Whether nothing runs and nothing can start. Asked from the consumer's thread, while the loop goes on.
+
+        So the order matters. A job that takes the last room is being admitted, then it runs, and it cannot end while
+        the consumer looks: its result needs the lock. Asked the other way round, one that starts in between would be
+        seen by the room it takes and not as running.
+        """
+        can_start = (self._submitted or not self._is_exhausted) and self._capacity() > 0
+        return not (can_start or self._is_paused or self._is_admitting or self._running)

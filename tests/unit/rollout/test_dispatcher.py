@@ -302,3 +302,30 @@ def test_a_look_between_the_last_check_for_room_and_its_end_is_not_lost(bench):
     it.settle()
     assert seen == [0]
     assert it.started == [1, 2]
+
+
+def test_a_job_that_starts_while_the_consumer_looks_is_not_taken_for_the_end_of_all_work(bench):
+    """It takes the last room between two looks of the consumer: there is none left then, and yet there is work."""
+    it = bench(capacity=1)
+    it.is_held, room = True, it.room
+    consumer, is_looking, has_started = threading.current_thread(), threading.Event(), threading.Event()
+
+    def look() -> int:
+        if threading.current_thread() is not consumer:
+            is_looking.wait(5)
+            return room()
+        is_looking.set()
+        has_started.wait(5)
+        return room()
+
+    def begin(job: int):
+        begun = it.begin(job)
+        has_started.set()
+        return begun
+
+    it.dispatcher._capacity, it.dispatcher._work = look, begin
+    it.dispatcher.open(it.draw)
+    letting_go = threading.Timer(0.2, lambda: it.let_go(100))
+    letting_go.start()
+    assert it.wait(1) == [100]
+    letting_go.join()
