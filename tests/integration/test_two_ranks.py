@@ -11,15 +11,17 @@ from integration.two_ranks import on_two_ranks
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from headwater.algorithms.policy_losses.ppo import ppo
-from headwater.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig
+from headwater.config.schema import AlgorithmConfig, CriticConfig, LoraConfig, TrainingConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError
+from headwater.models.scored import load_critic
 from headwater.rollout.padding import pad_trajectories
 from headwater.training.actor import Actor
 from headwater.training.balance import balanced_parts
+from headwater.training.critic import Critic
 from headwater.training.engine import TrainEngine
 from headwater.training.lora import add_adapters
-from headwater.training.packed_module import PolicyModule
+from headwater.training.packed_module import PolicyModule, ValueModule
 from headwater.training.reference import AdapterReference
 
 SETTINGS = {
@@ -30,34 +32,52 @@ SETTINGS = {
     "bfloat16": {"compute_dtype": torch.bfloat16},
     "adapters": {"lora_rank": 4},
     "uneven": {"max_tokens_per_microbatch": 16, "num_rows": 5},
-    "mini-batches": {"num_minibatches": 3},
-    "nothing to learn on one rank": {"is_half_silent": True, "skip_zero_advantages": True},
+    "mini-batches": {"num_minibatches": 2, "num_epochs": 2},
+    "uneven mini-batches": {"max_tokens_per_microbatch": 16, "num_rows": 5, "num_minibatches": 2, "num_epochs": 2},
+    "more mini-batches than rows": {"num_rows": 2, "num_minibatches": 3},
+    "nothing to learn on one rank": {"silent": "second rank", "skip_zero_advantages": True},
+    "nothing to learn in mini-batches": {"silent": "most", "skip_zero_advantages": True, "num_minibatches": 2},
     "adapters in bfloat16": {"lora_rank": 4, "compute_dtype": torch.bfloat16},
 }
 COARSE = ("bfloat16", "adapters in bfloat16")
+OF_CRITIC = ("mini-batches", "uneven mini-batches")
 
 
-def experience(num_rows: int = 12, is_half_silent: bool = False) -> DataProto:
-    trajectories = [tiny.trajectory(100 + row, uid=f"row{row // 4}") for row in range(num_rows)]
+def experience(num_rows: int = 12, silent: str = "", num_minibatches: int = 1) -> DataProto:
+    trajectories = [tiny.trajectory(100 + row, uid=f"row{row // 4}", sample=row) for row in range(num_rows)]
     data = pad_trajectories(trajectories, pad_token_id=0)
     advantages = torch.randn(num_rows, 1, generator=torch.Generator().manual_seed(0)) * data.batch["response_mask"]
-    if is_half_silent:
-        silent = set(balanced_parts(data, 2)[1].non_tensor_batch["uid"])
-        advantages[[uid in silent for uid in data.non_tensor_batch["uid"]]] = 0.0
-    return data.with_columns(tensors={"old_logprobs": data.batch["rollout_logprobs"], "advantages": advantages})
+    if silent:
+        part = balanced_parts(data, 2, num_minibatches=num_minibatches)[1]
+        advantages[part.non_tensor_batch["sample"].tolist()] = 0.0
+    if silent == "most":  # nothing of the first mini-batch, and of the second one rank's rows only
+        advantages[: num_rows // 2] = 0.0
+    mask = data.batch["response_mask"]
+    returns = torch.rand(mask.shape, generator=torch.Generator().manual_seed(1)) * mask
+    return data.with_columns(
+        tensors={
+            "old_logprobs": data.batch["rollout_logprobs"],
+            "advantages": advantages,
+            "values": torch.zeros_like(returns),
+            "returns": returns,
+        }
+    )
 
 
-def share(data: DataProto, rank: int) -> DataProto:
+def share(data: DataProto, rank: int, num_minibatches: int) -> DataProto:
     """A rank's rows; of a small batch the second rank gets a single one, and has to keep the first one company."""
     if len(data) < 8:
-        return data[: len(data) - 1] if rank == 0 else data[len(data) - 1 :]
-    return balanced_parts(data, 2)[rank]
+        marked = balanced_parts(data, 1, num_minibatches=num_minibatches)[0]
+        return marked[: len(data) - 1] if rank == 0 else marked[len(data) - 1 :]
+    return balanced_parts(data, 2, num_minibatches=num_minibatches)[rank]
 
 
-def take_data(settings: dict) -> tuple[DataProto, dict]:
-    """The batch of a case, and the settings that are left."""
+def take_data(settings: dict, rank: int | None) -> tuple[DataProto, dict]:
+    """The batch of a case, whole or the rows of a rank, and the settings that are left."""
     settings = dict(settings)
-    return experience(settings.pop("num_rows", 12), settings.pop("is_half_silent", False)), settings
+    num_minibatches = settings.get("num_minibatches", 1)
+    data = experience(settings.pop("num_rows", 12), settings.pop("silent", ""), num_minibatches)
+    return data if rank is None else share(data, rank, num_minibatches), settings
 
 
 def actor(
@@ -77,14 +97,19 @@ def actor(
     return Actor(engine, ppo, AlgorithmConfig(aggregation=aggregation), loss_width=8)
 
 
-def weights(learner: Actor) -> dict[str, torch.Tensor]:
+def weights(learner: Actor | Critic) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in learner.engine.export_weights()}
 
 
-def two_steps(settings: dict, folder: Path, pick=lambda data: data):
+def critic(**training) -> Critic:
+    model = load_critic("tiny:qwen3", dtype="float32", device="cpu", seed=0)
+    engine = TrainEngine(ValueModule(model), TrainingConfig(**{"learning_rate": 1e-3, **training}))
+    return Critic(engine, CriticConfig(), AlgorithmConfig(), loss_width=8)
+
+
+def two_steps(settings: dict, folder: Path, rank: int | None = None):
     """Weights and statistics after each of two steps, with passes without a gradient and a checkpoint in between."""
-    data, settings = take_data(settings)
-    data = pick(data)
+    data, settings = take_data(settings, rank)
     learner = actor(**settings)
     if "lora_rank" in settings:
         AdapterReference(learner.engine).logprobs(data)
@@ -96,13 +121,21 @@ def two_steps(settings: dict, folder: Path, pick=lambda data: data):
     return weights(learner), [first, second]
 
 
-def resumed_step(settings: dict, folder: Path, pick=lambda data: data):
+def resumed_step(settings: dict, folder: Path, rank: int | None = None):
     """Weights after the second step, gone on with from the checkpoint."""
-    data, settings = take_data(settings)
+    data, settings = take_data(settings, rank)
     learner = actor(**settings)
     learner.engine.load(folder)
-    learner.update(pick(data))
+    learner.update(data)
     return weights(learner)
+
+
+def critic_step(settings: dict, rank: int | None = None):
+    """A critic's weights and statistics after one step."""
+    data, settings = take_data(settings, rank)
+    learner = critic(**settings)
+    stats = learner.update(data)
+    return weights(learner), [stats]
 
 
 def too_long_on_one_rank(rank: int) -> str:
@@ -116,12 +149,10 @@ def too_long_on_one_rank(rank: int) -> str:
 
 
 def on_rank(rank: int, folder: Path):
-    trained = {
-        name: two_steps(settings, folder / "of_two" / name, lambda data: share(data, rank))
-        for name, settings in SETTINGS.items()
-    }
-    resumed = resumed_step({}, folder / "of_one" / "plain", lambda data: share(data, rank))
-    return trained, resumed, too_long_on_one_rank(rank)
+    trained = {name: two_steps(settings, folder / "of_two" / name, rank) for name, settings in SETTINGS.items()}
+    judged = {name: critic_step(SETTINGS[name], rank) for name in OF_CRITIC}
+    resumed = resumed_step({}, folder / "of_one" / "plain", rank)
+    return trained, judged, resumed, too_long_on_one_rank(rank)
 
 
 @pytest.fixture(scope="module")
@@ -138,25 +169,40 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         torch.testing.assert_close(actual[name], tensor, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in (*COARSE, "mini-batches")])
-def test_two_ranks_train_what_one_trains(runs, name):
-    _, alone, [(first, *_), (second, *_)] = runs
-    expected_weights, expected_stats = alone[name]
-    assert_same(first[name][0], expected_weights)
-    assert all(torch.equal(tensor, second[name][0][key]) for key, tensor in first[name][0].items())
-    assert first[name][1] == second[name][1]
-    for ours, theirs in zip(first[name][1], expected_stats, strict=True):
-        for key in ("loss", "grad_norm", "entropy", "clip_fraction"):
+def assert_together(first: tuple, second: tuple, alone: tuple, keys: tuple[str, ...]) -> None:
+    """Both ranks have the same weights and statistics, to the bit, and one rank has them but for rounding."""
+    assert_same(first[0], alone[0])
+    assert all(torch.equal(tensor, second[0][key]) for key, tensor in first[0].items())
+    assert first[1] == second[1]
+    for ours, theirs in zip(first[1], alone[1], strict=True):
+        assert ours["optimizer_steps"] == theirs["optimizer_steps"]
+        for key in keys:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5)
 
 
-def test_ranks_with_different_numbers_of_rows_take_their_steps_together(runs):
-    """Which rows meet in a mini-batch depends on the ranks, so the steps are not those of one rank."""
-    _, _, [(first, *_), (second, *_)] = runs
-    (weights_of_first, stats), (weights_of_second, other_stats) = first["mini-batches"], second["mini-batches"]
-    assert all(torch.equal(tensor, weights_of_second[key]) for key, tensor in weights_of_first.items())
-    assert stats == other_stats
-    assert [each["optimizer_steps"] for each in stats] == [3, 3]
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in COARSE])
+def test_two_ranks_train_what_one_trains(runs, name):
+    _, alone, [(first, *_), (second, *_)] = runs
+    assert_together(first[name], second[name], alone[name], ("loss", "grad_norm", "entropy", "clip_fraction"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mini-batches", 4),
+        ("more mini-batches than rows", 2),
+        ("nothing to learn in mini-batches", 1),
+    ],
+)
+def test_steps_are_those_that_have_something_to_teach(runs, name, expected):
+    _, _, [(first, *_), _] = runs
+    assert [stats["optimizer_steps"] for stats in first[name][1]] == [expected, expected]
+
+
+@pytest.mark.parametrize("name", OF_CRITIC)
+def test_a_critic_learns_on_two_ranks_what_it_learns_on_one(runs, name):
+    _, _, [(_, first, *_), (_, second, *_)] = runs
+    assert_together(first[name], second[name], critic_step(SETTINGS[name]), ("loss", "grad_norm", "value"))
 
 
 @pytest.mark.parametrize("name", COARSE)
@@ -178,7 +224,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one(runs, name):
 
 
 def test_a_checkpoint_of_one_rank_resumes_on_two(runs):
-    _, alone, [(_, resumed, _), _] = runs
+    _, alone, [(_, _, resumed, _), _] = runs
     assert_same(resumed, alone["plain"][0])
 
 
