@@ -87,6 +87,15 @@ class Lanes:
     def pages(self, lane: int) -> Pages:
         return self.page_table[lane, : self.num_pages[lane]]
 
+    def page_updates(
+        self, lanes: NDArray[np.int64], first: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Pages]:
+        """Device rows, columns and values of the lanes' pages from ``first`` on."""
+        count = self.num_pages[lanes] - first
+        lane = np.repeat(lanes, count)
+        column = np.repeat(first, count) + np.arange(len(lane)) - np.repeat(np.cumsum(count) - count, count)
+        return self.row[lane], column, self.page_table[lane, column]
+
     def append(
         self,
         lanes: NDArray[np.int64],

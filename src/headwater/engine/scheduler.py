@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.engine.lanes import Lanes
-from headwater.engine.pages import PagePool, Pages, prefix_keys
-from headwater.engine.plans import DecodePlan, Moves, NeedsRoom, NewRow, PrefillBatch, PrefillPlan
-from headwater.engine.prompt_queue import PromptJob, PromptQueue
+from headwater.engine.pages import PagePool, prefix_keys
+from headwater.engine.plans import DecodePlan, Moves, NeedsRoom, PrefillPlan
+from headwater.engine.prefill import Prefill
+from headwater.engine.prompts import Prompts
 from headwater.engine.row_map import RowMap
 from headwater.engine.sequence import Sequence
 
@@ -34,27 +35,32 @@ class Scheduler:
         self.pool = pool
         self.page_tokens = page_tokens
         self.lanes = Lanes(max_sequences, max_pages)
-        self.version = 0
-        self.num_cached_tokens = 0
         self.num_prefilled_tokens = 0
         self.num_preempted = 0
-        self._max_prefill_tokens = max_prefill_tokens
         self._prefix_cache = prefix_cache
-        self._waiting = PromptQueue()
-        self._computing: dict[bytes, PromptJob] = {}
-        self._num_computing = 0
-        self._held: list[Sequence] = []
-        self._is_holding = False
         self._rows = RowMap(max_sequences)
+        self._prompts = Prompts(
+            pool, page_tokens=page_tokens, max_prefill_tokens=max_prefill_tokens, prefix_cache=prefix_cache
+        )
+        self._prefill = Prefill(self._prompts, self.lanes, self._rows, pool, page_tokens)
+
+    @property
+    def version(self) -> int:
+        """Of the policy whose tokens are drawn now."""
+        return self._prompts.version
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._prompts.num_cached_tokens
 
     @property
     def num_waiting(self) -> int:
-        return self._waiting.num_sequences + self._num_computing + len(self._held)
+        return self._prompts.num_sequences
 
     @property
     def num_draining(self) -> int:
         """While others are held: sequences that must end before those are released."""
-        return self.num_running + self._waiting.num_sequences + self._num_computing
+        return self.num_running + self._prompts.num_admitted
 
     @property
     def num_running(self) -> int:
@@ -65,21 +71,8 @@ class Scheduler:
         """Whether the host looks at a running sequence's tokens as they come."""
         return bool(self.lanes.watched[self.running()].any())
 
-    def num_pages_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_tokens)
-
     def add(self, sequence: Sequence) -> None:
-        if self._is_holding:
-            self._held.append(sequence)
-            return
-        tokens = sequence.all_tokens()
-        job = self._computing.get(tokens.tobytes())
-        if job is not None and job.version == self.version:
-            # Its prompt is being computed at this moment: one more sample of it.
-            job.members.append(sequence)
-            self._num_computing += 1
-        else:
-            self._waiting.add(sequence, tokens)
+        self._prompts.add(sequence)
 
     def running(self) -> NDArray[np.int64]:
         """Lanes in use, in the order of their rows."""
@@ -109,213 +102,38 @@ class Scheduler:
         assert sequence is not None
         self.lanes.collect(lane)
         row = self.end(lane, may_go_on=keeps_pages)
-        self._waiting.add(sequence)
+        self._prompts.add_again(sequence)
         return row
 
     def preempt_all(self) -> list[int]:
         """Nothing stays in the cache; every sequence waits. Returns the rows that were in use."""
-        self._stop_computing()
+        self._prompts.stop_computing()
         return [self.preempt(int(lane), keeps_pages=False) for lane in self.running()]
 
     def take_waiting(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """Take out sequences that have not started, for good."""
-        removed = self._waiting.remove(wanted) + [sequence for sequence in self._held if wanted(sequence)]
-        self._held = [sequence for sequence in self._held if not wanted(sequence)]
-        for job in list(self._computing.values()):
-            gone = [member for member in job.members if wanted(member)]
-            job.members = [member for member in job.members if not wanted(member)]
-            removed += gone
-            self._num_computing -= len(gone)
-            if not job.members:
-                del self._computing[job.key]
-                self.pool.release(job.pages)
-        return removed
+        return self._prompts.take_out(wanted)
 
     def weights_changed(self, version: int) -> None:
         """From now on tokens are of ``version``; nothing new may build on what the cache holds of older weights."""
-        self.version = version
+        self._prompts.weights_changed(version)
         self.pool.forget()
         self.lanes.version[self.running()] = -1
-        for job in self._computing.values():
-            job.version = -1
 
     def hold(self) -> None:
         """Only what has started goes on, preempted or not; all else, half-computed prompts too, waits for release."""
-        self._stop_computing()
-        self._is_holding = True
-        self._held += self._waiting.remove(lambda sequence: sequence.started is None)
+        self._prompts.hold()
 
     def release_held(self) -> None:
-        self._is_holding = False
-        held, self._held = self._held, []
-        for sequence in held:
-            self._waiting.add(sequence)
+        self._prompts.release_held()
 
     def plan_prefill(self) -> PrefillPlan | None:
-        """The next chunks, oldest prompt first, up to the budget. A long prompt takes several turns; none overtakes."""
-        budget = self._max_prefill_tokens
-        chunks: list[tuple[PromptJob, int]] = []
-        for job in self._computing.values():
-            if budget <= 0:
-                break
-            chunks.append((job, min(budget, job.num_left)))
-            budget -= chunks[-1][1]
-        beginnings = {self._beginning(job) for job in self._computing.values()}
-        while budget > 0 and (first := self._waiting.first()) is not None:
-            beginning = self._beginning(first)
-            if beginning is not None and beginning in beginnings and not self.pool.knows(beginning):
-                self._waiting.set_aside_first()  # its first page is about to be there: not again
-                continue
-            started = self._start(first)
-            if started is None:
-                break
-            beginnings.add(beginning)
-            chunks.append((started, min(budget, started.num_left)))
-            budget -= chunks[-1][1]
-        self._waiting.take_back()
-        return self._pack(chunks) if chunks else None
-
-    def _beginning(self, job: PromptJob) -> bytes | None:
-        """The key of the job's first page, where others that start alike could use it."""
-        if not self._prefix_cache or len(job.tokens) <= self.page_tokens:
+        """The next chunks of prompts, and the rows that start where one is complete; ``None`` when none can go on."""
+        chunks = self._prompts.next_chunks(self.lanes.num_free)
+        if not chunks:
             return None
-        return prefix_keys(job.tokens[: self.page_tokens], self.page_tokens, self.version)[0]
-
-    def _start(self, waiting: PromptJob) -> PromptJob | None:
-        """A job for as many members of ``waiting`` as there is room for, with its pages; None when all must wait."""
-        num_rows_left = self.lanes.num_free - self._num_computing
-        if num_rows_left < 1 or waiting.key in self._computing:  # the same tokens come next, when they can be found
-            return None
-        tokens = waiting.tokens
-        keys = prefix_keys(tokens, self.page_tokens, self.version) if self._prefix_cache else []
-        # The last token is always computed: its hidden state draws the first new one.
-        found = self.pool.match(keys[: (len(tokens) - 1) // self.page_tokens])
-        num_new = self.num_pages_of(len(tokens)) - len(found)
-        # Every sample will want a page of its own soon; without room for one it would only be preempted.
-        if num_new + 1 > self.pool.num_available:
-            self.pool.release(found)
-            return None
-        num_members = max(1, min(len(waiting.members), num_rows_left, self.pool.num_available - num_new))
-        job = self._waiting.take(waiting, num_members)
-        job.keys = keys
-        job.pages = np.concatenate([found, self.pool.allocate(num_new)])
-        job.num_computed = len(found) * self.page_tokens
-        job.version = self.version
-        self.num_cached_tokens += job.num_computed
-        self._computing[job.key] = job
-        self._num_computing += num_members
-        return job
-
-    def _pack(self, chunks: list[tuple[PromptJob, int]]) -> PrefillPlan:
-        table = np.zeros((len(chunks), max(len(job.pages) for job, _ in chunks)), np.int32)
-        input_ids, positions, slots = [], [], []
-        complete: list[tuple[PromptJob, int]] = []
-        num_packed = 0
-        for place, (job, count) in enumerate(chunks):
-            position = np.arange(job.num_computed, job.num_computed + count)
-            table[place, : len(job.pages)] = job.pages
-            input_ids.append(job.tokens[position])
-            positions.append(position)
-            slots.append(job.pages[position // self.page_tokens] * self.page_tokens + position % self.page_tokens)
-            job.num_computed += count
-            num_packed += count
-            if not job.num_left:
-                complete.append((job, num_packed - 1))
-        self.num_prefilled_tokens += num_packed
-        context_lens = [job.num_computed for job, _ in chunks]
-        started, last_tokens, copies, updates = self._begin_rows(complete)
-        new_rows = [self._new_row(lane) for lane in started]
-        return PrefillPlan(
-            PrefillBatch(
-                input_ids=np.concatenate(input_ids),
-                positions=np.concatenate(positions),
-                slots=np.concatenate(slots).astype(np.int64),
-                query_lens=[count for _, count in chunks],
-                context_lens=context_lens,
-                page_table=table,
-                copied_pages=copies,
-                new_rows=new_rows,
-                new_row_tokens=last_tokens,
-                needs=self.lanes.needs_of(np.array(started, np.int64)),
-            ),
-            tuple(started),
-            updates,
-        )
-
-    def _begin_rows(
-        self, complete: list[tuple[PromptJob, int]]
-    ) -> tuple[list[int], list[int], tuple[Pages, Pages], tuple[NDArray[np.int64], NDArray[np.int64], Pages]]:
-        """Every member of a complete prompt gets a lane, a row and the prompt's pages, the last one copied on write."""
-        started: list[int] = []
-        last_tokens: list[int] = []
-        sources: list[int] = []
-        targets: list[int] = []
-        for job, last in complete:
-            del self._computing[job.key]
-            self._num_computing -= len(job.members)
-            if self._prefix_cache and job.version == self.version:
-                num_full = len(job.tokens) // self.page_tokens
-                self.pool.register(job.pages[:num_full], job.keys[:num_full])
-            num_begun = 0
-            for member in job.members:
-                pages = self._pages_for_sample(
-                    job, is_last=num_begun == len(job.members) - 1, copies=(sources, targets)
-                )
-                if pages is None:
-                    break
-                row = self._rows.next_row()
-                lane = self.lanes.take(member, row, job.tokens, pages, job.version)
-                self._rows.take(row, lane)
-                started.append(lane)
-                last_tokens.append(last)
-                num_begun += 1
-            if num_begun < len(job.members):
-                self.pool.release(job.pages)
-                for member in job.members[num_begun:]:
-                    self._waiting.add(member)
-        lanes = np.array(started, np.int64)
-        updates = self._page_updates(lanes, np.zeros(len(lanes), np.int64))
-        return started, last_tokens, (np.array(sources, np.int32), np.array(targets, np.int32)), updates
-
-    def _pages_for_sample(self, job: PromptJob, *, is_last: bool, copies: tuple[list[int], list[int]]) -> Pages | None:
-        """The prompt's pages for one more sample; ``None`` when rows or pages have run out.
-
-        A partly filled page is written to by every sample, so each gets its own; the last one takes over the job's.
-        """
-        is_partly_filled = len(job.tokens) % self.page_tokens > 0
-        if self._rows.is_full or (is_partly_filled and not is_last and not self.pool.num_available):
-            return None
-        if is_last:
-            return job.pages
-        pages = job.pages.copy()
-        shared = pages[:-1] if is_partly_filled else pages
-        self.pool.retain(shared)
-        if is_partly_filled:
-            sources, targets = copies
-            sources.append(int(pages[-1]))
-            pages[-1] = self.pool.allocate(1)[0]
-            targets.append(int(pages[-1]))
-        return pages
-
-    def _new_row(self, lane: int) -> NewRow:
-        sequence = self.lanes.sequence[lane]
-        assert sequence is not None
-        return NewRow(
-            row=int(self.lanes.row[lane]),
-            num_tokens=int(self.lanes.planned[lane]),
-            num_generated=len(sequence.tokens),
-            sampling=sequence.request.sampling,
-            stop_ids=sequence.stop_ids,
-            rng_key=sequence.request.rng_key,
-        )
-
-    def _stop_computing(self) -> None:
-        for job in self._computing.values():
-            self.pool.release(job.pages)
-            for member in job.members:
-                self._waiting.add(member)
-        self._computing.clear()
-        self._num_computing = 0
+        self.num_prefilled_tokens += sum(chunk.num_tokens for chunk in chunks)
+        return self._prefill.plan(chunks)
 
     def compact(self) -> Moves:
         """Fill holes among the rows with the last rows."""
@@ -348,8 +166,8 @@ class Scheduler:
                 break
             if not may_preempt:
                 raise NeedsRoom
-            if self._computing:
-                self._stop_computing()
+            if self._prompts.is_computing:
+                self._prompts.stop_computing()
             else:
                 preempted.append(self.preempt(self._youngest()))
                 self.num_preempted += 1
@@ -359,7 +177,7 @@ class Scheduler:
             num_rows=self._rows.num_rows,
             num_steps=steps,
             lanes=self._rows.lanes().copy(),
-            page_updates=self._page_updates(lanes, first_new),
+            page_updates=self.lanes.page_updates(lanes, first_new),
             needs=self.lanes.needs_of(lanes),
         )
         return plan, preempted
@@ -377,15 +195,6 @@ class Scheduler:
         offset = np.arange(len(lane)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
         self.lanes.page_table[lane, self.lanes.num_pages[lane] + offset] = pages
         self.lanes.num_pages[lanes] += num_new
-
-    def _page_updates(
-        self, lanes: NDArray[np.int64], first: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Pages]:
-        """Device rows, columns and values of the lanes' pages from ``first`` on."""
-        count = self.lanes.num_pages[lanes] - first
-        lane = np.repeat(lanes, count)
-        column = np.repeat(first, count) + np.arange(len(lane)) - np.repeat(np.cumsum(count) - count, count)
-        return self.lanes.row[lane], column, self.lanes.page_table[lane, column]
 
     def _youngest(self) -> int:
         lanes = self.running()

@@ -379,7 +379,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
     assert scheduler.lanes.num_free == scheduler.lanes.capacity
     assert sorted(scheduler._rows._free) == list(range(scheduler.lanes.capacity))
     assert scheduler.num_rows == 0
-    assert not scheduler._computing
-    assert not scheduler._waiting
+    assert not scheduler._prompts._computing
+    assert not scheduler._prompts._waiting
     assert (scheduler.pool._references == 0).all()
     assert not engine._runner.rows.alive.any()
