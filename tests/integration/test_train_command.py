@@ -108,8 +108,9 @@ def test_ctrl_c_ends_cleanly_and_resumes(tmp_path):
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    assert f"headwater train --resume {run}" in output
     done = metrics(run, "train")[-1]["step"]
+    assert f"everything up to step {done} is kept. Go on with:  headwater train --resume {run}" in output
+    assert "Reward barely moved" not in output
     assert (run / "checkpoints" / f"step_{done:06d}" / "state.json").exists()
     assert (run / "reward.png").exists()
     resumed = headwater("train", "--resume", run, f"trainer.total_steps={done + 1}")
@@ -128,10 +129,14 @@ def test_ctrl_c_during_the_supervised_start_begins_anew(tmp_path):
     for line in process.stdout:
         if line.startswith("warm start"):
             break
+    run, deadline = tmp_path / "early", time.monotonic() + 60
+    while "step 0 of 2, policy version 0\n              warm start: step " not in headwater("doctor", run).stdout:
+        assert time.monotonic() < deadline, "the doctor does not see it"
+        time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    run = tmp_path / "early"
+    assert f"Interrupted before the first checkpoint. Begin anew with:  headwater train --resume {run}" in output
     assert not (run / "checkpoints").exists()
     resumed = headwater("train", "--resume", run, "warm_start.num_steps=2", "trainer.total_steps=1")
     assert resumed.code == 0, resumed.stderr

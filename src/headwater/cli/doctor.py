@@ -78,13 +78,15 @@ def _progress(diagnosis: Diagnosis) -> list[str]:
     total = f" of {diagnosis.total_steps}" if diagnosis.total_steps is not None else ""
     version = f", policy version {diagnosis.version}" if diagnosis.version is not None else ""
     lines = [f"step {diagnosis.step}{total}{version}"]
+    if (stage := diagnosis.stage) is not None:
+        lines.append(f"{stage.name}: step {stage.done} of at most {stage.total}, before training begins")
     if (last := diagnosis.last_metrics) is not None:
         reward = f", reward {last.reward_mean:.3f}" if last.reward_mean is not None else ""
         ago = f", {show_duration(last.seconds_ago)} ago" if last.seconds_ago is not None else ""
         lines.append(f"last metrics: {last.kind} {last.step}{reward}{ago}")
     if diagnosis.step_s is not None:
-        before = f", {show_duration(diagnosis.earlier_step_s)} before" if diagnosis.earlier_step_s is not None else ""
-        lines.append(f"a step takes {show_duration(diagnosis.step_s)} of late{before}")
+        before = f", earlier ones {show_duration(diagnosis.earlier_step_s)}" if diagnosis.earlier_step_s else ""
+        lines.append(f"the last steps took {show_duration(diagnosis.step_s)} each{before}")
     return lines
 
 

@@ -102,8 +102,5 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
         finished = trainer.fit()
     finally:
         rollout.close()
-    summarise(run, display)
-    if not finished:
-        display.say(f"Interrupted after step {trainer.step}. Go on with:  headwater train --resume {run.path}")
-        return EXIT_INTERRUPTED
-    return 0
+    summarise(run, display, is_finished=finished)
+    return 0 if finished else EXIT_INTERRUPTED

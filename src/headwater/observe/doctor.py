@@ -14,6 +14,7 @@ from headwater.observe.life import Life, life_of
 from headwater.observe.recent_log import LogLine
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.run_status import RunningGroup
+from headwater.observe.stage_progress import StageProgress
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,11 @@ class Diagnosis:
     version: int | None
     last_metrics: LastMetrics | None
     step_s: float | None
-    """How long a step takes of late."""
+    """How long one of the last steps took."""
     earlier_step_s: float | None
+    """How long one took before those."""
+    stage: StageProgress | None
+    """What goes on outside the steps, such as the supervised start."""
     waits: tuple[OpenWait, ...]
     oldest_groups: tuple[RunningGroup, ...]
     """Of a run that was killed: those that ran last."""
@@ -76,6 +80,7 @@ def examine(run: RunDirectory) -> Diagnosis:
         last_metrics=_last_metrics(evidence),
         step_s=evidence.step_s(),
         earlier_step_s=evidence.earlier_step_s(),
+        stage=status.stage if status else None,
         waits=tuple(current_waits(evidence, life)),
         oldest_groups=status.oldest_groups if status and life.state not in ("finished", "interrupted") else (),
         capacity=status.capacity if status and not life.is_over else None,

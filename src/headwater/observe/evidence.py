@@ -84,11 +84,11 @@ class Evidence:
         return self.ledger.counts if self.ledger else None
 
     def step_s(self) -> float | None:
-        """How long a step takes of late."""
+        """How long one of the last steps took."""
         return _median([record["time/step_s"] for record in self.train_metrics[-_FEW_STEPS:]])
 
     def earlier_step_s(self) -> float | None:
-        """How long a step took before that."""
+        """How long one of the steps before those took."""
         return _median([record["time/step_s"] for record in self.train_metrics[:-_FEW_STEPS]])
 
     def share(self, name: str) -> float | None:

@@ -114,7 +114,7 @@ def _of_silence(evidence: Evidence, life: Life) -> Iterator[Finding]:
     if silent_s > max(30.0, 10 * usual_s):
         yield Finding(
             "problem" if silent_s > max(300.0, 20 * usual_s) else "hint",
-            f"no step has ended for {show_duration(silent_s)}; of late one took {show_duration(usual_s)}",
+            f"no step has ended for {show_duration(silent_s)}; the last ones took {show_duration(usual_s)} each",
             next((remedy for each in waits if (remedy := remedy_for(each, evidence))), "")
             or "nobody waits, so something computes: `py-spy dump` shows what",
         )
@@ -179,8 +179,10 @@ def _of_engine(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "problem" if restarts >= 3 else "hint",
             f"the engine was restarted {times}",
-            "memory is the usual cause: lower engine.memory_fraction, engine.kv_cache_gib or engine.max_sequences; "
-            "the last errors say more",
+            f"the warnings in {evidence.run.status_file} say how each process ended. By SIGKILL: a person or a "
+            "scheduler killed it, or the system for want of memory (`dmesg | grep -i oom`); then lower "
+            "engine.memory_fraction, engine.kv_cache_gib or engine.max_sequences. By another signal or "
+            "an exit status: an error of its own",
         )
 
 
@@ -190,7 +192,7 @@ def _of_balance(evidence: Evidence, life: Life) -> Iterator[Finding]:
     if usual_s is not None and earlier_s is not None and usual_s > 1.5 * earlier_s:
         yield Finding(
             "hint",
-            f"steps have become slower: {show_duration(earlier_s)} before, {show_duration(usual_s)} of late",
+            f"steps have become slower: {show_duration(earlier_s)} before, now {show_duration(usual_s)}",
             "responses that grow are the usual cause (response_length/mean in metrics.jsonl)",
         )
     if life.state != "running" or evidence.config is None:

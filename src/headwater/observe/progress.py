@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
+
+from headwater.observe.stage_progress import StageProgress
 
 _LOG_EVERY_S = 10.0
 
@@ -26,12 +29,23 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
+        self.stage_now: StageProgress | None = None
+        """The stage that goes on, for other threads to read."""
 
     def say(self, message: str) -> None:
         self.console.print(message, highlight=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str, total: int, start: int = 0) -> Iterator[Reporter]:
+        self.stage_now = StageProgress(name, start, total)
+        try:
+            with self._shown(name, total, start) as shown:
+                yield _Noted(self, shown)
+        finally:
+            self.stage_now = None
+
+    @contextmanager
+    def _shown(self, name: str, total: int, start: int) -> Iterator[Reporter]:
         if self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.description}"),
@@ -50,6 +64,19 @@ class Display:
 
 def _join(shown: Mapping[str, str]) -> str:
     return "  ".join(f"{name} {value}" for name, value in shown.items())
+
+
+class _Noted:
+    """Hands reports on, and notes on the display how far they are."""
+
+    def __init__(self, display: Display, shown: Reporter) -> None:
+        self._display = display
+        self._shown = shown
+
+    def update(self, done: int, shown: Mapping[str, str]) -> None:
+        if self._display.stage_now is not None:
+            self._display.stage_now = replace(self._display.stage_now, done=done)
+        self._shown.update(done, shown)
 
 
 class _Bar:

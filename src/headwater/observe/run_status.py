@@ -12,6 +12,7 @@ from typing import Any
 from headwater.core.errors import RunError
 from headwater.core.waits import OpenWait
 from headwater.observe.recent_log import LogLine
+from headwater.observe.stage_progress import StageProgress
 
 COUNTS = ("dispatched", "trained", "dropped", "buffered", "in_flight")
 
@@ -47,6 +48,7 @@ class RunStatus:
     capacity: int | None = None
     drop_reasons: Mapping[str, int] | None = None
     engine_restarts: int = 0
+    stage: StageProgress | None = None
 
 
 def read_status(path: Path) -> RunStatus | None:
@@ -81,6 +83,7 @@ def _parse(content: dict[str, Any]) -> RunStatus:
         capacity=content.get("capacity"),
         drop_reasons=content.get("drop_reasons"),
         engine_restarts=int(content.get("engine_restarts", 0)),
+        stage=StageProgress(**content["stage"]) if content.get("stage") else None,
     )
 
 

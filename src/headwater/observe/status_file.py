@@ -37,8 +37,9 @@ class StatusFile:
     If nobody sets it, the state at the end is "finished", "interrupted" after Ctrl-C or "failed: ..." after an error.
     ``read`` is called from the writing thread and answers what JSON can hold. The doctor knows ``step``,
     ``total_steps``, ``version``, ``ledger`` (counts), ``oldest`` (groups: ``id``, ``uid``, ``seconds``, ``doing``),
-    ``capacity``, ``drop_reasons`` (with their counts) and ``engine_restarts``; each may be missing. A ``read`` that
-    raises costs nothing but news: the file keeps what was read last.
+    ``capacity``, ``drop_reasons`` (with their counts), ``engine_restarts`` and ``stage`` (what goes on outside the
+    steps: ``name``, ``done``, ``total``); each may be missing. A ``read`` that raises costs nothing but news: the
+    file keeps what was read last.
     """
 
     def __init__(self, path: Path, read: Callable[[], Mapping[str, Any]], every_s: float = HEARTBEAT_S) -> None:

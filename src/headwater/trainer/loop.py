@@ -90,10 +90,16 @@ class Trainer:
         return {
             "step": self._state.step,
             "total_steps": self._last_step,
+            "stage": self._stage(),
             "ledger": asdict(self._rollouts.ledger.counts()),
             **self._rollouts.status(),
             **self._parts.status(),
         }
+
+    def _stage(self) -> dict[str, Any] | None:
+        """How far the supervised start is, while it lasts: its steps are not the run's."""
+        now = self._display.stage_now
+        return asdict(now) if now is not None and not self._state.warm_started else None
 
     @property
     def step(self) -> int:

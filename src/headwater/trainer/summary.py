@@ -1,4 +1,4 @@
-"""What a finished run tells its owner: how far it came, where the time went, what to try next."""
+"""What a run tells its owner at its end: how far it came, where the time went, what to try next or how to go on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwater.observe.run_directory import RunDirectory
 _Record = dict[str, Any]
 
 
-def summarise(run: RunDirectory, display: Display) -> None:
+def summarise(run: RunDirectory, display: Display, *, is_finished: bool = True) -> None:
     """Draw the curve and print the summary, both from the run directory alone."""
     records = run.read_metrics()
     train = [record for record in records if record["kind"] == "train"]
@@ -24,8 +24,21 @@ def summarise(run: RunDirectory, display: Display) -> None:
         display.console.print(_table(train, evaluations))
     display.say(f"Reward curve   {run.curve_file}")
     display.say(f"Run directory  {run.path}")
+    if not is_finished:
+        # Half a run says little about settings; who stopped it wants to know what is kept.
+        display.say(how_to_go_on(run))
+        return
     for line in suggestions(run, train, evaluations):
         display.say(f"  → {line}")
+
+
+def how_to_go_on(run: RunDirectory) -> str:
+    """For a run that was interrupted."""
+    command = f"headwater train --resume {run.path}"
+    steps = run.checkpoint_steps()
+    if not steps:
+        return f"Interrupted before the first checkpoint. Begin anew with:  {command}"
+    return f"Interrupted; everything up to step {steps[-1]} is kept. Go on with:  {command}"
 
 
 def _points(records: Sequence[_Record]) -> list[tuple[int, float]]:

@@ -91,6 +91,14 @@ def test_a_live_run_that_waits_for_long_gets_advice(run, capsys):
     assert "--resume" not in output
 
 
+def test_a_run_in_its_supervised_start_says_how_far_it_is(run, capsys):
+    with training(run, limit_s=600):
+        content = json.loads(run.status_file.read_text())
+    stage = {"name": "warm start", "done": 30, "total": 200}
+    run.status_file.write_text(json.dumps(content | {"step": 0, "stage": stage}))
+    assert "step 0 of 80, policy version 1 warm start: step 30 of at most 200" in doctor(run, capsys)[1]
+
+
 def test_a_killed_run_is_told_from_a_live_one_and_can_be_resumed(run, capsys):
     (run.checkpoints / "step_000001").mkdir(parents=True)
     with training(run, limit_s=600) as child:

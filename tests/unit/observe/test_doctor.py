@@ -154,7 +154,7 @@ def test_how_it_ended_is_told(run, state, told, healthy, resumes):
 def test_a_live_run_in_which_no_step_ends_is_a_problem_even_without_a_wait(run):
     add_steps(run, 12, ended_ago=1000)
     write_status(run)
-    assert problems(examine(run)) == ["no step has ended for 16 min 40 s; of late one took 2.0 s"]
+    assert problems(examine(run)) == ["no step has ended for 16 min 40 s; the last ones took 2.0 s each"]
     assert "py-spy" in remedy(examine(run), "no step")
 
 
@@ -162,10 +162,18 @@ def test_a_step_that_takes_unusually_long_is_blamed_on_what_is_waited_for(run):
     add_steps(run, 12, ended_ago=60)
     oldest = [{"id": 1, "uid": "row-1", "seconds": 50.0, "doing": "1 waits for a reward or a tool"}]
     write_status(run, waits=[a_wait(seconds=4.0)], oldest=oldest)
-    assert hints(examine(run)) == ["no step has ended for 1 min 0 s; of late one took 2.0 s"]
+    assert hints(examine(run)) == ["no step has ended for 1 min 0 s; the last ones took 2.0 s each"]
     assert "wait for a reward or a tool" in remedy(examine(run), "no step")
     write_status(run, waits=[a_wait("rollouts", seconds=4.0)], oldest=oldest)
     assert examine(run).findings == (), "an evaluation comes between"
+
+
+def test_a_supervised_start_is_told_and_the_steps_of_training_are_not_a_stage(run):
+    write_status(run, step=0, stage={"name": "supervised start", "done": 30, "total": 200})
+    stage = examine(run).stage
+    assert (stage.name, stage.done, stage.total, examine(run).findings) == ("supervised start", 30, 200, ())
+    write_status(run, stage=None)
+    assert examine(run).stage is None
 
 
 # Runs without a status
@@ -407,6 +415,8 @@ def test_an_engine_that_was_restarted_is_told(run, restarts, severity):
     (found,) = examine(run).findings
     assert found.severity == severity
     assert "the engine was restarted" in found.what
+    for cause in ("a person or a scheduler", "want of memory", "an error of its own", str(run.status_file)):
+        assert cause in found.remedy
 
 
 def test_who_waits_for_whom_is_told(run):
@@ -426,7 +436,7 @@ def test_steps_that_become_slower_are_told(run):
     write_status(run)
     add_steps(run, 20, step_s=2.0)
     add_steps(run, 10, step_s=5.0)
-    assert hints(examine(run)) == ["steps have become slower: 2.0 s before, 5.0 s of late"]
+    assert hints(examine(run)) == ["steps have become slower: 2.0 s before, now 5.0 s"]
 
 
 def test_a_disk_that_is_full_is_told(run, monkeypatch):

@@ -7,6 +7,7 @@ import io
 from rich.console import Console
 
 from headwater.observe.progress import Display
+from headwater.observe.stage_progress import StageProgress
 
 NUMBERS = {"reward": "0.420", "length": "12.0", "tok/s": "1034", "gen/rew/train": "0.28/0.06/0.09 s"}
 
@@ -19,6 +20,15 @@ def test_bar_and_numbers_fit_eighty_columns():
     shown = output.getvalue()
     assert "40/80" in shown
     assert "reward 0.420  length 12.0  tok/s 1034  gen/rew/train 0.28/0.06/0.09 s" in shown
+
+
+def test_others_can_read_how_far_a_stage_is():
+    display = Display(Console(file=io.StringIO()))
+    with display.stage("warm start", 50, start=2) as reporter:
+        assert display.stage_now == StageProgress("warm start", 2, 50)
+        reporter.update(7, NUMBERS)
+        assert display.stage_now == StageProgress("warm start", 7, 50)
+    assert display.stage_now is None
 
 
 def test_a_log_gets_the_first_and_the_last_line_whole():

@@ -31,7 +31,7 @@ def test_what_is_called_off_does_not_run_on(is_held):
     async def call_off() -> None:
         flights = [Flight(Dispatch(number, draw_of(number)), 0, groups.num_episodes) for number in range(3)]
         work = asyncio.create_task(side_by_side._run_all(flights))
-        while num_begun < 6 or engine.calls != (["pause"] if is_held else ["pause", "resume"]):
+        while num_begun < 6 or engine.calls != (["pause"] if is_held else ["pause", "resume"]):  # noqa: ASYNC110  turn by turn
             await asyncio.sleep(0)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -47,3 +47,21 @@ def test_the_summary_is_told_from_the_run_directory_alone(tmp_path):
     assert "0.200 → 1.000" in text
     assert "dropped groups" in text
     assert run.curve_file.exists()
+    assert "Reward barely moved" not in text
+    assert "Look at responses" in text
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [((5, 10), "everything up to step 10 is kept. Go on with:"), ((), "before the first checkpoint. Begin anew with:")],
+)
+def test_an_interrupted_run_is_told_how_to_go_on_and_no_more(tmp_path, kept, told):
+    run = RunDirectory.create(tmp_path, "run")
+    for step in range(1, 4):
+        run.append_metrics(record(step))  # reward that barely moves, and no evaluation: both for good reason
+    for step in kept:
+        (run.checkpoints / f"step_{step:06d}").mkdir(parents=True)
+    output = io.StringIO()
+    summarise(run, Display(Console(file=output, width=300)), is_finished=False)
+    assert f"{told}  headwater train --resume {run.path}" in output.getvalue()
+    assert "→" not in output.getvalue().split("Reward curve")[1], "advice on settings does not fit half a run"

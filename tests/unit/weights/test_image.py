@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,8 @@ from safetensors.torch import load_file
 
 from headwater.core.errors import WeightsError
 from headwater.engine.weight_source import read_file, shared_tensors
-from headwater.weights.file import FileWeights
+from headwater.weights import file
+from headwater.weights.file import FileWeights, remove_leftovers
 from headwater.weights.shared_memory import SharedWeights
 
 
@@ -39,6 +43,44 @@ def test_what_is_written_is_read(dtype):
             written.discard()
     assert not Path(path).parent.exists()
     assert not Path("/dev/shm", name).exists()
+
+
+WRITER = """
+import sys, torch
+from headwater.weights import file
+from headwater.weights.file import FileWeights, remove_leftovers
+
+kept = [FileWeights([("w", torch.zeros(3))], torch.float32) for _ in range(2)]
+print(kept[0].source["file"], flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_weights_of_a_process_that_was_killed_are_removed_and_those_of_the_living_are_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    mine = FileWeights(parameters(), torch.float32)
+    (tmp_path / "headwater-weights-of-somebody").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as writer:
+        theirs = Path(writer.stdout.readline().strip()).parent
+        others = {*theirs.parent.iterdir()} - {Path(mine.source["file"]).parent}
+        assert f"-{writer.pid}-" in theirs.name
+        assert remove_leftovers() == []
+        # As seen from another container, which has no process of that number: the lock still says that it lives.
+        with monkeypatch.context() as patch:
+            patch.setattr(file, "process_start", lambda pid: None)
+            assert remove_leftovers() == []
+        writer.kill()
+        writer.wait(20)
+        removed = set(remove_leftovers())
+    assert theirs in removed
+    assert removed == others - {tmp_path / "headwater-weights-of-somebody"}
+    assert len(removed) == 2
+    assert not any(each.exists() for each in removed)
+    assert load_file(mine.source["file"])
+    mine.discard()
 
 
 @pytest.mark.parametrize(("kind", "remedy"), [(FileWeights, "TMPDIR"), (SharedWeights, "weight_transfer=file")])

@@ -16,6 +16,7 @@ import asyncio
 import atexit
 import itertools
 import json
+import logging
 import secrets
 import threading
 from collections.abc import Coroutine, Sequence
@@ -36,10 +37,11 @@ from headwater.core.waits import wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
 from headwater.engine.kv_cache import SHARED_FRACTION
 from headwater.observe.spans import Spans
-from headwater.weights.file import FileWeights
+from headwater.weights.file import FileWeights, remove_leftovers
 from headwater.weights.image import WrittenWeights
 from headwater.weights.shared_memory import SharedWeights
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _START_LIMIT_S = 1860.0
@@ -56,6 +58,9 @@ class ServedEngine:
     ) -> None:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._transfer = transfer
+        if transfer == "file":
+            for folder in remove_leftovers():
+                logger.info("removed %s, which a process that was killed had left", folder)
         self._keeper = ChildKeeper(model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans)
         self._numbers = itertools.count()
         self._mailboxes = Mailboxes()
