@@ -39,6 +39,7 @@ SETTINGS = {
     "nothing to learn in mini-batches": {"silent": "most", "skip_zero_advantages": True, "num_minibatches": 2},
     "adapters in bfloat16": {"lora_rank": 4, "compute_dtype": torch.bfloat16},
 }
+MEANS = ("loss", "grad_norm", "entropy", "clip_fraction")
 COARSE = ("bfloat16", "adapters in bfloat16")
 OF_CRITIC = ("mini-batches", "uneven mini-batches")
 
@@ -65,10 +66,10 @@ def experience(num_rows: int = 12, silent: str = "", num_minibatches: int = 1) -
 
 
 def share(data: DataProto, rank: int, num_minibatches: int) -> DataProto:
-    """A rank's rows; of a small batch the second rank gets a single one, and has to keep the first one company."""
+    """A rank's rows; of a small batch the second rank gets the first one alone, and has to keep the first one company."""
     if len(data) < 8:
         marked = balanced_parts(data, 1, num_minibatches=num_minibatches)[0]
-        return marked[: len(data) - 1] if rank == 0 else marked[len(data) - 1 :]
+        return marked[1:] if rank == 0 else marked[:1]
     return balanced_parts(data, 2, num_minibatches=num_minibatches)[rank]
 
 
@@ -183,7 +184,7 @@ def assert_together(first: tuple, second: tuple, alone: tuple, keys: tuple[str, 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in COARSE])
 def test_two_ranks_train_what_one_trains(runs, name):
     _, alone, [(first, *_), (second, *_)] = runs
-    assert_together(first[name], second[name], alone[name], ("loss", "grad_norm", "entropy", "clip_fraction"))
+    assert_together(first[name], second[name], alone[name], (*MEANS, "ratio_p10", "ratio_p50", "ratio_p99"))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwater.algorithms.corrections import MAX_LOG_RATIO, Level, ratios
 from headwater.algorithms.masked import keep, masked_mean
+from headwater.algorithms.ratio_histogram import PERCENTILES
 from headwater.algorithms.weights import effective_sample_size
 
 
@@ -78,9 +79,7 @@ def weight_metrics(
     return {name: float(value) for name, value in metrics.items()}
 
 
-def ratio_percentiles(
-    log_ratio: Tensor, mask: Tensor, percentiles: Sequence[int] = (1, 10, 50, 90, 99)
-) -> dict[str, float]:
+def ratio_percentiles(log_ratio: Tensor, mask: Tensor, percentiles: Sequence[int] = PERCENTILES) -> dict[str, float]:
     """The importance ratio below which so many per cent of the kept tokens lie."""
     ratio = log_ratio[mask != 0].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().float()
     if ratio.numel() == 0:

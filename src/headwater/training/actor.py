@@ -87,4 +87,5 @@ class Actor:
             diagnostics["reference_kl"] = kl.detach()
         if algorithm.entropy_bonus > 0:
             losses = losses - algorithm.entropy_bonus * entropy
-        return replace(loss, token_losses=losses, diagnostics=diagnostics)
+        moved = (logprobs - old).detach()
+        return replace(loss, token_losses=losses, diagnostics=diagnostics, log_ratios=moved)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.aggregate import StepTotals, aggregate
-from headwater.algorithms.masked import masked_sum
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import TrainingConfig
 from headwater.core.data_proto import DataProto
@@ -23,6 +22,7 @@ from headwater.training.packed_module import PackedModule
 from headwater.training.packing import Pack, Row, check_lengths, idle_pack, pack_rows, read_rows
 from headwater.training.ranks import Ranks
 from headwater.training.sharding import reshard, shard
+from headwater.training.step_sums import StepSums
 
 _FORWARD_FACTOR = 4
 """A pass without a gradient keeps nothing for later, so it may take so many times the tokens at once."""
@@ -167,7 +167,7 @@ class TrainEngine(ForwardEngine):
         totals = totals or self.totals(batch)
         if totals.num_tokens == 0:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
-        sums = _Sums(self.device)
+        sums = StepSums(self.device)
         try:
             for pack, counts in self._packs(batch, self.config.max_tokens_per_microbatch):
                 outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
@@ -180,8 +180,8 @@ class TrainEngine(ForwardEngine):
             self._optimizer.clear()  # half a step's gradients must not join the next one's
             reshard(self.module)
             raise
-        means = sums.means(self.ranks)
-        return {**means, **self._optimizer.step(means["loss"])}
+        statistics = sums.statistics(self.ranks)
+        return {**statistics, **self._optimizer.step(statistics["loss"])}
 
     def _backward(
         self,
@@ -190,7 +190,7 @@ class TrainEngine(ForwardEngine):
         loss_fn: LossFunction,
         aggregation: str,
         totals: StepTotals,
-        sums: _Sums,
+        sums: StepSums,
     ) -> None:
         mask = micro.batch["response_mask"]
         loss = loss_fn(outputs, micro)
@@ -200,6 +200,10 @@ class TrainEngine(ForwardEngine):
         sums.add_loss(scaled / totals.data_parallel_size)
         shown = {**{name: values for name, values in outputs.items() if name == "entropy"}, **loss.diagnostics}
         sums.add(shown, mask)
+        if loss.weights is not None:
+            sums.add_weights(loss.weights, mask)
+        if loss.log_ratios is not None:
+            sums.add_ratios(loss.log_ratios, mask)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, under its Hugging Face name; all ranks take part."""
@@ -215,33 +219,6 @@ class TrainEngine(ForwardEngine):
     def _move(self, device: torch.device) -> None:
         self._optimizer.move(device)
         super()._move(device)
-
-
-class _Sums:
-    """Sums over micro-batches that stay on the device until the step is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._num_tokens = torch.zeros_like(self._loss)
-        self._values: dict[str, Tensor] = {}
-
-    def add_loss(self, loss: Tensor) -> None:
-        self._loss += loss.detach()
-
-    def add(self, values: Mapping[str, Tensor], mask: Tensor) -> None:
-        self._num_tokens += mask.sum()
-        for name, each in values.items():
-            total = masked_sum(each.detach().double(), mask)
-            self._values[name] = self._values[name] + total if name in self._values else total
-
-    def means(self, ranks: Ranks) -> dict[str, float]:
-        """The loss, and means per token; over all ranks."""
-        # A rank that only kept the others company has no values of its own.
-        names = ranks.union(self._values)
-        nothing = torch.zeros_like(self._loss)
-        stacked = torch.stack([self._loss, self._num_tokens, *(self._values.get(name, nothing) for name in names)])
-        loss, num_tokens, *totals = ranks.sum(stacked).tolist()
-        return {"loss": loss, **{name: total / num_tokens for name, total in zip(names, totals, strict=True)}}
 
 
 def _micro(batch: DataProto, pack: Pack) -> DataProto:

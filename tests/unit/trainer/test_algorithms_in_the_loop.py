@@ -15,7 +15,10 @@ from trainer.experience_parts import batch, policy_logprobs, training, trajector
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.training.engine import TrainEngine
 
-OF_EVERY_UPDATE = {"loss", "entropy", "learning_rate", "grad_norm", "skipped_steps", "optimizer_steps"}
+OF_EVERY_UPDATE = {
+    "loss", "entropy", "learning_rate", "grad_norm", "skipped_steps", "optimizer_steps",
+    "ratio_p01", "ratio_p10", "ratio_p50", "ratio_p90", "ratio_p99",
+}  # fmt: skip
 OF_EVERY_CORRECTION = {
     "correction/kept_fraction",
     "correction/effective_sample_size",

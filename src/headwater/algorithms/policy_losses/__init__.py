@@ -60,6 +60,10 @@ class PolicyLoss:
     """Set by a loss that is defined only under one aggregation; it goes before the configured one."""
     per_sequence: bool = False
     """Whether a row has one loss, a product over its tokens' ratios, that all of its tokens repeat."""
+    weights: Tensor | None = None
+    """What a loss weighs its tokens by because another policy sampled them; worth an effective sample size."""
+    log_ratios: Tensor | None = None
+    """``logprobs - old_logprobs``, worth percentiles; the actor sets it for every loss."""
 
     def weighted(self, weights: Tensor, mask: Tensor) -> PolicyLoss:
         """Times a correction's ``weights`` ``[samples, tokens]``.

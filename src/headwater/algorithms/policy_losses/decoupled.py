@@ -65,7 +65,7 @@ def decoupled(
     if correction is None:
         return PolicyLoss(losses, diagnostics)
     diagnostics |= {"behaviour_weight": correction.weights, **correction.diagnostics}
-    return PolicyLoss(losses * correction.weights, diagnostics)
+    return PolicyLoss(losses * correction.weights, diagnostics, weights=correction.weights)
 
 
 def _weigh(
