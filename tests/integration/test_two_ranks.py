@@ -66,7 +66,7 @@ def experience(num_rows: int = 12, silent: str = "", num_minibatches: int = 1) -
 
 
 def share(data: DataProto, rank: int, num_minibatches: int) -> DataProto:
-    """A rank's rows; of a small batch the second rank gets the first one alone, and has to keep the first one company."""
+    """A rank's rows; of a small batch the second rank gets only one, and has to keep the first rank company."""
     if len(data) < 8:
         marked = balanced_parts(data, 1, num_minibatches=num_minibatches)[0]
         return marked[1:] if rank == 0 else marked[:1]

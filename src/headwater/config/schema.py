@@ -270,7 +270,7 @@ class TrainingConfig:
     skip_zero_advantages: bool = True
     """Spend nothing on samples whose advantage is zero; turn off for a loss that has terms without the advantage."""
     max_tokens_per_microbatch: Annotated[int, AtLeast(1)] = 16384
-    """Tokens in a pass, 4 times as many for log-probs or values alone; lower it for memory, the gradient stays the same."""
+    """Tokens in a pass, 4 times as many for log-probs or values alone; lower it for memory, gradients stay the same."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its samples, forward and backward."""
     checkpoint_activations: bool = False
