@@ -9,12 +9,10 @@ A thread of its own runs the model (``loop``). Every method here may be called f
 from __future__ import annotations
 
 import asyncio
-import atexit
-import gc
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
-from functools import cache, partial
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -26,6 +24,7 @@ from headwater.core.records import ModelRequest, ModelResponse
 from headwater.engine import weight_source
 from headwater.engine.delivery import Gathering, Mailboxes, failure_of, settle, wait_for
 from headwater.engine.device_memory import DeviceMemory, check_tags
+from headwater.engine.garbage import garbage_put_off, settle_garbage
 from headwater.engine.intake import Intake
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
@@ -61,7 +60,7 @@ class Engine:
         shares_device: bool = False,
         spans: Spans | None = None,
     ) -> None:
-        _settle_garbage()
+        settle_garbage()
         spec = ModelSpec.of(model)
         on_gpu = spec.device.type == "cuda"
         if on_gpu and config.max_prefill_tokens > _MAX_GPU_PREFILL_TOKENS:
@@ -283,11 +282,12 @@ class Engine:
         if self._memory.is_asleep("weights"):
             raise WeightsError("weight update refused: the engine's weights are asleep; wake(['weights']) first")
         started = time.perf_counter()
-        if mode == "interrupt":
-            self._num_interrupted += self._loop.scheduler.num_running
-            self._loop.interrupt()
-        self._weights.apply(tensors)
-        self._loop.scheduler.weights_changed(version)
+        with garbage_put_off():
+            if mode == "interrupt":
+                self._num_interrupted += self._loop.scheduler.num_running
+                self._loop.interrupt()
+            self._weights.apply(tensors)
+            self._loop.scheduler.weights_changed(version)
         self._num_updates += 1
         self._last_pause_s = time.perf_counter() - started
 
@@ -344,16 +344,3 @@ class Engine:
 def _check_version(version: int) -> None:
     if not 0 <= version <= _MAX_VERSION:
         raise WeightsError(f"version = {version}: must be in 0..{_MAX_VERSION}; count the updates of the policy")
-
-
-@cache
-def _settle_garbage() -> None:
-    """Once per process, take what exists by now out of garbage collection.
-
-    Torch and transformers leave half a million objects behind; looking through them again and again, in the middle of
-    rounds, takes longer the more requests there are.
-    """
-    gc.collect()
-    gc.freeze()
-    # Extension modules complain at exit about objects that are still there.
-    atexit.register(gc.unfreeze)

@@ -15,8 +15,8 @@ from headwater.engine.pages import Pages
 from headwater.engine.plans import SamplingNeeds
 from headwater.engine.sequence import Sequence
 
-_PILE = 128
-"""Tokens of a lane that are worth handing over before it ends."""
+_PILE = 16
+"""Tokens of a lane that are worth handing over before it ends: few, for what is left holds a weight update up."""
 
 
 class Lanes:
@@ -40,7 +40,7 @@ class Lanes:
         """Arrival number of the sequence."""
         self.needs = np.zeros((capacity, len(fields(SamplingNeeds))), np.bool_)
         """What drawing for the lane takes, field by field of ``SamplingNeeds``."""
-        self.start: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * capacity
+        self.start: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * capacity
         """The tokens it started from: the prompt, and what was generated before an interruption."""
         self._num_out = np.zeros(capacity, np.int64)
         self._num_collected = np.zeros(capacity, np.int64)
@@ -53,7 +53,7 @@ class Lanes:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, sequence: Sequence, row: int, start: NDArray[np.int64], pages: Pages, version: int) -> int:
+    def take(self, sequence: Sequence, row: int, start: NDArray[np.int32], pages: Pages, version: int) -> int:
         lane = self._free.pop()
         self.sequence[lane] = sequence
         self.row[lane] = row
@@ -84,16 +84,30 @@ class Lanes:
         self.tenancy[lane] += 1
         self._free.append(lane)
 
+    def give_back_all(self, lanes: NDArray[np.int64]) -> None:
+        """As ``give_back``, for many lanes."""
+        numbers = lanes.tolist()
+        for lane in numbers:
+            self.sequence[lane] = None
+        self.row[lanes] = -1
+        self.tenancy[lanes] += 1
+        self._free += numbers
+
     def pages(self, lane: int) -> Pages:
         return self.page_table[lane, : self.num_pages[lane]]
+
+    def pages_of(self, lanes: NDArray[np.int64]) -> Pages:
+        """The pages of all ``lanes``; one that several share is there several times."""
+        count = self.num_pages[lanes]
+        table = self.page_table[lanes, : count.max(initial=0)]
+        return table[np.arange(table.shape[1]) < count[:, None]]
 
     def page_updates(
         self, lanes: NDArray[np.int64], first: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], Pages]:
         """Device rows, columns and values of the lanes' pages from ``first`` on."""
         count = self.num_pages[lanes] - first
-        lane = np.repeat(lanes, count)
-        column = np.repeat(first, count) + np.arange(len(lane)) - np.repeat(np.cumsum(count) - count, count)
+        lane, column = np.repeat(lanes, count), _places(first, count)
         return self.row[lane], column, self.page_table[lane, column]
 
     def append(
@@ -126,10 +140,31 @@ class Lanes:
 
     def collect_early(self) -> None:
         """Hand over what has piled up, so that little is left to do when many sequences end at once."""
-        for lane in np.flatnonzero((self.row >= 0) & (self._num_out - self._num_collected >= _PILE)):
-            self.collect(int(lane))
+        piled_up = (self.row >= 0) & (self._num_out - self._num_collected >= _PILE)
+        if piled_up.any():
+            self.collect_all(np.flatnonzero(piled_up))
 
-    def cached_tokens(self, lane: int) -> NDArray[np.int64]:
+    def collect_all(self, lanes: NDArray[np.int64]) -> None:
+        """As ``collect``, for many lanes."""
+        first = self._num_collected[lanes]
+        count = self._num_out[lanes] - first
+        lane, column = np.repeat(lanes, count), _places(first, count)
+        tokens = self._tokens[lane, column].tolist()
+        logprobs = self._logprobs[lane, column].tolist()
+        versions = self._versions[lane, column].tolist()
+        start = 0
+        for number, end in zip(lanes.tolist(), np.cumsum(count).tolist(), strict=True):
+            sequence = self.sequence[number]
+            assert sequence is not None
+            sequence.extend(tokens[start:end], logprobs[start:end], versions[start:end])
+            start = end
+        self._num_collected[lanes] = self._num_out[lanes]
+
+    def token_bytes(self, lane: int) -> bytes:
+        """``Sequence.all_tokens`` once everything is collected, as bytes, without a look at every single token."""
+        return b"".join((self.start[lane].data, self._tokens[lane, : self._num_out[lane]].data))
+
+    def cached_tokens(self, lane: int) -> NDArray[np.int32]:
         """The tokens whose keys and values are known to be in the lane's pages."""
         # The last token drawn was never fed.
         generated = self._tokens[lane, : max(0, self._num_out[lane] - 1)]
@@ -142,3 +177,8 @@ class Lanes:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, extra)))
             self._logprobs = np.pad(self._logprobs, ((0, 0), (0, extra)))
             self._versions = np.pad(self._versions, ((0, 0), (0, extra)))
+
+
+def _places(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``first, first + 1, ...`` of each entry, ``count`` of them, one after the other."""
+    return np.arange(count.sum()) + np.repeat(first - np.cumsum(count) + count, count)

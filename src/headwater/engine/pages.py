@@ -81,6 +81,13 @@ class PagePool:
             unused = unused[~is_remembered]
         self._push(unused)
 
+    def drop(self, pages: Pages) -> None:
+        """Remember nothing, and take one reference from ``pages`` each time a page is named there."""
+        self.forget()
+        num_dropped = np.bincount(pages, minlength=len(self._references)).astype(np.int32)
+        self._references -= num_dropped
+        self._push(np.flatnonzero((num_dropped > 0) & (self._references == 0)).astype(np.int32))
+
     def match(self, keys: Iterable[bytes]) -> Pages:
         """The pages of the longest remembered prefix, with a reference taken on each."""
         pages: list[int] = []
@@ -120,7 +127,7 @@ class PagePool:
         self._num_free += len(pages)
 
 
-def prefix_keys(tokens: NDArray[np.int64], page_tokens: int, salt: int) -> list[bytes]:
+def prefix_keys(tokens: NDArray[np.int32], page_tokens: int, salt: int) -> list[bytes]:
     """One key per full page of ``tokens``: it stands for all tokens up to the page's end under policy ``salt``."""
     key = salt.to_bytes(8, "little", signed=True)
     keys = []

@@ -55,7 +55,7 @@ class Prefill:
         lanes = np.array(begun.lanes, np.int64)
         return PrefillPlan(
             PrefillBatch(
-                input_ids=np.concatenate(input_ids),
+                input_ids=np.concatenate(input_ids, dtype=np.int64),
                 positions=np.concatenate(positions),
                 slots=np.concatenate(slots).astype(np.int64),
                 query_lens=[chunk.num_tokens for chunk in chunks],
@@ -78,7 +78,7 @@ class Prefill:
             if pages is None:
                 self._pool.release(job.pages)
                 for left in job.members[place:]:
-                    self._prompts.add_again(left, job.tokens)
+                    self._prompts.add_again(left, job.key)
                 return
             row = self._rows.next_row()
             lane = self._lanes.take(member, row, job.tokens, pages, job.version)

@@ -12,25 +12,27 @@ from numpy.typing import NDArray
 from headwater.engine.pages import Pages
 from headwater.engine.sequence import Sequence
 
+_NO_PAGES: Pages = np.zeros(0, np.int32)
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, slots=True)
 class PromptJob:
     """Tokens to compute once, for all ``members`` that start from them."""
 
-    tokens: NDArray[np.int64]
     key: bytes
-    """The tokens as bytes."""
+    """The tokens as bytes, 32 bits each."""
     members: list[Sequence]
-    pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))
-    keys: list[bytes] = field(default_factory=list)
+    pages: Pages = field(default_factory=lambda: _NO_PAGES)
+    keys: tuple[bytes, ...] = ()
+    """Of its full pages, under which they are remembered."""
     num_computed: int = 0
     """Tokens in the cache so far, found there or computed."""
     version: int = 0
     """Policy version of the cached part; -1 once it is of several."""
 
     @property
-    def order(self) -> int:
-        return min(member.order for member in self.members)
+    def tokens(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.key, np.int32)
 
     @property
     def num_left(self) -> int:
@@ -50,14 +52,13 @@ class PromptQueue:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, sequence: Sequence, tokens: NDArray[np.int64] | None = None) -> None:
-        """``tokens`` are the sequence's, where the caller has them at hand."""
-        tokens = sequence.all_tokens() if tokens is None else tokens
-        key = tokens.tobytes()
+    def add(self, sequence: Sequence, key: bytes | None = None) -> None:
+        """``key`` are the sequence's tokens as bytes, where the caller has them at hand."""
+        key = sequence.all_tokens().tobytes() if key is None else key
         self.num_sequences += 1
         job = self._waiting.get(key)
         if job is None:
-            self._push(PromptJob(tokens, key, [sequence]))
+            self._push(PromptJob(key, [sequence]), sequence.order)
         else:
             job.members.append(sequence)
 
@@ -75,7 +76,7 @@ class PromptQueue:
         if count == len(job.members):
             del self._waiting[job.key]
             return job
-        taken = PromptJob(job.tokens, job.key, job.members[:count])
+        taken = PromptJob(job.key, job.members[:count])
         job.members = job.members[count:]
         return taken
 
@@ -101,7 +102,7 @@ class PromptQueue:
         self.num_sequences -= len(removed)
         return sorted(removed, key=lambda each: each.order)
 
-    def _push(self, job: PromptJob) -> None:
+    def _push(self, job: PromptJob, order: int) -> None:
         self._waiting[job.key] = job
         self._num_pushed += 1
-        heapq.heappush(self._heap, (job.order, self._num_pushed, job))
+        heapq.heappush(self._heap, (order, self._num_pushed, job))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headwater.engine.pages import PagePool, prefix_keys
 from headwater.engine.prompt_queue import PromptJob, PromptQueue
@@ -55,18 +54,18 @@ class Prompts:
         if self._is_holding:
             self._held.append(sequence)
             return
-        tokens = sequence.all_tokens()
-        job = self._computing.get(tokens.tobytes())
+        key = sequence.all_tokens().tobytes()
+        job = self._computing.get(key)
         if job is not None and job.version == self.version:
             # Its prompt is being computed at this moment: one more sample of it.
             job.members.append(sequence)
             self._num_computing += 1
         else:
-            self._waiting.add(sequence, tokens)
+            self._waiting.add(sequence, key)
 
-    def add_again(self, sequence: Sequence, tokens: NDArray[np.int64] | None = None) -> None:
-        """One that had started, or was about to: never held back. ``tokens`` are its own, where they are at hand."""
-        self._waiting.add(sequence, tokens)
+    def add_again(self, sequence: Sequence, key: bytes) -> None:
+        """One that had started, or was about to: never held back. ``key`` are its tokens as bytes."""
+        self._waiting.add(sequence, key)
 
     def take_out(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """The sequences that ``wanted`` names; they are gone for good."""
@@ -104,7 +103,7 @@ class Prompts:
         for job in self._computing.values():
             self._pool.release(job.pages)
             for member in job.members:
-                self._waiting.add(member, job.tokens)
+                self._waiting.add(member, job.key)
         self._computing.clear()
         self._num_computing = 0
 
@@ -153,7 +152,7 @@ class Prompts:
             return None
         num_members = max(1, min(len(waiting.members), num_lanes_left, self._pool.num_available - num_new))
         job = self._waiting.take(waiting, num_members)
-        job.keys = keys
+        job.keys = tuple(keys)
         job.pages = np.concatenate([found, self._pool.allocate(num_new)])
         job.num_computed = len(found) * self._page_tokens
         job.version = self.version

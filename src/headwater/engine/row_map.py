@@ -46,6 +46,14 @@ class RowMap:
         heapq.heappush(self._free, row)
         self._shrink()
 
+    def give_back_all(self) -> list[int]:
+        """Every row is free; returns those that were not."""
+        rows: list[int] = np.flatnonzero(self._lane_of_row >= 0).tolist()
+        self._lane_of_row[:] = -1
+        self._free = list(range(len(self._lane_of_row)))
+        self.num_rows = 0
+        return rows
+
     def compact(self) -> list[tuple[int, int, int]]:
         """Fill holes with the last rows: ``(from row, to row, lane)`` of each move."""
         moves = []

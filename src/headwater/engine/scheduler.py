@@ -93,22 +93,34 @@ class Scheduler:
         self._rows.give_back(row)
         return row
 
-    def preempt(self, lane: int, *, keeps_pages: bool = True) -> int:
+    def preempt(self, lane: int) -> int:
         """The sequence gives up its pages and waits to be computed again, tokens and all; returns its row.
 
-        ``keeps_pages``: as long as nobody needs them, they are found again.
+        As long as nobody needs the pages, they are found again.
         """
         sequence = self.lanes.sequence[lane]
         assert sequence is not None
         self.lanes.collect(lane)
-        row = self.end(lane, may_go_on=keeps_pages)
-        self._prompts.add_again(sequence)
+        key = self.lanes.token_bytes(lane)
+        row = self.end(lane, may_go_on=True)
+        self._prompts.add_again(sequence, key)
         return row
 
     def preempt_all(self) -> list[int]:
-        """Nothing stays in the cache; every sequence waits. Returns the rows that were in use."""
+        """Nothing stays in the cache; every sequence waits. Returns the rows that were in use.
+
+        Generation stands still meanwhile, so pages, lanes and rows are given back all at once.
+        """
         self._prompts.stop_computing()
-        return [self.preempt(int(lane), keeps_pages=False) for lane in self.running()]
+        lanes = self.running()
+        self.lanes.collect_all(lanes)
+        for lane in lanes.tolist():
+            sequence = self.lanes.sequence[lane]
+            assert sequence is not None
+            self._prompts.add_again(sequence, self.lanes.token_bytes(lane))
+        self.pool.drop(self.lanes.pages_of(lanes))
+        self.lanes.give_back_all(lanes)
+        return self._rows.give_back_all()
 
     def take_waiting(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """Take out sequences that have not started, for good."""

@@ -72,9 +72,9 @@ class Sequence:
     def num_left(self) -> int:
         return self.request.sampling.max_new_tokens - len(self.tokens)
 
-    def all_tokens(self) -> NDArray[np.int64]:
+    def all_tokens(self) -> NDArray[np.int32]:
         """The prompt and everything generated: what has to be in the cache for the next token."""
-        return np.array([*self.request.input_tokens, *self.tokens], np.int64)
+        return np.array([*self.request.input_tokens, *self.tokens], np.int32)
 
     def extend(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
         self.tokens += tokens

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+from engine.engine_parts import LIMIT_S, bits, like_a_gpu, request, running, stepped, tokens_of, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.records import ModelRequest, SamplingParams
-from headwater.engine.lanes import Lanes
+from headwater.engine.lanes import _PILE, Lanes
 from headwater.engine.sequence import Sequence
 
 PAGES = np.array([1], np.int32)
-START = np.array([5])
+START = np.array([5], np.int32)
+PILE = 2
+"""Tokens that count as piled up where a test says when to collect."""
 
 
 def lanes_of(capacity: int, max_new_tokens: int = 16) -> Lanes:
@@ -36,7 +40,7 @@ def test_rows_without_a_sequence_cost_no_lane_its_tokens():
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(-1, 3), min_size=6, max_size=6), min_size=1, max_size=5), st.data())
 def test_every_lane_gets_its_own_tokens_in_order(rounds, data):
-    lanes, expected, drawn = lanes_of(4), {lane: [] for lane in range(4)}, 0
+    lanes, expected, versions, drawn = lanes_of(4), {lane: [] for lane in range(4)}, {}, 0
     for rows in rounds:
         seen = set()
         plan = np.array([-1 if lane in seen or seen.add(lane) else lane for lane in rows])
@@ -46,8 +50,82 @@ def test_every_lane_gets_its_own_tokens_in_order(rounds, data):
                 drawn += 1
                 tokens[step, column] = drawn
                 expected[lane].append(drawn)
+        versions |= dict.fromkeys(tokens[tokens >= 0].tolist(), drawn)
         lanes.append(plan, tokens, tokens.astype(np.float32), tokens >= 0, version=drawn)
+        if data.draw(st.booleans()):
+            num_before = [len(lanes.sequence[lane].tokens) for lane in expected]
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr("headwater.engine.lanes._PILE", PILE)
+                lanes.collect_early()
+            for (lane, so_far), before in zip(expected.items(), num_before, strict=True):
+                has_piled_up = len(so_far) - before >= PILE
+                assert lanes.sequence[lane].tokens == (so_far if has_piled_up else so_far[:before])
+    together = np.array(data.draw(st.lists(st.sampled_from(range(4)), unique=True)), np.int64)
+    lanes.collect_all(together)
     for lane, all_of_them in expected.items():
-        lanes.collect(lane)
+        assert lanes.token_bytes(lane) == np.array([5, *all_of_them], np.int32).tobytes()
+        if lane not in together:
+            lanes.collect(lane)
         assert lanes.sequence[lane].tokens == all_of_them
         assert lanes.sequence[lane].logprobs == all_of_them
+        assert lanes.sequence[lane].versions == [versions[token] for token in all_of_them]
+
+
+def test_what_has_not_piled_up_is_left():
+    lanes = lanes_of(2, max_new_tokens=2 * _PILE)
+    tokens = np.full((_PILE, 2), -1, np.int32)
+    tokens[:, 0], tokens[1:, 1] = 7, 8
+    lanes.append(np.arange(2), tokens, np.zeros(tokens.shape, np.float32), tokens >= 0, version=1)
+    lanes.collect_early()
+    assert [len(sequence.tokens) for sequence in lanes.sequence] == [_PILE, 0]
+    lanes.collect_early()
+    assert len(lanes.sequence[0].tokens) == _PILE
+
+
+def test_many_lanes_are_given_back_as_they_are_one_by_one():
+    one_by_one, at_once = lanes_of(5), lanes_of(5)
+    for lane in (3, 0, 4):
+        one_by_one.give_back(lane)
+    at_once.give_back_all(np.array([3, 0, 4]))
+    assert at_once._free == one_by_one._free
+    for name in ("row", "tenancy"):
+        assert getattr(at_once, name).tolist() == getattr(one_by_one, name).tolist()
+    assert [each is None for each in at_once.sequence] == [each is None for each in one_by_one.sequence]
+
+
+LONG = [request(tokens_of(length), length, max_new_tokens=150 + length) for length in (3, 9, 20)]
+
+
+@pytest.fixture(scope="module")
+def collected_at_the_end():
+    with pytest.MonkeyPatch.context() as patched, running(deterministic=True) as engine:
+        patched.setattr("headwater.engine.lanes._PILE", 10**9)
+        return bits(like_a_gpu(engine).generate(LONG))
+
+
+def test_long_responses_are_the_same_however_early_they_are_collected(collected_at_the_end, monkeypatch):
+    num_early = []
+    collect_early = Lanes.collect_early
+
+    def counted(lanes):
+        before = lanes._num_collected.sum()
+        collect_early(lanes)
+        num_early.append(lanes._num_collected.sum() - before)
+
+    monkeypatch.setattr(Lanes, "collect_early", counted)
+    with running(deterministic=True) as engine:
+        assert bits(like_a_gpu(engine).generate(LONG)) == collected_at_the_end
+    assert sum(num_early) > 3 * 128
+
+
+def test_an_interruption_in_the_middle_of_long_responses_loses_nothing(collected_at_the_end):
+    with stepped(deterministic=True, gpu_like=True) as slow:
+        answers = [slow.submit(each) for each in LONG]
+        slow.turn(9)
+        slow.engine.update_weights(weights(0, 1), "interrupt")
+        slow.finish()
+        responses = [answer.result(LIMIT_S) for answer in answers]
+    assert slow.engine.metrics().num_interrupted == len(LONG)
+    assert bits(responses) == collected_at_the_end
+    assert all(set(response.output_versions) == {0, 1} for response in responses)
+    assert all(response.output_versions.count(0) > _PILE for response in responses)

@@ -63,6 +63,13 @@ class Pool(RuleBasedStateMachine):
         self.pool.release(pages)
         self.references.subtract(pages.tolist())
 
+    @rule(several=st.lists(consumes(held), max_size=4))
+    def drop(self, several):
+        self.pool.drop(np.concatenate([np.zeros(0, np.int32), *several]))
+        for pages in several:
+            self.references.subtract(pages.tolist())
+        self.registered.clear()
+
     @rule(pages=held, chain=st.sampled_from(CHAINS))
     def register(self, pages, chain):
         count = min(len(pages), len(chain))

@@ -41,17 +41,35 @@ def test_prompts_that_arrive_together_compute_a_common_start_once():
     assert metrics.num_tokens_cached == 5 * FULL_PAGES
 
 
-def test_members_that_wait_for_rows_are_not_touched_again_and_again(monkeypatch):
-    num_reads = 0
+@pytest.fixture
+def reads(monkeypatch):
+    """The sequences whose tokens were gone through one by one."""
+    reads: list[Sequence] = []
     all_tokens = Sequence.all_tokens
 
-    def counted(sequence):
-        nonlocal num_reads
-        num_reads += 1
+    def noted(sequence):
+        reads.append(sequence)
         return all_tokens(sequence)
 
-    monkeypatch.setattr(Sequence, "all_tokens", counted)
+    monkeypatch.setattr(Sequence, "all_tokens", noted)
+    return reads
+
+
+def test_members_that_wait_for_rows_are_not_touched_again_and_again(reads):
     with running(max_sequences=4) as engine:
         responses = engine.generate([request(PROMPT, key, max_new_tokens=2) for key in range(200)])
     assert len(responses) == 200
-    assert num_reads <= 2 * 200
+    assert len(reads) <= 2 * 200
+
+
+def test_an_interruption_goes_through_no_tokens_one_by_one(reads):
+    with stepped() as slow:
+        for key in range(5):
+            slow.submit(request(PROMPT, key, max_new_tokens=60))
+        slow.turn(3)
+        reads.clear()
+        slow.engine.update_weights(weights(1, 1), "interrupt")
+        slow.turn(3)
+        assert slow.engine.metrics().num_interrupted == 5
+        assert slow.engine.metrics().num_running == 5
+        assert not reads
