@@ -2,13 +2,15 @@
 
     python benchmarks/weight_swap.py --shape qwen2.5-1.5b        # a GPU: weights in the learner's float32 and in bf16
 
-The pause is what the engine measures: the swap itself, between two rounds. Beside it stands what the update cost the
-sequences that were running: tokens computed again, before they can go on, where the mode is interrupt.
+The pause is what the engine measures: the swap itself, between two rounds. Before each update all sequences run. Beside
+it stands what the update cost the sequences that were running: tokens computed again, before they can go on, where the
+mode is interrupt.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import threading
 import time
 
@@ -65,26 +67,34 @@ def _measure(
     engine.set_version(engine.get_version() + 1)
     running = threading.Thread(target=lambda: engine.generate(make_requests(prompts, 1, options.new_tokens)))
     running.start()
-    while engine.metrics().num_running < len(prompts):
-        time.sleep(0.005)
+    _wait_until_all_run(engine, len(prompts), running)
     before = engine.metrics().num_tokens_prefilled
     pauses = []
     for _ in range(options.updates):
         time.sleep(0.1)
+        _wait_until_all_run(engine, len(prompts), running)
         engine.update_weights(WeightUpdate(engine.get_version() + 1, tensors.items()), mode).result(60)
         pauses.append(engine.metrics().last_update_pause_s * 1e3)
-    time.sleep(0.2)
+    _wait_until_all_run(engine, len(prompts), running)
     again = (engine.metrics().num_tokens_prefilled - before) / options.updates
     engine.abort_all()
     running.join()
-    pauses.sort()
     return {
         "mode": mode,
-        "pause_ms": pauses[len(pauses) // 2],
-        "min_pause_ms": pauses[0],
-        "max_pause_ms": pauses[-1],
+        "pause_ms": statistics.median(pauses),
+        "min_pause_ms": min(pauses),
+        "max_pause_ms": max(pauses),
+        "pauses_ms": pauses,
         "prompt_tokens_computed_again": again,
     }
+
+
+def _wait_until_all_run(engine: Engine, num_sequences: int, running: threading.Thread) -> None:
+    """A pause with some of them waiting to be computed again would not be that of a full load."""
+    while engine.metrics().num_running < num_sequences:
+        if not running.is_alive():
+            raise SystemExit("the sequences ended before the last update: ask for more with --new-tokens")
+        time.sleep(0.002)
 
 
 if __name__ == "__main__":
