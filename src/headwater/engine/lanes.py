@@ -15,7 +15,7 @@ from headwater.engine.pages import Pages
 from headwater.engine.plans import SamplingNeeds
 from headwater.engine.sequence import Sequence
 
-_PILE = 16
+_PILE = 64
 """Tokens of a lane that are worth handing over before it ends: few, for what is left holds a weight update up."""
 
 
