@@ -100,19 +100,16 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-prob of the target, entropy, sum of squares, and the logarithm of the normaliser."""
-    scaled = logits.float() / temperature
-    # One exponential per logit serves all sums.
-    highest = scaled.amax(dim=-1, keepdim=True)
-    shifted = scaled - highest
+    # One exponential per logit serves all sums; in place, because a chunk of logits takes a good part of the memory.
+    shifted = logits.float() / temperature
+    highest = shifted.amax(dim=-1, keepdim=True)
+    shifted -= highest
     weights = shifted.exp()
     total = weights.sum(dim=-1)
     log_total = total.log()
-    return (
-        shifted.gather(-1, targets[:, None])[:, 0] - log_total,
-        log_total - (weights * shifted).sum(dim=-1) / total,
-        weights.square().sum(dim=-1) / total.square(),
-        highest[:, 0] + log_total,
-    )
+    logprobs = shifted.gather(-1, targets[:, None])[:, 0] - log_total
+    entropy = log_total - shifted.mul_(weights).sum(dim=-1) / total
+    return logprobs, entropy, weights.square_().sum(dim=-1) / total.square(), highest[:, 0] + log_total
 
 
 def _logits_gradient(
