@@ -121,13 +121,15 @@ def _logits_gradient(
     entropy_gradient: Tensor,
     temperature: float,
 ) -> Tensor:
-    logprobs = logits.float() / temperature - normalizers[:, None]
+    logprobs = logits.float() / temperature
+    logprobs -= normalizers[:, None]
+    gradient = logprobs + entropies[:, None]
+    gradient *= entropy_gradient[:, None]
+    gradient += logprob_gradient[:, None]
+    gradient *= logprobs.exp_()
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    gradient = -logprobs.exp() * (
-        logprob_gradient[:, None] + entropy_gradient[:, None] * (logprobs + entropies[:, None])
-    )
-    gradient = torch.where(is_target, gradient + logprob_gradient[:, None], gradient)
-    return (gradient / temperature).to(logits.dtype)
+    gradient = torch.where(is_target, logprob_gradient[:, None], 0.0).sub_(gradient)
+    return gradient.div_(temperature).to(logits.dtype)
 
 
 _compiled: dict[Any, Any] = {}
