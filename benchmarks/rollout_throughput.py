@@ -25,7 +25,7 @@ import torch
 from options import add_shape, add_work, parser_of
 from record import write_record
 from shapes import build_model, default_device, default_dtype, make_prompts, make_requests
-from vllm_side import Job, vllm_seconds
+from vllm_side import VllmCase, vllm_seconds
 
 from headwater.config.schema import EngineConfig
 from headwater.engine.engine import Engine
@@ -216,11 +216,11 @@ def main() -> None:
     most = max(case.sequences for case in options.cases)
     vllm_s: dict[str, list[float]] = {}
     if options.vllm_python:
-        jobs = [
-            Job(case.name, case.sequences, case.new_tokens, options.samples, options.prompt_tokens)
+        cases = [
+            VllmCase(case.name, case.sequences, case.new_tokens, options.samples, options.prompt_tokens)
             for case in options.cases
         ]
-        vllm_s = vllm_seconds(options.vllm_python, model, jobs, options.runs)
+        vllm_s = vllm_seconds(options.vllm_python, model, cases, options.runs)
     settings = EngineConfig(
         max_sequences=most,
         decode_steps=options.decode_steps,

@@ -18,7 +18,7 @@ _LIMIT_S = 1800
 
 
 @dataclass(frozen=True)
-class Job:
+class VllmCase:
     name: str
     sequences: int
     new_tokens: int
@@ -26,30 +26,33 @@ class Job:
     prompt_tokens: int
 
 
-def vllm_seconds(python: str, model: Any, jobs: Sequence[Job], num_runs: int) -> dict[str, list[float]]:
-    """The seconds of each timed run of each job, by its name. Every run has prompts of its own: none are cached."""
+def vllm_seconds(python: str, model: Any, cases: Sequence[VllmCase], num_runs: int) -> dict[str, list[float]]:
+    """The seconds of each timed run of each case, by its name. Every run has prompts of its own: none are cached."""
     device, vocabulary = model.device, model.config.vocab_size
 
-    def prompts(job: Job, seed: int) -> list[list[int]]:
-        return [list(each) for each in make_prompts(job.sequences // job.samples, job.prompt_tokens, vocabulary, seed)]
+    def prompts(number: int, run: int) -> list[list[int]]:
+        case, seed = cases[number], 100 * (1 + number) + run
+        return [
+            list(each) for each in make_prompts(case.sequences // case.samples, case.prompt_tokens, vocabulary, seed)
+        ]
 
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         task = {
             "folder": folder,
             "dtype": str(model.dtype).removeprefix("torch."),
-            "max_tokens": max(job.prompt_tokens + job.new_tokens for job in jobs),
-            "max_sequences": max(job.sequences for job in jobs),
+            "max_tokens": max(case.prompt_tokens + case.new_tokens for case in cases),
+            "max_sequences": max(case.sequences for case in cases),
             "settings": _settings(device),
             "cases": [
                 {
-                    "name": job.name,
-                    "samples": job.samples,
-                    "new_tokens": job.new_tokens,
-                    "warm_prompts": prompts(job, 99),
-                    "runs": [prompts(job, 100 + run) for run in range(num_runs)],
+                    "name": case.name,
+                    "samples": case.samples,
+                    "new_tokens": case.new_tokens,
+                    "warm_prompts": prompts(number, num_runs),
+                    "runs": [prompts(number, run) for run in range(num_runs)],
                 }
-                for job in jobs
+                for number, case in enumerate(cases)
             ],
         }
         result = Path(folder) / "seconds.json"

@@ -34,10 +34,12 @@ def normalization_settings_are_read(config: Config, layers: Layers) -> Iterator[
 
 
 def group_has_statistics(config: Config, layers: Layers) -> Iterator[Clash]:
-    """Only of scores: the advantages of one response are many."""
     if config.rollout.num_samples_per_prompt > 1:
         return
-    for key in (f"{REWARDS}.mean_level", f"{REWARDS}.std_level"):
+    keys = [f"{REWARDS}.mean_level", f"{REWARDS}.std_level"]
+    if not _differs_within_a_response(config):
+        keys.append(f"{ADVANTAGES}.mean_level")
+    for key in keys:
         if value_at(config, key) == "group":
             yield Clash(
                 (key, "rollout.num_samples_per_prompt"),
@@ -46,27 +48,60 @@ def group_has_statistics(config: Config, layers: Layers) -> Iterator[Clash]:
             )
 
 
+def _differs_within_a_response(config: Config) -> bool:
+    """Whether the tokens of a response get different advantages, not all that of its score."""
+    algorithm = config.algorithm
+    discounts = algorithm.advantage_args.get("gamma", 1.0) != 1.0
+    return ":" in algorithm.advantage or "gae" in algorithm.advantage or discounts or algorithm.kl_in_reward > 0
+
+
 def normalized_rewards_reach_the_advantage(config: Config, layers: Layers) -> Iterator[Clash]:
+    """Normalised scores weigh differently against a divergence in the reward, so with one every setting changes
+    something."""
     algorithm = config.algorithm
     normalization, advantage = algorithm.normalize_rewards, algorithm.advantage
     if not normalization.is_on:
         return
     key = f"{REWARDS}.{'mean_level' if normalization.mean_level != 'none' else 'std_level'}"
-    keys, off = (key, "algorithm.advantage"), "use none, or algorithm.advantage=reinforce_plus_plus"
+    keys, plain = (key, "algorithm.advantage"), "algorithm.advantage_args.whitened=false"
+    off = f"use none, or algorithm.advantage=reinforce_plus_plus with {plain}"
     if advantage in NEEDS_SCORES_AS_GIVEN:
         yield Clash(keys, f"algorithm.advantage = {advantage} {NEEDS_SCORES_AS_GIVEN[advantage]}; {off}")
+    elif algorithm.kl_in_reward > 0:
+        return
     elif advantage in SCALED_BY_GROUP and algorithm.advantage_args.get("normalize_by_std") is not False:
         yield Clash(
             keys,
             f"algorithm.advantage = {advantage} normalises scores within the group anyway, so nothing would change; "
             f"{off}",
         )
-    elif advantage in GROUP_ADVANTAGES - {"optimal_token_baseline"} and normalization.std_level == "none":
+    elif _whitening_undoes(config):
+        remedy = plain if advantage in WHITENED_ON_REQUEST else "another advantage"
+        yield Clash(
+            keys,
+            f"algorithm.advantage = {advantage} whitens over the batch, which undoes what was done to all its scores "
+            f"alike; use none, the level group, or {remedy}",
+        )
+    elif (
+        advantage in GROUP_ADVANTAGES - {"optimal_token_baseline"}
+        and normalization.std_level == "none"
+        and not normalization.leave_one_out
+    ):
         yield Clash(
             keys,
             f"algorithm.advantage = {advantage} compares with a mean of the group anyway, so only a deviation could "
             f"change anything; {off}",
         )
+
+
+def _whitening_undoes(config: Config) -> bool:
+    algorithm = config.algorithm
+    normalization = algorithm.normalize_rewards
+    if algorithm.advantage == "reinforce_plus_plus_baseline":  # takes a mean of the group off before it whitens
+        return normalization.std_level == "batch"
+    is_whitened = algorithm.advantage == "reinforce_plus_plus" and algorithm.advantage_args.get("whitened") is not False
+    levels = {normalization.mean_level, normalization.std_level}
+    return is_whitened and "group" not in levels and not _differs_within_a_response(config)
 
 
 def advantages_are_normalized_once(config: Config, layers: Layers) -> Iterator[Clash]:

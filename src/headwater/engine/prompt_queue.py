@@ -49,9 +49,6 @@ class PromptQueue:
         self._num_pushed = 0
         self.num_sequences = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
     def add(self, sequence: Sequence, key: bytes | None = None) -> None:
         """``key`` are the sequence's tokens as bytes, where the caller has them at hand."""
         key = sequence.all_tokens().tobytes() if key is None else key

@@ -123,7 +123,11 @@ class ExperienceMaker:
             rewards = add_to_scores(rewards, penalty, batch.trajectories)
         normalization = self.config.algorithm.normalize_rewards
         if normalization.is_on:
-            scores = normalized(rewards.sum(dim=1), normalization, batch.group_numbers())
+            groups = batch.group_numbers()
+            scores = normalized(rewards.sum(dim=1), normalization, groups)
+            if "group" in (normalization.mean_level, normalization.std_level):
+                # What is left alone of a partial group cannot be compared, and would always come out as 1 or -1.
+                scores = scores.where(groups.bincount()[groups] > 1, 0.0)
             rewards = add_to_scores(torch.zeros_like(rewards), scores, batch.trajectories)
         return rewards
 

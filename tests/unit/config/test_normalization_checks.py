@@ -33,6 +33,22 @@ CLASHES = [
         )
         for level in ("mean_level", "std_level")
     ),
+    (
+        [*ONE_SAMPLE, f"{ADVANTAGES}.mean_level=group"],
+        f"{ADVANTAGES}.mean_level = 'group'",
+        ["a group of one score", "rollout.num_samples_per_prompt=2"],
+    ),
+    *(
+        (
+            [f"algorithm.advantage={name}", f"{REWARDS}.std_level=batch"],
+            f"{REWARDS}.std_level = 'batch'",
+            [f"{name} whitens over the batch, which undoes", remedy],
+        )
+        for name, remedy in (
+            ("reinforce_plus_plus", "algorithm.advantage_args.whitened=false"),
+            ("reinforce_plus_plus_baseline", "or another advantage"),
+        )
+    ),
     *(
         ([f"algorithm.advantage={name}", f"{REWARDS}.std_level=batch"], f"{REWARDS}.std_level = 'batch'", [reason])
         for name, reason in (
@@ -88,7 +104,10 @@ FITTING = [
         f"{ADVANTAGES}={{mean_level: batch, std_level: batch}}",
     ],
     [*ONE_SAMPLE, f"{REWARDS}={{mean_level: batch, std_level: batch}}"],
-    [*ONE_SAMPLE, f"{ADVANTAGES}={{mean_level: group, std_level: group}}"],
+    [*ONE_SAMPLE, "algorithm.advantage_args.gamma=0.9", f"{ADVANTAGES}={{mean_level: group, std_level: group}}"],
+    ["algorithm.kl_in_reward=0.1", f"{REWARDS}={{mean_level: batch, std_level: batch}}"],
+    ["algorithm.advantage=rloo", f"{REWARDS}={{mean_level: group, leave_one_out: true}}"],
+    ["algorithm.advantage=reinforce_plus_plus", f"{REWARDS}={{mean_level: group, std_level: group}}"],
     ["algorithm.advantage_args.normalize_by_std=false", f"{REWARDS}.std_level=batch"],
     ["algorithm.advantage=rloo", f"{REWARDS}.std_level=group"],
     [f"{ADVANTAGES}={{mean_level: batch, std_level: batch}}"],

@@ -75,6 +75,15 @@ def test_normalised_scores_stand_where_the_rewards_did_and_before_the_divergence
     assert divergence.abs().max() < 1.0
 
 
+def test_a_sample_that_is_left_alone_of_its_group_counts_for_nothing():
+    pair, alone = batch(num_groups=2, num_samples=2).groups
+    alone = replace(alone, trajectories=(replace(alone.trajectories[0], reward=0.2),))
+    settings = f"{REWARDS}={{mean_level: group, std_level: group, leave_one_out: true}}"
+    made = training(*PLAIN_RETURNS, settings).experience.make(RolloutBatch((pair, alone)), version=0).data.batch
+    assert made["rewards"][:2].sum(dim=1).abs().min() > 0
+    assert not made["rewards"][2].any()
+
+
 def test_advantages_of_an_estimator_are_normalised_over_all_trained_tokens():
     """Of grpo without its deviation: what is left is the same numbers on the scale of the batch."""
     settings = ["algorithm.advantage_args.normalize_by_std=false"]

@@ -47,8 +47,7 @@ def test_what_is_written_is_read(dtype):
 
 WRITER = """
 import sys, torch
-from headwater.weights import file
-from headwater.weights.file import FileWeights, remove_leftovers
+from headwater.weights.file import FileWeights
 
 kept = [FileWeights([("w", torch.zeros(3))], torch.float32) for _ in range(2)]
 print(kept[0].source["file"], flush=True)
