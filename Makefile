@@ -1,7 +1,7 @@
 # make quickstart   set up, then train the quickstart recipe
 # make test         set up, then lint, type check and run the tests (minutes)
 # make test-all     set up, then the long tests
-# WORKERS=4         tests on so many processes (two unless given)
+# WORKERS=4         make test on so many processes (two unless given; the long tests use all cores by themselves)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,6 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: quickstart test test-all lint setup setup-dev clean
 
@@ -17,10 +16,10 @@ quickstart: setup
 	@$(BIN)/headwater train recipes/quickstart.yaml
 
 test: setup-dev lint
-	@$(PYTEST) -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 test-all: setup-dev
-	@$(PYTEST) -m slow
+	@$(BIN)/python -m pytest -m slow
 
 lint: setup-dev
 	@$(BIN)/ruff check --quiet .
