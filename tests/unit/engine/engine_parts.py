@@ -380,6 +380,6 @@ def assert_nothing_is_held(engine: Engine) -> None:
     assert sorted(scheduler._rows._free) == list(range(scheduler.lanes.capacity))
     assert scheduler.num_rows == 0
     assert not scheduler._prompts._computing
-    assert not scheduler._prompts._waiting
+    assert not scheduler._prompts._waiting.num_sequences
     assert (scheduler.pool._references == 0).all()
     assert not engine._runner.rows.alive.any()
