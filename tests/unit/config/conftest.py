@@ -36,3 +36,16 @@ def problems() -> Problems:
         return list(caught.value.problems)
 
     return load_problems
+
+
+@pytest.fixture
+def assert_clash(problems: Problems) -> Callable[[list[str], str, list[str]], None]:
+    """Overrides give one problem, which blames a key and its value and mentions all that is expected."""
+
+    def check(overrides: list[str], blamed: str, mentions: list[str]) -> None:
+        (line,) = problems(None, *overrides)
+        assert line.startswith(blamed)
+        for mention in mentions:
+            assert mention in line
+
+    return check
