@@ -146,7 +146,10 @@ class Trajectory:
     reward: float
     stop_reason: StopReason
     turn_rewards: tuple[float, ...] = ()
-    """What each of the model's turns earned; they sum to ``reward``. Empty: the last turn earned all of it."""
+    """What each of the model's turns earned, where a turn is a run of trained tokens; they sum to ``reward``.
+
+    Empty: the last turn earned all of it.
+    """
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,6 +172,22 @@ class Trajectory:
             raise ValueError(f"trajectory {self.uid}#{self.sample}: a trained token has no policy version")
         if not math.isfinite(self.reward):
             raise ValueError(f"trajectory {self.uid}#{self.sample}: reward = {self.reward}, must be finite")
+        if self.turn_rewards and len(self.turn_rewards) != len(self.turn_ends):
+            raise ValueError(
+                f"trajectory {self.uid}#{self.sample}: {len(self.turn_rewards)} turn_rewards for "
+                f"{len(self.turn_ends)} turns; a turn is a run of tokens with loss_mask 1"
+            )
+        if self.turn_rewards and not math.isclose(sum(self.turn_rewards), self.reward, rel_tol=1e-6, abs_tol=1e-9):
+            raise ValueError(
+                f"trajectory {self.uid}#{self.sample}: turn_rewards sum to {sum(self.turn_rewards)}, "
+                f"must sum to reward = {self.reward}"
+            )
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """The position of the last token of each of the model's turns."""
+        following = (*self.loss_mask[1:], 0)
+        return tuple(at for at, (mask, after) in enumerate(zip(self.loss_mask, following, strict=True)) if mask > after)
 
     @property
     def response_tokens(self) -> tuple[int, ...]:

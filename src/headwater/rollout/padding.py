@@ -15,10 +15,11 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
 
     ``input_ids``, ``attention_mask`` and ``position_ids`` are ``[samples, prompt + response]``; ``response_mask`` (the
     loss mask), ``rollout_logprobs``, ``versions`` and ``rewards`` are ``[samples, response]``. The reward stands on the
-    last trained token, or on the last token where none is trained.
+    last trained token, or on the last token where none is trained, or in the first column where there is no response:
+    its group is compared with it all the same. Rewards of turns stand on the last token of each.
     """
     prompt_width = max((each.prompt_length for each in trajectories), default=0)
-    response_width = max((len(each.tokens) - each.prompt_length for each in trajectories), default=0)
+    response_width = max((1, *(len(each.tokens) - each.prompt_length for each in trajectories)))
     rows, width = len(trajectories), prompt_width + response_width
     input_ids = torch.full((rows, width), pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros(rows, width, dtype=torch.int64)
@@ -34,7 +35,9 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
         response_mask[row, :length] = torch.tensor(each.loss_mask[start:], dtype=torch.float32)
         logprobs[row, :length] = torch.tensor(each.logprobs[start:])
         versions[row, :length] = torch.tensor(each.versions[start:], dtype=torch.int64)
-        if length:
+        if each.turn_rewards:
+            rewards[row, [end - start for end in each.turn_ends]] = torch.tensor(each.turn_rewards)
+        else:
             rewards[row, score_column(each)] = each.reward
     return DataProto.from_dict(
         tensors={
@@ -52,11 +55,11 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
 
 def score_column(trajectory: Trajectory) -> int:
     """Where in its response a trajectory's reward stands."""
-    mask = trajectory.loss_mask[trajectory.prompt_length :]
-    return max((column for column, trained in enumerate(mask) if trained), default=len(mask) - 1)
+    last = max(trajectory.turn_ends, default=len(trajectory.tokens) - 1)
+    return max(0, last - trajectory.prompt_length)
 
 
 def add_to_scores(rewards: torch.Tensor, scores: torch.Tensor, trajectories: Sequence[Trajectory]) -> torch.Tensor:
     """``rewards`` ``[samples, response]`` with one more score per trajectory where its reward stands."""
-    columns = torch.tensor([max(0, score_column(each)) for each in trajectories])
+    columns = torch.tensor([score_column(each) for each in trajectories])
     return rewards.index_put((torch.arange(len(rewards)), columns), scores.to(rewards.dtype), accumulate=True)

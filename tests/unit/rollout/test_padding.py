@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwater.core.records import ModelResponse
+from headwater.core.transcript import Transcript
 from headwater.rollout.padding import pad_trajectories
 
 
@@ -30,3 +34,30 @@ def test_every_trajectory_can_be_read_back(seeds):
 
 def test_no_trajectories_make_an_empty_batch():
     assert len(pad_trajectories([], pad_token_id=0)) == 0
+
+
+def test_an_empty_response_keeps_its_reward():
+    whole = tiny.trajectory(1)
+    length = whole.prompt_length
+    empty = replace(
+        whole,
+        tokens=whole.tokens[:length],
+        loss_mask=whole.loss_mask[:length],
+        logprobs=whole.logprobs[:length],
+        versions=whole.versions[:length],
+        reward=-0.5,
+    )
+    for others in ([], [whole]):
+        rewards = pad_trajectories([empty, *others], pad_token_id=0).batch["rewards"]
+        assert rewards.sum(dim=1).tolist() == pytest.approx([-0.5, *(each.reward for each in others)])
+
+
+def test_rewards_of_turns_stand_where_each_turn_ends():
+    transcript = Transcript(tiny.prompt(), sample=0)
+    for turn in ([7, 8], [9]):
+        given, count = transcript.tokens, len(turn)
+        transcript.add_response(ModelResponse(given, tuple(turn), (-1.0,) * count, (0,) * count, "stop"))
+        transcript.add_given([5])
+    each = transcript.finish(reward=0.75, stop_reason="stop", turn_rewards=[0.25, 0.5])
+    data = pad_trajectories([each], pad_token_id=0)
+    assert data.batch["rewards"].tolist() == [[0.0, 0.25, 0.0, 0.5, 0.0]]

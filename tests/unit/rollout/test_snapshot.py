@@ -69,13 +69,13 @@ infos = st.recursive(
     st.lists(floats, min_size=1, max_size=6),
     st.floats(allow_nan=False, allow_infinity=False),
     st.dictionaries(st.text(max_size=4), infos, max_size=3),
-    st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3),
+    st.booleans(),
 )
-def test_numbers_and_nested_info_come_back_exactly(logprobs, reward, info, turn_rewards):
+def test_numbers_and_nested_info_come_back_exactly(logprobs, reward, info, per_turn):
     count = len(logprobs)
     trajectory = Trajectory(
         "row1", 0, (5, *range(count)), 1, (0,) + (1,) * count, (0.0, *logprobs), (-1,) + (2,) * count, reward, "length",
-        tuple(turn_rewards), info,
+        (reward,) if per_turn else (), info,
     )  # fmt: skip
     kept = Finished(Dispatch(1, again(1, 0)), Group(draw_of(1).prompt, (trajectory,), baseline=reward), 2, 2, {})
     (read,) = through_a_file(RolloutSnapshot({}, {}, finished=(kept,))).finished
