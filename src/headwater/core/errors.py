@@ -58,6 +58,10 @@ class QueueFull(RolloutFailed):
     """The engine's queue is at its limit; the request may be sent again later."""
 
 
+class MemoryRefused(RolloutFailed):
+    """The device has no room for what the engine is to take again. It stays asleep and may be woken later."""
+
+
 class RunError(HeadwaterError):
     """A run directory that cannot be used or resumed."""
 

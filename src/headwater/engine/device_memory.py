@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headwater.core.errors import ConfigError, RolloutFailed
+from headwater.core.errors import ConfigError, MemoryRefused
 from headwater.core.protocols import ALL_TAGS, MemoryTag
 from headwater.engine.free_memory import free_bytes
 from headwater.engine.kv_cache import KVCache
@@ -66,8 +66,8 @@ class DeviceMemory:
         else:
             self._weights.unpark()
 
-    def _refusal(self, tag: MemoryTag) -> RolloutFailed:
-        return RolloutFailed(
+    def _refusal(self, tag: MemoryTag) -> MemoryRefused:
+        return MemoryRefused(
             f"wake: {tag} takes {self._num_bytes[tag] / _GIB:.2f} GiB and {free_bytes(self._device) / _GIB:.2f} GiB "
             f"are free on {self._device}; the engine stays asleep: free memory there, then wake it again"
         )

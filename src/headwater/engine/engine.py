@@ -303,7 +303,7 @@ class Engine:
     def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
         """Take the memory again. Generation goes on once nothing sleeps any more.
 
-        Raises ``RolloutFailed`` when the memory is not there; the engine then stays asleep and can be woken later.
+        Raises ``MemoryRefused`` when the memory is not there; the engine then stays asleep and can be woken later.
         """
         check_tags(tags)
         self._call(lambda: self._memory.wake(tags), "waking up")

@@ -6,7 +6,8 @@ In place of a model it is given a folder. ``plan.json`` says how each process be
 follow; every process adds a line to ``children.jsonl`` when it starts and one to ``calls.jsonl`` for each call.
 
 "serve": does what it should; "exit": ends before it serves; "die": is killed by the first request; "half": the same,
-after a token; {"path": "/control/pause", "code": "engine_unavailable"}: answers that call, or "requests", so.
+after a token; {"path": "/control/pause", "code": "engine_unavailable"}: answers that call, or "requests", so; with
+"times" only the first so many.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ PLAN = read_plan()
 
 
 def refusal(path: str) -> dict | None:
-    if isinstance(PLAN, dict) and PLAN["path"] == path:
+    if isinstance(PLAN, dict) and PLAN["path"] == path and PLAN.get("times", 1) > 0:
+        if "times" in PLAN:
+            PLAN["times"] -= 1
         return {"error": {"message": f"{path} is out of order", "type": "server_error", "code": PLAN["code"]}}
     return None
 

@@ -21,7 +21,7 @@ import torch
 from headwater.backends.served import child_server
 from headwater.backends.served.child_keeper import MAX_RESTARTS, ChildKeeper
 from headwater.backends.served.engine import ServedEngine
-from headwater.core.errors import RolloutFailed
+from headwater.core.errors import MemoryRefused, RolloutFailed
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.observe.spans import Spans
@@ -215,3 +215,18 @@ def test_a_request_that_meets_a_failed_engine_goes_on_in_a_new_process(scene_of)
     scene = scene_of(fails("requests"), "serve")
     assert isinstance(scene.generate()[0], ModelResponse)
     assert scene.engine.num_restarts == 1
+
+
+# A process that refuses and is none the worse
+
+
+def test_a_refused_wake_is_told_and_a_later_one_works_in_the_same_process(scene_of):
+    scene = scene_of({**fails("/control/wake", "memory_refused"), "times": 1})
+    scene.engine.sleep()
+    with pytest.raises(MemoryRefused, match="/control/wake is out of order"):
+        scene.engine.wake()
+    assert scene.engine._keeper.state.asleep, "one that takes its place must sleep too"
+    scene.engine.wake()
+    assert not scene.engine._keeper.state.asleep
+    assert (scene.engine.num_restarts, len(scene.children())) == (0, 1)
+    assert isinstance(scene.generate()[0], ModelResponse)

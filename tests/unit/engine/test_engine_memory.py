@@ -8,7 +8,7 @@ from engine.engine_parts import assert_same, make_model, request, running, token
 from tiny import tokenizer
 
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import ConfigError, RolloutFailed
+from headwater.core.errors import ConfigError, MemoryRefused
 from headwater.engine import kv_cache
 from headwater.engine.engine import Engine
 from headwater.engine.free_memory import available_ram
@@ -107,7 +107,7 @@ def test_an_engine_that_finds_no_memory_to_wake_up_says_what_it_needs_and_can_be
             raise error("no")
 
         engine._runner.cache.allocate_again = fails
-        with pytest.raises(RolloutFailed, match=r"kv_cache takes [\d.]+ GiB and [\d.]+ GiB are free on cpu.*stays asl"):
+        with pytest.raises(MemoryRefused, match=r"kv_cache takes [\d.]+ GiB and [\d.]+ GiB are free on cpu.*stays asl"):
             engine.wake(["weights", "kv_cache"])
         assert engine.is_alive
         assert engine.metrics().is_asleep

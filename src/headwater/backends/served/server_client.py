@@ -9,10 +9,19 @@ from typing import Any
 
 import aiohttp
 
-from headwater.core.errors import HeadwaterError, QueueFull, RequestError, RolloutFailed, WaitTimeout, WeightsError
+from headwater.core.errors import (
+    HeadwaterError,
+    MemoryRefused,
+    QueueFull,
+    RequestError,
+    RolloutFailed,
+    WaitTimeout,
+    WeightsError,
+)
 
 _KINDS: dict[str, type[HeadwaterError]] = {
     "queue_full": QueueFull,
+    "memory_refused": MemoryRefused,
     "weights_refused": WeightsError,
     "timeout": WaitTimeout,
 }

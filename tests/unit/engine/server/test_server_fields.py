@@ -8,7 +8,15 @@ import math
 import pytest
 from engine.server.parts import refusal
 
-from headwater.core.errors import ModelError, QueueFull, RequestError, RolloutFailed, WaitTimeout, WeightsError
+from headwater.core.errors import (
+    MemoryRefused,
+    ModelError,
+    QueueFull,
+    RequestError,
+    RolloutFailed,
+    WaitTimeout,
+    WeightsError,
+)
 from headwater.engine.server import json_body
 from headwater.engine.server.errors import api_error, shown
 from headwater.engine.server.fields import Fields
@@ -117,6 +125,7 @@ def test_a_reply_without_json_numbers_is_an_error():
         (WeightsError("no"), 400, "weights_refused"),
         (ModelError("no"), 400, "weights_refused"),
         (WaitTimeout("late"), 504, "timeout"),
+        (MemoryRefused("later"), 409, "memory_refused"),
         (RolloutFailed("gone"), 503, "engine_unavailable"),
     ],
 )
