@@ -29,7 +29,7 @@ def write_record(path: Path | None, device: torch.device, **values: Any) -> None
 
 def _arguments() -> list[str]:
     """What the script was asked to do, without the place its results go to."""
-    given = sys.argv[1:]
+    given = [each for each in sys.argv[1:] if not each.startswith("--out=")]
     place = given.index("--out") if "--out" in given else len(given)
     return given[:place] + given[place + 2 :]
 

@@ -25,7 +25,7 @@ import torch
 from options import add_shape, add_work, parser_of
 from record import write_record
 from shapes import build_model, default_device, default_dtype, make_prompts, make_requests
-from vllm_side import VllmCase, vllm_seconds
+from vllm_side import VllmCase, VllmRuns, run_vllm
 
 from headwater.config.schema import EngineConfig
 from headwater.engine.engine import Engine
@@ -127,7 +127,8 @@ def _wait(device: torch.device) -> None:
 def floor_tokens_per_s(model: Any, case: Case, num_prompts: int, prompt_tokens: int, ceilings: Ceilings) -> float:
     """Tokens per second if nothing but this took time.
 
-    Each prompt is multiplied once, by every weight but the head's. Each step multiplies every sequence by every weight,
+    An embedding that is no head's as well is neither multiplied nor read. Each prompt is multiplied once, by every
+    weight but the head's. Each step multiplies every sequence by every weight,
     or reads the weights once, whichever takes longer; then it reads the keys and values of all sequences. Those of a
     prompt that several samples share count once per step: every sample attends to them, but memory need deliver them
     only once if the other samples find them in the second-level cache. Attention's arithmetic, its reading during
@@ -135,6 +136,8 @@ def floor_tokens_per_s(model: Any, case: Case, num_prompts: int, prompt_tokens: 
     """
     spec = ModelSpec.of(model)
     num_weights = sum(each.numel() for each in model.parameters())
+    if not model.config.tie_word_embeddings:
+        num_weights -= model.get_input_embeddings().weight.numel()
     head = spec.vocab_size * spec.hidden_size
     decode_flop = 2 * num_weights * case.sequences
     weight_s = max(
@@ -153,7 +156,7 @@ def run_case(
     case: Case,
     options: argparse.Namespace,
     ceilings: Ceilings,
-    vllm_s: dict[str, list[float]],
+    vllm: VllmRuns | None,
 ) -> Result:
     samples = options.samples
     num_prompts = case.sequences // samples
@@ -176,7 +179,7 @@ def run_case(
         taken = min(run_baseline(baseline, prompts, samples, baseline_tokens) for _ in range(num_runs))
         baseline_rate = case.sequences * baseline_tokens / taken
         ratio = rate / baseline_rate
-    vllm_rate = case.sequences * case.new_tokens / min(vllm_s[case.name]) if vllm_s else None
+    vllm_rate = case.sequences * case.new_tokens / min(vllm.seconds[case.name]) if vllm else None
     floor = floor_tokens_per_s(model, case, num_prompts, options.prompt_tokens, ceilings)
     return Result(
         options.shape, case.name, samples, options.prompt_tokens, rate, times, prefilled, vllm_rate,
@@ -214,13 +217,13 @@ def main() -> None:
     model = build_model(options.shape, device, dtype)
     baseline = None if options.no_baseline else build_model(options.shape, device, dtype)
     most = max(case.sequences for case in options.cases)
-    vllm_s: dict[str, list[float]] = {}
+    vllm = None
     if options.vllm_python:
         cases = [
             VllmCase(case.name, case.sequences, case.new_tokens, options.samples, options.prompt_tokens)
             for case in options.cases
         ]
-        vllm_s = vllm_seconds(options.vllm_python, model, cases, options.runs)
+        vllm = run_vllm(options.vllm_python, model, cases, options.runs)
     settings = EngineConfig(
         max_sequences=most,
         decode_steps=options.decode_steps,
@@ -233,7 +236,7 @@ def main() -> None:
     )
     results = []
     for case in options.cases:
-        results.append(run_case(model, baseline, engine, case, options, ceilings, vllm_s))
+        results.append(run_case(model, baseline, engine, case, options, ceilings, vllm))
         show(results[-1])
     if options.profile:
         _profile(engine, options)
@@ -243,6 +246,7 @@ def main() -> None:
         device,
         deterministic=options.deterministic,
         ceilings=asdict(ceilings),
+        vllm=asdict(vllm) if vllm else None,
         results=[asdict(each) for each in results],
     )
 

@@ -86,7 +86,9 @@ def main() -> None:
             ratio = by_name[name]["train_tokens_per_s"] / by_name["padded"]["train_tokens_per_s"]
             by_name[name]["speed_up_over_padded"] = ratio
             print(f"{name}: {ratio:.2f} times the tokens/s of the padded step")
-    write_record(options.out, device, shape=options.shape, tokens=options.tokens, rows=rows)
+    write_record(
+        options.out, device, shape=options.shape, tokens=options.tokens, peak_tflops=options.peak_tflops, rows=rows
+    )
 
 
 def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """vLLM's side of ``rollout_throughput.py --vllm-python``; runs in an environment that has vLLM and none of Headwater.
 
 Reads a job as JSON from standard input: a folder with a model's configuration (its weights are vLLM's own random ones),
-and cases of prompts and lengths. Writes the seconds of every timed run as JSON to the file it is given.
+and cases of prompts and lengths. Writes vLLM's version and the seconds of every timed run as JSON to the file it is
+given.
 """
 
 import json
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import vllm
 from vllm import LLM, SamplingParams
 
 
@@ -27,13 +29,19 @@ def main() -> None:
     for case in job["cases"]:
         _seconds(llm, case["warm_prompts"], case["samples"], min(16, case["new_tokens"]))
         times[case["name"]] = [_seconds(llm, prompts, case["samples"], case["new_tokens"]) for prompts in case["runs"]]
-    Path(sys.argv[1]).write_text(json.dumps(times))
+    Path(sys.argv[1]).write_text(json.dumps({"version": vllm.__version__, "seconds": times}))
 
 
 def _seconds(llm: LLM, prompts: list[list[int]], samples: int, new_tokens: int) -> float:
-    # The log-prob of the sampled token comes with none asked for besides.
+    # The log-prob of the sampled token comes with none asked for besides, flat: without an object per token.
     sampling = SamplingParams(
-        n=samples, temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
+        n=samples,
+        temperature=1.0,
+        max_tokens=new_tokens,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
     )
     started = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -26,9 +27,17 @@ class VllmCase:
     prompt_tokens: int
 
 
-def vllm_seconds(python: str, model: Any, cases: Sequence[VllmCase], num_runs: int) -> dict[str, list[float]]:
-    """The seconds of each timed run of each case, by its name. Every run has prompts of its own: none are cached."""
+@dataclass(frozen=True)
+class VllmRuns:
+    version: str
+    seconds: dict[str, list[float]]
+    """Of each timed run of each case, by its name."""
+
+
+def run_vllm(python: str, model: Any, cases: Sequence[VllmCase], num_runs: int) -> VllmRuns:
+    """Every run has prompts of its own: none are cached."""
     device, vocabulary = model.device, model.config.vocab_size
+    most = max(case.sequences for case in cases)
 
     def prompts(number: int, run: int) -> list[list[int]]:
         case, seed = cases[number], 100 * (1 + number) + run
@@ -42,8 +51,8 @@ def vllm_seconds(python: str, model: Any, cases: Sequence[VllmCase], num_runs: i
             "folder": folder,
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_tokens": max(case.prompt_tokens + case.new_tokens for case in cases),
-            "max_sequences": max(case.sequences for case in cases),
-            "settings": _settings(device),
+            "max_sequences": most,
+            "settings": _settings(device, most),
             "cases": [
                 {
                     "name": case.name,
@@ -57,19 +66,32 @@ def vllm_seconds(python: str, model: Any, cases: Sequence[VllmCase], num_runs: i
         }
         result = Path(folder) / "seconds.json"
         script = Path(__file__).with_name("vllm_generate.py")
-        done = subprocess.run(
-            [python, str(script), str(result)], input=json.dumps(task), text=True, timeout=_LIMIT_S,
-            env={**os.environ, **_environment(device)}, capture_output=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"vLLM ended with code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-        seconds: dict[str, list[float]] = json.loads(result.read_text())
-        return seconds
+        _run([python, str(script), str(result)], json.dumps(task), {**os.environ, **_environment(device)})
+        return VllmRuns(**json.loads(result.read_text()))
 
 
-def _settings(device: torch.device) -> dict[str, Any]:
-    # Beside our models, which stay loaded.
-    return {"gpu_memory_utilization": 0.5} if device.type == "cuda" else {"enforce_eager": True}
+def _run(command: Sequence[str], job: str, environment: dict[str, str]) -> None:
+    # In a session of its own: vLLM computes in children, which would outlive it and keep the GPU.
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(job, timeout=_LIMIT_S)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if process.returncode:
+        raise RuntimeError(f"vLLM ended with code {process.returncode}:\n{output[-3000:]}")
+
+
+def _settings(device: torch.device, max_sequences: int) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"enforce_eager": True}
+    # Beside our models, which stay loaded. By itself vLLM makes no graphs of more than 512 rows.
+    graphs = [2**power for power in range(max_sequences.bit_length()) if 2**power < max_sequences] + [max_sequences]
+    return {"gpu_memory_utilization": 0.5, "compilation_config": {"cudagraph_capture_sizes": graphs}}
 
 
 def _environment(device: torch.device) -> dict[str, str]:

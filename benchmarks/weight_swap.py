@@ -49,7 +49,7 @@ def main() -> None:
             print(
                 f"{options.shape} {dtype!s:<15} {mode:<10} pause {row['pause_ms']:>8.2f} ms "
                 f"({row['min_pause_ms']:.2f} to {row['max_pause_ms']:.2f}), "
-                f"{row['prompt_tokens_computed_again']:,.0f} tokens computed again per update",
+                f"{row['tokens_computed_again']:,.0f} tokens computed again per update",
                 flush=True,
             )
             row["dtype"] = str(dtype)
@@ -85,7 +85,7 @@ def _measure(
         "min_pause_ms": min(pauses),
         "max_pause_ms": max(pauses),
         "pauses_ms": pauses,
-        "prompt_tokens_computed_again": again,
+        "tokens_computed_again": again,
     }
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,17 +11,10 @@ from headwater.config.schema import LoraConfig
 from headwater.rollout.padding import pad_trajectories
 from headwater.training.lora import add_adapters
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
 
 @pytest.fixture
-def train_step(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import train_step
-
-    yield train_step
-    for name in ("train_step", "options", "padded_module", "record", "shapes"):
-        sys.modules.pop(name, None)
+def train_step(script):
+    return script("train_step")
 
 
 def test_a_shared_prompt_is_computed_once_and_the_output_layer_on_trained_tokens(train_step):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from headwater.core.errors import WeightsError
 from headwater.engine.weight_source import read_file, shared_tensors
-from headwater.weights import file
+from headwater.weights import file, shared_memory
 from headwater.weights.file import FileWeights, remove_leftovers
 from headwater.weights.shared_memory import SharedWeights
 
@@ -83,12 +84,21 @@ def test_weights_of_a_process_that_was_killed_are_removed_and_those_of_the_livin
 
 
 @pytest.mark.parametrize(("kind", "remedy"), [(FileWeights, "TMPDIR"), (SharedWeights, "weight_transfer=file")])
-def test_no_room_is_told_with_a_remedy_and_leaves_nothing_behind(kind, remedy, monkeypatch):
+def test_no_room_is_told_with_a_remedy_and_leaves_nothing_behind(kind, remedy, tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    def remembering(*args: object, **kwargs: object) -> SharedMemory:
+        made.append(SharedMemory(*args, **kwargs))
+        return made[-1]
+
+    made: list[SharedMemory] = []
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    before = set(os.listdir("/dev/shm"))
+    monkeypatch.setattr(shared_memory, "SharedMemory", remembering)
     with pytest.raises(WeightsError, match=f"No space left on device.*{remedy}"):
         kind(parameters(), torch.float32)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert list(tmp_path.iterdir()) == []
+    assert len(made) == (kind is SharedWeights)
+    assert not any(Path("/dev/shm", each.name).exists() for each in made)
