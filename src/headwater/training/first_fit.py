@@ -8,7 +8,7 @@ from headwater.core.errors import DataError
 from headwater.training.partition import partition
 
 _MANY_BINS = 64
-"""Evening out costs time that grows with the bins; a rest costs one of them."""
+"""A rest costs one bin: among so many that is little, and evening them out takes longer than first fit."""
 
 
 def pack(
@@ -22,7 +22,9 @@ def pack(
     """Row numbers of each bin: few bins, none over ``max_tokens``.
 
     There are at least ``min_bins`` and a multiple of ``multiple_of``, so that all ranks can have equally many.
-    ``group_size`` consecutive rows always share a bin.
+    ``group_size`` consecutive rows always share a bin. A run sets only ``min_bins``: its ranks agree on that, and rows
+    that share a prompt come as one item. The other two are what AReaL's and verl's packing take, and their test vectors
+    ask for them.
 
     >>> pack([6, 5, 4, 3], 10)
     [[0, 2], [1, 3]]

@@ -30,6 +30,9 @@ def workload(length: int, *, linear: float = 24576.0, quadratic: float = 1.0) ->
 def partition(workloads: Sequence[float], num_parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
     """Item numbers of each part, the parts' sums as even as we can; with ``equal_sizes`` also the same item count.
 
+    A run leaves ``equal_sizes`` off, since its ranks may hold different numbers of rows; it is there for
+    ``partition_groups`` and for verl's vectors, which ask for both.
+
     >>> partition([8, 7, 6, 5, 4], 2)
     [[0, 1], [2, 3, 4]]
     """
@@ -43,7 +46,11 @@ def partition(workloads: Sequence[float], num_parts: int, *, equal_sizes: bool =
 
 
 def partition_groups(lengths: Sequence[int], groups: Sequence[Hashable], num_parts: int) -> list[list[int]]:
-    """Row numbers of each part: groups stay whole, parts get equally many of them and about the same workload."""
+    """Row numbers of each part: groups stay whole, parts get equally many of them and about the same workload.
+
+    No run calls it: ``balance.py`` does not give ranks equally many groups, which evens the work out more. It is here
+    for learners that need equally many, as verl's do, and is checked against verl's vectors.
+    """
     rows: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
         rows.setdefault(group, []).append(row)
@@ -57,25 +64,35 @@ def _difference(workloads: Sequence[float], num_parts: int, equal_sizes: bool) -
     """Largest differencing: merge the two most uneven tentative splits, fullest part against emptiest, until one is
     left."""
     order = sorted(range(len(workloads)), key=lambda item: -workloads[item])
-    # A split starts as one item and empty parts, or, for equal counts, as one item in each part.
+    # A split starts as one item, or, for equal counts, as one item in each part. Parts that are still empty are not
+    # listed: few splits ever fill all parts, and going over empty ones would take time by items times parts.
     step = num_parts if equal_sizes else 1
-    splits: list[list[Part]] = []
-    for start in range(0, len(order), step):
-        parts: list[Part] = [(workloads[item], [item]) for item in order[start : start + step]]
-        splits.append(parts + [(0.0, []) for _ in range(num_parts - len(parts))])
-    heap = [(_evenness(split), number, split) for number, split in enumerate(splits)]
+    splits: list[list[Part]] = [
+        [(workloads[item], [item]) for item in order[start : start + step]] for start in range(0, len(order), step)
+    ]
+    heap = [(_evenness(split, num_parts), number, split) for number, split in enumerate(splits)]
     heapq.heapify(heap)
     for number in range(len(heap), 2 * len(heap) - 1):
         _, _, one = heapq.heappop(heap)
         _, _, other = heapq.heappop(heap)
-        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (_evenness(merged), number, merged))
+        merged = _merge(one, other, num_parts)
+        heapq.heappush(heap, (_evenness(merged, num_parts), number, merged))
     return heap[0][2]
 
 
-def _evenness(split: list[Part]) -> float:
-    return split[-1][0] - split[0][0]
+def _evenness(split: list[Part], num_parts: int) -> float:
+    lowest = split[-1][0] if len(split) == num_parts else 0.0
+    return lowest - split[0][0]
+
+
+def _merge(one: list[Part], other: list[Part], num_parts: int) -> list[Part]:
+    """The two as one, fullest part first; only parts that no empty one is left for are put together."""
+    shared = max(0, len(one) + len(other) - num_parts)
+    alone, other_alone = len(one) - shared, len(other) - shared
+    both = zip(one[alone:], reversed(other[other_alone:]), strict=True)
+    merged = one[:alone] + [(a[0] + b[0], a[1] + b[1]) for a, b in both] + other[:other_alone][::-1]
+    merged.sort(key=lambda part: -part[0])
+    return merged
 
 
 def _exchange(parts: list[Part], workloads: Sequence[float], equal_sizes: bool) -> None:
