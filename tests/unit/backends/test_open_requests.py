@@ -84,6 +84,18 @@ def test_an_end_that_nobody_asked_for_is_none(scene):
     assert not scene.answers
 
 
+def test_a_request_that_several_children_died_with_is_given_up(scene):
+    scene.requests.go_on(Link())
+    scene.enter(1)
+    scene.requests.link = None  # that child has died
+    scene.enter(2)
+    for _ in range(5):
+        scene.requests.go_on(Link())
+    assert [str(each).partition(" of")[0] for each in scene.answers] == ["request r1: 5 processes"]
+    scene.requests.go_on(Link())
+    assert str(scene.answers[1]).startswith("request r2: 5 processes"), "it was never sent to the first of them"
+
+
 def test_a_failed_engine_is_told_and_its_requests_stay(scene):
     scene.enter(1)
     scene.requests.take({"id": 1, **FAILED})

@@ -24,6 +24,8 @@ class OpenRequest:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     arrived: float = field(default_factory=time.perf_counter)
+    was_sent: bool = False
+    """Whether any server has been asked for it."""
     num_stuck: int = 0
     """How many servers have died with it since its last tokens came."""
     started: float | None = None

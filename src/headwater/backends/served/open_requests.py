@@ -47,7 +47,8 @@ class OpenRequests:
         """A new child serves: it is asked for what is left of every request."""
         self.link = link
         for opened in list(self._open.values()):
-            opened.num_stuck += 1
+            if opened.was_sent:  # one that came while none served has seen no death
+                opened.num_stuck += 1
             if opened.num_stuck > _MAX_STUCK:
                 # Others finish meanwhile, so the engine would be started again and again for this one.
                 self._drop(opened)
@@ -96,6 +97,7 @@ class OpenRequests:
 
     def _ask_for(self, opened: OpenRequest) -> None:
         if self.link is not None:
+            opened.was_sent = True
             self.link.post({"id": opened.number, "request": write_request(opened.rest())})
 
     def _drop(self, opened: OpenRequest) -> None:
