@@ -6,8 +6,9 @@ In place of a model it is given a folder. ``plan.json`` says how each process be
 follow; every process adds a line to ``children.jsonl`` when it starts and one to ``calls.jsonl`` for each call.
 
 "serve": does what it should; "exit": ends before it serves; "die": is killed by the first request; "half": the same,
-after a token; {"path": "/control/pause", "code": "engine_unavailable"}: answers that call, or "requests", so; with
-"times" only the first so many.
+after a token. An object is about one "path", also "requests" or "/headwater/connect"; the rest is as it should be:
+{"path": "/control/pause", "code": "engine_unavailable"}: answers so, with "times" only the first so many; with "text"
+says just that; with "last_words" says that on its output, and ends.
 """
 
 from __future__ import annotations
@@ -41,8 +42,18 @@ def read_plan() -> object:
 PLAN = read_plan()
 
 
+def is_planned(path: str, how: str) -> bool:
+    return isinstance(PLAN, dict) and PLAN["path"] == path and how in PLAN
+
+
+def end_if_planned(path: str) -> None:
+    if is_planned(path, "last_words"):
+        print(PLAN["last_words"], flush=True)  # noqa: T201
+        os._exit(7)
+
+
 def refusal(path: str) -> dict | None:
-    if isinstance(PLAN, dict) and PLAN["path"] == path and PLAN.get("times", 1) > 0:
+    if is_planned(path, "code") and PLAN.get("times", 1) > 0:
         if "times" in PLAN:
             PLAN["times"] -= 1
         return {"error": {"message": f"{path} is out of order", "type": "server_error", "code": PLAN["code"]}}
@@ -51,10 +62,14 @@ def refusal(path: str) -> dict | None:
 
 async def control(request: web.Request) -> web.Response:
     note("calls.jsonl", [os.getpid(), request.path])
+    end_if_planned(request.path)
+    if is_planned(request.path, "text"):
+        return web.Response(text=PLAN["text"], content_type="text/html")
     return web.json_response(refusal(request.path) or {"checksum": "float32-7"})
 
 
 async def connect(request: web.Request) -> web.WebSocketResponse:
+    end_if_planned(request.path)
     socket = web.WebSocketResponse()
     await socket.prepare(request)
     async for message in socket:
@@ -68,6 +83,9 @@ async def connect(request: web.Request) -> web.WebSocketResponse:
 async def answer(socket: web.WebSocketResponse, number: int, num_given: int) -> None:
     if PLAN == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if is_planned("requests", "text"):
+        await socket.send_str(PLAN["text"])
+        return
     token = {"tokens": [num_given], "logprobs": [-0.5], "versions": [0]}
     last = {} if PLAN == "half" else {"stop_reason": "length"}
     await socket.send_str(json.dumps([{"id": number, **(refusal("requests") or {**token, **last})}]))

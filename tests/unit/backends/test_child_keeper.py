@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from headwater.backends.served import child_server
+from headwater.backends.served import child_keeper, child_server
 from headwater.backends.served.child_keeper import MAX_RESTARTS, ChildKeeper
 from headwater.backends.served.engine import ServedEngine
 from headwater.core.errors import MemoryRefused, RolloutFailed
@@ -170,6 +172,24 @@ def test_a_watch_that_fails_itself_is_told_too(scene_of):
         assert_all_failed(scene.generate(2), "watching over the engine's process failed: RuntimeError: no such session")
 
 
+WORDS = "no space left on /dev/shm"
+
+
+@pytest.mark.parametrize("path", ["/control/version", "/headwater/connect"])
+def test_a_process_that_ends_before_it_takes_over_has_its_last_words(scene_of, path, caplog):
+    scene = scene_of("die", {"path": path, "last_words": WORDS})
+    scene.engine.set_version(4)
+    assert_all_failed(scene.generate(), "take over: ConnectionLost: ", "ended with exit status 7; it said:\n", WORDS)
+    warnings = [each.getMessage() for each in caplog.records if "could not take over" in each.getMessage()]
+    assert warnings
+    assert all(f"; its last line: {WORDS};" in each for each in warnings)
+
+
+def test_a_first_process_that_ends_before_it_is_connected_has_its_last_words(scene_of):
+    with pytest.raises(RolloutFailed, match=rf"ended with exit status 7; it said:\n(.|\n)*{WORDS}"):
+        scene_of({"path": "/headwater/connect", "last_words": WORDS})
+
+
 # A process that lives and whose engine does not
 
 
@@ -230,3 +250,51 @@ def test_a_refused_wake_is_told_and_a_later_one_works_in_the_same_process(scene_
     assert not scene.engine._keeper.state.asleep
     assert (scene.engine.num_restarts, len(scene.children())) == (0, 1)
     assert isinstance(scene.generate()[0], ModelResponse)
+
+
+# A process that is well and cannot be reached or understood
+
+
+@contextmanager
+def no_file_can_be_opened() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_call_that_cannot_be_made_is_given_up_while_the_process_lives(scene_of, monkeypatch):
+    monkeypatch.setattr(child_keeper, "_DEATH_S", 0.5)
+    scene = scene_of("serve")
+    with no_file_can_be_opened(), pytest.raises(RolloutFailed) as caught:
+        scene.engine.pause()
+    assert f"process {scene.engine.pid} lives, but cannot be reached: POST /control/pause: " in str(caught.value)
+    assert "Too many open files" in str(caught.value)
+    scene.engine.pause()
+    assert scene.engine.num_restarts == 0
+
+
+@pytest.mark.parametrize("text", ["<html>Bad gateway</html>", "[1, 2]", ""])
+def test_a_reply_that_is_no_json_object_is_told_at_once(scene_of, text):
+    scene = scene_of({"path": "/control/checksum", "text": text})
+    with pytest.raises(
+        RolloutFailed, match=r"GET /control/checksum: the reply of status 200 is no JSON object: "
+    ) as caught:
+        scene.engine.weights_checksum()
+    assert repr(text) in str(caught.value)
+    assert len(scene.children_asked("/control/checksum")) == 1
+    assert scene.engine.num_restarts == 0
+
+
+@pytest.mark.parametrize("text", ['[{"id": 0, "tok', '[{"tokens": [3]}]', "7"])
+def test_a_message_that_cannot_be_read_is_what_the_process_ended_for(scene_of, text, caplog, monkeypatch):
+    monkeypatch.setattr(child_keeper, "_DEATH_S", 2 * LIMIT_S)  # it would not end, so it is not waited for
+    scene = scene_of({"path": "requests", "text": text}, "serve")
+    assert isinstance(scene.generate()[0], ModelResponse)
+    [warning] = [each.getMessage() for each in caplog.records if "is started again" in each.getMessage()]
+    assert "killed by SIGKILL, after it had sent what could not be taken (UnreadableMessage: " in warning
+    assert f"the message: {text})" in warning

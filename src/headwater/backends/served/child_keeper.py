@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ MAX_RESTARTS = 3
 _LOST_S = 0.1
 """Until the end of a process is noticed, after its connections broke."""
 _DEATH_S = 5.0
-"""How long a process that has closed its connection may take to end by itself."""
+"""How long a process that has closed a connection may take to end by itself."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,11 @@ class ChildKeeper:
 
     async def start(self) -> None:
         """Answers when the first child serves, and raises if it does not come to that: only later ones are retried."""
-        await self._begin()
+        try:
+            await self._begin()
+        except ConnectionLost as error:
+            death = await self._end_of_start(error)
+            raise RolloutFailed(f"the engine's {death.in_full()}") from error
         self._watch = asyncio.create_task(self._keep_watch())
 
     async def end(self) -> None:
@@ -104,15 +109,23 @@ class ChildKeeper:
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """A call to whichever child serves. Any of them may be repeated: one that a death cut short is made again."""
+        num_lost, lost_by = 0, None
         while True:
             await self._settled.wait()
             if self._failure is not None:
                 raise self._failure
-            assert self._client is not None, "it serves"
+            client = self._client
+            assert client is not None, "it serves"
             try:
-                return await self._client.call(path, body)
-            except ConnectionLost:
+                return await client.call(path, body)
+            except ConnectionLost as error:
+                num_lost, lost_by = (num_lost + 1 if client is lost_by else 1), client
                 await asyncio.sleep(_LOST_S)
+                # Attempts are counted, and not the time: one of them may have been a call that took long.
+                if num_lost * _LOST_S > _DEATH_S and self.is_settled and client is self._client:
+                    raise RolloutFailed(
+                        f"the engine's process {self.pid} lives, but cannot be reached: {error}; {num_lost} attempts"
+                    ) from error
             except EngineFailed as error:  # the process lives, and cannot do anything any more
                 self._kill_child(f"{path}: {error}")
                 await asyncio.sleep(_LOST_S)
@@ -164,8 +177,19 @@ class ChildKeeper:
                     await self._begin()
                     break
                 except Exception as error:  # noqa: BLE001  also what the system says when it has no process to give
-                    death = _Death(f"new process could not take over: {type(error).__name__}: {error}")
-                    await self._end_child()
+                    death = await self._end_of_start(error)
+
+    async def _end_of_start(self, error: Exception) -> _Death:
+        """End a child that did not come to serve; says why, in its own words too."""
+        how = f"new process could not take over: {type(error).__name__}: {error}"
+        if (child := self._child) is None:
+            return _Death(how)  # the error has its last words, if there was one
+        if isinstance(error, ConnectionLost):  # most likely it is about to end, and to say why
+            with suppress(TimeoutError):
+                how += f"; {await asyncio.wait_for(child.wait(), _DEATH_S)}"
+        death = _Death(how, child.last_lines)  # before we end it: what it says of that is beside the point
+        await self._end_child()
+        return death
 
     async def _until_lost(self) -> _Death:
         """Wait for the end of the child or of its connection; says what happened."""
@@ -178,8 +202,10 @@ class ChildKeeper:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self._settled.clear()
             self.requests.link = None
-            if reading.done() and (error := reading.exception()) is not None:
-                logger.error("what the engine's process sent could not be taken", exc_info=error)
+            unread = reading.exception() if reading.done() else None
+            if unread is not None:
+                logger.error("what the engine's process sent could not be taken", exc_info=unread)
+                child.kill()  # we have closed the connection, and it would not end by itself
             try:
                 how = await asyncio.wait_for(child.wait(), _DEATH_S)
             except TimeoutError:
@@ -190,6 +216,8 @@ class ChildKeeper:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         await self._end_child()
+        if unread is not None:
+            how += f", after it had sent what could not be taken ({type(unread).__name__}: {unread})"
         if self._why_killed:
             how += f", because its engine had failed ({self._why_killed})"
         return _Death(how, child.last_lines)

@@ -27,10 +27,15 @@ _KINDS: dict[str, type[HeadwaterError]] = {
 }
 ENGINE_FAILED = "engine_unavailable"
 """The code of a server that answers although its engine never will again."""
+_NUM_CHARACTERS_SHOWN = 200
 
 
 class ConnectionLost(Exception):
     """The server is gone, or about to be."""
+
+
+class UnreadableMessage(Exception):
+    """Something came over the connection for requests that no server of ours says."""
 
 
 class EngineFailed(RolloutFailed):
@@ -62,9 +67,10 @@ class ServerClient:
         method = "GET" if body is None else "POST"
         try:
             async with self._session.request(method, path, json=body) as reply:
-                answer: dict[str, Any] = await reply.json()
+                status, text = reply.status, await reply.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionLost(f"{method} {path}: {error}") from error
+            raise ConnectionLost(f"{method} {path}: {type(error).__name__}: {error}") from error
+        answer = _read_object(text, f"{method} {path}: the reply of status {status}")
         if "error" in answer:
             if answer["error"]["code"] == ENGINE_FAILED:
                 raise EngineFailed(answer["error"]["message"])
@@ -103,12 +109,22 @@ class RequestLink:
         sender = asyncio.create_task(self._send())
         try:
             async for message in self._socket:
-                if message.type is aiohttp.WSMsgType.TEXT:
-                    for line in json.loads(message.data):
-                        self._on_line(line)
+                self._take(message)
         finally:
             sender.cancel()
             await self._socket.close()
+
+    def _take(self, message: aiohttp.WSMessage) -> None:
+        if isinstance(message.data, aiohttp.WebSocketError):  # bytes that make no message
+            raise UnreadableMessage(str(message.data)) from message.data
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            return
+        try:
+            for line in json.loads(message.data):
+                self._on_line(line)
+        except (ValueError, TypeError, LookupError) as error:
+            shown = message.data[:_NUM_CHARACTERS_SHOWN]
+            raise UnreadableMessage(f"{type(error).__name__}: {error}; the message: {shown}") from error
 
     async def _send(self) -> None:
         try:
@@ -116,3 +132,14 @@ class RequestLink:
                 await self._socket.send_str(json.dumps(await self._outbox.get()))
         except (ConnectionError, aiohttp.ClientError):
             await self._socket.close()  # ends the reading too
+
+
+def _read_object(text: bytes, what: str) -> dict[str, Any]:
+    try:
+        read = json.loads(text)
+    except ValueError:
+        read = None
+    if isinstance(read, dict):
+        return read
+    shown = text[:_NUM_CHARACTERS_SHOWN].decode(errors="replace")
+    raise RolloutFailed(f"{what} is no JSON object: {shown!r}; no server of ours says that: please report it")
