@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headwater.algorithms.corrections import MAX_LOG_RATIO, Level, ratios
+from headwater.algorithms.corrections import Level, ratios
+from headwater.algorithms.log_ratio import bounded
 from headwater.algorithms.masked import keep, masked_mean
 from headwater.algorithms.ratio_histogram import PERCENTILES
 from headwater.algorithms.weights import effective_sample_size
@@ -24,8 +25,8 @@ def offpolicy_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tens
     log_ratio = old_logprobs - rollout_logprobs
     training, rollout = (-masked_mean(each, mask, dim=-1) for each in (old_logprobs, rollout_logprobs))
     gap = training - rollout
-    sequence_ratio = log_ratio.sum(dim=-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    token_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    sequence_ratio = bounded(log_ratio.sum(dim=-1))
+    token_ratio = bounded(log_ratio)
     metrics = {
         "training_ppl": training.exp().mean(),
         "training_log_ppl": training.mean(),
@@ -81,7 +82,7 @@ def weight_metrics(
 
 def ratio_percentiles(log_ratio: Tensor, mask: Tensor, percentiles: Sequence[int] = PERCENTILES) -> dict[str, float]:
     """The importance ratio below which so many per cent of the kept tokens lie."""
-    ratio = log_ratio[mask != 0].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().float()
+    ratio = bounded(log_ratio[mask != 0]).exp().float()
     if ratio.numel() == 0:
         return {}
     ordered = ratio.sort().values

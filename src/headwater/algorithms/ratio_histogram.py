@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from headwater.algorithms.corrections import MAX_LOG_RATIO
+from headwater.algorithms.log_ratio import MAX_LOG_RATIO, bounded
 
 PERCENTILES = (1, 10, 50, 90, 99)
 
@@ -26,8 +26,8 @@ NUM_BINS = 2 * _REACH + 1
 def count_ratios(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """``[NUM_BINS]``: how many kept tokens have their log ratio in each bin. One that is NaN is in none."""
     counted = (mask != 0) & ~log_ratio.isnan()
-    bounded = log_ratio.detach().masked_fill(~counted, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    bins = ((bounded / _FINE).asinh() / _STEP).round().long() + _REACH
+    kept = bounded(log_ratio.detach().masked_fill(~counted, 0.0))
+    bins = ((kept / _FINE).asinh() / _STEP).round().long() + _REACH
     counts = torch.zeros(NUM_BINS, dtype=torch.float64, device=log_ratio.device)
     # Not bincount, which waits for the device to learn how many bins there are.
     return counts.index_add_(0, bins.flatten(), counted.flatten().double())

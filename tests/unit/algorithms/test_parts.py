@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from headwater.algorithms import log_ratio
 from headwater.algorithms.aggregate import StepTotals, aggregate
 from headwater.algorithms.columns import require
 from headwater.algorithms.corrections import CorrectionInputs, combine
@@ -17,7 +18,7 @@ from headwater.algorithms.corrections.truncate import truncate
 from headwater.algorithms.diagnostics import ratio_percentiles, staleness_histogram
 from headwater.algorithms.kl.penalty import kl_penalty
 from headwater.algorithms.masked import masked_sum, masked_var, whiten
-from headwater.algorithms.policy_losses import PolicyLossInputs
+from headwater.algorithms.policy_losses import PolicyLossInputs, log_ratios
 from headwater.algorithms.policy_losses.clip_cov import clip_cov
 from headwater.algorithms.policy_losses.decoupled import decoupled
 from headwater.algorithms.policy_losses.geo_mean import geo_mean
@@ -54,6 +55,21 @@ def test_an_unknown_aggregation_is_named():
 def test_an_unknown_kl_estimator_is_named():
     with pytest.raises(UnknownName, match="k3"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "full")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (lambda far: log_ratios(PolicyLossInputs(far, *torch.zeros(2, 1, 1), torch.ones(1, 1))), 1.0),
+        (lambda far: truncate(ratios(far.exp().item()), upper=torch.inf).weights.log(), 1.0),
+        (lambda far: reject(ratios(far.exp().item()), upper=torch.inf, weighted=True).weights.log(), 1.0),
+        (lambda far: kl_penalty(torch.zeros(1, 1), far, "k3"), math.e - 2),
+    ],
+)
+def test_log_ratios_have_one_bound_everywhere(found, expected, monkeypatch):
+    """Of a log ratio of 2 a bound of 1 leaves 1; k3 of that is e - 2."""
+    monkeypatch.setattr(log_ratio, "MAX_LOG_RATIO", 1.0)
+    assert found(torch.full((1, 1), 2.0)).item() == pytest.approx(expected)
 
 
 def test_bounds_are_on_train_over_rollout_and_inclusive():

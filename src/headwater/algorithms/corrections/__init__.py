@@ -16,12 +16,11 @@ from typing import Literal
 from torch import Tensor
 
 from headwater.algorithms.columns import check_shapes
+from headwater.algorithms.log_ratio import bounded
 from headwater.algorithms.masked import keep
 from headwater.core.registry import Registry
 
 CORRECTIONS = Registry("correction", "headwater.algorithms.corrections")
-
-MAX_LOG_RATIO = 20.0
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -62,7 +61,7 @@ def ratios(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
     elif level == "geometric":
         means = log_ratio.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
         log_ratio = means.expand_as(mask)
-    return keep(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), mask)
+    return keep(bounded(log_ratio).exp(), mask)
 
 
 def combine(corrections: Mapping[str, Correction]) -> Correction:

@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwater.algorithms.corrections import CORRECTIONS, MAX_LOG_RATIO, Correction, CorrectionInputs, ratios
+from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, ratios
+from headwater.algorithms.log_ratio import bounded
 from headwater.algorithms.masked import keep
 
 Metric = Literal["ratio", "k1", "k2", "k3", "k3_reverse"]
@@ -32,7 +33,7 @@ def reject(
     mean or maximum of its tokens'; of ``ratio`` it is taken in logs, so a mean is the geometric one. Weights are 1, or
     with ``weighted`` the ratio: the geometric mean where sequences are judged by their ratio, else each token's own.
     """
-    log_ratio = inputs.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = bounded(inputs.log_ratio)
     measured = log_ratio if metric == "ratio" else _measure(log_ratio, metric)
     if level == "sequence":
         measured = _reduce(measured, inputs.mask, reduction)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from headwater.algorithms.log_ratio import bounded
 from headwater.core.errors import UnknownName
 from headwater.core.registry import nearest
 
 KINDS = ("k1", "abs", "k2", "k3")
 """Each also with a ``+``: that estimator's value with the gradient of k2."""
 
-_MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
 
 
@@ -31,7 +31,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     if kind == "k2":
         return difference.square() / 2
     if kind == "k3":
-        negative = (-difference).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        negative = bounded(-difference)
         return (negative.exp() - negative - 1).clamp(-_MAX_K3, _MAX_K3)
     known = [name + plus for name in KINDS for plus in ("", "+")]
     raise UnknownName(f"unknown KL estimator {kind!r}; {nearest(kind, known)}")

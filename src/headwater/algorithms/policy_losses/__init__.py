@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.columns import check_shapes
+from headwater.algorithms.log_ratio import bounded
 from headwater.algorithms.masked import keep, masked_mean
 from headwater.core.registry import Registry
 
 POLICY_LOSSES = Registry("policy loss", "headwater.algorithms.policy_losses")
-
-MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to this size before the exponential, so that one wild token cannot overflow."""
 
 _SMALLEST_WEIGHT = 1e-10
 """Added before the logarithm, as verl does, so that a weight of 0 among others is not minus infinity."""
@@ -78,7 +76,7 @@ class PolicyLoss:
 
 
 def log_ratios(inputs: PolicyLossInputs) -> Tensor:
-    return (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return bounded(inputs.logprobs - inputs.old_logprobs)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -91,5 +89,5 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 def dual_clip_bound(losses: Tensor, advantages: Tensor, bound: float) -> tuple[Tensor, Tensor]:
     """At most ``-A·bound`` where ``A < 0``, and where that decided: one runaway ratio must not own the batch."""
     limit = -advantages * bound
-    bounded = (advantages < 0) & (losses > limit)
-    return torch.where(advantages < 0, torch.minimum(losses, limit), losses), bounded.to(losses.dtype)
+    decided = (advantages < 0) & (losses > limit)
+    return torch.where(advantages < 0, torch.minimum(losses, limit), losses), decided.to(losses.dtype)
