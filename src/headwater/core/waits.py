@@ -30,6 +30,12 @@ from headwater.core.errors import WaitTimeout
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+ENGINE_START_LIMIT_S = 1800.0
+"""Until an engine's process serves. Loading a large model from a slow disk takes its time."""
+ENGINE_CALL_LIMIT_S = ENGINE_START_LIMIT_S + 3 * 600.0
+"""Until an engine has done what it was asked for, whoever waits. Its process may die at the end of a call, another start,
+take the newest weights and be called again; the engine's own limit is ten minutes for each of these calls."""
+
 _LOOK_S = 1.0
 """Longest time a thread waits in one go: some systems deliver Ctrl-C only between two waits."""
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 import tiny
@@ -13,11 +16,14 @@ from headwater.backends.hf import HfEngine
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import WeightsError
 from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, open_waits
 from headwater.engine.engine import Engine
 from headwater.models.checksum import checksum
 from headwater.models.load import load_model
 from headwater.observe.spans import Spans
 from headwater.weights.publish import publish
+
+LIMIT_S = 60.0
 
 
 class Learner:
@@ -85,3 +91,32 @@ def test_weights_that_changed_on_the_way_are_noticed(make):
             publish(learner, engine, 4)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected_s"),
+    [({}, ENGINE_CALL_LIMIT_S), ({"limit_s": 1.0}, ENGINE_CALL_LIMIT_S), ({"limit_s": 1e6}, 1e6)],
+)
+def test_the_engine_may_take_as_long_as_a_new_process_does(limits, expected_s):
+    assert ENGINE_CALL_LIMIT_S > ENGINE_START_LIMIT_S
+    engine, seen = embedded("float32"), []
+    take = engine.update_weights
+
+    def take_slowly(update):
+        taken, late = take(update), Future()
+
+        def look_then_finish():
+            deadline = time.monotonic() + LIMIT_S
+            while not seen and time.monotonic() < deadline:
+                seen.extend(each.hard_limit_s for each in open_waits() if each.kind == "weights")
+            late.set_result(taken.result(LIMIT_S))
+
+        threading.Thread(target=look_then_finish, daemon=True).start()
+        return late
+
+    engine.update_weights = take_slowly
+    try:
+        publish(Learner(1), engine, 3, **limits)
+    finally:
+        engine.close()
+    assert seen == [expected_s]

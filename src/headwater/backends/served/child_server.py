@@ -10,12 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from headwater.core.errors import RolloutFailed
-from headwater.core.waits import named_wait
+from headwater.core.waits import ENGINE_START_LIMIT_S, named_wait
 from headwater.engine.server.options import KEY_VARIABLE
 
 SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
-_START_LIMIT_S = 1800.0
-"""Loading a large model from a slow disk takes its time; the wait says every half minute how far it is."""
 _STOP_LIMIT_S = 15.0
 _LAST_WORDS_S = 1.0
 """How long its output is read after it has ended; a process that it left behind may keep the pipe open for ever."""
@@ -53,7 +51,7 @@ class ChildServer:
         child = cls(process, model)
         try:
             await named_wait(
-                child._until_ready(), child._describe_start, hard_limit_s=_START_LIMIT_S, kind="engine_start"
+                child._until_ready(), child._describe_start, hard_limit_s=ENGINE_START_LIMIT_S, kind="engine_start"
             )
         except BaseException:
             await child.stop()

@@ -33,7 +33,7 @@ from headwater.config.schema import Dtype, EngineConfig, UpdateMode, WeightTrans
 from headwater.core.errors import HeadwaterError, RolloutFailed
 from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse
-from headwater.core.waits import wait_for_future
+from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
 from headwater.engine.kv_cache import SHARED_FRACTION
 from headwater.observe.spans import Spans
@@ -44,9 +44,8 @@ from headwater.weights.shared_memory import SharedWeights
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_START_LIMIT_S = 1860.0
-_CALL_LIMIT_S = 3600.0
-"""Longer than the server's own limits and a restart or two."""
+_START_LIMIT_S = ENGINE_START_LIMIT_S + 60.0
+"""The process's own limit is reached first, and says more."""
 _THREAD_END_S = 5.0
 
 
@@ -181,7 +180,8 @@ class ServedEngine:
             ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         atexit.unregister(self.close)
         try:
-            wait_for_future(ended, lambda: "the engine's process ends", kind="engine_call", hard_limit_s=_CALL_LIMIT_S)
+            what = "the engine's process ends"
+            wait_for_future(ended, lambda: what, kind="engine_call", hard_limit_s=ENGINE_CALL_LIMIT_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_THREAD_END_S)
@@ -191,7 +191,7 @@ class ServedEngine:
     def _ask(self, path: str) -> dict[str, Any]:
         return self._do(self._keeper.call(path), f"the engine's process answers {path}")
 
-    def _do(self, work: Coroutine[Any, Any, T], what: str, limit_s: float = _CALL_LIMIT_S) -> T:
+    def _do(self, work: Coroutine[Any, Any, T], what: str, limit_s: float = ENGINE_CALL_LIMIT_S) -> T:
         """Have the thread do something, and wait for it."""
         with self._closing:
             if self._is_closed:
