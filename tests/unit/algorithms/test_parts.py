@@ -136,6 +136,20 @@ def test_removed_tokens_do_not_make_the_others_count_more():
     assert aggregate(loss.token_losses, inputs.mask, "token-mean", StepTotals.of(inputs.mask)) == pytest.approx(-5 / 6)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rejected_tokens_are_not_clipped_ones_and_show_their_ratio(level):
+    """The policy halved every probability; the first row's tokens are rejected, and of the second row none is clipped."""
+    halved = torch.full((2, 3), math.log(0.5))
+    behaviour = torch.tensor([[-10.0] * 3, [0.0] * 3])
+    inputs = loss_inputs(logprobs=halved, advantages=torch.full((2, 3), -1.0), rollout_logprobs=behaviour)
+    shown = decoupled(inputs, ratio_level=level, clip_low=0.6, dual_clip=0.3, upper=5.0).diagnostics
+    assert shown["rejected_fraction"].tolist() == [[1.0] * 3, [0.0] * 3]
+    assert not shown["clip_fraction"].any()
+    assert shown["dual_clip_fraction"].tolist() == [[0.0] * 3, [1.0] * 3]
+    assert shown["ratio"].tolist() == [[pytest.approx(0.5)] * 3] * 2
+    assert shown["approx_kl"].tolist() == [[pytest.approx(math.log(2.0))] * 3] * 2
+
+
 def test_clamping_by_another_metric_is_refused():
     with pytest.raises(ConfigError, match="clamps the weight itself"):
         decoupled(loss_inputs(rollout_logprobs=torch.zeros(2, 3)), weight="clamp", metric="k3")

@@ -55,13 +55,17 @@ def decoupled(
         correction = _weigh(given, weight, weight_level, metric, reduction, lower, upper)
     mask = inputs.mask if correction is None else correction.mask
     log_ratio, advantages = log_ratios(inputs), inputs.advantages
+    moved = log_ratio.detach()
     if ratio_level == "sequence":
         log_ratio, advantages = row_mean(log_ratio, mask), row_mean(advantages, mask)
-    ratio = keep(log_ratio.exp(), mask)
-    losses, clipped = clipped_surrogate(ratio, advantages, clip_low, clip_high)
-    diagnostics = {"approx_kl": -log_ratio.detach(), "ratio": ratio.detach(), "clip_fraction": clipped}
+        # A rejected token has no part in its sequence's ratio, and is shown with the ratio it would have had.
+        moved = log_ratio.detach().where(mask != 0, row_mean(moved, inputs.mask))
+    losses, clipped = clipped_surrogate(keep(log_ratio.exp(), mask), advantages, clip_low, clip_high)
+    # A rejected token enters as ratio 0, outside every clip, but it was not the clip that took it out.
+    diagnostics = {"approx_kl": -moved, "ratio": moved.exp(), "clip_fraction": keep(clipped, mask)}
     if dual_clip is not None:
-        losses, diagnostics["dual_clip_fraction"] = dual_clip_bound(losses, advantages, dual_clip)
+        losses, bounded = dual_clip_bound(losses, advantages, dual_clip)
+        diagnostics["dual_clip_fraction"] = keep(bounded, mask)
     if correction is None:
         return PolicyLoss(losses, diagnostics)
     diagnostics |= {"behaviour_weight": correction.weights, **correction.diagnostics}
