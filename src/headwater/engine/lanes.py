@@ -20,7 +20,7 @@ _PILE = 64
 """Tokens of a lane that are worth handing over before it ends: few, for what is left holds a weight update up."""
 
 _AS_TUPLE = attrgetter(*(field.name for field in fields(SamplingNeeds)))
-"""The needs in the order of their fields. ``dataclasses.astuple`` takes fifty times as long, for every sequence."""
+"""The needs in the order of their fields. ``dataclasses.astuple`` takes tens of times as long, for every sequence."""
 
 
 class Lanes:
