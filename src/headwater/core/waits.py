@@ -1,7 +1,9 @@
 """Waiting with a name and two limits: one at which the wait speaks, one at which it ends.
 
-Every wait that may block for long goes through here, so that a run that stands still says what it stands at. While a
-wait lasts it is on a board that other threads can read:
+A run's threads wait for one another through here whenever that may take longer than half a minute, so that a run that
+stands still says what it stands at. Two waits are not of this kind: what an episode waits for has the episode's limits,
+and ``Engine.generate``, which no run calls, looks whether the engine makes progress. While a wait lasts it is on a
+board that other threads can read:
 
     group = wait_until(condition, take_group, describe, kind="batch", hard_limit_s=1800)
     ...
@@ -33,8 +35,8 @@ T = TypeVar("T")
 ENGINE_START_LIMIT_S = 1800.0
 """Until an engine's process serves. Loading a large model from a slow disk takes its time."""
 ENGINE_CALL_LIMIT_S = ENGINE_START_LIMIT_S + 3 * 600.0
-"""Until an engine has done what it was asked for, whoever waits. Its process may die at the end of a call, another start,
-take the newest weights and be called again; the engine's own limit is ten minutes for each of these calls."""
+"""Until an engine has done what it was asked for, whoever waits. Its process may die at the end of a call, another may
+start, take the newest weights and be called again; the engine's own limit is ten minutes for each of these calls."""
 
 _LOOK_S = 1.0
 """Longest time a thread waits in one go: some systems deliver Ctrl-C only between two waits."""

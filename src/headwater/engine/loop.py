@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.core.errors import RolloutFailed, WaitTimeout
+from headwater.core.errors import RolloutFailed
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import StopReason
+from headwater.core.waits import wait_for_future
 from headwater.engine.command import Command
 from headwater.engine.metrics import Throughput
 from headwater.engine.plans import NeedsRoom
@@ -79,6 +80,7 @@ class EngineLoop:
         self._wakeup = threading.Condition()
         self._closing = False
         self._failure: Exception | None = None
+        self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="headwater-engine", daemon=True)
         self._thread.start()
 
@@ -123,12 +125,9 @@ class EngineLoop:
             self._is_called = True
             self._closing = True
             self._wakeup.notify()
-        self._thread.join(_CLOSE_LIMIT_S)
-        if self._thread.is_alive():
-            raise WaitTimeout(
-                f"gave up after {_CLOSE_LIMIT_S:.0f} s: closing the engine waits for its thread, which does not end; "
-                "the device may hang: end the process"
-            )
+        what = "closing the engine waits for its thread; if that does not end, the device may hang: end the process"
+        wait_for_future(self._ended, lambda: what, kind="engine_call", hard_limit_s=_CLOSE_LIMIT_S)
+        self._thread.join()
 
     def _post(self, items: Iterable[Sequence | Command], *, calls: bool = False) -> None:
         with self._wakeup:
@@ -151,6 +150,8 @@ class EngineLoop:
                     self._round()
         except Exception as error:  # noqa: BLE001  whatever went wrong belongs to the requests that wait
             self._fail(error)
+        finally:
+            self._ended.set_result(None)
 
     def _wait_for_work(self) -> bool:
         with self._wakeup:

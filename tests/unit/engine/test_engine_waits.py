@@ -10,6 +10,7 @@ import pytest
 from engine.engine_parts import LIMIT_S, assert_nothing_is_held, request, run, running, stepped, tokens_of
 
 from headwater.core.errors import RolloutFailed, WaitTimeout
+from headwater.core.waits import open_waits
 from headwater.engine import delivery, intake
 from headwater.engine.delivery import Gathering, Mailbox, wait_for
 from headwater.engine.loop import MAX_PREFILLS_PER_ROUND
@@ -207,6 +208,18 @@ def test_closing_an_engine_that_hangs_has_an_end(monkeypatch):
             engine.close()
         release.set()
         engine._loop._thread.join(LIMIT_S)
+
+
+def test_closing_an_engine_is_a_wait_that_others_can_see():
+    with running() as engine:
+        release = threading.Event()
+        engine._loop.call(lambda: release.wait(LIMIT_S))
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        until(lambda: any("closing the engine" in each.description for each in open_waits()), "the wait has no name")
+        release.set()
+        closing.join(LIMIT_S)
+        assert not engine._loop._thread.is_alive()
 
 
 def test_a_control_call_that_does_not_end_says_whether_it_has_begun(monkeypatch):
