@@ -49,10 +49,14 @@ def _check_number(experience: DataProto, num_minibatches: int) -> None:
 
 
 def mean_stats(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over optimiser steps, of each value over the steps that have it; and how many were taken or skipped."""
+    """Means over the optimiser steps taken, of each value over those that have it; and how many were taken or skipped.
+
+    What a skipped step says is mostly NaN and would hide the others. Where all were skipped, it is all there is to see.
+    """
+    taken = [step for step in steps if not step["skipped_steps"]] or steps
     means = {}
-    for name in dict.fromkeys(name for step in steps for name in step):
-        values = [step[name] for step in steps if name in step]
+    for name in dict.fromkeys(name for step in taken for name in step):
+        values = [step[name] for step in taken if name in step]
         means[name] = sum(values) / len(values)
     skipped = sum(step["skipped_steps"] for step in steps)
     return {**means, "skipped_steps": skipped, "optimizer_steps": len(steps) - skipped}
