@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from headwater.algorithms.corrections import Level, ratios
 from headwater.algorithms.log_ratio import bounded
 from headwater.algorithms.masked import keep, masked_mean
 from headwater.algorithms.ratio_histogram import PERCENTILES
-from headwater.algorithms.weights import effective_sample_size
+from headwater.algorithms.weights import effective_sample_size, weight_sums
 
 
 def offpolicy_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -45,39 +44,24 @@ def offpolicy_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tens
     return {name: float(value) for name, value in metrics.items()}
 
 
-def weight_metrics(
-    log_ratio: Tensor, weights: Tensor, mask: Tensor, *, level: Level, lower: float | None, upper: float
-) -> dict[str, float]:
-    """The importance ratios of a batch, and the ``weights`` that a correction made of them.
-
-    The fractions are of ratios before the correction. Where a sequence has one ratio, ``max`` and ``min`` are the
-    ratios' and all is counted by sequence; else they are the weights'. Without a ``lower`` bound it is ``1/upper``.
-    """
-    low = 1 / upper if lower is None else lower
-    ratio = ratios(keep(log_ratio, mask), mask, level)
-    per_sequence, raw_per_sequence = masked_mean(weights, mask, dim=-1), masked_mean(ratio, mask, dim=-1)
-    counted, shown = ratio[mask != 0], weights[mask != 0]
-    if level != "token":
-        # A sequence without tokens has ratio 1.
-        counted = shown = ratio.amax(dim=-1) + (mask == 0).all(dim=-1)
-    variance = masked_mean(weights.square(), mask) - masked_mean(weights, mask).square()
-    metrics = {
-        "max": shown.max(),
-        "min": shown.min(),
-        "mean": masked_mean(weights, mask),
-        "std": variance.clamp(min=0).sqrt(),
-        "effective_sample_size": effective_sample_size(weights, mask),
-        "fraction_high": (counted > upper).float().mean(),
-        "fraction_low": (counted < low).float().mean(),
-        "sequence_mean": per_sequence.mean(),
-        "sequence_std": per_sequence.std() if len(per_sequence) > 1 else torch.zeros(()),
-        "sequence_max": per_sequence.max(),
-        "sequence_min": per_sequence.min(),
-        "sequence_max_deviation": (per_sequence - 1).abs().max(),
-        "sequence_fraction_high": (raw_per_sequence > upper).float().mean(),
-        "sequence_fraction_low": (raw_per_sequence < low).float().mean(),
+def weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, float]:
+    """The weights that corrections made: over the kept tokens, and of the sequences' means; none of no token."""
+    count, total, squares = weight_sums(weights, mask).tolist()
+    if count == 0:
+        return {}
+    mean, shown = total / count, weights[mask != 0]
+    by_sequence = masked_mean(weights, mask, dim=-1)
+    return {
+        "effective_sample_size": effective_sample_size(count, total, squares),
+        "weight_mean": mean,
+        "weight_std": math.sqrt(max(0.0, squares / count - mean**2)),
+        "weight_max": float(shown.max()),
+        "weight_min": float(shown.min()),
+        "sequence_weight_mean": float(by_sequence.mean()),
+        "sequence_weight_std": float(by_sequence.std()) if len(by_sequence) > 1 else 0.0,
+        "sequence_weight_max": float(by_sequence.max()),
+        "sequence_weight_min": float(by_sequence.min()),
     }
-    return {name: float(value) for name, value in metrics.items()}
 
 
 def ratio_percentiles(log_ratio: Tensor, mask: Tensor, percentiles: Sequence[int] = PERCENTILES) -> dict[str, float]:

@@ -21,7 +21,15 @@ def mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
     return masked_sum(masked_mean(weights, mask, dim=-1), nonempty) / nonempty.sum().clamp(min=1)
 
 
-def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """``mean(w)² / mean(w²)``: the share of the batch that counts, 1 where all weights are equal."""
-    normalized = weights / (masked_mean(weights, mask) + EPSILON)
-    return 1 / masked_mean(normalized.square(), mask)
+def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
+    """``[3]``: how many weights the mask keeps, their sum, and that of their squares. Sums of parts add up."""
+    kept = weights.detach().double()
+    return torch.stack([(mask != 0).sum().double(), masked_sum(kept, mask), masked_sum(kept.square(), mask)])
+
+
+def effective_sample_size(count: float, total: float, squares: float) -> float:
+    """``mean(w)² / mean(w²)`` from ``weight_sums``: the share of the batch that counts.
+
+    1 where all weights are equal, however small; 0 where all are 0.
+    """
+    return total**2 / (count * squares) if squares else 0.0

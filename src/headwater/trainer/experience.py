@@ -11,14 +11,13 @@ from torch import Tensor
 
 from headwater.algorithms.advantages import AdvantageInputs, Advantages
 from headwater.algorithms.corrections import Correction, CorrectionInputs, combine
-from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram
+from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram, weight_metrics
 from headwater.algorithms.kl.controllers import KLController
 from headwater.algorithms.kl.reward import penalize_rewards
 from headwater.algorithms.masked import masked_mean
 from headwater.algorithms.normalize import normalize
 from headwater.algorithms.proximal import approximation_metrics, loglinear
 from headwater.algorithms.reward_shaping import overlong_penalty
-from headwater.algorithms.weights import effective_sample_size
 from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
@@ -162,7 +161,7 @@ class ExperienceMaker:
                 "or find out why the engine's log-probs differ (rollout_gap/* in metrics.jsonl)"
             )
         metrics["correction/kept_fraction"] = float(corrected.mask.sum() / mask.sum())
-        metrics["correction/effective_sample_size"] = float(effective_sample_size(corrected.weights, mask))
+        metrics |= {f"correction/{name}": value for name, value in weight_metrics(corrected.weights, mask).items()}
         return {"correction_weights": corrected.weights, "response_mask": corrected.mask}
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwater.algorithms.masked import masked_sum
 from headwater.algorithms.ratio_histogram import NUM_BINS, count_ratios, percentiles_of
+from headwater.algorithms.weights import effective_sample_size, weight_sums
 from headwater.training.ranks import Ranks
 
 
@@ -19,7 +20,6 @@ class StepSums:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._num_tokens = torch.zeros_like(self._loss)
         self._values: dict[str, Tensor] = {}
-        # How many tokens were weighed, the sum of their weights, and that of the squares.
         self._weights = self._loss.new_zeros(3)
         self._ratios = self._loss.new_zeros(NUM_BINS)
 
@@ -35,8 +35,7 @@ class StepSums:
 
     def add_weights(self, weights: Tensor, mask: Tensor) -> None:
         """Weights of tokens, for their effective sample size."""
-        kept = weights.detach().double()
-        self._weights += torch.stack([mask.sum().double(), masked_sum(kept, mask), masked_sum(kept.square(), mask)])
+        self._weights += weight_sums(weights, mask)
 
     def add_ratios(self, log_ratio: Tensor, mask: Tensor) -> None:
         """Log ratios of tokens, for their percentiles."""
@@ -52,11 +51,6 @@ class StepSums:
         scalars, weights, ratios = torch.split(summed, [len(scalars), len(self._weights), NUM_BINS])
         loss, num_tokens, *totals = scalars.tolist()
         means = {name: total / num_tokens for name, total in zip(names, totals, strict=True)}
-        return {"loss": loss, **means, **_effective_sample_size(*weights.tolist()), **percentiles_of(ratios)}
-
-
-def _effective_sample_size(count: float, total: float, squares: float) -> dict[str, float]:
-    """``mean(w)² / mean(w²)``: the share of the tokens that counts. Where all were given weight 0, none does."""
-    if count == 0:
-        return {}
-    return {"effective_sample_size": total**2 / (count * squares) if squares else 0.0}
+        count, total, squares = weights.tolist()
+        weighed = {"effective_sample_size": effective_sample_size(count, total, squares)} if count else {}
+        return {"loss": loss, **means, **weighed, **percentiles_of(ratios)}

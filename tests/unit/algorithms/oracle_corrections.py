@@ -7,7 +7,7 @@ from algorithms.oracle import family, tensor
 from algorithms.oracle_losses import bounds, importance, rejection
 
 from headwater.algorithms.aggregate import StepTotals, aggregate
-from headwater.algorithms.corrections import CorrectionInputs
+from headwater.algorithms.corrections import CorrectionInputs, ratios
 from headwater.algorithms.corrections.m2po import m2po
 from headwater.algorithms.corrections.reject import reject
 from headwater.algorithms.corrections.truncate import truncate
@@ -30,21 +30,37 @@ def as_rollout(inputs) -> CorrectionInputs:
 
 
 VERL_METRICS = {
-    "max": "max",
-    "min": "min",
-    "mean": "mean",
-    "std": "std",
     "effective_sample_size": "eff_sample_size",
-    "fraction_high": "ratio_fraction_high",
-    "fraction_low": "ratio_fraction_low",
-    "sequence_mean": "seq_mean",
-    "sequence_std": "seq_std",
-    "sequence_max": "seq_max",
-    "sequence_min": "seq_min",
-    "sequence_max_deviation": "seq_max_deviation",
-    "sequence_fraction_high": "seq_fraction_high",
-    "sequence_fraction_low": "seq_fraction_low",
+    "weight_max": "max",
+    "weight_min": "min",
+    "weight_mean": "mean",
+    "weight_std": "std",
+    "sequence_weight_mean": "seq_mean",
+    "sequence_weight_std": "seq_std",
+    "sequence_weight_max": "seq_max",
+    "sequence_weight_min": "seq_min",
 }
+
+
+def verl_ratio_metrics(given: CorrectionInputs, level, lower: float | None, upper: float) -> dict[str, torch.Tensor]:
+    """What verl tells of the ratios before they are bounded; our runs have ``rollout_gap/*`` for that.
+
+    Where a sequence has one ratio, its ``max`` and ``min`` are of these, and one without tokens has ratio 1.
+    """
+    low, mask = 1 / upper if lower is None else lower, given.mask
+    ratio = ratios(given.log_ratio, mask, level)
+    by_sequence = masked_mean(ratio, mask, dim=-1)
+    counted = ratio[mask != 0]
+    extremes = {}
+    if level != "token":
+        counted = ratio.amax(dim=-1) + (mask == 0).all(dim=-1)
+        extremes = {"max": counted.max(), "min": counted.min()}
+    return extremes | {
+        "ratio_fraction_high": (counted > upper).float().mean(),
+        "ratio_fraction_low": (counted < low).float().mean(),
+        "seq_fraction_high": (by_sequence > upper).float().mean(),
+        "seq_fraction_low": (by_sequence < low).float().mean(),
+    }
 
 
 @family("verl_rollout_is_weights")
@@ -52,8 +68,10 @@ def run_importance_weights(args, inputs):
     given, level = as_rollout(inputs), args["rollout_is"]
     lower, upper = bounds(args["rollout_is_threshold"])
     plain = importance(given, level, args["rollout_is_threshold"], normalize=False)
-    measured = weight_metrics(given.log_ratio, plain.weights, given.mask, level=level, lower=lower, upper=upper)
-    metrics = {f"rollout_is_{VERL_METRICS[name]}": value for name, value in measured.items()}
+    measured = {VERL_METRICS[name]: value for name, value in weight_metrics(plain.weights, given.mask).items()}
+    measured["seq_max_deviation"] = max(measured["seq_max"] - 1, 1 - measured["seq_min"])
+    measured |= verl_ratio_metrics(given, level, lower, upper)
+    metrics = {f"rollout_is_{name}": value for name, value in measured.items()}
     if lower is not None:
         metrics["rollout_is_oob_ratio"] = masked_mean(plain.diagnostics["outside_fraction"], given.mask)
     if args["rollout_is_batch_normalize"]:

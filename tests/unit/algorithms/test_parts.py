@@ -15,7 +15,7 @@ from headwater.algorithms.corrections.icepop import icepop
 from headwater.algorithms.corrections.m2po import m2po
 from headwater.algorithms.corrections.reject import reject
 from headwater.algorithms.corrections.truncate import truncate
-from headwater.algorithms.diagnostics import ratio_percentiles, staleness_histogram
+from headwater.algorithms.diagnostics import ratio_percentiles, staleness_histogram, weight_metrics
 from headwater.algorithms.kl.penalty import kl_penalty
 from headwater.algorithms.masked import masked_sum, masked_var, whiten
 from headwater.algorithms.policy_losses import PolicyLossInputs, log_ratios
@@ -138,7 +138,7 @@ def test_removed_tokens_do_not_make_the_others_count_more():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_rejected_tokens_are_not_clipped_ones_and_show_their_ratio(level):
-    """The policy halved every probability; the first row's tokens are rejected, and of the second row none is clipped."""
+    """The policy halved every probability. The first row is rejected; of the second none is clipped."""
     halved = torch.full((2, 3), math.log(0.5))
     behaviour = torch.tensor([[-10.0] * 3, [0.0] * 3])
     inputs = loss_inputs(logprobs=halved, advantages=torch.full((2, 3), -1.0), rollout_logprobs=behaviour)
@@ -195,6 +195,19 @@ def test_the_entropy_of_a_forced_token_is_zero():
 def test_staleness_counts_trained_tokens_only():
     versions, mask = torch.tensor([[3, 2, -1, 2]]), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     assert staleness_histogram(versions, mask, 4) == {1: 1, 2: 1}
+
+
+def test_weights_are_told_by_token_and_by_sequence():
+    """Weights 1, 3 and 2, of rows with means 2 and 2; the masked one counts nowhere."""
+    weights, mask = torch.tensor([[1.0, 3.0], [2.0, 9.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    assert weight_metrics(weights, mask) == pytest.approx(
+        {
+            "effective_sample_size": 6 / 7, "weight_mean": 2.0, "weight_std": math.sqrt(2 / 3), "weight_max": 3.0,
+            "weight_min": 1.0, "sequence_weight_mean": 2.0, "sequence_weight_std": 0.0, "sequence_weight_max": 2.0,
+            "sequence_weight_min": 2.0,
+        }
+    )  # fmt: skip
+    assert weight_metrics(weights, torch.zeros_like(mask)) == {}
 
 
 def test_percentiles_of_an_even_spread():

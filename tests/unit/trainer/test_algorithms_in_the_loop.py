@@ -22,6 +22,8 @@ OF_EVERY_UPDATE = {
 OF_EVERY_CORRECTION = {
     "correction/kept_fraction",
     "correction/effective_sample_size",
+    "correction/weight_max",
+    "correction/sequence_weight_max",
     "rollout_gap/ratio_p01",
     "rollout_gap/ratio_p99",
 }

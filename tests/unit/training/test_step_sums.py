@@ -8,10 +8,9 @@ import pytest
 import tiny
 import torch
 
-from headwater.algorithms.diagnostics import ratio_percentiles
+from headwater.algorithms.diagnostics import ratio_percentiles, weight_metrics
 from headwater.algorithms.policy_losses.decoupled import decoupled
 from headwater.algorithms.policy_losses.ppo import ppo
-from headwater.algorithms.weights import effective_sample_size
 from headwater.config.schema import AlgorithmConfig, TrainingConfig
 from headwater.core.data_proto import DataProto
 from headwater.rollout.padding import pad_trajectories
@@ -47,8 +46,12 @@ def test_percentiles_are_of_the_step_and_not_means_of_its_parts():
     assert [stats[name] for name in RATIOS] == pytest.approx([1, 1, 1, 2, 2], rel=0.005)
 
 
-def test_a_step_whose_weights_are_all_zero_has_no_effective_samples():
-    assert statistics(([0.0, 0.0], [1.0, 1.0]))["effective_sample_size"] == 0.0
+@pytest.mark.parametrize(("weight", "expected"), [(0.0, 0.0), (1e-9, 1.0), (1.0, 1.0)])
+def test_a_step_and_a_batch_agree_on_weights_that_are_all_alike(weight, expected):
+    """All of 0 leave nothing of the batch; all alike leave all of it, however small they are."""
+    of_step = statistics(([weight] * 2, [1.0] * 2))["effective_sample_size"]
+    of_batch = weight_metrics(torch.full((1, 2), weight), torch.ones(1, 2))["effective_sample_size"]
+    assert of_step == of_batch == pytest.approx(expected)
 
 
 def test_a_step_without_weights_or_ratios_shows_none():
@@ -84,7 +87,8 @@ def test_a_step_of_decoupled_ppo_shows_them_however_it_is_cut(max_tokens):
     weights = gap.exp()
     weights = weights.masked_fill(weights > 5.0, 0.0)
     assert 0.1 < stats["effective_sample_size"] < 0.9
-    assert stats["effective_sample_size"] == pytest.approx(float(effective_sample_size(weights, mask)), rel=1e-4)
+    of_batch = weight_metrics(weights, mask)["effective_sample_size"]
+    assert stats["effective_sample_size"] == pytest.approx(of_batch, rel=1e-4)
     for name, expected in ratio_percentiles(data.batch["update"], mask).items():
         assert math.log(stats[name]) == pytest.approx(math.log(expected), rel=0.01, abs=2e-5)
 
