@@ -102,6 +102,9 @@ class Engine:
         self._last_pause_s = 0.0
         num_weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         end_ids = end_token_ids(model, tokenizer)
+        limits = RequestLimits(spec.vocab_size, spec.max_positions, page_tokens, scheduler.pool.num_total)
+        self.max_request_tokens = limits.max_request_tokens
+        """Prompt and answer together: what the model takes, or the whole KV cache holds if that is less."""
         self._loop = EngineLoop(
             scheduler,
             self._runner,
@@ -111,12 +114,7 @@ class Engine:
             spans=spans or Spans(),
         )
         self._memory = DeviceMemory(self._loop, cache, self._weights, num_weight_bytes)
-        self._intake = Intake(
-            self._loop,
-            RequestLimits(spec.vocab_size, spec.max_positions, page_tokens, scheduler.pool.num_total),
-            max_queue=config.max_queue,
-            end_token_ids=end_ids,
-        )
+        self._intake = Intake(self._loop, limits, max_queue=config.max_queue, end_token_ids=end_ids)
 
     @classmethod
     def load(

@@ -22,6 +22,12 @@ class RequestLimits:
     page_tokens: int
     num_pages: int
 
+    @property
+    def max_request_tokens(self) -> int:
+        """The most that the prompt and the new tokens of one request may come to."""
+        # As ``check`` counts pages: one is for the copy, and the last token is never fed back.
+        return min(self.max_model_tokens, (self.num_pages - 1) * self.page_tokens + 1)
+
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that this engine can never serve."""
         tokens = request.input_tokens + request.given_tokens
