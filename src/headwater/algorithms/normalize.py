@@ -12,6 +12,9 @@ from headwater.algorithms.masked import keep
 
 Level = Literal["batch", "group", "none"]
 
+_ROUNDING = 1e-6
+"""A deviation below this share of the largest reward is float32's rounding of scores that agree."""
+
 
 def normalize(
     values: Tensor,
@@ -35,10 +38,46 @@ def normalize(
     numbers = torch.zeros(len(values), device=values.device) if groups is None else groups
     mean = _mean(wide, kept, _grouping(numbers, mean_level), leave_one_out)
     centred = keep(wide - mean, kept)
-    spread = _grouping(numbers, std_level)
-    if spread is not None:
-        centred = centred / (_std(centred, kept, spread, unbiased) + epsilon)
+    std = _std(centred, kept, _grouping(numbers, std_level), unbiased)
+    if std is not None:
+        centred = centred / (std + epsilon)
     return centred.reshape(values.shape).to(values.dtype)
+
+
+def normalize_rewards(
+    rewards: Tensor,
+    columns: Tensor,
+    *,
+    groups: Tensor,
+    mean_level: Level,
+    std_level: Level,
+    leave_one_out: bool,
+    unbiased: bool,
+    epsilon: float,
+) -> Tensor:
+    """Rewards ``[samples, tokens]`` whose sums are the normalised scores; a score is the sum of a row.
+
+    Every reward is divided by the deviation where it stands, and what the mean takes off is taken off in ``columns``
+    ``[samples]``, where the scores stand: rewards of turns keep their places and their proportions. Where a group is
+    asked for, a sample that is left alone of its own counts for nothing.
+    """
+    wide = rewards.double()
+    scores = wide.sum(dim=1, keepdim=True)
+    kept = torch.ones_like(scores)
+    centred = scores - _mean(scores, kept, _grouping(groups, mean_level), leave_one_out)
+    std = _std(centred, kept, _grouping(groups, std_level), unbiased)
+    scale = kept
+    if std is not None:
+        centred = centred / (std + epsilon)
+        # Scores that agree have no deviation to measure turns by: dividing by epsilon would only blow them up.
+        scale = (1 / (std + epsilon)).where(std > _ROUNDING * wide.abs().max(), 0.0)
+    if "group" in (mean_level, std_level):
+        # It cannot be compared, and would always come out as 1 or -1.
+        alone = Groups.of(groups).single[:, None]
+        centred, scale = centred.masked_fill(alone, 0.0), scale.masked_fill(alone, 0.0)
+    place = columns[:, None]
+    elsewhere = (wide * scale).scatter(1, place, 0.0)
+    return elsewhere.scatter(1, place, centred - elsewhere.sum(dim=1, keepdim=True)).to(rewards.dtype)
 
 
 def _grouping(numbers: Tensor, level: Level) -> Groups | None:
@@ -62,6 +101,8 @@ def _mean(values: Tensor, kept: Tensor, groups: Groups | None, leave_one_out: bo
     return total / count.clamp(min=1)
 
 
-def _std(centred: Tensor, kept: Tensor, groups: Groups, unbiased: bool) -> Tensor:
+def _std(centred: Tensor, kept: Tensor, groups: Groups | None, unbiased: bool) -> Tensor | None:
     """About the mean that was taken off, whatever its level was."""
+    if groups is None:
+        return None
     return (_total(centred.square(), groups) / (_total(kept, groups) - int(unbiased)).clamp(min=1)).sqrt()

@@ -15,7 +15,7 @@ from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentile
 from headwater.algorithms.kl.controllers import KLController
 from headwater.algorithms.kl.reward import penalize_rewards
 from headwater.algorithms.masked import masked_mean
-from headwater.algorithms.normalize import normalize
+from headwater.algorithms.normalize import normalize, normalize_rewards
 from headwater.algorithms.proximal import approximation_metrics, loglinear
 from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.config.schema import Config, NormalizationConfig
@@ -23,7 +23,7 @@ from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
 from headwater.core.records import Trajectory
 from headwater.rollout.group import RolloutBatch
-from headwater.rollout.padding import add_to_scores, pad_trajectories
+from headwater.rollout.padding import add_to_scores, pad_trajectories, score_column
 from headwater.training.actor import Actor
 from headwater.training.critic import Critic
 from headwater.training.reference import Reference
@@ -122,12 +122,8 @@ class ExperienceMaker:
             rewards = add_to_scores(rewards, penalty, batch.trajectories)
         normalization = self.config.algorithm.normalize_rewards
         if normalization.is_on:
-            groups = batch.group_numbers()
-            scores = normalized(rewards.sum(dim=1), normalization, groups)
-            if "group" in (normalization.mean_level, normalization.std_level):
-                # What is left alone of a partial group cannot be compared, and would always come out as 1 or -1.
-                scores = scores.where(groups.bincount()[groups] > 1, 0.0)
-            rewards = add_to_scores(torch.zeros_like(rewards), scores, batch.trajectories)
+            columns = torch.tensor([score_column(each) for each in batch.trajectories])
+            rewards = normalize_rewards(rewards, columns, groups=batch.group_numbers(), **asdict(normalization))
         return rewards
 
     def _penalized(

@@ -75,6 +75,19 @@ def test_normalised_scores_stand_where_the_rewards_did_and_before_the_divergence
     assert divergence.abs().max() < 1.0
 
 
+def test_rewards_of_turns_keep_their_places():
+    """Scores 1 and 3 less their mean of 2, over a deviation of sqrt(2); the turns end at the first and last token."""
+    prompt, mask = tiny.prompt(), (1, 0, 1, 1)
+    samples = [
+        trajectory("row", sample, prompt.tokens, 4, loss_mask=mask, reward=sum(turns), turn_rewards=turns)
+        for sample, turns in enumerate([(1.0, 0.0), (1.0, 2.0)])
+    ]
+    parts = training(*PLAIN_RETURNS, f"{REWARDS}={{mean_level: group, std_level: group}}")
+    made = parts.experience.make(RolloutBatch((Group(prompt, tuple(samples)),)), version=0).data.batch
+    expected = torch.tensor([[1.0, 0.0, 0.0, -2.0], [1.0, 0.0, 0.0, 0.0]]) / 2**0.5
+    assert_close(made["rewards"], expected, atol=1e-4, rtol=0.0)
+
+
 def test_a_sample_that_is_left_alone_of_its_group_counts_for_nothing():
     pair, alone = batch(num_groups=2, num_samples=2).groups
     alone = replace(alone, trajectories=(replace(alone.trajectories[0], reward=0.2),))
