@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headwater.config.algorithm_checks import GROUP_ADVANTAGES
 from headwater.config.clash import Check, Clash, Layers, unread
 from headwater.config.keys import value_at
 from headwater.config.schema import Config
@@ -19,6 +18,9 @@ NEEDS_SCORES_AS_GIVEN = {
     "remax": "compares with the greedy response's score, which is not normalised",
     "gdpo": "reads the scorer's reward_parts in place of the rewards",
 }
+
+# The optimal baseline is not among them: it has none for the tail of the longest sample, where a mean would tell.
+COMPARED_IN_GROUPS = frozenset({"grpo", "grpo_passk", "rloo", "opo"})
 
 WHITENED_ON_REQUEST = frozenset({"gae", "gae_turn", "reinforce_plus_plus"})
 ALWAYS_WHITENED = frozenset({"reinforce_plus_plus_baseline", "gdpo"})
@@ -75,18 +77,19 @@ def normalized_rewards_reach_the_advantage(config: Config, layers: Layers) -> It
             f"algorithm.advantage = {advantage} normalises scores within the group anyway, so nothing would change; "
             f"{off}",
         )
-    elif _whitening_undoes(config):
-        remedy = plain if advantage in WHITENED_ON_REQUEST else "another advantage"
+    elif advantage == "reinforce_plus_plus_baseline" and normalization.std_level != "group":
         yield Clash(
             keys,
-            f"algorithm.advantage = {advantage} whitens over the batch, which undoes what was done to all its scores "
-            f"alike; use none, the level group, or {remedy}",
+            f"algorithm.advantage = {advantage} takes a mean of the group off and whitens over the batch, so only a "
+            f"deviation of the group could change anything; use none, {REWARDS}.std_level=group, or another advantage",
         )
-    elif (
-        advantage in GROUP_ADVANTAGES - {"optimal_token_baseline"}
-        and normalization.std_level == "none"
-        and not normalization.leave_one_out
-    ):
+    elif advantage == "reinforce_plus_plus" and _whitening_undoes(config):
+        yield Clash(
+            keys,
+            f"algorithm.advantage = {advantage} whitens over the batch, which undoes what was done to all its returns "
+            f"alike; use none, the level group, or {plain}",
+        )
+    elif advantage in COMPARED_IN_GROUPS and normalization.std_level == "none" and not normalization.leave_one_out:
         yield Clash(
             keys,
             f"algorithm.advantage = {advantage} compares with a mean of the group anyway, so only a deviation could "
@@ -95,13 +98,11 @@ def normalized_rewards_reach_the_advantage(config: Config, layers: Layers) -> It
 
 
 def _whitening_undoes(config: Config) -> bool:
-    algorithm = config.algorithm
-    normalization = algorithm.normalize_rewards
-    if algorithm.advantage == "reinforce_plus_plus_baseline":  # takes a mean of the group off before it whitens
-        return normalization.std_level == "batch"
-    is_whitened = algorithm.advantage == "reinforce_plus_plus" and algorithm.advantage_args.get("whitened") is not False
-    levels = {normalization.mean_level, normalization.std_level}
-    return is_whitened and "group" not in levels and not _differs_within_a_response(config)
+    """A scale of the whole batch always; a mean only where every token's return has it, undiscounted."""
+    algorithm, normalization = config.algorithm, config.algorithm.normalize_rewards
+    shifts_alike = normalization.mean_level == "none" or algorithm.advantage_args.get("gamma", 1.0) == 1.0
+    is_whitened = algorithm.advantage_args.get("whitened") is not False
+    return is_whitened and shifts_alike and "group" not in (normalization.mean_level, normalization.std_level)
 
 
 def advantages_are_normalized_once(config: Config, layers: Layers) -> Iterator[Clash]:
