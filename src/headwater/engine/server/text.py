@@ -50,7 +50,9 @@ class TextStream:
         self._open_length = 0  # characters of the open tokens' text that are final, and already in _waiting
         self._waiting = ""  # decoded text that may turn out to begin a stop text
         self.num_characters = 0
-        """Length of the text so far, held back or not; where the next token's text begins."""
+        """Length of the text that is certain, held back or not."""
+        self.num_uncertain = 0
+        """Replacement characters behind it: the text of bytes that the next token may yet make a character."""
 
     def push(self, tokens: Sequence[int]) -> str:
         """Text that became certain with ``tokens``."""
@@ -84,6 +86,7 @@ class TextStream:
         known = self._text_of(self._context)
         text = self._text_of(self._context + self._open)[len(known) :]
         certain = text if final else text.rstrip(_REPLACEMENT)
+        self.num_uncertain = len(text) - len(certain)
         self._waiting += certain[self._open_length :]
         self.num_characters += max(0, len(certain) - self._open_length)
         self._open_length = max(self._open_length, len(certain))

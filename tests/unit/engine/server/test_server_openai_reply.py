@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+
 from engine.server.parts import NAME, limits
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headwater.core.records import ModelResponse
 from headwater.engine.server.openai.chat_reply import ChatReply
@@ -11,6 +19,7 @@ from headwater.engine.server.openai.chat_request import read_chat
 from headwater.engine.server.openai.completion_reply import CompletionReply
 from headwater.engine.server.openai.completion_request import read_completion
 from headwater.engine.server.output import Piece, PieceMaker, whole
+from headwater.engine.server.text import TextRules
 
 EURO = tokenizer().encode("a€b")  # five tokens: the euro sign is three bytes
 
@@ -40,6 +49,54 @@ def test_a_completion():
     assert choice["logprobs"]["token_logprobs"] == (0.0, -0.5, -1.0, -1.5, -2.0)
     assert choice["logprobs"]["text_offset"] == (0, 1, 1, 1, 2)
     assert choice["logprobs"]["tokens"] == ["a", "\ufffd", "\ufffd", "\ufffd", "b"]
+
+
+def offsets_of(tokens) -> tuple[int, ...]:
+    return whole(response(tokens), tokenizer(), TextRules(), with_offsets=True).offsets
+
+
+def character_starts(data: bytes) -> list[int]:
+    """Where in ``data`` each character of its text begins, U+FFFD among them."""
+    starts, place = [], 0
+    while place < len(data):
+        starts.append(place)
+        try:
+            place += len(data[place:].decode()[0].encode())
+        except UnicodeDecodeError as error:
+            place += error.end if error.start == 0 else len(data[place:].decode(errors="ignore")[0].encode())
+    return starts
+
+
+def test_the_token_after_a_broken_character_begins_behind_it():
+    broken, star, mark = EURO[1], *tokenizer().encode(" *!")
+    assert tokenizer().decode([broken, star, mark]) == "\ufffd *!"
+    assert offsets_of([broken, star, mark]) == (0, 1, 3)
+    end = tokenizer().eos_token_id  # no text of its own
+    assert offsets_of([broken, end]) == (0, 1)
+
+
+@given(st.lists(st.one_of(st.integers(6, 511), st.sampled_from(EURO)), max_size=30))
+def test_every_token_has_the_offset_of_the_character_it_begins_in(tokens):
+    of_character = {character: byte for byte, character in bytes_to_unicode().items()}
+    parts = [bytes(of_character[each] for each in name) for name in tokenizer().convert_ids_to_tokens(tokens)]
+    starts = character_starts(b"".join(parts))
+    begins = itertools.accumulate((len(part) for part in parts[:-1]), initial=0)
+    expected = [bisect.bisect_right(starts, begin) - 1 for begin in begins] if tokens else []
+    assert offsets_of(tokens) == tuple(expected)
+
+
+def test_offsets_where_every_byte_has_a_replacement_character():
+    names = [*(f"<0x{byte:02X}>" for byte in range(256)), "b"]
+    model = models.BPE({name: place for place, name in enumerate(names)}, [], byte_fallback=True)
+    plain = Tokenizer(model)
+    plain.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    fallback = PreTrainedTokenizerFast(tokenizer_object=plain)
+    assert fallback.decode([0xE2, 0x82]) == "\ufffd\ufffd"
+    for tokens, expected in [
+        ([*"€".encode(), *"€".encode(), 256], (0, 0, 0, 1, 1, 1, 2)),
+        ([256, 0xE2, 0x82, 256], (0, 1, 1, 3)),
+    ]:
+        assert whole(response(tokens), fallback, TextRules(), with_offsets=True).offsets == expected
 
 
 def test_a_stop_text_is_cut_from_the_text_and_not_from_the_tokens():
