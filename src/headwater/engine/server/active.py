@@ -12,7 +12,7 @@ class ActiveRequests:
     """A name stands for one request of the engine or for several: a batch, or the samples of one prompt."""
 
     def __init__(self) -> None:
-        self._ids: dict[str, tuple[str, ...]] = {}
+        self._ids: dict[str, list[tuple[str, ...]]] = {}
 
     @contextmanager
     def hold(self, names: Mapping[str, tuple[str, ...]], field: str) -> Iterator[None]:
@@ -20,13 +20,22 @@ class ActiveRequests:
         for name in names:
             if name in self._ids:
                 raise wrong(field, name, "a request of this name is running; choose another name, or abort that one")
-        self._ids.update(names)
+        with self.share(names):
+            yield
+
+    @contextmanager
+    def share(self, names: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
+        """As ``hold``, but beside others of the same name; whoever aborts it ends them all."""
+        for name, ids in names.items():
+            self._ids.setdefault(name, []).append(ids)
         try:
             yield
         finally:
-            for name in names:
-                del self._ids[name]
+            for name, ids in names.items():
+                self._ids[name].remove(ids)
+                if not self._ids[name]:
+                    del self._ids[name]
 
     def find(self, name: str) -> tuple[str, ...]:
         """The engine's ids behind ``name``; none if it is unknown or over."""
-        return self._ids.get(name, ())
+        return tuple(dict.fromkeys(each for ids in self._ids.get(name, ()) for each in ids))

@@ -74,6 +74,19 @@ def test_a_name_is_taken_while_its_request_runs():
     assert active.find("batch") == active.find("a") == ()
 
 
+def test_a_name_may_be_shared_and_is_free_when_the_last_has_ended():
+    active = ActiveRequests()
+    with active.hold({"a": ("a", "b")}, "rid"):
+        with active.share({"a": ("a",)}), active.share({"a": ("a",)}):
+            assert active.find("a") == ("a", "b")
+        assert active.find("a") == ("a", "b")
+    with active.share({"a": ("a",)}):
+        assert "a request of this name is running" in str(refusal(active.hold({"a": ("a",)}, "rid").__enter__))
+    with active.hold({"a": ("a",)}, "rid"):
+        assert active.find("a") == ("a",)
+    assert active.find("a") == ()
+
+
 def test_settings_of_the_engine():
     config = read_engine_config(["engine.max_queue=7", "engine.update_mode=drain"])
     assert (config.max_queue, config.update_mode) == (7, "drain")

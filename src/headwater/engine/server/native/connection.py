@@ -63,9 +63,13 @@ class Connection:
     async def _run(self, number: int, body: Mapping[str, Any]) -> None:
         try:
             request = read_request(body, self._state.limits)
-            async with aclosing(self._state.engine.stream(request)) as deltas:
-                async for delta in deltas:
-                    self._outbox.put_nowait({"id": number, **line_of(delta)})
+            name = request.request_id
+            # Shared: a trainer names a request after its prompt, which may be under way twice; and one that connects
+            # anew may be back before the server has seen that it was gone.
+            with self._state.active.share({name: (name,)}):
+                async with aclosing(self._state.engine.stream(request)) as deltas:
+                    async for delta in deltas:
+                        self._outbox.put_nowait({"id": number, **line_of(delta)})
         except HeadwaterError as error:
             self._outbox.put_nowait({"id": number, **api_error(error).body()})
         except Exception:  # as for any other request: the client is told that, the log what
