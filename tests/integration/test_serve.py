@@ -152,6 +152,7 @@ def test_it_tells_where_it_serves(server):
 
 def test_models(client):
     assert [model.id for model in client.models.list()] == ["tiny:qwen3"]
+    assert client.models.retrieve("tiny:qwen3").id == "tiny:qwen3"
 
 
 def test_a_completion(client, tokenizer):

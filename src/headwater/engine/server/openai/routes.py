@@ -15,6 +15,7 @@ from headwater.engine.server.openai.chat_request import read_chat
 from headwater.engine.server.openai.completion_reply import CompletionReply
 from headwater.engine.server.openai.completion_request import read_completion
 from headwater.engine.server.openai.plan import Plan
+from headwater.engine.server.openai.sampling import unknown_model
 from headwater.engine.server.output import PieceMaker, whole
 from headwater.engine.server.state import STATE, ServerState, reply
 
@@ -34,15 +35,24 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 async def models(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    model = {
+    return reply({"object": "list", "data": [_model(request.app[STATE])]})
+
+
+async def model(request: web.Request) -> web.Response:
+    state, name = request.app[STATE], request.match_info["model"]
+    if name != state.options.served_name:
+        raise unknown_model(name, state.options.served_name)
+    return reply(_model(state))
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    return {
         "id": state.options.served_name,
         "object": "model",
         "created": 0,
         "owned_by": "headwater",
         "max_model_len": state.engine.max_model_tokens,
     }
-    return reply({"object": "list", "data": [model]})
 
 
 async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: Writer) -> web.StreamResponse:
@@ -80,4 +90,5 @@ ROUTES = [
     web.post("/v1/completions", completions),
     web.post("/v1/chat/completions", chat_completions),
     web.get("/v1/models", models),
+    web.get("/v1/models/{model:.+}", model),  # a name may hold slashes
 ]

@@ -83,13 +83,17 @@ def read_shape(fields: Fields, stops: tuple[str, ...], *, logprobs: bool) -> Sha
 def check_model(fields: Fields, served_name: str) -> str:
     model = fields.text("model")
     if model is not None and model != served_name:
-        raise ApiError(
-            f"model = {model!r}: this server has {served_name!r}; use that name, or start it with --served-name",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
+        raise unknown_model(model, served_name)
     return served_name
+
+
+def unknown_model(model: str, served_name: str) -> ApiError:
+    return ApiError(
+        f"model = {model!r}: this server has {served_name!r}; use that name, or start it with --served-name",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
 
 
 def refuse_unsupported(fields: Fields) -> None:
