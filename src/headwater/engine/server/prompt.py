@@ -18,6 +18,8 @@ class ModelLimits:
     tokenizer: Tokenizer
     vocab_size: int
     max_model_tokens: int
+    max_request_tokens: int
+    """At most that, and less where the whole KV cache holds less than the model takes."""
     max_queue: int
 
     def tokens_of_text(self, text: Any, field: str) -> tuple[int, ...]:
@@ -34,7 +36,7 @@ class ModelLimits:
         return self._not_empty(tokens, field)
 
     def num_new_tokens(self, num_prompt: int, asked: int | None, default: int | None, field: str) -> int:
-        """``asked``, if it fits behind the prompt; else ``default`` or all the room there is."""
+        """``asked``, if the model takes it behind the prompt; else ``default`` or all the room there is."""
         room = self.max_model_tokens - num_prompt
         if room < 1:
             raise ApiError(
@@ -43,6 +45,8 @@ class ModelLimits:
                 code="context_length_exceeded",
             )
         if asked is None:
+            # Nobody asked for more than the cache holds. Where not one token fits, the engine says what it needs.
+            room = max(1, self.max_request_tokens - num_prompt)
             return room if default is None else min(room, default)
         if asked > room:
             raise wrong(

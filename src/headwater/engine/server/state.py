@@ -33,7 +33,13 @@ class ServerState:
 
     @classmethod
     def build(cls, engine: Engine, options: ServerOptions) -> ServerState:
-        limits = ModelLimits(engine.tokenizer, engine.vocab_size, engine.max_model_tokens, engine.config.max_queue)
+        limits = ModelLimits(
+            engine.tokenizer,
+            vocab_size=engine.vocab_size,
+            max_model_tokens=engine.max_model_tokens,
+            max_request_tokens=engine.max_request_tokens,
+            max_queue=engine.config.max_queue,
+        )
         return cls(engine, options, limits, ActiveRequests())
 
     async def read(self, request: web.Request, read: Callable[[Mapping[str, Any]], T]) -> T:
