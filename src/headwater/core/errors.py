@@ -62,6 +62,10 @@ class MemoryRefused(RolloutFailed):
     """The device has no room for what the engine is to take again. It stays asleep and may be woken later."""
 
 
+class LogitsBroken(RolloutFailed):
+    """The model made NaN of a request's tokens. The engine goes on, and may be given better weights."""
+
+
 class RunError(HeadwaterError):
     """A run directory that cannot be used or resumed."""
 

@@ -19,6 +19,10 @@ class Command:
     """Whether it waits behind commands that wait for a drain."""
     done: Future[None] = field(default_factory=Future)
 
+    @property
+    def is_called_off(self) -> bool:
+        return self.done.cancelled()
+
     def carry_out(self) -> None:
         """A refusal belongs to whoever asked. Any other error also goes on to the loop: what the action was changing
         may be half changed, and nothing must be generated from it."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
-from headwater.core.errors import RolloutFailed, WaitTimeout
+from headwater.core.errors import LogitsBroken, RolloutFailed, WaitTimeout
 from headwater.core.records import ModelResponse
 from headwater.core.waits import wait_for_future
 from headwater.engine.sequence import Sequence
@@ -131,8 +131,9 @@ def result_of(ended: Sequence) -> ModelResponse:
 
 
 def failure_of(ended: Sequence) -> RolloutFailed:
-    failure = RolloutFailed(
-        f"request {ended.request.request_id}: the engine failed: {type(ended.error).__name__}: {ended.error}"
-    )
+    name = f"request {ended.request.request_id}"
+    if isinstance(ended.error, LogitsBroken):
+        return LogitsBroken(f"{name}: {ended.error}")
+    failure = RolloutFailed(f"{name}: the engine failed: {type(ended.error).__name__}: {ended.error}")
     failure.__cause__ = ended.error
     return failure

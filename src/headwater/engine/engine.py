@@ -18,7 +18,7 @@ from typing import Any, get_args
 import torch
 
 from headwater.config.schema import EngineConfig, UpdateMode
-from headwater.core.errors import ConfigError, HeadwaterError, WeightsError
+from headwater.core.errors import ConfigError, WeightsError
 from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.engine import weight_source
@@ -243,7 +243,7 @@ class Engine:
         """
         try:
             return self._update_weights(update, mode or self.config.update_mode)
-        except HeadwaterError as error:
+        except Exception as error:  # noqa: BLE001  also what reading the caller's tensors raised
             refused: Future[None] = Future()
             refused.set_exception(error)
             return refused
@@ -316,6 +316,7 @@ class Engine:
             num_running=scheduler.num_running,
             num_finished=loop.num_finished,
             num_aborted=loop.num_aborted,
+            num_failed=loop.num_failed,
             num_preempted=scheduler.num_preempted,
             num_interrupted=self._num_interrupted,
             num_weight_updates=self._num_updates,
@@ -340,5 +341,5 @@ class Engine:
 
 
 def _check_version(version: int) -> None:
-    if not 0 <= version <= _MAX_VERSION:
+    if not isinstance(version, int) or not 0 <= version <= _MAX_VERSION:
         raise WeightsError(f"version = {version}: must be in 0..{_MAX_VERSION}; count the updates of the policy")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,12 +175,19 @@ class Lanes:
         return np.concatenate([self.start[lane], generated])
 
     def _make_room(self, num_tokens: int) -> None:
+        """Width for a budget. It costs address space; memory is taken where tokens are written, a page at a time."""
         width = self._tokens.shape[1]
         if num_tokens > width:
-            extra = max(num_tokens, 2 * width) - width
-            self._tokens = np.pad(self._tokens, ((0, 0), (0, extra)))
-            self._logprobs = np.pad(self._logprobs, ((0, 0), (0, extra)))
-            self._versions = np.pad(self._versions, ((0, 0), (0, extra)))
+            shape = self.capacity, max(num_tokens, 2 * width)
+            self._tokens = self._widened(self._tokens, shape)
+            self._logprobs = self._widened(self._logprobs, shape)
+            self._versions = self._widened(self._versions, shape)
+
+    def _widened(self, array: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
+        wider = np.zeros(shape, array.dtype)
+        for lane in np.flatnonzero(self.row >= 0):
+            wider[lane, : self._num_out[lane]] = array[lane, : self._num_out[lane]]
+        return wider
 
 
 def _places(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.core.errors import RolloutFailed
+from headwater.core.errors import LogitsBroken, RolloutFailed
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import StopReason
 from headwater.core.waits import wait_for_future
 from headwater.engine.command import Command
 from headwater.engine.metrics import Throughput
 from headwater.engine.plans import NeedsRoom
+from headwater.engine.response_end import cut_at_stop
 from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import Sequence
-from headwater.engine.stop_strings import find_stop
 from headwater.observe.spans import Spans
 
 _IDLE_S = 0.5
@@ -67,6 +67,7 @@ class EngineLoop:
         self.is_asleep = False
         self.num_finished = 0
         self.num_aborted = 0
+        self.num_failed = 0
         self._tokenizer = tokenizer
         self._num_steps = num_steps
         self._depth = 1 if overlap else 0
@@ -115,7 +116,8 @@ class EngineLoop:
         """Changes as long as anything is computed or ends; ``None`` while the engine was told to do nothing."""
         if self.is_paused or self.is_asleep:
             return None
-        return self.throughput.total, self.scheduler.num_prefilled_tokens, self.num_finished, self.num_aborted
+        ends = self.num_finished, self.num_aborted, self.num_failed
+        return self.throughput.total, self.scheduler.num_prefilled_tokens, ends
 
     def close(self) -> None:
         """End every request with what it has, then the thread."""
@@ -210,7 +212,7 @@ class EngineLoop:
 
     def _ends_as_given(self, sequence: Sequence) -> bool:
         """Answer a request at once whose given tokens are a whole response already."""
-        if self._cut_at_stop(sequence):
+        if cut_at_stop(self._tokenizer, sequence):
             self._end(sequence, "stop")
         elif sequence.num_left <= 0:
             self._end(sequence, "length")
@@ -285,56 +287,65 @@ class EngineLoop:
         tokens, logprobs, alive = tokens[:, :width], logprobs[:, :width], alive[:width]
         is_current = (queued.lanes >= 0) & (lanes.tenancy[queued.lanes] == queued.tenancies)
         valid = (tokens >= 0) & is_current
+        is_broken = (valid & np.isnan(logprobs)).any(axis=0)
+        if is_broken.any():
+            self._refuse(queued, is_broken)
+            is_current &= ~is_broken
+            valid &= ~is_broken
         lanes.append(queued.lanes, tokens, logprobs, valid, queued.version)
-        self.throughput.add(int(valid.sum()))
-        ended = is_current & ~alive
-        for lane in queued.lanes[ended]:
-            self._finish(int(lane))
-        for lane in queued.lanes[is_current & alive & lanes.watched[queued.lanes]]:
-            self._watch(int(lane))
+        ended = queued.lanes[is_current & ~alive].tolist()
+        watched = queued.lanes[is_current & alive & lanes.watched[queued.lanes]].tolist()
+        # Counted before anybody hears of them, without what was drawn beyond their end.
+        num_dropped = sum(self._cut(lane) for lane in (*ended, *watched))
+        self.throughput.add(int(valid.sum()) - num_dropped)
+        for lane in ended:
+            self._finish(lane)
+        for lane in watched:
+            self._watch(lane)
         if self._rounds:  # the device is busy meanwhile
             lanes.collect_early()
 
-    def _finish(self, lane: int) -> None:
-        """The device has seen the end of this sequence: a stop token, or its budget used up."""
+    def _refuse(self, queued: Round, is_broken: NDArray[np.bool_]) -> None:
+        """Fail requests that drew from NaN: whatever they drew is no sample of any policy."""
+        scheduler, rows = self.scheduler, []
+        for lane in queued.lanes[is_broken]:
+            sequence = scheduler.lanes.sequence[lane]
+            assert sequence is not None
+            rows.append(scheduler.end(int(lane), may_go_on=False))
+            sequence.error = LogitsBroken(
+                f"the logits of the weights of version {queued.version} are NaN or infinite; publish weights that are "
+                "not, or compute in a wider dtype"
+            )
+            self.num_failed += 1
+            sequence.on_end(sequence)
+        self.runner.rows.kill(rows)
+
+    def _cut(self, lane: int) -> int:
+        """Hand new tokens to their sequence, up to its end; says how many were drawn beyond it."""
         lanes = self.scheduler.lanes
         lanes.collect(lane)
         sequence = lanes.sequence[lane]
         assert sequence is not None
-        self._cut_at_stop(sequence)
+        num_drawn = len(sequence.tokens)
+        cut_at_stop(self._tokenizer, sequence)
+        return num_drawn - len(sequence.tokens)
+
+    def _finish(self, lane: int) -> None:
+        """The device has seen the end of this sequence: a stop token, or its budget used up."""
+        sequence = self.scheduler.lanes.sequence[lane]
+        assert sequence is not None
         self.scheduler.end(lane, may_go_on=sequence.has_stopped)
         self._end(sequence, "stop" if sequence.has_stopped else "length")
 
     def _watch(self, lane: int) -> None:
-        """Streams and stop strings: look at the new tokens of a sequence that goes on."""
-        lanes = self.scheduler.lanes
-        lanes.collect(lane)
-        sequence = lanes.sequence[lane]
+        """A sequence that the device goes on with, and that somebody follows or that ends by what it says."""
+        sequence = self.scheduler.lanes.sequence[lane]
         assert sequence is not None
-        if self._cut_at_stop(sequence):
+        if sequence.has_stopped:
             self.runner.rows.kill([self.scheduler.end(lane, may_go_on=True)])
             self._end(sequence, "stop")
         else:
             sequence.stream()
-
-    def _cut_at_stop(self, sequence: Sequence) -> bool:
-        """End a sequence at its first stop string or stop token; what was drawn beyond is dropped."""
-        stops = sequence.request.sampling.stop_strings
-        minimum = sequence.request.sampling.min_new_tokens
-        num_tokens = len(sequence.tokens)
-        checked = min(max(sequence.num_checked, minimum), num_tokens)
-        by_string = find_stop(self._tokenizer, sequence.tokens, checked, stops) if stops else None
-        # The device ends a row at a stop token, so only the last one can be one; it watches only so many, though.
-        first = checked if sequence.has_many_stop_ids else max(num_tokens - 1, minimum)
-        fresh = range(first, num_tokens)
-        by_token = next((place + 1 for place in fresh if sequence.tokens[place] in sequence.stop_ids), None)
-        ends = [each for each in (by_string, by_token) if each is not None]
-        sequence.num_checked = num_tokens
-        if not ends:
-            return False
-        sequence.truncate(min(ends))
-        sequence.has_stopped = True
-        return True
 
     def _end(self, sequence: Sequence, reason: StopReason) -> None:
         sequence.stop_reason = reason
@@ -365,9 +376,12 @@ class EngineLoop:
         self.runner.rows.kill(self.scheduler.preempt_all())
 
     def _finish_drain(self) -> bool:
-        """True when nothing runs any more and the commands that waited for that have been carried out."""
-        if self.scheduler.num_draining or self._rounds:
+        """True when the commands that waited have been carried out: nothing runs any more, or nobody wants that now."""
+        self._awaiting_drain = deque(each for each in self._awaiting_drain if not each.is_called_off)
+        is_wanted = any(each.after_drain for each in self._awaiting_drain)
+        if is_wanted and (self.scheduler.num_draining or self._rounds):
             return False
+        self._read_all()
         while self._awaiting_drain:
             self._awaiting_drain.popleft().carry_out()
         self.scheduler.release_held()

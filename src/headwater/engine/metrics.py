@@ -20,6 +20,8 @@ class EngineMetrics:
     num_running: int
     num_finished: int
     num_aborted: int
+    num_failed: int
+    """Requests whose logits were NaN or infinite."""
     num_preempted: int
     num_interrupted: int
     num_weight_updates: int

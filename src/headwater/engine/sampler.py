@@ -116,14 +116,16 @@ def _inverse_cdf(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     chunk = _first_beyond(cumulative, target)
     before = F.pad(cumulative, (1, 0)).gather(1, chunk)
     inside = chunks.gather(1, chunk[:, :, None].expand(-1, -1, _CHUNK))[:, 0].to(torch.float64).cumsum(dim=-1)
-    return (chunk * _CHUNK + _first_beyond(inside, target - before))[:, 0], total
+    tokens = (chunk * _CHUNK + _first_beyond(inside, target - before))[:, 0]
+    return tokens.clamp(max=vocabulary - 1), total
 
 
 def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
     index = torch.searchsorted(cumulative, target, right=True)
-    # Rounding may push the target up to the total; the last place that adds anything is the answer then.
+    # Rounding may push the target up to the total; the last place that adds anything is the answer then. A sum that is
+    # NaN has no such place: the token does not matter then, for its log-prob is NaN and its request fails.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
-    return torch.minimum(index, last)
+    return torch.minimum(index, last).clamp(max=cumulative.shape[1] - 1)
 
 
 def _truncate(logprobs: Tensor, batch: SamplingBatch) -> Tensor:

@@ -21,12 +21,12 @@ def copy_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
 def checked_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The update by name, known to fit ``model``. Tied weights may be given under each of their names."""
     targets: dict[str, Tensor] = dict(model.named_parameters())
-    update = dict(tensors)
+    update, problems = _by_name(tensors)
     for alias, name in _tied_names(model, targets).items():
         given = update.pop(alias, None)
-        if given is not None:
-            update.setdefault(name, given)
-    problems = [f"missing {name}" for name in sorted(targets.keys() - update.keys())]
+        if given is not None and not _is_same(given, update.setdefault(name, given)):
+            problems.append(f"{alias} differs from {name}, of which it is another name")
+    problems += [f"missing {name}" for name in sorted(targets.keys() - update.keys())]
     problems += [f"unknown {name}" for name in sorted(update.keys() - targets.keys())]
     problems += [
         f"{name} has shape {tuple(update[name].shape)}, expected {tuple(target.shape)}"
@@ -37,7 +37,10 @@ def checked_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[s
         f"{name} is {update[name].dtype}" for name in targets if name in update and not update[name].is_floating_point()
     ]
     if not problems:
-        problems = [f"{name} holds NaN or infinite values" for name in _not_finite(update)]
+        problems = [
+            f"{name} holds values that are NaN or infinite as {targets[name].dtype}"
+            for name in _not_finite(update, targets)
+        ]
     if problems:
         more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
         raise WeightsError(
@@ -46,11 +49,35 @@ def checked_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[s
     return update
 
 
+def _by_name(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors that can be copied from, and what is wrong with the others."""
+    update: dict[str, Tensor] = {}
+    problems = []
+    for name, tensor in tensors:
+        if name in update:
+            problems.append(f"{name} is given twice")
+        elif not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            problems.append(f"{name} is no tensor with values in memory")
+        else:
+            update[name] = tensor
+    return update, problems
+
+
 @torch.no_grad()
-def _not_finite(update: Mapping[str, Tensor]) -> list[str]:
+def _is_same(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    is_one = left.data_ptr() == right.data_ptr() and left.stride() == right.stride() and left.dtype == right.dtype
+    return is_one or torch.equal(left.to(right), right)
+
+
+@torch.no_grad()
+def _not_finite(update: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> list[str]:
     """Tensors that would turn every token into noise. Looked at together: each look alone would wait for the device."""
     largest = torch._foreach_norm(list(update.values()), ord=torch.inf)
-    is_finite = torch.stack([each.float().to(largest[0].device) for each in largest]).isfinite()
+    # As the model will hold them: what is finite in float32 need not be so in float16.
+    held = [each.to(targets[name].dtype) for name, each in zip(update, largest, strict=True)]
+    is_finite = torch.stack([each.float().to(held[0].device) for each in held]).isfinite()
     return [name for name, finite in zip(update, is_finite.tolist(), strict=True) if not finite]
 
 

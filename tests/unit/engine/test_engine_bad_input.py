@@ -102,6 +102,7 @@ def test_what_is_just_within_the_limits_is_served(engine):
         (lambda: asked(max_new_tokens=0), "max_new_tokens = 0"),
         (lambda: asked(min_new_tokens=5), "min_new_tokens = 5"),
         (lambda: asked(stop_strings=("",)), "empty text"),
+        (lambda: asked(stop_strings=(b"a",)), "b'a', which is no text"),
     ],
 )
 def test_a_request_that_makes_no_sense_cannot_be_written_down(make, message):

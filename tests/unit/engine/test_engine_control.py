@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from engine.engine_parts import (
@@ -22,6 +23,7 @@ from engine.engine_parts import (
     tokens_of,
     weights,
 )
+from tiny import tokenizer
 
 from headwater.core.errors import QueueFull, RolloutFailed, WeightsError
 from headwater.engine import metrics as engine_metrics
@@ -353,6 +355,41 @@ def test_a_control_call_that_was_given_up_does_not_keep_the_failure_from_others(
         for future in (waiting, answer):
             with pytest.raises((RuntimeError, RolloutFailed), match="on fire"):
                 future.result(5)
+
+
+def test_a_drain_that_was_called_off_drains_nothing_and_holds_nobody():
+    with stepped() as slow:
+        streamed, answer = slow.stream(LONG)
+        slow.turn(2)
+        slow.call(slow.engine.pause)
+        drain = slow.engine.update_weights(weights(1, 1), "drain")
+        behind = slow.engine.update_weights(weights(1, 2))
+        slow.turn()
+        assert drain.cancel()
+        slow.turn()
+        behind.result(LIMIT_S)
+        slow.settle()
+        before = len(streamed.tokens)
+        slow.turn(3)
+        slow.settle()
+        assert len(streamed.tokens) == before < 100
+        slow.call(slow.engine.resume)
+        later = slow.submit(request(tokens_of(3), max_new_tokens=2))
+        slow.turn(3)
+        later.result(LIMIT_S)
+        assert not answer.done()
+        slow.finish()
+        assert len(answer.result(LIMIT_S).output_tokens) == 100
+
+
+def test_what_is_drawn_beyond_a_stop_is_not_counted(whole):
+    with stepped(decode_steps=8) as slow:
+        stop = tokenizer().decode(whole.output_tokens[2:3])
+        answer = slow.submit(replace(LONG, sampling=replace(LONG.sampling, stop_strings=(stop,))))
+        slow.finish()
+        made = len(answer.result(LIMIT_S).output_tokens)
+        assert made < 8
+        assert slow.engine.metrics().num_tokens_generated == made
 
 
 def test_a_control_call_finds_nothing_queued_on_the_device():

@@ -10,6 +10,7 @@ from engine.engine_parts import (
     LIMIT_S,
     assert_nothing_is_held,
     assert_same,
+    build,
     full_pass,
     gib_of,
     late_token,
@@ -26,10 +27,11 @@ from safetensors.torch import save, save_file
 from tiny import tokenizer
 
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import RolloutFailed, WeightsError
+from headwater.core.errors import LogitsBroken, RolloutFailed, WeightsError
 from headwater.core.protocols import WeightUpdate
 from headwater.engine import weight_source
 from headwater.engine.engine import Engine
+from headwater.models.weights import checked_weights
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -332,6 +334,14 @@ def spoiled(how):
         update[name][3, 5] = -torch.inf
     elif how == "whole numbers":
         update[name] = update[name].long()
+    elif how == "an array":
+        update[name] = update[name].numpy()
+    elif how == "without values":
+        update[name] = update[name].to("meta")
+    elif how == "the other name's shape":
+        update["lm_head.weight"] = torch.full((7, 3), torch.nan)
+    elif how == "the other name's values":
+        update["lm_head.weight"] = update["model.embed_tokens.weight"] + 1
     else:
         update[name] = update[name][:-1]
     return update
@@ -343,8 +353,12 @@ def spoiled(how):
     [
         ("missing", "missing model.layers.1.mlp.up_proj.weight"),
         ("extra", "unknown model.extra"),
-        ("not a number", "up_proj.weight holds NaN or infinite values"),
-        ("infinite", "up_proj.weight holds NaN or infinite values"),
+        ("not a number", "up_proj.weight holds values that are NaN or infinite as torch.float32"),
+        ("infinite", "up_proj.weight holds values that are NaN or infinite as torch.float32"),
+        ("an array", "up_proj.weight is no tensor with values in memory"),
+        ("without values", "up_proj.weight is no tensor with values in memory"),
+        ("the other name's shape", "lm_head.weight differs from model.embed_tokens.weight"),
+        ("the other name's values", "lm_head.weight differs from model.embed_tokens.weight"),
         ("shape", r"has shape \(63, 32\), expected \(64, 32\)"),
         ("whole numbers", r"up_proj.weight is torch.int64"),
     ],
@@ -362,6 +376,56 @@ def test_weights_that_do_not_fit_are_refused_whole_and_the_old_ones_keep_serving
         assert slow.engine.get_version() == 0
 
 
+def test_a_tensor_given_twice_is_refused(old):
+    update = spoiled("not at all")
+    with running() as engine:
+        done = engine.update_weights(WeightUpdate(1, [*update.items(), next(iter(update.items()))]))
+        with pytest.raises(WeightsError, match=r"model.embed_tokens.weight is given twice"):
+            done.result(LIMIT_S)
+        assert_same(engine.generate([GREEDY]), [old])
+
+
+def test_values_that_the_engine_cannot_hold_are_refused():
+    model = build(make_model().config).to(torch.float16)
+    update = {name: tensor.detach().float() for name, tensor in model.named_parameters()}
+    update["model.norm.weight"][0] = 1e5
+    with pytest.raises(WeightsError, match=r"model.norm.weight holds values that are NaN or infinite as torch.float16"):
+        checked_weights(model, update.items())
+
+
+def test_reading_the_tensors_may_fail_and_is_a_failed_future():
+    def broken():
+        raise OSError("the disk is gone")
+        yield
+
+    with running() as engine, pytest.raises(OSError, match="the disk is gone"):
+        engine.update_weights(WeightUpdate(1, broken())).result(LIMIT_S)
+
+
+@pytest.mark.parametrize("gpu_like", [False, True])
+def test_requests_fail_under_weights_that_make_nan_and_the_engine_takes_better_ones(gpu_like, new):
+    huge = {name: tensor.detach().clone() for name, tensor in reference().named_parameters()}
+    huge["model.embed_tokens.weight"] *= 1000  # each is finite, and so is every state before the last product
+    huge["model.norm.weight"].fill_(1e37)
+    with stepped(gpu_like=gpu_like) as slow:
+        answer, (_, streamed) = slow.submit(GREEDY), slow.stream(GREEDY)
+        slow.turn(2)
+        update = slow.engine.update_weights(WeightUpdate(7, huge.items()), "interrupt")
+        slow.finish()
+        update.result(LIMIT_S)
+        for each in (answer, streamed):
+            with pytest.raises(LogitsBroken, match=r"logits of the weights of version 7 are NaN or infinite"):
+                each.result(LIMIT_S)
+        assert slow.engine.metrics().num_failed == 2
+        better = slow.engine.update_weights(weights(1, 8))
+        slow.turn()
+        better.result(LIMIT_S)
+        again = slow.submit(GREEDY)
+        slow.finish()
+        assert_same([again.result(LIMIT_S)], [new])
+        assert_nothing_is_held(slow.engine)
+
+
 def test_an_unknown_mode_is_refused_by_name(old):
     with running() as engine:
         update = engine.update_weights(weights(1, 1), "gently")
@@ -370,7 +434,7 @@ def test_an_unknown_mode_is_refused_by_name(old):
         assert_same(engine.generate([GREEDY]), [old])
 
 
-@pytest.mark.parametrize("version", [-1, 2**31, 2**70])
+@pytest.mark.parametrize("version", [-1, 2**31, 2**70, 1.5])
 def test_a_version_that_a_token_cannot_carry_is_refused(version, old):
     with running() as engine:
         message = rf"version = {version}: must be in 0..2147483647"

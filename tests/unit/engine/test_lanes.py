@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 from engine.engine_parts import LIMIT_S, bits, like_a_gpu, request, running, stepped, tokens_of, weights
@@ -35,6 +37,22 @@ def test_rows_without_a_sequence_cost_no_lane_its_tokens():
     lanes.collect(1)
     sequence = lanes.sequence[1]
     assert (sequence.tokens, sequence.versions) == ([7, 8], [3, 3])
+
+
+def test_a_large_budget_costs_the_others_neither_their_tokens_nor_memory():
+    lanes = lanes_of(3)
+    lanes.give_back(2)
+    tokens = np.array([[7, 8]], np.int32)
+    lanes.append(np.array([0, 1]), tokens, np.zeros((1, 2), np.float32), tokens >= 0, version=3)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    budget = 200_000_000
+    request = ModelRequest("long", (5,), SamplingParams(budget), 0)
+    lane = lanes.take(Sequence(request, (), 9, on_end=lambda _: None), 2, START, PAGES, 0)
+    lanes.append(np.array([lane]), np.array([[9]], np.int32), np.zeros((1, 1), np.float32), np.array([[True]]), 3)
+    lanes.collect_all(np.arange(3))
+    assert [lanes.sequence[each].tokens for each in range(3)] == [[7], [8], [9]]
+    # In KiB; arrays that are there in full would take 3 lanes of 12 bytes a token.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
 @settings(deadline=None)

@@ -99,3 +99,15 @@ def test_a_token_without_probability_is_never_drawn():
     logits[0, [1, 4]] = 0.0
     tokens, _ = draw(logits, 5000)
     assert set(tokens.tolist()) == {1, 4}
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}])
+@pytest.mark.parametrize("vocabulary", [6, 300])
+def test_a_row_without_a_distribution_draws_with_logprob_nan(wrong, cut, vocabulary):
+    logits = torch.zeros(2, vocabulary)
+    logits[1, 4] = wrong
+    tokens, logprobs = sample(logits, batch_of(2, **cut), torch.zeros(2, dtype=torch.int64))
+    assert (tokens >= 0).all()
+    assert (tokens < vocabulary).all()
+    assert logprobs.isnan().tolist() == [False, True]

@@ -11,6 +11,7 @@ import aiohttp
 
 from headwater.core.errors import (
     HeadwaterError,
+    LogitsBroken,
     MemoryRefused,
     QueueFull,
     RequestError,
@@ -22,6 +23,7 @@ from headwater.core.errors import (
 _KINDS: dict[str, type[HeadwaterError]] = {
     "queue_full": QueueFull,
     "memory_refused": MemoryRefused,
+    "logits_broken": LogitsBroken,
     "weights_refused": WeightsError,
     "timeout": WaitTimeout,
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 from headwater.core.errors import (
     HeadwaterError,
+    LogitsBroken,
     MemoryRefused,
     ModelError,
     QueueFull,
@@ -66,6 +67,8 @@ def api_error(error: HeadwaterError) -> ApiError:
         return ApiError(message, status=504, code="timeout")
     if isinstance(error, MemoryRefused):
         return ApiError(message, status=409, code="memory_refused")
+    if isinstance(error, LogitsBroken):
+        return ApiError(message, status=500, code="logits_broken")
     if isinstance(error, RolloutFailed):  # all that an engine raises once it has failed or is closed
         return ApiError(message, status=503, code="engine_unavailable")
     return ApiError(message, status=500, code="internal_error")

@@ -18,6 +18,7 @@ COUNTERS = frozenset(
         "num_weight_updates",
         "num_finished",
         "num_aborted",
+        "num_failed",
     }
 )
 """Numbers that only grow; all others go up and down."""

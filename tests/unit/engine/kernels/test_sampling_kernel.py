@@ -91,3 +91,15 @@ def test_a_row_does_not_depend_on_the_others():
         token, logprob = sample_tokens(logits[one], keys[one], positions[one], temperature[one])
         assert token == tokens[row]
         assert torch.equal(logprob[0], logprobs[row])
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_row_without_a_distribution_draws_with_logprob_nan(wrong, temperature):
+    logits = randn(2, 300, seed=4)
+    logits[1, 130] = wrong
+    keys, positions = keys_and_positions(2)
+    tokens, logprobs = sample_tokens(logits, keys, positions, torch.full((2,), temperature, device=DEVICE))
+    assert (tokens >= 0).all()
+    assert (tokens < 300).all()
+    assert logprobs.isnan().tolist() == [False, True]
