@@ -29,7 +29,7 @@ from tiny import tokenizer
 from transformers import Gemma3TextConfig, GemmaConfig, LlamaConfig, MistralConfig
 
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import ModelError
+from headwater.core.errors import LogitsBroken, ModelError
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import SamplingParams
 from headwater.engine.engine import Engine
@@ -369,6 +369,24 @@ def test_weights_change_in_memory_between_two_tokens(mode, where):
                 assert tag != version or ours == pytest.approx(theirs, abs=1e-4)
     expected = full_pass(models[5], later.result(LIMIT_S), asked[0].sampling)
     assert later.result(LIMIT_S).output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}])
+def test_requests_fail_under_weights_that_make_nan_and_the_engine_takes_better_ones(cut):
+    asked = [request(tokens_of(length), length, max_new_tokens=20, **cut) for length in LENGTHS]
+    model = cuda_model()
+    good = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    huge = {**good, "model.embed_tokens.weight": good["model.embed_tokens.weight"] * 1000}
+    huge["model.norm.weight"] = torch.full_like(good["model.norm.weight"], 1e37)
+    with running(model, kv_cache_gib=0.5) as engine:
+        expected = engine.generate(asked)
+        engine.update_weights(WeightUpdate(1, huge.items())).result(LIMIT_S)
+        with pytest.raises(LogitsBroken, match="weights of version 1 are NaN or infinite"):
+            engine.generate(asked)
+        engine.update_weights(WeightUpdate(2, good.items())).result(LIMIT_S)
+        assert_same(engine.generate(asked), expected)
+        assert engine.metrics().num_failed == len(asked)
+        assert_nothing_is_held(engine)
 
 
 @pytest.mark.parametrize("tags", TAGS)

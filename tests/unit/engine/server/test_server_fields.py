@@ -9,6 +9,7 @@ import pytest
 from engine.server.parts import refusal
 
 from headwater.core.errors import (
+    LogitsBroken,
     MemoryRefused,
     ModelError,
     QueueFull,
@@ -126,6 +127,7 @@ def test_a_reply_without_json_numbers_is_an_error():
         (ModelError("no"), 400, "weights_refused"),
         (WaitTimeout("late"), 504, "timeout"),
         (MemoryRefused("later"), 409, "memory_refused"),
+        (LogitsBroken("nan"), 500, "logits_broken"),
         (RolloutFailed("gone"), 503, "engine_unavailable"),
     ],
 )
