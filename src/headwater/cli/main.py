@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import headwater
 from headwater.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from headwater.cli.interrupts import interruptible
 from headwater.core.errors import HeadwaterError
 
 COMMANDS = {
@@ -28,6 +29,15 @@ _DEBUG_HELP = "show a traceback for every error, and debug logs"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        with interruptible():
+            return _main(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _top_parser()
     before, rest = _split_at_command(arguments)
@@ -81,9 +91,6 @@ def _run_command(name: str, arguments: list[str]) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     return code
 
 

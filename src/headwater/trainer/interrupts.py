@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from headwater.core.import_guard import ImportGuard
+
 
 class Interrupts:
     """Turns SIGINT and SIGTERM into KeyboardInterrupt: at once, or at the end of a ``deferred`` block.
@@ -20,6 +22,7 @@ class Interrupts:
         self._on_deferred = on_deferred
         self._depth = 0
         self._waiting = False
+        self._imports = ImportGuard()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -49,6 +52,9 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._depth == 0 or self._waiting:
+            # A library's own imports may come late, such as at the first batch.
+            if self._imports.puts_off(number, frame):
+                return
             raise KeyboardInterrupt
         self._waiting = True
         self._on_deferred()

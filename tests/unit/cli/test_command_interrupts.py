@@ -1,0 +1,91 @@
+"""Ctrl-C while a command imports what it needs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from headwater.cli.interrupts import interruptible
+from headwater.trainer.interrupts import Interrupts
+
+# A library as numpy is: what is raised while it is imported is lost.
+LOSES_INTERRUPTS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+except BaseException:
+    pass
+imported = True
+"""
+
+# The signal comes when a named module begins to be imported, and a second one where that is asked for.
+COMMAND = """
+import importlib.abc, os, signal, sys
+name, num_signals = sys.argv[1], int(sys.argv[2])
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, module, path, target=None):
+        if module == name:
+            for _ in range(num_signals):
+                os.kill(os.getpid(), signal.SIGINT)
+                [None for _ in range(1000)]
+sys.meta_path.insert(0, Finder())
+from headwater.cli.main import main
+sys.exit(main(["config", "--plain"]))
+"""
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    (tmp_path / "loses_interrupts.py").write_text(LOSES_INTERRUPTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "loses_interrupts", raising=False)
+    return lambda: importlib.import_module("loses_interrupts").imported
+
+
+@pytest.mark.parametrize("handled", [interruptible, Interrupts(lambda: None).installed])
+def test_an_interrupt_within_an_import_comes_after_it(library, handled):
+    seen = []
+
+    def work() -> None:
+        seen.append(library())
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            time.sleep(0.005)
+        seen.append("the interrupt is lost")
+
+    with pytest.raises(KeyboardInterrupt), handled():
+        work()
+    assert seen == [True]
+
+
+def test_an_interrupt_that_was_put_off_is_not_lost_at_the_end(library):
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        library()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_elsewhere_an_interrupt_is_immediate():
+    seen = []
+
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        seen.append("went on")
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        work()
+    assert seen == []
+
+
+@pytest.mark.parametrize(("module", "num_signals"), [("headwater.cli.config", 1), ("yaml", 1), ("yaml", 2)])
+def test_a_command_that_still_imports_says_no_more_than_interrupted(module, num_signals):
+    command = [sys.executable, "-c", COMMAND, module, str(num_signals)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
