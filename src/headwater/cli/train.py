@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     overrides = list(args.overrides)
     if args.resume is not None and args.recipe is not None:
+        if "=" not in args.recipe:
+            raise HeadwaterError(
+                f"--resume {args.resume} with the recipe {args.recipe}: a resumed run has its own; give either a "
+                "recipe or --resume, and settings to change as key=value"
+            )
         # After --resume the first positional word is an override, not a recipe.
         overrides.insert(0, args.recipe)
     if args.resume is None and args.recipe is None:
@@ -38,21 +43,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start(recipe: Path, overrides: list[str]) -> int:
+    from headwater.config.file_checks import files_exist
     from headwater.config.load import load_config
 
-    loaded = load_config(recipe, overrides)
+    loaded = load_config(recipe, overrides, [files_exist])
     return _fit(loaded.config, run=None, checkpoint=None)
 
 
 def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
+    from headwater.config.file_checks import files_exist, fits_checkpoint
     from headwater.config.load import load_config
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.checkpoint import Checkpoints
 
     run = RunDirectory.open(path)
-    config = load_config(run.config_file, overrides).config
-    checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
+    before = load_config(run.config_file).config
+    checkpoints = Checkpoints(run.checkpoints, before.trainer.keep_checkpoints)
     checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
+    fits = [fits_checkpoint(before, checkpoint)] if checkpoint else []
+    config = load_config(run.config_file, overrides, [files_exist, *fits]).config
     return _fit(config, run, checkpoint)
 
 

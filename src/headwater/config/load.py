@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.config.checks import find_clashes
+from headwater.config.clash import Check
 from headwater.config.convert import Converter
 from headwater.config.keys import sections, settings
 from headwater.config.override import parse_override
@@ -39,8 +40,11 @@ class LoadedConfig:
         return frozenset(key for key, origin in self.origins.items() if origin != DEFAULT)
 
 
-def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read ``recipe`` (None: all defaults) and what it extends, put ``overrides`` on top, and check the whole."""
+def load_config(recipe: Path | None, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> LoadedConfig:
+    """Read ``recipe`` (None: all defaults) and what it extends, put ``overrides`` on top, and check the whole.
+
+    ``checks`` are made besides those of every config, and their findings are told first.
+    """
     known_sections = sections(Config)
     reader = RecipeReader(known_sections)
     tree: Tree = reader.read(recipe) if recipe is not None else Branch({}, Origin(COMMAND_LINE, 0))
@@ -60,7 +64,7 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> LoadedCon
     # What could not be read would stand in these checks as a default, and the user would be told of clashes with it.
     if not unread:
         layers = {key: max(place.layer for place in origins(part)) for key, part in given.items()}
-        clashes = find_clashes(config, layers)
+        clashes = [*(clash for check in checks for clash in check(config, layers)), *find_clashes(config, layers)]
         problems.extend(
             clash.line(config, origins_by_key) for clash in clashes if converter.doubtful.isdisjoint(clash.keys)
         )

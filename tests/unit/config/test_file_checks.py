@@ -1,0 +1,86 @@
+"""What a run about to start, or to go on, must find on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headwater.config.file_checks import files_exist, fits_checkpoint
+from headwater.config.load import load_config
+from headwater.core.errors import ConfigError
+
+CHECKPOINT = Path("runs/q/checkpoints/step_000080")
+
+
+def refused(recipe: Path | None, overrides: list[str], *checks) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, overrides, checks)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+def test_a_missing_file_is_named_first_with_its_key(write, key):
+    write("there.jsonl", "{}")
+    overrides = [f"{key}=[there.jsonl, missing.jsonl]", "trainer.total_steps=1", "eval.every_steps=2"]
+    first, *others = refused(None, overrides, files_exist)
+    assert first.startswith(f"{key} = [there.jsonl, missing.jsonl] (command line): no such file: missing.jsonl (looked")
+    assert others
+
+
+@pytest.mark.parametrize("overrides", [["data.train=part-*.jsonl"], ["data.train=x.jsonl", "data.dataset=my.py:Mine"]])
+def test_patterns_and_names_of_ones_own_dataset_are_no_missing_files(write, overrides):
+    write("part-1.jsonl", "{}")
+    load_config(None, overrides, [files_exist])
+
+
+def test_a_pattern_that_matches_nothing(write):
+    write("part-1.jsonl", "{}")
+    (problem,) = refused(None, ["data.train=rows-*.jsonl"], files_exist)
+    assert "no such file: rows-*.jsonl" in problem
+
+
+def test_reading_a_recipe_needs_no_files(write):
+    write("unrelated.yaml", "")
+    assert load_config(None, ["data.train=missing.jsonl"]).config.data.train == ("missing.jsonl",)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "model.path=tiny:llama",
+            "model.path = 'tiny:llama' (command line): {} was made with 'tiny:qwen3', and its we",
+        ),
+        ("run.seed=1", "run.seed = 1 (command line): {} was made with 0"),
+        ("data.train=countdown", "data.train = [countdown] (command line): {} was made with [arithmetic]"),
+        ("data.task_args.max_operand=99", "data.task_args = {{max_operand: 99}} (command line): {} was made with {{}}"),
+        (
+            "warm_start.num_steps=5",
+            "warm_start.num_steps = 5 (command line): {} was made with 0, and the supervised st",
+        ),
+    ],
+)
+def test_what_a_checkpoint_has_decided_cannot_be_changed(override, told):
+    (problem,) = refused(None, [override], fits_checkpoint(load_config(None).config, CHECKPOINT))
+    assert problem.startswith(told.format(CHECKPOINT))
+    assert f"model.path={CHECKPOINT}/model" in problem
+
+
+def test_other_settings_of_a_resumed_run_may_change():
+    overrides = [
+        "trainer.total_steps=500",
+        "training.learning_rate=1e-5",
+        "model.dtype=bfloat16",
+        "data.eval=countdown",
+    ]
+    load_config(None, overrides, [fits_checkpoint(load_config(None).config, CHECKPOINT)])
+
+
+def test_what_was_moved_may_be_named_anew(write):
+    write("models/new/config.json", "{}")
+    before = load_config(None, ["model.path=./models/old", "data.train=old.jsonl"]).config
+    load_config(None, ["model.path=./models/new", "data.train=new.jsonl"], [fits_checkpoint(before, CHECKPOINT)])
+    write("models/old/config.json", "{}")
+    (problem,) = refused(None, ["model.path=./models/new", "data.train=new.jsonl"], fits_checkpoint(before, CHECKPOINT))
+    assert problem.startswith("model.path = './models/new'")
