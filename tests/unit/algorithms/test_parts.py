@@ -16,13 +16,15 @@ from headwater.algorithms.corrections.m2po import m2po
 from headwater.algorithms.corrections.reject import reject
 from headwater.algorithms.corrections.truncate import truncate
 from headwater.algorithms.diagnostics import ratio_percentiles, staleness_histogram, weight_metrics
+from headwater.algorithms.kl.controllers import AdaptiveKL
 from headwater.algorithms.kl.penalty import kl_penalty
 from headwater.algorithms.masked import masked_sum, masked_var, whiten
-from headwater.algorithms.policy_losses import PolicyLossInputs, log_ratios
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, log_ratios
 from headwater.algorithms.policy_losses.clip_cov import clip_cov
 from headwater.algorithms.policy_losses.decoupled import decoupled
 from headwater.algorithms.policy_losses.geo_mean import geo_mean
 from headwater.algorithms.policy_losses.gspo import gspo
+from headwater.algorithms.policy_losses.kl_cov import kl_cov
 from headwater.algorithms.proximal import approximation_metrics, progress
 from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.core.errors import ConfigError, MissingColumn, UnknownName
@@ -70,6 +72,43 @@ def test_log_ratios_have_one_bound_everywhere(found, expected, monkeypatch):
     """Of a log ratio of 2 a bound of 1 leaves 1; k3 of that is e - 2."""
     monkeypatch.setattr(log_ratio, "MAX_LOG_RATIO", 1.0)
     assert found(torch.full((1, 1), 2.0)).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+@pytest.mark.parametrize("far", [35.0, 110.0, -110.0])
+def test_one_wild_token_neither_overflows_nor_owns_the_gradient(name, advantage, far):
+    """``far`` is its log ratio."""
+    logprobs = torch.tensor([[min(far, 0.0), -0.1, -0.2]], requires_grad=True)
+    old = torch.tensor([[min(-far, 0.0), 0.0, 0.0]])
+    advantages = torch.tensor([[advantage, 0.5, -0.5]])
+    inputs = PolicyLossInputs(logprobs, old, advantages, torch.ones(1, 3), rollout_logprobs=old)
+    losses = POLICY_LOSSES.resolve(name)(inputs)
+    losses.token_losses.sum().backward()
+    assert losses.token_losses.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+    assert logprobs.grad.abs().max() < 2 * math.exp(20)
+
+
+def test_kl_cov_pulls_a_held_token_back_however_far_it_is():
+    logprobs = torch.tensor([[50.0, -0.1, -0.2]], requires_grad=True)
+    advantages, zeros = torch.tensor([[1.0, 0.0, 0.0]]), torch.zeros(1, 3)
+    kl_cov(PolicyLossInputs(logprobs, zeros, advantages, torch.ones(1, 3))).token_losses.sum().backward()
+    assert logprobs.grad.tolist() == [[1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
+def test_a_divergence_that_is_not_finite_does_not_steer(kl):
+    steered = AdaptiveKL(0.1, target=6.0, horizon=1000)
+    steered.update(kl, num_samples=8)
+    assert steered.coefficient == 0.1
+
+
+def test_a_steered_coefficient_never_rewards_divergence():
+    """256 samples over a horizon of 50 would take 0.1 to -0.0024."""
+    steered = AdaptiveKL(0.1, target=6.0, horizon=50)
+    steered.update(0.0, num_samples=256)
+    assert steered.coefficient == 0.0
 
 
 def test_bounds_are_on_train_over_rollout_and_inclusive():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 
@@ -23,7 +24,7 @@ class FixedKL:
 
 class AdaptiveKL:
     """Raises the coefficient while the KL is above the target and lowers it below, by at most 20 % per ``horizon``
-    samples."""
+    samples, and never to less than 0, which would reward divergence."""
 
     def __init__(self, coefficient: float, *, target: float, horizon: int) -> None:
         self.coefficient = coefficient
@@ -31,5 +32,7 @@ class AdaptiveKL:
         self._horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> None:
+        if not math.isfinite(kl):
+            return  # its step is skipped too; a coefficient that is NaN once would stay so
         error = min(max(kl / self._target - 1, -0.2), 0.2)
-        self.coefficient *= 1 + error * num_samples / self._horizon
+        self.coefficient *= max(0.0, 1 + error * num_samples / self._horizon)

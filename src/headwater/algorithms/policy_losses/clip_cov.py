@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from headwater.algorithms.covariance import token_covariance
-from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, clipped_surrogate
+from headwater.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyLossInputs,
+    clipped_surrogate,
+    log_ratios,
+)
 
 
 @POLICY_LOSSES.register
@@ -21,7 +27,7 @@ def clip_cov(
 ) -> PolicyLoss:
     """PPO's clip; besides, ``fraction`` of the tokens, drawn among those whose covariance is in ``(lower, upper)``, are
     taken out. ``seed`` makes the draw a function of the inputs. The covariance is that of the micro-batch."""
-    log_ratio = inputs.logprobs - inputs.old_logprobs
+    log_ratio = log_ratios(inputs)
     losses, clipped = clipped_surrogate(log_ratio.exp(), inputs.advantages, clip_low, clip_high)
     kept = inputs.mask != 0
     covariance = token_covariance(inputs)

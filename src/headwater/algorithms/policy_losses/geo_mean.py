@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headwater.algorithms.masked import masked_mean
-from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
 
 
 @POLICY_LOSSES.register
@@ -15,7 +15,7 @@ def geo_mean(inputs: PolicyLossInputs, *, clip_low: float = 0.4, clip_high: floa
     Every token of a row carries the row's loss, so the aggregation is ``seq-mean-token-mean`` by definition, and a
     correction weighs a row by the geometric mean of its tokens' weights.
     """
-    log_ratio = inputs.logprobs - inputs.old_logprobs
+    log_ratio = log_ratios(inputs)
     clamped = log_ratio.clamp(-clip_low, clip_high)
     sign = inputs.advantages.sign()
     adverse = sign * torch.minimum(sign * log_ratio, sign * clamped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headwater.algorithms.covariance import token_covariance
-from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
 
 
 @POLICY_LOSSES.register
@@ -20,5 +20,6 @@ def kl_cov(inputs: PolicyLossInputs, *, fraction: float = 2e-4, coefficient: flo
     num_held = min(max(int(fraction * num_kept), 1), num_kept)
     covariance = token_covariance(inputs).masked_fill(~kept, -torch.inf).flatten()
     held = torch.zeros_like(covariance).index_fill_(0, covariance.topk(num_held).indices, 1.0).view_as(log_ratio)
-    losses = -inputs.advantages * log_ratio.exp() + coefficient * held * log_ratio.abs()
+    # Only the ratio is bounded: a held token that is far off must still be pulled back.
+    losses = -inputs.advantages * log_ratios(inputs).exp() + coefficient * held * log_ratio.abs()
     return PolicyLoss(losses, {"held_fraction": held, "approx_kl": log_ratio.detach().abs()})
