@@ -16,18 +16,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from headwater.core.errors import ModelError
 
 NAME = "headwater_packed"
 
-_PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_REMEDY = "use a Llama, Qwen, Mistral, Gemma or another decoder of transformers that does"
+
+_LAYER_FIELDS = ("layer_types", "layers_block_type")
+_PACKED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _LOGIT_FIELDS = (
     "logits_scaling",
     "logit_scale",
     "final_logit_softcapping",
+    "logits_soft_cap",
     "lm_head_multiplier",
     "output_multiplier",
 )
@@ -165,7 +169,12 @@ def use_packed_attention(model: Any) -> None:
     if not model._supports_attention_backend:
         raise ModelError(
             f"{model.config.model_type}: its layers do not take an attention function, so it cannot be trained on "
-            "packed sequences; use a Llama, Qwen, Mistral, Gemma or another decoder of transformers that does"
+            f"packed sequences; {_REMEDY}"
+        )
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+        raise ModelError(
+            f"{model.config.model_type}: its decoder does not keep its layers in a list named layers, so they cannot "
+            f"be sharded, checkpointed or compiled one by one; {_REMEDY}"
         )
     _check_layers(model)
     _check_logits(model)
@@ -176,12 +185,13 @@ def use_packed_attention(model: Any) -> None:
 def _check_layers(model: Any) -> None:
     """Convolutions and recurrent states run along the whole row, from one sequence of a pack into the next."""
     config = model.config.get_text_config(decoder=True)
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKED_LAYERS)
-    if others:
-        raise ModelError(
-            f"{config.model_type}: layer_types has {', '.join(others)}, and only full_attention and sliding_attention "
-            "keep the sequences of a pack apart; use a model of such layers alone"
-        )
+    for field in _LAYER_FIELDS:
+        others = sorted(set(getattr(config, field, None) or ()) - _PACKED_LAYERS)
+        if others:
+            raise ModelError(
+                f"{config.model_type}: {field} has {', '.join(others)}, and only full_attention and sliding_attention "
+                "keep the sequences of a pack apart; use a model of such layers alone"
+            )
 
 
 def _check_logits(model: Any) -> None:
@@ -206,13 +216,23 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_attention: PackedAttention,
+    packed_attention: PackedAttention | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    if packed_attention is None:
+        raise ModelError(
+            f"{module.config.model_type}: its layers do not hand on what a forward pass is given, so it cannot be "
+            f"trained on packed sequences; {_REMEDY}"
+        )
+    if query.shape[-1] != value.shape[-1]:
+        raise ModelError(
+            f"{module.config.model_type}: its values have another width than its queries ({value.shape[-1]}, not "
+            f"{query.shape[-1]}), which cannot be trained packed yet; {_REMEDY}"
+        )
     if softcap is not None or s_aux is not None:
         raise ModelError(f"{module.config.model_type}: attention with a soft cap or sinks cannot be trained packed yet")
     # All tokens of a pack are one row of length T to transformers: [1, heads, T, head dim].

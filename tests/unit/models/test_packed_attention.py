@@ -5,17 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     CohereConfig,
+    DeepseekV2Config,
     Gemma2Config,
+    GPT2Config,
+    GPTBigCodeConfig,
     GraniteConfig,
     Lfm2Config,
+    ModernBertDecoderConfig,
+    NemotronConfig,
+    RecurrentGemmaConfig,
 )
 
+from headwater.config.schema import TrainingConfig
 from headwater.core.errors import ModelError
 from headwater.models.packed_attention import use_packed_attention
+from headwater.rollout.padding import pad_trajectories
+from headwater.training.engine import ForwardEngine
+from headwater.training.packed_module import PolicyModule
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -36,6 +47,7 @@ SHAPE: dict[str, Any] = {
         (CohereConfig(**SHAPE), r"cohere: logit_scale = 0\.0625 changes the logits"),
         (Gemma2Config(**SHAPE), r"gemma2: final_logit_softcapping = 30\.0 changes the logits"),
         (Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "lfm2: layer_types has .*conv"),
+        (RecurrentGemmaConfig(**SHAPE), "recurrent_gemma: layers_block_type has recurrent"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
@@ -51,3 +63,34 @@ def test_what_changes_nothing_is_accepted() -> None:
 def test_a_model_without_logits_is_not_asked_about_them() -> None:
     config = Gemma2Config(**SHAPE, num_labels=1)
     use_packed_attention(AutoModelForSequenceClassification.from_config(config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2),
+        GPTBigCodeConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2),
+        ModernBertDecoderConfig(**SHAPE, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_decoder_without_a_list_of_layers_is_refused_by_name(config: Any) -> None:
+    with pytest.raises(ModelError, match=f"^{config.model_type}: .* a list named layers.*; use a Llama"):
+        PolicyModule(AutoModelForCausalLM.from_config(config), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (NemotronConfig(**{**SHAPE, "vocab_size": 512}), "nemotron: its layers do not hand on"),
+        (
+            DeepseekV2Config(**{**SHAPE, "vocab_size": 512, "num_key_value_heads": 2, "head_dim": 64}),
+            r"deepseek_v2: its values have another width than its queries \(128, not 192\)",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_what_only_a_pass_can_show_is_refused_by_name_at_the_first(config: Any, message: str) -> None:
+    engine = ForwardEngine(PolicyModule(AutoModelForCausalLM.from_config(config), 1.0), TrainingConfig())
+    with pytest.raises(ModelError, match=f"^{message}.*; use a Llama"):
+        engine.compute(pad_trajectories([tiny.trajectory(1)], pad_token_id=0))
