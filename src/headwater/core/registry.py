@@ -22,6 +22,8 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -58,9 +60,28 @@ def load_object(path: str) -> Any:
         raise UnknownName(f"{path!r}: write an extension as 'package.module:Thing' or 'path/to/file.py:Thing'")
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
     if not hasattr(module, attribute):
-        public = [name for name in vars(module) if not name.startswith("_")]
-        raise UnknownName(f"{path!r}: {module_name} has no {attribute!r}; {nearest(attribute, public)}")
+        raise UnknownName(f"{module_name} has no {attribute!r}; {nearest(attribute, _offered(module))}")
     return getattr(module, attribute)
+
+
+@contextmanager
+def blaming(setting: str) -> Iterator[None]:
+    """Errors within name the setting that asked for an extension: ``with blaming(f"reward.function = {name}")``."""
+    try:
+        yield
+    except UnknownName as error:
+        raise UnknownName(f"{setting}: {error}") from error
+    except HeadwaterError as error:
+        raise HeadwaterError(f"{setting}: {error}") from error
+
+
+def _offered(module: ModuleType) -> list[str]:
+    """The functions and classes a module defines; what it imports is not its own."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
+    ]
 
 
 def _load_module(name: str) -> ModuleType:

@@ -9,7 +9,7 @@ from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
-from headwater.core.registry import load_object
+from headwater.core.registry import blaming, load_object
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.data.sources import is_task
 from headwater.data.task import Split
@@ -51,7 +51,8 @@ def sources_of(config: DataConfig, split: Split) -> list[str]:
 
 def _custom_dataset(path: str, arguments: dict[str, Any]) -> PromptDataset:
     label = f"data.dataset = {path!r}"
-    cls = load_object(path)
+    with blaming(label):
+        cls = load_object(path)
     if not callable(cls):
         raise DataError(f"{label}: is a {type(cls).__name__}; name a class")
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import DataError
-from headwater.core.registry import load_object, nearest
+from headwater.core.registry import blaming, load_object, nearest
 from headwater.data.row_store import JsonlRows, JsonRows, ListRows, ParquetRows, Rows, SupportsRows, check_file
 from headwater.data.task import TASKS, Split, Task, run_task
 
@@ -55,7 +55,8 @@ def parse_source(text: str) -> FileSource | TaskSource:
         raise DataError(f"data source {text!r}: not read over the network; download it and name the file")
     if colon:
         module, _, function = text.rpartition(":")
-        task = load_object(text)
+        with blaming(f"data source {text!r}"):
+            task = load_object(text)
         if not callable(task):
             raise DataError(f"data source {text!r}: is a {type(task).__name__}; name a function that returns rows")
         short = Path(module).stem if module.endswith(".py") else module

@@ -8,14 +8,16 @@ from typing import Any, get_type_hints
 
 from headwater.config.convert import WrongValue, convert_value
 from headwater.core.errors import ConfigError, HeadwaterError
-from headwater.core.registry import Registry, is_path
+from headwater.core.registry import Registry, blaming, is_path
 
 
 def with_arguments(registry: Registry, name: str, arguments: Mapping[str, Any], key: str) -> Callable[..., Any]:
     """The extension with its configured keyword arguments bound; one it does not take is an error naming the key."""
-    thing = registry.resolve(name)
+    setting = f"{key.partition('_args')[0]} = {name}"
+    with blaming(setting):
+        thing = registry.resolve(name)
     if not callable(thing):
-        raise ConfigError([f"{key.removesuffix('_args')} = {name}: not callable; name a function or a class"])
+        raise ConfigError([f"{setting}: not callable; name a function or a class"])
     hints = get_type_hints(thing.__init__ if inspect.isclass(thing) else thing)
     parameters = inspect.signature(thing).parameters.values()
     known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
@@ -43,7 +45,6 @@ def with_arguments(registry: Registry, name: str, arguments: Mapping[str, Any], 
         except Exception as error:
             if not is_path(name):
                 raise
-            setting = f"{key.removesuffix('_args')} = {name}"
             raise HeadwaterError(
                 f"{setting}: raised {type(error).__name__}: {error}; run with --debug to see where"
             ) from error

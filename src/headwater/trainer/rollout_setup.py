@@ -12,6 +12,7 @@ from headwater.backends.served.engine import ServedEngine
 from headwater.config.schema import Config
 from headwater.core.protocols import InferenceEngine, MemoryTag, RolloutWorkflow
 from headwater.core.records import SamplingParams
+from headwater.core.registry import blaming
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.models.load import load_processor, load_tokenizer
@@ -78,7 +79,9 @@ def build_rollout(config: Config, model_path: str, schedule: Schedule | None = N
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path)
     eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, load_processor(model_path))
-    reward = REWARD_MANAGERS.resolve(config.reward.manager)(config.reward, spans)
+    with blaming(f"reward.manager = {config.reward.manager}"):
+        make_reward = REWARD_MANAGERS.resolve(config.reward.manager)
+    reward = make_reward(config.reward, spans)
     make_workflow = with_arguments(
         WORKFLOWS, config.rollout.workflow, config.rollout.workflow_args, "rollout.workflow_args"
     )

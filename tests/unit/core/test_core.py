@@ -10,7 +10,7 @@ import pytest
 from headwater.core.errors import HeadwaterError, UnknownName, WaitTimeout
 from headwater.core.randomness import derive_key
 from headwater.core.records import ModelRequest, ModelResponse, Prompt, SamplingParams, Score, Trajectory
-from headwater.core.registry import Registry, load_object
+from headwater.core.registry import Registry, blaming, load_object
 from headwater.core.waits import named_wait
 
 GOOD = {
@@ -97,6 +97,20 @@ def test_names_are_files_and_paths_are_loaded(tmp_path):
 def test_bad_extension_paths_are_named(path, message):
     with pytest.raises(UnknownName, match=message):
         load_object(path)
+
+
+def test_what_a_file_imports_is_not_offered_as_its_own(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text("from __future__ import annotations\nfrom math import sqrt\nfrom pathlib import Path\n"
+                    "LIMIT = 3\ndef score(): ...\nclass Judge: ...\ndef _help(): ...\n")  # fmt: skip
+    with pytest.raises(UnknownName, match=r"reward\.py has no 'nope'; known: score, Judge$"):
+        load_object(f"{file}:nope")
+
+
+def test_the_setting_that_asks_for_an_extension_is_blamed():
+    blamed = r"^data\.dataset = missing\.py:Mine: .*missing\.py: no such file"
+    with pytest.raises(UnknownName, match=blamed), blaming("data.dataset = missing.py:Mine"):
+        load_object("missing.py:Mine")
 
 
 def test_an_extension_that_does_not_import_says_why(tmp_path):

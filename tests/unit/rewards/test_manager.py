@@ -127,6 +127,20 @@ def test_bad_paths_are_named(score):
         score("CONSTANT")
 
 
+@pytest.mark.parametrize("name", ["nofile.py:nope", "headwater.rewards.exact_match:nope", "exact_mathc"])
+def test_a_function_that_is_not_there_is_blamed_on_its_setting(name):
+    with pytest.raises(UnknownName, match=rf"^reward\.function = {name}: "):
+        NaiveRewardManager(RewardConfig(function=name), Spans())
+
+
+def test_a_name_borrowed_from_the_file_is_said_to_be():
+    manager = NaiveRewardManager(RewardConfig(), Spans())
+    prompt = tiny.prompt(uid="nosrc#2/train/0", data_source="nosrc")
+    remedies = r"add a data_source to the rows that names a scorer, or set reward\.function"
+    with pytest.raises(RewardFailed, match=rf"'nosrc', the name of its file or task, which stands in .*{remedies}"):
+        asyncio.run(manager.score(prompt, "46"))
+
+
 def test_an_unknown_data_source_says_what_to_set():
     manager = NaiveRewardManager(RewardConfig(), Spans())
     with pytest.raises(RewardFailed, match=r"no built-in scorer for data_source 'mine'.*set reward\.function"):

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, UnknownName
 from headwater.core.records import Prompt, Score
+from headwater.core.registry import blaming
 from headwater.observe.spans import Spans
 from headwater.rewards.function import ScoreFunction, call_score_function
 from headwater.rewards.managers import REWARD_MANAGERS
@@ -22,7 +23,10 @@ class NaiveRewardManager:
     def __init__(self, config: RewardConfig, spans: Spans) -> None:
         self._config = config
         self._spans = spans
-        self._custom: ScoreFunction | None = SCORERS.resolve(config.function) if config.function else None
+        self._custom: ScoreFunction | None = None
+        if config.function:
+            with blaming(f"reward.function = {config.function}"):
+                self._custom = SCORERS.resolve(config.function)
         if self._custom is not None and not callable(self._custom):
             raise RewardFailed(f"reward.function = {config.function}: not callable; name a function")
         self._free = asyncio.Semaphore(config.max_concurrent)
@@ -42,8 +46,11 @@ class NaiveRewardManager:
         try:
             function: ScoreFunction = SCORERS.resolve(name)
         except UnknownName as error:
+            # Rows are named after the file or task they come from.
+            is_borrowed = prompt.uid.partition("/")[0].partition("#")[0] == prompt.data_source
+            origin = ", the name of its file or task, which stands in where a row has none" if is_borrowed else ""
             raise RewardFailed(
-                f"row {prompt.uid}: no built-in scorer for data_source {prompt.data_source!r} ({error}); "
-                "set reward.function to your own compute_score"
+                f"row {prompt.uid}: no built-in scorer for data_source {prompt.data_source!r}{origin} ({error}); "
+                "add a data_source to the rows that names a scorer, or set reward.function to your own compute_score"
             ) from error
         return function
