@@ -42,8 +42,7 @@ class RecipeReader:
             names = " extends ".join(display(link) for link in (*chain[chain.index(path) :], path))
             self.problems.append(f"{names}: a recipe cannot extend itself; remove one of these extends")
             return Branch({}, Origin(display(path), self.next_layer))
-        text = self._text(path, chain)
-        node = self._compose(text, display(path))
+        node = self._node(path, chain)
         merged: Tree = Branch({}, Origin(display(path), self.next_layer))
         # What it extends is read first, and so gets the lower layers.
         for base in self._bases(node, path):
@@ -55,10 +54,14 @@ class RecipeReader:
         assert isinstance(merged, Branch)
         return merged
 
-    def _text(self, path: Path, chain: tuple[Path, ...]) -> str:
+    def _node(self, path: Path, chain: tuple[Path, ...]) -> yaml.Node | None:
         by = f" (extended by {display(chain[-1])})" if chain else ""
         try:
-            return path.read_text(encoding="utf-8")
+            node = yaml12.compose(path.read_text(encoding="utf-8"))
+            if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == f"{yaml12.TAG_PREFIX}null"):
+                # It would train the defaults, which nobody asked for.
+                self.problems.append(f"{display(path)}{by}: is empty; write settings into it, or name another recipe")
+            return node
         except FileNotFoundError:
             names = [other.name for other in sorted(path.parent.glob("*.y*ml"))]
             matches = difflib.get_close_matches(path.name, names, n=1)
@@ -67,15 +70,10 @@ class RecipeReader:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             self.problems.append(f"{display(path)}{by}: cannot be read: {why}")
-        return ""
-
-    def _compose(self, text: str, source: str) -> yaml.Node | None:
-        try:
-            return yaml12.compose(text)
         except yaml.YAMLError as error:
             where, why = yaml12.reason(error)
-            self.problems.append(f"{source}{where}: not valid YAML: {why}")
-            return None
+            self.problems.append(f"{display(path)}{where}: not valid YAML: {why}")
+        return None
 
     def _bases(self, node: yaml.Node | None, path: Path) -> list[Path]:
         if not isinstance(node, yaml.MappingNode):

@@ -12,6 +12,8 @@ from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 
 _Record = dict[str, Any]
+_LEARNER = {"wait for rollouts": "wait", "experience": "experience", "train": "train", "publish": "publish"}
+"""The parts of a step as the summary calls them, and as the metrics do."""
 
 
 def summarise(run: RunDirectory, display: Display, *, is_finished: bool = True) -> None:
@@ -24,12 +26,10 @@ def summarise(run: RunDirectory, display: Display, *, is_finished: bool = True) 
         display.console.print(_table(train, evaluations))
     display.say(f"Reward curve   {run.curve_file}")
     display.say(f"Run directory  {run.path}")
-    if not is_finished:
-        # Half a run says little about settings; who stopped it wants to know what is kept.
-        display.say(how_to_go_on(run))
-        return
-    for line in suggestions(run, train, evaluations):
+    for line in suggestions(run, train, evaluations) if is_finished else hints(train):
         display.say(f"  → {line}")
+    if not is_finished:
+        display.say(how_to_go_on(run))
 
 
 def how_to_go_on(run: RunDirectory) -> str:
@@ -55,10 +55,14 @@ def _table(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Table:
     table.add_row("response length", f"{lengths[0]:.1f} → {lengths[-1]:.1f} tokens")
     total_s = sum(record["time/step_s"] for record in train)
     table.add_row("steps", f"{len(train)} in {total_s:.0f} s, {total_s / len(train):.2f} s each")
-    # Ahead of training these overlap, and their sum is more than all; "wait" is the learner's, for rollouts.
-    for name in ("generate", "reward", "train", "publish", "wait"):
-        spent = sum(record.get(f"time/{name}_s", 0.0) for record in train)
-        table.add_row(f"  {name}", f"{100 * spent / total_s:.0f}%")
+
+    def share(name: str) -> str:
+        return f"{100 * sum(record.get(f'time/{name}_s', 0.0) for record in train) / total_s:.0f}%"
+
+    # What the learner does one after the other; rollouts go on at the same time, so their shares do not add to these.
+    for label, name in _LEARNER.items():
+        table.add_row(f"  {label}", share(name))
+    table.add_row("rollouts meanwhile", f"generate {share('generate')}, reward {share('reward')}")
     dropped = sum(record["groups/dropped"] for record in train)
     if dropped:
         table.add_row("[red]dropped groups[/]", f"{dropped:.0f}")
@@ -66,22 +70,35 @@ def _table(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Table:
 
 
 def suggestions(run: RunDirectory, train: Sequence[_Record], evaluations: Sequence[_Record]) -> list[str]:
-    """Advice that follows from what the metrics show; at least one line."""
-    lines = []
+    """Advice on a whole run that follows from what its metrics show; at least one line."""
+    lines = hints(train)
     if train:
-        tail = train[-max(1, len(train) // 5) :]
-        reward = sum(record["reward/mean"] for record in tail) / len(tail)
-        informative = sum(record["groups/informative_fraction"] for record in tail) / len(tail)
-        stopped = sum(record["stopped_fraction"] for record in tail) / len(tail)
-        if stopped < 0.5:
-            lines.append("Most responses hit the length limit: raise rollout.max_new_tokens.")
-        if informative < 0.2 and reward < 0.1:
-            lines.append("Nearly every group scored the same low reward: try an easier task or a longer warm_start.")
-        elif informative < 0.2 and reward > 0.8:
-            lines.append("Most groups are all right already: try a harder task, for example larger data.task_args.")
-        elif reward - train[0]["reward/mean"] < 0.05:
+        informative, reward = _at_the_end(train, "groups/informative_fraction"), _at_the_end(train, "reward/mean")
+        is_decided = informative < 0.2 and not 0.1 <= reward <= 0.8
+        if not is_decided and reward - train[0]["reward/mean"] < 0.05:
             lines.append("Reward barely moved: try a higher training.learning_rate or more trainer.total_steps.")
     if not evaluations:
         lines.append("No held-out prompts were evaluated: see data.eval, and the eval settings.")
     lines.append(f"Look at responses: headwater eval {run.path} --show 5")
     return lines
+
+
+def hints(train: Sequence[_Record]) -> list[str]:
+    """Advice that a run of any length may give: what it says does not mend itself with more steps."""
+    if not train:
+        return []
+    lines = []
+    reward, informative = _at_the_end(train, "reward/mean"), _at_the_end(train, "groups/informative_fraction")
+    if _at_the_end(train, "stopped_fraction") < 0.5:
+        lines.append("Most responses hit the length limit: raise rollout.max_new_tokens.")
+    if informative < 0.2 and reward < 0.1:
+        lines.append("Nearly every group scored the same low reward: try an easier task or a longer warm_start.")
+    elif informative < 0.2 and reward > 0.8:
+        lines.append("Most groups are all right already: try a harder task, for example larger data.task_args.")
+    return lines
+
+
+def _at_the_end(train: Sequence[_Record], name: str) -> float:
+    """The mean over the last fifth of the steps."""
+    tail = train[-max(1, len(train) // 5) :]
+    return float(sum(record[name] for record in tail) / len(tail))

@@ -16,8 +16,15 @@ def test_no_recipe_is_all_defaults():
     assert loaded.given == frozenset()
 
 
-@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "---\n", "rollout:\n", "null\n"])
-def test_an_empty_recipe_or_section_is_all_defaults(write, text):
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "---\n", "null\n"])
+def test_an_empty_recipe_is_refused(write, problems, text):
+    assert problems(write("empty.yaml", text)) == [
+        "empty.yaml: is empty; write settings into it, or name another recipe"
+    ]
+
+
+@pytest.mark.parametrize("text", ["rollout:\n", "{}\n"])
+def test_an_empty_section_is_all_defaults(write, text):
     assert load_config(write("empty.yaml", text)).config == load_config(None).config
 
 

@@ -55,7 +55,7 @@ def test_the_summary_is_told_from_the_run_directory_alone(tmp_path):
     ("kept", "told"),
     [((5, 10), "everything up to step 10 is kept. Go on with:"), ((), "before the first checkpoint. Begin anew with:")],
 )
-def test_an_interrupted_run_is_told_how_to_go_on_and_no_more(tmp_path, kept, told):
+def test_an_interrupted_run_is_told_how_to_go_on(tmp_path, kept, told):
     run = RunDirectory.create(tmp_path, "run")
     for step in range(1, 4):
         run.append_metrics(record(step))  # reward that barely moves, and no evaluation: both for good reason
@@ -64,4 +64,29 @@ def test_an_interrupted_run_is_told_how_to_go_on_and_no_more(tmp_path, kept, tol
     output = io.StringIO()
     summarise(run, Display(Console(file=output, width=300)), is_finished=False)
     assert f"{told}  headwater train --resume {run.path}" in output.getvalue()
-    assert "→" not in output.getvalue().split("Reward curve")[1], "advice on settings does not fit half a run"
+    assert "→" not in output.getvalue().split("Reward curve")[1], "advice on a whole run does not fit half of one"
+
+
+def test_what_more_steps_would_not_mend_is_told_to_an_interrupted_run_too(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    for step in range(1, 4):
+        run.append_metrics(record(step, **{"reward/mean": 0.0, "groups/informative_fraction": 0.0}))
+    output = io.StringIO()
+    summarise(run, Display(Console(file=output, width=300)), is_finished=False)
+    advice, last = output.getvalue().splitlines()[-2:]
+    assert "→ Nearly every group scored the same low reward" in advice
+    assert last.startswith("Interrupted before the first checkpoint")
+
+
+def test_the_shares_of_the_learner_add_up_and_rollouts_stand_apart(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    seconds = {"wait": 0.4, "experience": 0.1, "train": 0.45, "publish": 0.05, "generate": 0.3, "reward": 0.25}
+    run.append_metrics(record(1, **{f"time/{name}_s": spent for name, spent in seconds.items()}))
+    output = io.StringIO()
+    summarise(run, Display(Console(file=output, width=300)))
+    rows = dict(line.strip("│ \n").split("│") for line in output.getvalue().splitlines() if line.count("│") == 3)
+    told = {name.strip(): value.strip() for name, value in rows.items()}
+    learner = ["wait for rollouts", "experience", "train", "publish"]
+    assert [told[name] for name in learner] == ["40%", "10%", "45%", "5%"]
+    assert told["rollouts meanwhile"] == "generate 30%, reward 25%"
+    assert sum("%" in value for value in told.values()) == 5
