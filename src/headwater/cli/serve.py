@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import get_args
 
 from headwater.config.convert import Converter
@@ -18,8 +19,9 @@ from headwater.config.keys import sections
 from headwater.config.override import parse_override
 from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
-from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.errors import ConfigError, HeadwaterError, ModelError
 from headwater.engine.server.options import DEFAULT_MAX_BODY_MIB, DEFAULT_PORT, KEY_VARIABLE, ServerOptions
+from headwater.observe.run_directory import RunDirectory
 
 HELP = (
     "Serve a model over HTTP: OpenAI's /v1/completions and /v1/chat/completions, SGLang's /generate, and control calls "
@@ -72,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         threading.Thread(target=_stop_at_eof, name="until-eof", daemon=True).start()
     config = read_engine_config(args.overrides)
     options = _options(args)
+    check_model_folder(args.model)
     if not 0 <= args.port <= 65535:
         raise HeadwaterError(f"--port = {args.port}: must be in 0 to 65535; 0 takes a free one")
 
@@ -87,12 +90,31 @@ def run(args: argparse.Namespace) -> int:
             )
         from headwater.engine.engine import Engine
 
-        engine = Engine.load(args.model, config, dtype=args.dtype, device=args.device, seed=args.seed)
+        try:
+            engine = Engine.load(args.model, config, dtype=args.dtype, device=args.device, seed=args.seed)
+        except ModelError as error:
+            # In a recipe these would be settings; here they are arguments.
+            text = str(error).replace("model.path", "MODEL").replace("model.device", "--device")
+            raise ModelError(text) from error
         try:
             serve(engine, options, taken, say=_say)
         finally:
             engine.close()
     return 0
+
+
+def check_model_folder(model: str) -> None:
+    """A run directory or a checkpoint is no model, but holds some."""
+    folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "config.yaml").is_file():
+        run = RunDirectory(folder)
+        steps = run.checkpoint_steps()
+        remedy = f"serve {run.model(steps[-1])}" if steps else "it has no checkpoint yet, so there is none to serve"
+        raise ModelError(f"MODEL = {model}: is a run directory; its models are in checkpoints/step_N/model: {remedy}")
+    if (folder / "model" / "config.json").is_file():
+        raise ModelError(f"MODEL = {model}: is a checkpoint; its model is a folder in it: serve {folder / 'model'}")
 
 
 @dataclass(frozen=True)
