@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from headwater.core.errors import HeadwaterError, RunError
 
 if TYPE_CHECKING:
     from headwater.config.schema import Config
+    from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
 
 HELP = "Train a model by a recipe, or resume a run. Ctrl-C stops after the current update and leaves a resumable run."
@@ -73,7 +75,7 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout, describe
-    from headwater.trainer.summary import summarise
+    from headwater.trainer.summary import how_to_go_on, summarise
     from headwater.trainer.training_setup import build_training
 
     if config.trainer.num_threads:
@@ -81,9 +83,9 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     display = Display()
     resuming = run is not None
     model_path = str(checkpoint / "model") if checkpoint else config.model.path
-    # Whatever can fail by bad input is built first: only a run that can start gets a directory.
-    rollout = build_rollout(config, model_path)
-    try:
+    with ExitStack() as stack:
+        # Whatever can fail by bad input is built first: only a run that can start gets a directory.
+        rollout = stack.enter_context(closing(build_rollout(config, model_path)))
         if config.training.offload_during_rollout:
             rollout.sleep_cache()  # the learner is built in the room that it takes
         training = build_training(
@@ -105,11 +107,23 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
         elif resuming:
             display.say(f"{run.path} has no checkpoint yet: starting anew")
         else:
-            display.say(f"Run directory {run.path}")
+            _announce(run, config, display)
         run.write_config(to_yaml(config))
         display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
-        finished = trainer.fit()
-    finally:
-        rollout.close()
-    summarise(run, display, is_finished=finished)
+        try:
+            finished = trainer.fit()
+            stack.close()
+            summarise(run, display, is_finished=finished)
+        except KeyboardInterrupt:
+            # Once more, while the run was being brought to its end.
+            display.say(how_to_go_on(run, config.trainer.total_steps))
+            return EXIT_INTERRUPTED
     return 0 if finished else EXIT_INTERRUPTED
+
+
+def _announce(run: RunDirectory, config: Config, display: Display) -> None:
+    display.say(f"Run directory {run.path}")
+    wanted = Path(config.run.root) / config.run.name
+    if run.path != wanted:
+        how = f"; to go on with it:  headwater train --resume {wanted}" if (wanted / "config.yaml").is_file() else ""
+        display.say(f"{wanted} exists and stays as it is{how}")

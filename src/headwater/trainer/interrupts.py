@@ -18,9 +18,11 @@ class Interrupts:
     A second signal is never deferred, so that a person is always obeyed.
     """
 
-    def __init__(self, on_deferred: Callable[[], None]) -> None:
+    def __init__(self, on_deferred: Callable[[str], None]) -> None:
+        """``on_deferred`` is told what is finished first."""
         self._on_deferred = on_deferred
         self._depth = 0
+        self._doing = ""
         self._waiting = False
         self._imports = ImportGuard()
 
@@ -39,9 +41,10 @@ class Interrupts:
                 signal.signal(number, handler)
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Finish this block before an interrupt is raised."""
+    def deferred(self, doing: str) -> Iterator[None]:
+        """Finish this block before an interrupt is raised: ``with interrupts.deferred("this update")``."""
         self._depth += 1
+        self._doing = doing
         try:
             yield
         finally:
@@ -55,6 +58,7 @@ class Interrupts:
             # A library's own imports may come late, such as at the first batch.
             if self._imports.puts_off(number, frame):
                 return
+            self._waiting = False
             raise KeyboardInterrupt
         self._waiting = True
-        self._on_deferred()
+        self._on_deferred(self._doing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Trainer:
         self._display = display
         self._stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
-        self._interrupts = Interrupts(lambda: display.say("Stopping after this update. Ctrl-C again stops at once."))
+        self._interrupts = Interrupts(lambda doing: display.say(f"Stopping after {doing}. Ctrl-C again stops at once."))
         self._trace_file = run.free_trace_file()
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
@@ -114,7 +114,7 @@ class Trainer:
                 self._train()
                 self._save()
             except KeyboardInterrupt:
-                self._save_if_consistent()
+                self._stop()
                 if self._state.step < self._last_step:
                     status.state = "interrupted"
                     return False
@@ -152,7 +152,7 @@ class Trainer:
             while self._state.step < total:
                 started = time.perf_counter()
                 batch = self._take()
-                with self._interrupts.deferred():
+                with self._interrupts.deferred("this update"):
                     experience = self._make_experience(batch)
                     update = self._update(experience)
                     self._publish()
@@ -268,13 +268,21 @@ class Trainer:
         self._state = replace(self._state, warm_started=True)
         self._consistent = True
 
+    def _stop(self) -> None:
+        """Said before it is done: to save and to end takes seconds, in which a person would press Ctrl-C again."""
+        kept = f"saving step {self._state.step}" if self._consistent else "what is under way is given up"
+        self._display.say(f"Stopping: {kept}.")
+        # It stops already. A second Ctrl-C waits for the checkpoint, a third gives it up.
+        with suppress(KeyboardInterrupt):
+            self._save_if_consistent()
+
     def _save_if_consistent(self) -> None:
         """The weights are mid-way between two versions when an update was broken off; saving them would not resume."""
         if self._consistent:
             self._save()
 
     def _save(self) -> None:
-        with self._interrupts.deferred():
+        with self._interrupts.deferred("this checkpoint"):
             self._checkpoints.save(self._state, self._training.actor, self._training.critic, self._parts.tokenizer)
 
 

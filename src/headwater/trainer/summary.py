@@ -32,12 +32,14 @@ def summarise(run: RunDirectory, display: Display, *, is_finished: bool = True) 
         display.say(how_to_go_on(run))
 
 
-def how_to_go_on(run: RunDirectory) -> str:
-    """For a run that was interrupted."""
+def how_to_go_on(run: RunDirectory, total_steps: int | None = None) -> str:
+    """For a run that was interrupted; ``total_steps`` for one that may have been at its end."""
     command = f"headwater train --resume {run.path}"
     steps = run.checkpoint_steps()
     if not steps:
         return f"Interrupted before the first checkpoint. Begin anew with:  {command}"
+    if total_steps is not None and steps[-1] >= total_steps:
+        return f"Interrupted; all {total_steps} steps are done and kept in {run.path}"
     return f"Interrupted; everything up to step {steps[-1]} is kept. Go on with:  {command}"
 
 

@@ -50,7 +50,7 @@ def library(tmp_path, monkeypatch):
     return lambda: importlib.import_module("loses_interrupts").imported
 
 
-@pytest.mark.parametrize("handled", [interruptible, Interrupts(lambda: None).installed])
+@pytest.mark.parametrize("handled", [interruptible, Interrupts(lambda doing: None).installed])
 def test_an_interrupt_within_an_import_comes_after_it(library, handled):
     seen = []
 

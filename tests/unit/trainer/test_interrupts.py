@@ -15,32 +15,32 @@ def interrupt() -> None:
 
 
 def test_an_interrupt_outside_a_deferred_block_is_immediate():
-    with pytest.raises(KeyboardInterrupt), Interrupts(lambda: None).installed():
+    with pytest.raises(KeyboardInterrupt), Interrupts(lambda doing: None).installed():
         interrupt()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_inside_a_deferred_block_waits_for_its_end(number):
     seen = []
-    interrupts = Interrupts(lambda: seen.append("asked"))
+    interrupts = Interrupts(seen.append)
 
     def block() -> None:
-        with interrupts.deferred():
+        with interrupts.deferred("this update"):
             os.kill(os.getpid(), number)
             seen.append("finished")
         seen.append("went on")
 
     with pytest.raises(KeyboardInterrupt), interrupts.installed():
         block()
-    assert seen == ["asked", "finished"]
+    assert seen == ["this update", "finished"]
 
 
 def test_a_second_interrupt_is_obeyed_at_once():
-    interrupts = Interrupts(lambda: None)
+    interrupts = Interrupts(lambda doing: None)
     seen = []
 
     def block() -> None:
-        with interrupts.deferred():
+        with interrupts.deferred("this update"):
             interrupt()
             seen.append("deferred")
             interrupt()
@@ -51,8 +51,26 @@ def test_a_second_interrupt_is_obeyed_at_once():
     assert seen == ["deferred"]
 
 
+def test_a_second_interrupt_is_not_raised_once_more():
+    interrupts = Interrupts(lambda doing: None)
+    seen = []
+
+    def update() -> None:
+        with interrupts.deferred("this update"):
+            interrupt()
+            interrupt()
+
+    with interrupts.installed():
+        with pytest.raises(KeyboardInterrupt):
+            update()
+        with interrupts.deferred("this checkpoint"):
+            seen.append("saved")
+        seen.append("went on")
+    assert seen == ["saved", "went on"]
+
+
 def test_handlers_are_put_back():
     before = signal.getsignal(signal.SIGINT)
-    with Interrupts(lambda: None).installed():
+    with Interrupts(lambda doing: None).installed():
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before

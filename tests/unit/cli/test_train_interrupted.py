@@ -1,0 +1,77 @@
+"""Ctrl-C, once and again, where a run is not in the middle of an update."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from tiny import ROOT
+
+from headwater.cli.main import main
+from headwater.rollout.executor import WorkflowExecutor
+from headwater.trainer import summary
+from headwater.trainer.checkpoint import Checkpoints
+
+SMALL = [
+    "warm_start.num_steps=0", "warm_start.until_reward=0", "trainer.total_steps=2", "trainer.num_prompts_per_step=2",
+    "rollout.num_samples_per_prompt=2", "data.num_train_rows=8", "eval.before=false", "eval.after=false",
+    "eval.every_steps=0",
+]  # fmt: skip
+
+
+@pytest.fixture
+def interrupt_in(monkeypatch):
+    """Makes a method begin with a Ctrl-C."""
+
+    def patch(owner, method: str) -> None:
+        original = getattr(owner, method)
+
+        def interrupted(*args, **options):
+            os.kill(os.getpid(), signal.SIGINT)
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, method, interrupted)
+
+    return patch
+
+
+def train(root, capsys) -> tuple[int, list[str]]:
+    code = main(["train", str(ROOT / "recipes" / "quickstart.yaml"), *SMALL, f"run.root={root}", "run.name=stopped"])
+    output = capsys.readouterr()
+    assert output.err == ""
+    return code, output.out.splitlines()
+
+
+def test_ctrl_c_while_responses_are_generated_is_answered_at_once(tmp_path, capsys, interrupt_in):
+    run = tmp_path / "stopped"
+    interrupt_in(WorkflowExecutor, "prepare_batch")
+    code, lines = train(tmp_path, capsys)
+    assert code == 130
+    assert lines[2] == "Stopping: saving step 0."
+    assert lines[-1] == f"Interrupted; everything up to step 0 is kept. Go on with:  headwater train --resume {run}"
+    _, lines = train(tmp_path, capsys)
+    assert lines[:2] == [
+        f"Run directory {run}-2",
+        f"{run} exists and stays as it is; to go on with it:  headwater train --resume {run}",
+    ]
+
+
+def test_ctrl_c_again_while_the_run_ends_says_what_is_kept(tmp_path, capsys, interrupt_in):
+    interrupt_in(WorkflowExecutor, "prepare_batch")
+    interrupt_in(Checkpoints, "save")
+    interrupt_in(summary, "draw_reward_curve")
+    code, lines = train(tmp_path, capsys)
+    assert code == 130
+    assert lines[2:] == [
+        "Stopping: saving step 0.",
+        "Stopping after this checkpoint. Ctrl-C again stops at once.",
+        f"Interrupted; everything up to step 0 is kept. Go on with:  headwater train --resume {tmp_path / 'stopped'}",
+    ]
+
+
+def test_ctrl_c_behind_the_last_step_says_that_it_is_kept(tmp_path, capsys, interrupt_in):
+    interrupt_in(summary, "draw_reward_curve")
+    code, lines = train(tmp_path, capsys)
+    assert code == 130
+    assert lines[-1] == f"Interrupted; all 2 steps are done and kept in {tmp_path / 'stopped'}"
