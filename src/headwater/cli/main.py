@@ -13,6 +13,7 @@ import headwater
 from headwater.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from headwater.cli.interrupts import interruptible
 from headwater.core.errors import HeadwaterError
+from headwater.core.registry import nearest
 
 COMMANDS = {
     "train": "train a model by a recipe, or resume a run",
@@ -42,6 +43,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     parser = _top_parser()
     before, rest = _split_at_command(arguments)
     options = parser.parse_args(before)
+    if options.command is not None and options.command not in COMMANDS:
+        parser.error(f"unknown command {options.command!r}; {nearest(options.command, list(COMMANDS))}")
     if options.command is None:
         parser.print_help()
         return EXIT_USER_ERROR
@@ -52,6 +55,7 @@ def _top_parser() -> argparse.ArgumentParser:
     listing = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="headwater",
+        usage="headwater [-h] [--version] [--debug] COMMAND ...",
         description="Reinforcement-learning post-training of language models.",
         epilog=f"commands:\n{listing}\n\nStart with:  headwater train recipes/quickstart.yaml\n"
         "Help on one: headwater COMMAND --help",
@@ -59,7 +63,8 @@ def _top_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"headwater {headwater.__version__}")
     parser.add_argument("--debug", action="store_true", help=_DEBUG_HELP)
-    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND")
+    # Listed below, with what each does.
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     return parser
 
 
