@@ -118,6 +118,17 @@ def kl_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
         yield from unread(["algorithm.kl_estimator"], switches, why, layers)
 
 
+def kl_steering_is_slow(config: Config, layers: Layers) -> Iterator[Clash]:
+    """Over less than a step the coefficient would jump by more than 20 %, down to nothing within one."""
+    samples = config.trainer.num_prompts_per_step * config.rollout.num_samples_per_prompt
+    if config.algorithm.kl_target > 0 and config.algorithm.kl_horizon < samples:
+        yield Clash(
+            ("algorithm.kl_horizon", "trainer.num_prompts_per_step", "rollout.num_samples_per_prompt"),
+            f"a step has {samples} samples (trainer.num_prompts_per_step · rollout.num_samples_per_prompt), so the "
+            f"coefficient would move by more than 20 % in each; use at least {samples}",
+        )
+
+
 def kl_gradient_is_used(config: Config, layers: Layers) -> Iterator[Clash]:
     estimator, algorithm = config.algorithm.kl_estimator, config.algorithm
     if estimator.endswith("+") and algorithm.kl_in_reward > 0 and algorithm.kl_in_loss == 0:
@@ -224,12 +235,18 @@ def filtering_can_accept(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def greedy_baseline_is_whole(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.algorithm.advantage == "remax" and config.reward.model:
-        yield Clash(
-            ("algorithm.advantage", "reward.model"),
-            "reward.model does not score the greedy response, so its baseline would lack that part; "
-            "use another advantage, such as rloo",
-        )
+    if config.algorithm.advantage != "remax":
+        return
+    lacking = {
+        "reward.model": "does not score the greedy response",
+        "reward.overlong_tokens": "does not count the tokens of the greedy response",
+    }
+    for key, why in lacking.items():
+        if value_at(config, key):
+            yield Clash(
+                ("algorithm.advantage", key),
+                f"{key} {why}, so its baseline would lack that part; use another advantage, such as rloo",
+            )
 
 
 def reward_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -259,6 +276,7 @@ ALGORITHM_CHECKS: tuple[Check, ...] = (
     adapters_start_at_the_reference,
     every_gradient_is_computed,
     kl_settings_are_read,
+    kl_steering_is_slow,
     kl_gradient_is_used,
     corrections_have_something_to_correct,
     corrections_weigh_once,

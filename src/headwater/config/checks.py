@@ -51,17 +51,32 @@ def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
         "eval.every_steps": "would never evaluate between the first step and the last",
         "trainer.checkpoint_every_steps": "would never save before the end",
     }
-    if len(layers) == len(settings(Config)):
-        return  # the resolved recipe of a run, which may have been cut short: it must load again
     for key, consequence in never.items():
-        # A run cut short on the command line may keep the periods of its recipe.
-        was_cut_short = layers.get("trainer.total_steps", -1) > layers.get(key, -1) >= 0
-        if value_at(config, key) > total and not was_cut_short:
+        if value_at(config, key) > total and not _was_cut_short(key, layers):
             yield Clash(
                 (key, "trainer.total_steps"),
                 f"is more than trainer.total_steps = {total}, so it {consequence}; "
                 f"use at most {total}, or 0 to turn it off",
             )
+
+
+def warmup_ends_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
+    key, training = "training.num_warmup_steps", config.training
+    waiting = config.critic.num_warmup_steps if config.critic.enabled else 0
+    steps = (config.trainer.total_steps - waiting) * training.num_minibatches * training.num_epochs
+    # A critic that takes all steps is another clash.
+    if steps > 0 and training.num_warmup_steps >= steps and not _was_cut_short(key, layers):
+        yield Clash(
+            (key, "trainer.total_steps"),
+            f"the learning rate would never reach its peak in the {steps} optimiser steps of trainer.total_steps = "
+            f"{config.trainer.total_steps}; use less than {steps}",
+        )
+
+
+def _was_cut_short(key: str, layers: Layers) -> bool:
+    """A run cut short on the command line may keep what its recipe says about longer ones."""
+    is_resolved = len(layers) == len(settings(Config))  # the recipe of a run, which must load again
+    return is_resolved or layers.get("trainer.total_steps", -1) > layers.get(key, -1) >= 0
 
 
 def task_fills_a_step(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -218,6 +233,7 @@ CHECKS: tuple[Check, ...] = (
     minibatches_divide_prompts,
     sequence_fits_microbatch,
     periods_end_within_run,
+    warmup_ends_within_run,
     task_fills_a_step,
     float16_needs_loss_scaling,
     greedy_samples_differ,

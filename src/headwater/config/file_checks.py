@@ -46,6 +46,9 @@ _DATA = "its place in the data, and what it holds of unfinished rollouts, are of
 _DECIDED = {
     "run.seed": "its place in the order of the data goes with it",
     "model.path": "its weights are of that model",
+    "lora.rank": "its adapters are of that size",
+    "lora.alpha": "its adapters were trained at that scale",
+    "lora.targets": "its adapters are of those layers",
     "critic.enabled": "its critic is kept or missing accordingly",
     "critic.path": "its critic's weights are of that model",
     "data.train": _DATA,

@@ -231,7 +231,7 @@ class AlgorithmConfig:
     kl_target: Annotated[float, AtLeast(0, "use 0 for a fixed coefficient")] = 0.0
     """Steer kl_in_reward so that the mean divergence stays near this; 0 keeps it fixed."""
     kl_horizon: Annotated[int, AtLeast(1)] = 10000
-    """Samples over which the steering acts: larger is slower."""
+    """Samples over which the steering acts: larger is slower; at least those of a step."""
     entropy_bonus: Annotated[float, AtLeast(0)] = 0.0
     """Coefficient of the entropy, taken off every token's loss; 0 is none."""
     filter_groups: bool = False
@@ -250,7 +250,7 @@ class TrainingConfig:
     num_warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Optimiser steps over which the learning rate rises from zero."""
     schedule: Schedule = "constant"
-    """What the learning rate does after the warm-up, until the last step of the run."""
+    """The rate from the warm-up to the last step; steps that teach nothing do not count, and may end it too high."""
     lowest_learning_rate_fraction: Annotated[float, Within(0, 1)] = 0.0
     """Where a linear or cosine schedule ends, as a fraction of the peak."""
     weight_decay: Annotated[float, AtLeast(0)] = 0.0

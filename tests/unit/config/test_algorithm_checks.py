@@ -74,6 +74,11 @@ CLASHES = [
         ["algorithm.kl_target = 0 steers nothing"],
     ),
     (
+        ["algorithm.kl_in_reward=0.1", "algorithm.kl_target=6", "algorithm.kl_horizon=255"],
+        "algorithm.kl_horizon = 255",
+        ["a step has 256 samples", "use at least 256"],
+    ),
+    (
         ["algorithm.kl_estimator=k1"],
         "algorithm.kl_estimator = 'k1'",
         ["algorithm.kl_in_reward and algorithm.kl_in_loss are both 0; set one"],
@@ -160,6 +165,11 @@ CLASHES = [
         "algorithm.advantage = 'remax'",
         ["reward.model does not score the greedy response"],
     ),
+    (
+        ["algorithm.advantage=remax", "reward.overlong_tokens=64"],
+        "algorithm.advantage = 'remax'",
+        ["reward.overlong_tokens does not count the tokens of the greedy response", "such as rloo"],
+    ),
     (["reward.model_weight=0.5"], "reward.model_weight = 0.5", ["reward.model is empty; name one, or remove this"]),
     (
         ["reward.overlong_penalty=0.5"],
@@ -190,7 +200,7 @@ FITTING = [
     ["algorithm.entropy_bonus=0.01", ALL_SAMPLES],
     ["algorithm.kl_in_loss=0.01", "algorithm.kl_estimator=k3+", ALL_SAMPLES],
     ["algorithm.policy_loss=kl_cov", ALL_SAMPLES],
-    ["algorithm.kl_in_reward=0.1", "algorithm.kl_estimator=k1", "algorithm.kl_target=6", "algorithm.kl_horizon=100"],
+    ["algorithm.kl_in_reward=0.1", "algorithm.kl_estimator=k1", "algorithm.kl_target=6", "algorithm.kl_horizon=256"],
     ["algorithm.corrections=[truncate, reject]", "algorithm.old_logprobs=recompute"],
     ["algorithm.corrections=[m2po]", "algorithm.old_logprobs=metrics"],
     ["algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"],
@@ -213,7 +223,7 @@ def test_settings_that_go_together_load_and_load_again_when_resolved(overrides, 
 
 
 SET_UP = """
-algorithm: {advantage: gae, kl_in_reward: 0.1, kl_target: 6, kl_horizon: 100, kl_estimator: k1, filter_groups: true,
+algorithm: {advantage: gae, kl_in_reward: 0.1, kl_target: 6, kl_horizon: 256, kl_estimator: k1, filter_groups: true,
             max_filter_rounds: 3}
 critic: {enabled: true, num_warmup_steps: 5}
 lora: {rank: 8, alpha: 16}

@@ -41,6 +41,27 @@ FILES = "data.train=[rows.parquet]"
         ),
         (["trainer.checkpoint_every_steps=101"], "trainer.checkpoint_every_steps = 101", ["trainer.total_steps = 100"]),
         (
+            [
+                "training.num_warmup_steps=12",
+                "trainer.total_steps=3",
+                "training.num_minibatches=2",
+                "training.num_epochs=2",
+            ],
+            "training.num_warmup_steps = 12",
+            ["the 12 optimiser steps of trainer.total_steps = 3; use less than 12"],
+        ),
+        (
+            [
+                "training.num_warmup_steps=2",
+                "trainer.total_steps=3",
+                "critic.enabled=true",
+                "critic.num_warmup_steps=1",
+                "algorithm.advantage=gae",
+            ],
+            "training.num_warmup_steps = 2",
+            ["the 2 optimiser steps of trainer.total_steps = 3"],
+        ),
+        (
             ["data.num_filter_workers=4", "data.truncation=left"],
             "data.num_filter_workers = 4",
             ["data.truncation = left", "set it back to 0"],
@@ -78,6 +99,7 @@ def test_a_clash_names_both_keys_and_the_remedy(problems, overrides, blamed, men
         ["training.num_minibatches=8"],
         ["training.max_tokens_per_microbatch=768"],
         ["eval.every_steps=10", "trainer.checkpoint_every_steps=10", "trainer.total_steps=10"],
+        ["training.num_warmup_steps=9", "trainer.total_steps=10"],
         ["data.num_train_rows=32"],
         ["data.num_train_rows=16", "data.train=[arithmetic, countdown]"],
         ["eval.num_samples_per_prompt=2", "eval.temperature=0.5"],
@@ -133,3 +155,9 @@ def test_the_resolved_recipe_of_a_run_that_was_cut_short_loads_again(tmp_path):
     config = load_config(ROOT / "recipes" / "quickstart.yaml", ["trainer.total_steps=6"]).config
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "config.yaml", []).config == config
+
+
+def test_a_run_cut_short_on_the_command_line_keeps_the_warm_up_of_its_recipe(write):
+    recipe = write("r.yaml", "training: {num_warmup_steps: 5}\n")
+    config = load_config(recipe, ["trainer.total_steps=2"]).config
+    assert load_config(write("resolved.yaml", to_yaml(config))).config.training.num_warmup_steps == 5

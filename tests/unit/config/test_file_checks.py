@@ -67,6 +67,15 @@ def test_what_a_checkpoint_has_decided_cannot_be_changed(override, told):
     assert f"model.path={CHECKPOINT}/model" in problem
 
 
+@pytest.mark.parametrize("override", ["lora.rank=4", "lora.alpha=16", "lora.targets=[q_proj]"])
+def test_adapters_stay_as_their_checkpoint_has_them(override):
+    before = load_config(None, ["lora.rank=8"]).config
+    (problem,) = refused(None, ["lora.rank=8", override], fits_checkpoint(before, CHECKPOINT))
+    assert problem.startswith(override.split("=")[0])
+    assert "was made with" in problem
+    assert "its adapters" in problem
+
+
 def test_other_settings_of_a_resumed_run_may_change():
     overrides = [
         "trainer.total_steps=500",

@@ -99,7 +99,8 @@ def test_a_divergence_in_the_loss_leaves_rewards_alone_and_raises_the_loss():
 @pytest.mark.parametrize(("target", "factor"), [(1e-9, 1.2), (1e9, 0.8)])
 def test_the_coefficient_is_steered_towards_its_target(target, factor):
     steering = [f"algorithm.kl_target={target}", "algorithm.kl_horizon=8", "algorithm.old_logprobs=recompute"]
-    parts, rollouts = training("algorithm.kl_in_reward=0.1", *steering), batch()
+    eight_samples = ["trainer.num_prompts_per_step=2", "rollout.num_samples_per_prompt=4"]
+    parts, rollouts = training("algorithm.kl_in_reward=0.1", *steering, *eight_samples), batch()
     move_policy(parts, rollouts)
     before = parts.experience.kl.coefficient
     made = parts.experience.make(rollouts, version=1)
