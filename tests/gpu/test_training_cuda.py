@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from training.test_engine import experience
 from training.test_packing import batch, plain_logprobs
 
+from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig
 from headwater.models.fused_layers import use_fused_layers
@@ -210,6 +211,22 @@ def test_offload_gives_memory_back_and_onload_goes_on(dtype):
         each.update(experience(2))
     torch.testing.assert_close(weights(learner), weights(twin), atol=2e-3, rtol=1e-3)
     assert (weights(learner) - weights(twin)).abs().mean() < 1e-4
+
+
+def test_the_averages_of_a_sibling_leave_with_the_learner_and_come_back():
+    learner = actor().engine
+    sibling = learner.sibling(learner.config)
+
+    def likelihood(outputs, batch):
+        return PolicyLoss(-outputs["logprobs"])
+
+    sibling.train_step(experience(1), likelihood)
+    before = torch.cuda.memory_allocated()
+    size = sum(parameter.numel() * 4 for parameter in learner.module.parameters())
+    learner.offload()
+    assert before - torch.cuda.memory_allocated() > 2.5 * size  # the weights and AdamW's two averages
+    learner.onload()
+    assert sibling.train_step(experience(2), likelihood)["skipped_steps"] == 0
 
 
 def test_checkpoints_go_on_from_where_they_were_saved(tmp_path):

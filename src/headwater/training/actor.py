@@ -7,14 +7,17 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from headwater.algorithms.columns import required
 from headwater.algorithms.kl.penalty import kl_penalty
 from headwater.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from headwater.algorithms.proximal import loglinear
 from headwater.config.schema import AlgorithmConfig
 from headwater.core.data_proto import DataProto
-from headwater.core.errors import RunError
+from headwater.core.errors import MissingColumn, RunError
 from headwater.training.engine import TrainEngine
 from headwater.training.passes import mean_stats, minibatches
+
+_PADDED = "pad_trajectories gives it"
 
 PolicyLossFunction = Callable[[PolicyLossInputs], PolicyLoss]
 
@@ -51,8 +54,7 @@ class Actor:
         if not totals.num_tokens:
             return None
         if self.engine.config.skip_zero_advantages:
-            tensors = minibatch.batch
-            informative = ((tensors["advantages"] != 0) & (tensors["response_mask"] != 0)).any(dim=1)
+            informative = ((self._advantages(minibatch) != 0) & (minibatch.batch["response_mask"] != 0)).any(dim=1)
             if not self.engine.ranks.max(int(informative.sum())):
                 return None
             minibatch = minibatch[informative]
@@ -63,18 +65,15 @@ class Actor:
     def _token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
         tensors, algorithm = batch.batch, self._algorithm
         logprobs, entropy, mask = outputs["logprobs"], outputs["entropy"], tensors["response_mask"]
-        if algorithm.old_logprobs == "loglinear":
-            version = batch.meta_info["version"]
-            old = loglinear(tensors["rollout_logprobs"], logprobs.detach(), tensors["versions"], version)
-        else:
-            old = tensors["old_logprobs"]
+        old = self._old_logprobs(batch, logprobs.detach())
         loss = self._policy_loss(
             PolicyLossInputs(
                 logprobs,
                 old,
-                tensors["advantages"],
+                self._advantages(batch),
                 mask,
-                rollout_logprobs=tensors["rollout_logprobs"],
+                # Most losses do without; one that needs them says so itself.
+                rollout_logprobs=tensors.get("rollout_logprobs", None),
                 entropy=entropy,
             )
         )
@@ -82,10 +81,34 @@ class Actor:
             loss = loss.weighted(tensors["correction_weights"], mask)
         losses, diagnostics = loss.token_losses, dict(loss.diagnostics)
         if algorithm.kl_in_loss > 0:
-            kl = kl_penalty(logprobs, tensors["reference_logprobs"], algorithm.kl_estimator)
+            needed_by = f"algorithm.kl_in_loss = {algorithm.kl_in_loss:g}"
+            remedy = "a Reference's logprobs give it; or set algorithm.kl_in_loss=0"
+            reference = required(tensors, "reference_logprobs", needed_by, remedy)
+            kl = kl_penalty(logprobs, reference, algorithm.kl_estimator)
             losses = losses + algorithm.kl_in_loss * kl
             diagnostics["reference_kl"] = kl.detach()
         if algorithm.entropy_bonus > 0:
             losses = losses - algorithm.entropy_bonus * entropy
         moved = (logprobs - old).detach()
         return replace(loss, token_losses=losses, diagnostics=diagnostics, log_ratios=moved)
+
+    def _advantages(self, batch: DataProto) -> Tensor:
+        needed_by = f"algorithm.policy_loss = {self._algorithm.policy_loss}"
+        return required(batch.batch, "advantages", needed_by, "ExperienceMaker.make gives it, by algorithm.advantage")
+
+    def _old_logprobs(self, batch: DataProto, logprobs: Tensor) -> Tensor:
+        tensors, algorithm = batch.batch, self._algorithm
+        if algorithm.old_logprobs != "loglinear":
+            needed_by = f"algorithm.policy_loss = {algorithm.policy_loss}"
+            return required(
+                tensors, "old_logprobs", needed_by, "ExperienceMaker.make gives it, by algorithm.old_logprobs"
+            )
+        needed_by = "algorithm.old_logprobs = loglinear"
+        version = batch.meta_info.get("version")
+        if version is None:
+            raise MissingColumn(
+                f"{needed_by} needs the policy's version, and the batch has no meta_info['version']; "
+                "ExperienceMaker.make gives it"
+            )
+        rollout = required(tensors, "rollout_logprobs", needed_by, _PADDED)
+        return loglinear(rollout, logprobs, required(tensors, "versions", needed_by, _PADDED), version)

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from headwater.algorithms.columns import required
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.algorithms.value_loss import value_loss
 from headwater.config.schema import AlgorithmConfig, CriticConfig
 from headwater.core.data_proto import DataProto
 from headwater.training.engine import TrainEngine
 from headwater.training.passes import mean_stats, minibatches
+
+_USER = "critic.enabled = true"
 
 
 class Critic:
@@ -44,5 +47,7 @@ class Critic:
     def _token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
         tensors = batch.batch
         values, mask = outputs["values"], tensors["response_mask"]
-        loss = value_loss(values, tensors["values"], tensors["returns"], mask, clip=self._config.clip)
+        old = required(tensors, "values", _USER, "Critic.values gives it, before the update")
+        returns = required(tensors, "returns", _USER, "ExperienceMaker.make gives it, by algorithm.advantage")
+        loss = value_loss(values, old, returns, mask, clip=self._config.clip)
         return PolicyLoss(loss.token_losses, {**loss.diagnostics, "value": values.detach()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -130,11 +131,14 @@ class TrainEngine(ForwardEngine):
         ranks: Ranks | None = None,
         num_decay_steps: int = 0,
     ) -> None:
+        """``num_decay_steps`` are all optimiser steps of the run; a schedule that falls must be told them."""
         super().__init__(module, config, compute_dtype=compute_dtype, ranks=ranks)
+        # Of this engine and its siblings, as long as they live: they leave the device together.
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer = self._make_optimizer(config, num_decay_steps)
 
     def sibling(self, config: TrainingConfig) -> TrainEngine:
-        """Another engine on the same weights, with an optimiser of its own."""
+        """Another engine on the same weights, with an optimiser of its own, whose rate is constant."""
         other = copy.copy(self)
         other.config = config
         other._optimizer = self._make_optimizer(config, 0)
@@ -142,7 +146,9 @@ class TrainEngine(ForwardEngine):
 
     def _make_optimizer(self, config: TrainingConfig, num_decay_steps: int) -> Optimizer:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        return Optimizer(trained, config, num_decay_steps)
+        optimizer = Optimizer(trained, config, num_decay_steps)
+        self._optimizers.add(optimizer)
+        return optimizer
 
     def totals(self, batch: DataProto) -> StepTotals:
         """The counts that losses are averaged over, of all ranks' rows."""
@@ -217,7 +223,8 @@ class TrainEngine(ForwardEngine):
         sharded_checkpoint.load(folder, self.module.model, self._optimizer, self.ranks)
 
     def _move(self, device: torch.device) -> None:
-        self._optimizer.move(device)
+        for optimizer in self._optimizers:
+            optimizer.move(device)
         super()._move(device)
 
 

@@ -82,6 +82,11 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield plain_name(name).replace(".base_layer.", "."), whole
 
 
+def adapter_alpha(model: nn.Module) -> float | None:
+    """``lora.alpha`` of the model's adapters; None where it has none."""
+    return next((float(layer.lora_alpha[_ADAPTER]) for _, layer in _adapted(model)), None)
+
+
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
     # By what they can do, so that nothing is imported where nothing is adapted.
     for name, layer in model.named_modules():

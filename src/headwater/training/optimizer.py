@@ -26,6 +26,11 @@ class Optimizer:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], config: TrainingConfig, num_decay_steps: int) -> None:
+        if config.schedule != "constant" and num_decay_steps < 1:
+            raise ValueError(
+                f"num_decay_steps = {num_decay_steps}: training.schedule = {config.schedule} falls until then, warm-up "
+                "included; give the run's number of optimiser steps"
+            )
         self.num_steps = 0
         self._config = config
         self._parameters = list(parameters)

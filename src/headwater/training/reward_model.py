@@ -44,6 +44,7 @@ class RewardModel:
     def scores(self, conversations: Sequence[Conversation]) -> Tensor:
         """One score per conversation, read at its last token."""
         rows = [self._row(index, conversation) for index, conversation in enumerate(conversations)]
+        self._check_lengths(rows)
         scores = torch.zeros(len(rows))
         for pack in pack_rows(rows, 1, self._config.max_tokens_per_microbatch):
             values = self._module(pack.to(self._device))["values"]
@@ -51,6 +52,17 @@ class RewardModel:
         if not scores.isfinite().all():
             raise DataError("reward.model: gave a score that is not a finite number; check the model and its dtype")
         return scores
+
+    def _check_lengths(self, rows: Sequence[Row]) -> None:
+        """The judge's own template and tokenizer may make more tokens of a conversation than the policy's did."""
+        limit = self._config.max_tokens_per_microbatch
+        for row in rows:
+            if row.num_tokens > limit:
+                raise DataError(
+                    f"reward.model: conversation {row.index} of the batch has {row.num_tokens} of its tokens, over "
+                    f"training.max_tokens_per_microbatch = {limit}; raise that to {row.num_tokens} or more, or lower "
+                    "data.max_prompt_tokens or rollout.max_new_tokens"
+                )
 
     def _row(self, index: int, conversation: Conversation) -> Row:
         tokens = self._tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=False)

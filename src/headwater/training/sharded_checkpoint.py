@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from headwater.core.errors import RunError
+from headwater.training.lora import adapter_alpha
 from headwater.training.names import trained_parameters
 from headwater.training.optimizer import Optimizer
 from headwater.training.ranks import Ranks
 
 _FOLDER = "train"
+_ALPHA = "lora_alpha"
 _NUM_SHOWN = 3
 
 
@@ -29,24 +32,29 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> 
     optimizer.settle()
     try:
         with _quiet():
-            state_dict_saver.save(_state(model, optimizer), checkpoint_id=path, no_dist=ranks.count == 1)
+            state_dict_saver.save(
+                _alpha(model) | _state(model, optimizer), checkpoint_id=path, no_dist=ranks.count == 1
+            )
     except CheckpointException as error:
         raise RunError(f"{path}: cannot save ({_first_cause(error)}); check free space and permissions") from error
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Read what ``save`` wrote into a model of the same shape, whatever the number of ranks was then and is now."""
+    """Read what ``save`` wrote into a model of the same shape, whatever the number of ranks was then and is now.
+
+    A checkpoint of another model, or one with files cut off, is refused before anything is read. Other damage shows
+    half-way: weights and averages are then partly overwritten, and model and optimiser must not be used further.
+    """
     path = folder / _FOLDER
-    held = _read_metadata(path)
+    metadata = _read_metadata(path)
+    held = metadata.state_dict_metadata
+    _check_files(path, metadata)
     _check(path, model, held)
+    _check_alpha(path, model, held, ranks)
     # A parameter has averages once it had a gradient: none before the first step, and never if nothing reads it.
     optimizer.reset_state([each for name, each in trained_parameters(model) if f"optimizer.{name}.exp_avg" in held])
     state = _state(model, optimizer)
-    try:
-        with _quiet():
-            state_dict_loader.load(state, checkpoint_id=path, no_dist=ranks.count == 1)
-    except CheckpointException as error:
-        raise _damaged(path, _first_cause(error)) from error
+    _read(path, state, ranks, "; the weights are partly overwritten and must not be used further")
     optimizer.num_steps = int(state["num_steps"])
 
 
@@ -59,12 +67,35 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return state
 
 
-def _read_metadata(path: Path) -> Mapping[str, Any]:
+def _alpha(model: nn.Module) -> dict[str, Tensor]:
+    """What adapters are scaled by, which their shapes do not show."""
+    alpha = adapter_alpha(model)
+    return {} if alpha is None else {_ALPHA: torch.tensor(alpha)}
+
+
+def _read(path: Path, state: dict[str, Tensor], ranks: Ranks, aftermath: str = "") -> None:
+    """Into the tensors of ``state``, in place; ``aftermath`` says what it means if that fails half-way."""
     try:
-        metadata: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
+        with _quiet():
+            state_dict_loader.load(state, checkpoint_id=path, no_dist=ranks.count == 1)
+    except CheckpointException as error:
+        raise _damaged(path, _first_cause(error) + aftermath) from error
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        return FileSystemReader(path).read_metadata()
     except Exception as error:  # pickle and zip raise their own kinds for a damaged file
         raise _damaged(path, _reason(error)) from error
-    return metadata
+
+
+def _check_files(path: Path, metadata: Metadata) -> None:
+    """Whether every file is as long as what it holds."""
+    for stored in metadata.storage_data.values():
+        file, end = path / stored.relative_path, stored.offset + stored.length
+        size = file.stat().st_size if file.exists() else 0
+        if size < end:
+            raise _damaged(path, f"{file.name} has {size} bytes, not {end}")
 
 
 def _check(path: Path, model: nn.Module, held: Mapping[str, Any]) -> None:
@@ -82,6 +113,19 @@ def _check(path: Path, model: nn.Module, held: Mapping[str, Any]) -> None:
         raise RunError(
             f"{path}: a checkpoint of another model: {'; '.join(problems[:_NUM_SHOWN])}{more}; "
             "resume with the model and the settings it was saved with"
+        )
+
+
+def _check_alpha(path: Path, model: nn.Module, held: Mapping[str, Any], ranks: Ranks) -> None:
+    wanted, saved = adapter_alpha(model), _alpha(model)
+    if wanted is None or _ALPHA not in held:
+        return
+    _read(path, saved, ranks)
+    was = float(saved[_ALPHA])
+    if was != wanted:
+        raise RunError(
+            f"{path}: saved with lora.alpha = {was:g}, and this run has {wanted:g}, which would make another policy of "
+            f"its adapters; resume with lora.alpha={was:g}"
         )
 
 

@@ -17,7 +17,7 @@ def run(rewards, dataset, schedule="constant", **settings):
     asked = iter(rewards)
     return warm_start(
         WarmStartConfig(**{"num_steps": 30, "num_sequences_per_step": 4, **settings}),
-        TrainEngine(PolicyModule(tiny.model(), 1.0), TrainingConfig(schedule=schedule)),
+        TrainEngine(PolicyModule(tiny.model(), 1.0), TrainingConfig(schedule=schedule), num_decay_steps=9),
         tiny.tokenizer(),
         dataset,
         seed=0,

@@ -18,6 +18,7 @@ from headwater.core.errors import ModelError, RunError
 from headwater.rollout.padding import pad_trajectories
 from headwater.training.actor import Actor
 from headwater.training.engine import ForwardEngine, TrainEngine
+from headwater.training.optimizer import Optimizer
 from headwater.training.packed_module import PolicyModule
 from headwater.training.packing import Row, pack_rows
 from headwater.training.passes import minibatches
@@ -145,6 +146,27 @@ def test_warmup_raises_the_learning_rate():
     train_engine = engine(num_warmup_steps=3)
     rates = [actor(train_engine).update(experience(9))["learning_rate"] for _ in range(5)]
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_rate_that_falls_must_be_told_over_how_many_steps(schedule):
+    with pytest.raises(
+        ValueError, match=f"num_decay_steps = 0: training.schedule = {schedule} .* give the run's number"
+    ):
+        engine(schedule=schedule)
+
+
+def test_a_sibling_s_averages_leave_the_device_with_the_learner_s(monkeypatch):
+    train_engine = engine()
+    sibling = train_engine.sibling(train_engine.config)
+    moved: list[Optimizer] = []
+    monkeypatch.setattr(Optimizer, "move", lambda optimizer, device: moved.append(optimizer))
+    train_engine.offload()
+    assert set(moved) == {train_engine._optimizer, sibling._optimizer}
+    moved.clear()
+    del sibling  # nothing keeps what has served
+    train_engine.onload()
+    assert moved == [train_engine._optimizer]
 
 
 def test_save_and_load_continue_bitwise(tmp_path):

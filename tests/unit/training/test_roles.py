@@ -1,4 +1,4 @@
-"""Adapters, critic, reference and reward model on a tiny model."""
+"""Actor, adapters, critic, reference and reward model on a tiny model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,62 @@ import torch
 from training.test_engine import actor, engine, experience
 from transformers import Qwen3ForSequenceClassification
 
+from headwater.algorithms.policy_losses.decoupled import decoupled
 from headwater.config.schema import AlgorithmConfig, CriticConfig, LoraConfig, TrainingConfig
-from headwater.core.errors import ConfigError, ModelError
+from headwater.core.errors import ConfigError, DataError, MissingColumn, ModelError, RunError
 from headwater.models.scored import load_critic, load_reward_model
+from headwater.training import sharded_checkpoint
+from headwater.training.actor import Actor
 from headwater.training.critic import Critic
 from headwater.training.engine import TrainEngine
 from headwater.training.lora import add_adapters, without_adapters
 from headwater.training.packed_module import PolicyModule, ValueModule
 from headwater.training.reference import AdapterReference, FrozenReference
 from headwater.training.reward_model import RewardModel
+
+
+def without(data, *columns):
+    return data.select(sorted(set(data.batch.keys()) - set(columns)))
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_advantages_that_are_missing_are_named(skips):
+    learner = actor(engine(skip_zero_advantages=skips))
+    with pytest.raises(MissingColumn, match=r"policy_loss = ppo needs the column 'advantages'.*algorithm\.advantage"):
+        learner.update(without(experience(1), "advantages"))
+
+
+def test_old_logprobs_that_are_missing_are_named():
+    with pytest.raises(MissingColumn, match=r"policy_loss = ppo needs the column 'old_logprobs'.*old_logprobs"):
+        actor(engine()).update(without(experience(1), "old_logprobs"))
+
+
+def test_a_reference_that_is_missing_is_named():
+    with pytest.raises(MissingColumn, match=r"kl_in_loss = 0\.1 needs the column 'reference_logprobs'.*kl_in_loss=0"):
+        actor(engine(), kl_in_loss=0.1).update(experience(1))
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        ("rollout_logprobs", "the column 'rollout_logprobs'"),
+        ("versions", "the column 'versions'"),
+        ("", "the policy's"),
+    ],
+)
+def test_what_loglinear_misses_is_named(missing, named):
+    data = without(experience(1), missing)
+    data = data.with_columns(meta_info={"version": 1}) if missing else data
+    with pytest.raises(MissingColumn, match=f"old_logprobs = loglinear needs {named}.* gives it"):
+        actor(engine(), old_logprobs="loglinear").update(data)
+
+
+def test_only_a_loss_that_reads_the_rollout_s_logprobs_needs_them():
+    data = without(experience(1), "rollout_logprobs")
+    assert actor(engine()).update(data)["optimizer_steps"] == 1
+    learner = Actor(engine(), decoupled, AlgorithmConfig(policy_loss="decoupled"), loss_width=8)
+    with pytest.raises(MissingColumn, match="decoupled needs the column 'rollout_logprobs'"):
+        learner.update(data)
 
 
 def adapted_engine(rank: int = 4, **settings) -> TrainEngine:
@@ -96,6 +143,30 @@ def test_adapters_are_saved_and_loaded(tmp_path):
         assert torch.equal(ours, theirs), name
 
 
+def test_adapters_of_another_scale_are_refused_before_anything_is_read(tmp_path):
+    trained(adapted_engine(alpha=16)).save(tmp_path)
+    other = adapted_engine(alpha=32)
+    before = list(other.export_weights())
+    with pytest.raises(
+        RunError, match=r"saved with lora\.alpha = 16, and this run has 32.*; resume with lora\.alpha=16"
+    ):
+        other.load(tmp_path)
+    for (name, ours), (_, theirs) in zip(other.export_weights(), before, strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_adapters_saved_without_their_scale_still_load(tmp_path, monkeypatch):
+    """As checkpoints were before they had it."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(sharded_checkpoint, "adapter_alpha", lambda model: None)
+        first = trained(adapted_engine())
+        first.save(tmp_path)
+    second = adapted_engine()
+    second.load(tmp_path)
+    for (name, ours), (_, theirs) in zip(first.export_weights(), second.export_weights(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
 def test_an_unknown_target_is_an_error():
     with pytest.raises(ConfigError, match=r"lora\.targets = \['nothing'\]"):
         adapted_engine(targets=("nothing",))
@@ -125,6 +196,14 @@ def test_a_critic_starts_at_zero_and_learns_the_returns():
     error = ((judge.values(data) - returns).square() * mask).sum() / mask.sum()
     assert error < 0.3 * (returns.square() * mask).sum() / mask.sum()
     assert {"loss", "value", "clip_fraction", "grad_norm"} <= stats.keys()
+
+
+@pytest.mark.parametrize("missing", ["values", "returns"])
+def test_what_the_critic_misses_is_named(missing):
+    data = experience(5)
+    columns = {name: data.batch["response_mask"] for name in ("values", "returns") if name != missing}
+    with pytest.raises(MissingColumn, match=f"critic.enabled = true needs the column '{missing}'.* gives it"):
+        critic().update(data.with_columns(tensors=columns))
 
 
 def test_values_are_those_before_each_token():
@@ -172,6 +251,20 @@ def test_a_reward_model_scores_conversations_as_transformers_does(tmp_path):
             # All labels are scored at the last token that is no padding.
             expected = model(tokens, attention_mask=torch.ones_like(tokens)).logits[0, 0]
         torch.testing.assert_close(score, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_conversation_over_the_budget_is_named_with_its_judge(tmp_path):
+    """The first two are the same, and so one bundle: it is not bundles that are counted."""
+    classifier_folder(tmp_path)
+    longest = len(tiny.tokenizer().apply_chat_template(CONVERSATIONS[2], tokenize=True, return_dict=False))
+    judge = RewardModel(
+        ValueModule(load_reward_model(str(tmp_path), dtype="float32", device="cpu")),
+        tiny.tokenizer(),
+        TrainingConfig(max_tokens_per_microbatch=longest - 1),
+    )
+    named = f"reward.model: conversation 2 of the batch has {longest} of its tokens, over training.max_tokens_per_micro"
+    with pytest.raises(DataError, match=rf"{named}batch = {longest - 1}; raise that to {longest}"):
+        judge.scores([CONVERSATIONS[0], *CONVERSATIONS[::2], CONVERSATIONS[2]])
 
 
 def test_a_language_model_is_no_reward_model():

@@ -40,7 +40,18 @@ def test_a_truncated_file_is_named_as_damaged(tmp_path, size):
     saved(tmp_path)
     for file in (tmp_path / "train").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(RunError, match=r"damaged checkpoint .*resume from an older one with --step"):
+    other = engine()
+    before = weights(other)
+    with pytest.raises(RunError, match=rf"damaged checkpoint \(\w+\.distcp has {size} bytes.*older one with --step"):
+        other.load(tmp_path)
+    assert torch.equal(weights(other), before)
+
+
+def test_damage_that_shows_half_way_says_that_the_weights_are_spoiled(tmp_path):
+    saved(tmp_path)
+    for file in (tmp_path / "train").glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(RunError, match=r"damaged checkpoint .*partly overwritten and must not be used further.*--step"):
         engine().load(tmp_path)
 
 
