@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 EPSILON = 1e-8
@@ -37,7 +38,12 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """Zero mean and unit variance over the kept entries, 0 at the others. ``shift_mean=False`` adds the mean back."""
-    mean = masked_mean(values, mask)
+    """Zero mean and unit variance over the kept entries, 0 at the others. ``shift_mean=False`` adds the mean back.
+
+    Equal entries give exactly 0: rounding must not take their mean off them, to be magnified by so small a deviation.
+    """
+    dropped = mask == 0
+    lowest, highest = values.masked_fill(dropped, torch.inf).min(), values.masked_fill(dropped, -torch.inf).max()
+    mean = masked_mean(values, mask).clamp(lowest, highest)
     whitened = (values - mean) * (masked_var(values, mask) + EPSILON).rsqrt()
     return keep(whitened if shift_mean else whitened + mean, mask)

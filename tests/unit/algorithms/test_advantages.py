@@ -10,6 +10,7 @@ from headwater.algorithms.advantages.gae_turn import gae_turn
 from headwater.algorithms.advantages.gdpo import gdpo
 from headwater.algorithms.advantages.grpo import grpo
 from headwater.algorithms.advantages.grpo_passk import grpo_passk
+from headwater.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
 from headwater.algorithms.advantages.rloo import rloo
 from headwater.core.errors import DataError, MissingColumn
 
@@ -107,3 +108,22 @@ def test_gdpo_wants_one_weight_per_part():
 def test_a_wrong_shape_is_refused():
     with pytest.raises(ValueError, match="values has shape"):
         AdvantageInputs(torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2), values=torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("score", [0.1, 0.7, 0.9, -2.3])
+@pytest.mark.parametrize("skip_masked", [False, True])
+def test_a_baseline_per_token_takes_equal_scores_off_exactly(score, skip_masked):
+    """All but the tail of the longest, which nothing is compared with; ``zero_tail: false`` makes it its own."""
+    lengths = torch.tensor([3, 5, 7, 5])
+    mask = (torch.arange(7) < lengths[:, None]).float()
+    rewards = torch.zeros(4, 7).index_put((torch.arange(4), lengths - 1), torch.tensor(score))
+    generator = torch.Generator().manual_seed(0)
+    columns = {
+        "old_logprobs": -torch.rand(4, 7, generator=generator),
+        "sum_pi_squared": torch.rand(4, 7, generator=generator),
+    }
+    inputs = AdvantageInputs(rewards, mask, torch.zeros(4), **columns)
+    with_tail = optimal_token_baseline(inputs, skip_masked=skip_masked).advantages
+    assert with_tail.nonzero().tolist() == [[2, 5], [2, 6]]
+    assert with_tail[2, 5:].tolist() == pytest.approx([score] * 2)
+    assert not optimal_token_baseline(inputs, skip_masked=skip_masked, zero_tail=False).advantages.any()

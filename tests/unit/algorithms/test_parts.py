@@ -48,6 +48,15 @@ def test_one_entry_has_no_spread():
     assert whiten(values, mask).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("value", [0.1, 0.7, 0.9, -2.3])
+@pytest.mark.parametrize("count", [3, 7, 100, 1000])
+def test_whitened_equal_values_are_exactly_zero(value, count):
+    values, mask = torch.full((2, count), value), torch.tensor([[1.0], [0.0]]).expand(2, count)
+    assert not whiten(values, mask).any()
+    assert whiten(values, mask, shift_mean=False)[0].tolist() == [pytest.approx(value)] * count
+    assert not whiten(values, torch.zeros_like(mask)).any()
+
+
 def test_an_unknown_aggregation_is_named():
     ones = torch.ones(1, 1)
     with pytest.raises(UnknownName, match="did you mean 'token-mean'"):

@@ -23,6 +23,8 @@ def optimal_token_baseline(
     Position ``t`` is a column; with ``skip_masked`` it counts trained tokens only, so that multi-turn samples are
     compared at equal progress. ``zero_tail`` gives no baseline where only the longest sample is left, which would
     otherwise be its own baseline. Importance weights ``w`` are used where the run has them.
+
+    Returns that are all the same have exactly themselves for a baseline.
     """
     old_logprobs = require(inputs.old_logprobs, "old_logprobs", _USER, "set algorithm.old_logprobs")
     sum_pi_squared = require(inputs.sum_pi_squared, "sum_pi_squared", _USER, "the learner must compute it")
@@ -35,13 +37,16 @@ def optimal_token_baseline(
     position = _positions(mask, skip_masked)
     lengths = mask.sum(dim=-1).long()
 
-    numerator = _group_sum(keep(returns * path_noise, mask), position, groups)
+    # Counted from the group's lowest return, equal ones are 0 before any rounding happens.
+    lowest = _lowest(returns, mask, groups)
+    above = keep(returns - lowest, mask)
+    numerator = _group_sum(keep(above * path_noise, mask), position, groups)
     baseline = numerator / (_group_sum(keep(path_noise, mask), position, groups) + epsilon)
     compared = groups.sum((lengths > 0).long()) if skip_masked else groups.size
     has_baseline = (compared > 1)[:, None].expand_as(position)
     if zero_tail:
         has_baseline = has_baseline & (position < _shared_length(lengths, groups)[:, None])
-    return Advantages(keep(returns - keep(baseline, has_baseline), mask), returns)
+    return Advantages(keep(torch.where(has_baseline, above - baseline, returns), mask), returns)
 
 
 def _positions(mask: Tensor, skip_masked: bool) -> Tensor:
@@ -54,6 +59,12 @@ def _group_sum(values: Tensor, position: Tensor, groups: Groups) -> Tensor:
     """The sum over the group of what stands at the same position, looked up at every token."""
     by_position = torch.zeros_like(values).scatter_add_(1, position, values)
     return groups.sum(by_position).gather(1, position)
+
+
+def _lowest(returns: Tensor, mask: Tensor, groups: Groups) -> Tensor:
+    """``[samples, 1]``: the lowest return at any kept token of the group; 0 where none is kept."""
+    lowest = groups.min(returns.masked_fill(mask == 0, torch.inf).amin(dim=-1))
+    return lowest.masked_fill(lowest.isinf(), 0.0)[:, None]
 
 
 def _shared_length(lengths: Tensor, groups: Groups) -> Tensor:
