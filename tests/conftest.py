@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,3 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Without a GPU, Triton's interpreter runs our kernels. It must know before anything imports Triton, as torch may.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Ctrl-C is ignored in what a script starts in the background, and by all that descends from it; tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -229,15 +229,22 @@ def test_two_requests_of_one_name_are_two_requests_when_a_caller_goes_away():
 class ClosesWhenLookedAt(asyncio.SelectorEventLoop):
     """A loop whose owner ends it just after the engine has seen that it is open."""
 
+    def __init__(self):
+        super().__init__()
+        self.was_ended = False
+
+    def end_for(self, thread):
+        if thread.name == "headwater-engine" and not self.was_ended:
+            self.was_ended = True  # first: closing looks whether it is closed
+            self.close()
+
     def is_closed(self):
         closed = super().is_closed()
-        if threading.current_thread().name == "headwater-engine" and not closed:
-            self.close()
+        self.end_for(threading.current_thread())
         return closed
 
     def call_soon_threadsafe(self, *arguments, **context):
-        if threading.current_thread().name == "headwater-engine" and not super().is_closed():
-            self.close()
+        self.end_for(threading.current_thread())
         return super().call_soon_threadsafe(*arguments, **context)
 
 
@@ -252,6 +259,8 @@ def test_an_event_loop_that_ends_at_the_wrong_moment_does_not_harm_the_engine():
         loop.call_soon(loop.stop)
         loop.run_forever()  # one turn: the request is sent
         until(lambda: not engine._intake.num_open, "the request has not ended")
+        assert loop.was_ended
+        assert loop.is_closed()
         assert engine.is_alive
         assert len(engine.generate([LONG])) == 1
         task._log_destroy_pending = False
