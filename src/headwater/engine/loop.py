@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from headwater.engine.command import Command
 from headwater.engine.metrics import Throughput
 from headwater.engine.plans import NeedsRoom
 from headwater.engine.response_end import cut_at_stop
+from headwater.engine.round import Round
 from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import Sequence
@@ -35,16 +35,6 @@ _GATHER_LIMIT_S = 0.005
 _CLOSE_LIMIT_S = 120.0
 MAX_PREFILLS_PER_ROUND = 4
 """Batches of prompt chunks between two rounds of decoding, so that rows fill up in a few rounds."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """Steps that are queued on the device, and whom their output belongs to."""
-
-    output: Output
-    lanes: NDArray[np.int64]
-    tenancies: NDArray[np.int64]
-    version: int
 
 
 class EngineLoop:
@@ -282,38 +272,28 @@ class EngineLoop:
     def _read(self, queued: Round) -> None:
         """Take in the output of a round: tokens to their lanes, ended sequences to whoever waits for them."""
         lanes = self.scheduler.lanes
-        tokens, logprobs, alive = queued.output.wait()
-        width = len(queued.lanes)  # rows beyond are padding of the batch
-        tokens, logprobs, alive = tokens[:, :width], logprobs[:, :width], alive[:width]
-        is_current = (queued.lanes >= 0) & (lanes.tenancy[queued.lanes] == queued.tenancies)
-        valid = (tokens >= 0) & is_current
-        is_broken = (valid & np.isnan(logprobs)).any(axis=0)
-        if is_broken.any():
-            self._refuse(queued, is_broken)
-            is_current &= ~is_broken
-            valid &= ~is_broken
-        lanes.append(queued.lanes, tokens, logprobs, valid, queued.version)
-        ended = queued.lanes[is_current & ~alive].tolist()
-        watched = queued.lanes[is_current & alive & lanes.watched[queued.lanes]].tolist()
+        drawn = queued.take_in(lanes)
+        if drawn.broken:
+            self._refuse(drawn.broken, queued.version)
         # Counted before anybody hears of them, without what was drawn beyond their end.
-        num_dropped = sum(self._cut(lane) for lane in (*ended, *watched))
-        self.throughput.add(int(valid.sum()) - num_dropped)
-        for lane in ended:
+        num_dropped = sum(self._cut(lane) for lane in (*drawn.ended, *drawn.watched))
+        self.throughput.add(drawn.num_tokens - num_dropped)
+        for lane in drawn.ended:
             self._finish(lane)
-        for lane in watched:
+        for lane in drawn.watched:
             self._watch(lane)
         if self._rounds:  # the device is busy meanwhile
             lanes.collect_early()
 
-    def _refuse(self, queued: Round, is_broken: NDArray[np.bool_]) -> None:
+    def _refuse(self, lanes: Iterable[int], version: int) -> None:
         """Fail requests that drew from NaN: whatever they drew is no sample of any policy."""
         scheduler, rows = self.scheduler, []
-        for lane in queued.lanes[is_broken]:
+        for lane in lanes:
             sequence = scheduler.lanes.sequence[lane]
             assert sequence is not None
-            rows.append(scheduler.end(int(lane), may_go_on=False))
+            rows.append(scheduler.end(lane, may_go_on=False))
             sequence.error = LogitsBroken(
-                f"the logits of the weights of version {queued.version} are NaN or infinite; publish weights that are "
+                f"the logits of the weights of version {version} are NaN or infinite; publish weights that are "
                 "not, or compute in a wider dtype"
             )
             self.num_failed += 1

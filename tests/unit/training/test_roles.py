@@ -130,17 +130,20 @@ def test_adapters_come_back_after_an_error():
     torch.testing.assert_close(actor(train_engine).logprobs(experience(3)), expected)
 
 
+def assert_same_weights(ours, theirs):
+    for (name, tensor), (_, other) in zip(ours, theirs, strict=True):
+        assert torch.equal(tensor, other), name
+
+
 def test_adapters_are_saved_and_loaded(tmp_path):
     first = trained(adapted_engine())
     first.save(tmp_path)
     second = adapted_engine()
     second.load(tmp_path)
-    for (name, ours), (_, theirs) in zip(first.export_weights(), second.export_weights(), strict=True):
-        assert torch.equal(ours, theirs), name
+    assert_same_weights(first.export_weights(), second.export_weights())
     trained(first, 2)
     trained(second, 2)
-    for (name, ours), (_, theirs) in zip(first.export_weights(), second.export_weights(), strict=True):
-        assert torch.equal(ours, theirs), name
+    assert_same_weights(first.export_weights(), second.export_weights())
 
 
 def test_adapters_of_another_scale_are_refused_before_anything_is_read(tmp_path):
@@ -151,8 +154,7 @@ def test_adapters_of_another_scale_are_refused_before_anything_is_read(tmp_path)
         RunError, match=r"saved with lora\.alpha = 16, and this run has 32.*; resume with lora\.alpha=16"
     ):
         other.load(tmp_path)
-    for (name, ours), (_, theirs) in zip(other.export_weights(), before, strict=True):
-        assert torch.equal(ours, theirs), name
+    assert_same_weights(other.export_weights(), before)
 
 
 def test_adapters_saved_without_their_scale_still_load(tmp_path, monkeypatch):
@@ -163,8 +165,7 @@ def test_adapters_saved_without_their_scale_still_load(tmp_path, monkeypatch):
         first.save(tmp_path)
     second = adapted_engine()
     second.load(tmp_path)
-    for (name, ours), (_, theirs) in zip(first.export_weights(), second.export_weights(), strict=True):
-        assert torch.equal(ours, theirs), name
+    assert_same_weights(first.export_weights(), second.export_weights())
 
 
 def test_an_unknown_target_is_an_error():
