@@ -148,7 +148,7 @@ class Trajectory:
     reward: float
     stop_reason: StopReason
     turn_rewards: tuple[float, ...] = ()
-    """What each of the model's turns earned, where a turn is a run of trained tokens; they sum to ``reward``.
+    """What each of the model's turns earned, where a turn is a run of sampled tokens; they sum to ``reward``.
 
     Empty: the last turn earned all of it.
     """
@@ -177,7 +177,7 @@ class Trajectory:
         if self.turn_rewards and len(self.turn_rewards) != len(self.turn_ends):
             raise ValueError(
                 f"trajectory {self.uid}#{self.sample}: {len(self.turn_rewards)} turn_rewards for "
-                f"{len(self.turn_ends)} turns; a turn is a run of tokens with loss_mask 1"
+                f"{len(self.turn_ends)} turns; a turn is a run of tokens that have a policy version"
             )
         if self.turn_rewards and not math.isclose(sum(self.turn_rewards), self.reward, rel_tol=1e-6, abs_tol=1e-9):
             raise ValueError(
@@ -187,9 +187,10 @@ class Trajectory:
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
-        """The position of the last token of each of the model's turns."""
-        following = (*self.loss_mask[1:], 0)
-        return tuple(at for at, (mask, after) in enumerate(zip(self.loss_mask, following, strict=True)) if mask > after)
+        """The position of the last token of each of the model's turns, trained or not."""
+        following = (*self.versions[1:], NOT_SAMPLED)
+        pairs = enumerate(zip(self.versions, following, strict=True))
+        return tuple(at for at, (made, after) in pairs if made != NOT_SAMPLED and after == NOT_SAMPLED)
 
     @property
     def response_tokens(self) -> tuple[int, ...]:

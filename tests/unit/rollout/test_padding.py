@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 import tiny
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.records import ModelResponse
 from headwater.core.transcript import Transcript
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import Group
+from headwater.rollout.padding import add_to_scores, pad_trajectories
+from headwater.rollout.stale_tokens import without_older
 
 
 @settings(deadline=None, max_examples=40)
@@ -52,12 +55,30 @@ def test_an_empty_response_keeps_its_reward():
         assert rewards.sum(dim=1).tolist() == pytest.approx([-0.5, *(each.reward for each in others)])
 
 
-def test_rewards_of_turns_stand_where_each_turn_ends():
+def two_turns(*versions: int):
     transcript = Transcript(tiny.prompt(), sample=0)
-    for turn in ([7, 8], [9]):
+    for turn, version in zip(([7, 8], [9]), versions, strict=True):
         given, count = transcript.tokens, len(turn)
-        transcript.add_response(ModelResponse(given, tuple(turn), (-1.0,) * count, (0,) * count, "stop"))
+        transcript.add_response(ModelResponse(given, tuple(turn), (-1.0,) * count, (version,) * count, "stop"))
         transcript.add_given([5])
-    each = transcript.finish(reward=0.75, stop_reason="stop", turn_rewards=[0.25, 0.5])
-    data = pad_trajectories([each], pad_token_id=0)
+    return transcript.finish(reward=0.75, stop_reason="stop", turn_rewards=[0.25, 0.5])
+
+
+def test_rewards_of_turns_stand_where_each_turn_ends():
+    data = pad_trajectories([two_turns(0, 0)], pad_token_id=0)
     assert data.batch["rewards"].tolist() == [[0.0, 0.25, 0.0, 0.5, 0.0]]
+
+
+def test_a_turn_that_became_too_old_keeps_its_reward_and_its_place():
+    group, num_masked = without_older(Group(tiny.prompt(), (two_turns(3, 4),)), 4)
+    assert num_masked == 2
+    data = pad_trajectories(group.trajectories, pad_token_id=0)
+    assert data.batch["response_mask"].tolist() == [[0.0, 0.0, 0.0, 1.0, 0.0]]
+    assert data.batch["rewards"].tolist() == [[0.0, 0.25, 0.0, 0.5, 0.0]]
+
+
+@pytest.mark.parametrize(("oldest_left", "column"), [(4, 3), (5, 4)])
+def test_what_is_added_stands_on_the_last_token_that_is_trained_or_else_on_the_last(oldest_left, column):
+    group, _ = without_older(Group(tiny.prompt(), (two_turns(3, 4),)), oldest_left)
+    added = add_to_scores(torch.zeros(1, 5), torch.tensor([0.5]), group.trajectories)
+    assert added.tolist() == [[0.5 if each == column else 0.0 for each in range(5)]]
