@@ -45,12 +45,15 @@ def offpolicy_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tens
 
 
 def weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, float]:
-    """The weights that corrections made: over the kept tokens, and of the sequences' means; none of no token."""
+    """The weights that corrections made: over the kept tokens, and of the means of sequences that have any.
+
+    Nothing where no token is kept.
+    """
     count, total, squares = weight_sums(weights, mask).tolist()
     if count == 0:
         return {}
     mean, shown = total / count, weights[mask != 0]
-    by_sequence = masked_mean(weights, mask, dim=-1)
+    by_sequence = masked_mean(weights, mask, dim=-1)[(mask != 0).any(dim=-1)]
     return {
         "effective_sample_size": effective_sample_size(count, total, squares),
         "weight_mean": mean,

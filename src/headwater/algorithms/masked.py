@@ -42,6 +42,8 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
 
     Equal entries give exactly 0: rounding must not take their mean off them, to be magnified by so small a deviation.
     """
+    if not values.numel():
+        return values
     dropped = mask == 0
     lowest, highest = values.masked_fill(dropped, torch.inf).min(), values.masked_fill(dropped, -torch.inf).max()
     mean = masked_mean(values, mask).clamp(lowest, highest)

@@ -34,12 +34,12 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None and args.steps < 1:
         raise HeadwaterError(f"--steps = {args.steps}: must be >= 1")
     recorded = RunDirectory.open(args.run)
-    config = load_config(recorded.config_file, []).config
+    config = load_config(recorded.config_file, was_accepted=True).config
     schedule = Schedule.read(recorded.read_ledger(), str(recorded.ledger_file))
     if args.steps is not None:
         schedule = schedule.first(args.steps)
     _check(config, schedule, args.run)
-    _check_same([load_config(file, []).config for file in recorded.config_files], args.run)
+    _check_same([load_config(file, was_accepted=True).config for file in recorded.config_files], args.run)
     return _replay(_for_replay(config, args.run), schedule, args.run)
 
 

@@ -59,7 +59,7 @@ def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
     from headwater.trainer.checkpoint import Checkpoints
 
     run = RunDirectory.open(path)
-    before = load_config(run.config_file).config
+    before = load_config(run.config_file, was_accepted=True).config
     checkpoints = Checkpoints(run.checkpoints, before.trainer.keep_checkpoints)
     checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
     fits = [fits_checkpoint(before, checkpoint)] if checkpoint else []

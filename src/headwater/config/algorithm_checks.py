@@ -24,6 +24,12 @@ LOSSES_OF_ALL_SAMPLES = frozenset({"dro", "kl_cov", "clip_cov"})
 LOSSES_WITH_AN_AGGREGATION = frozenset({"geo_mean", "sapo"})
 OWN_AGGREGATION = "seq-mean-token-mean"
 
+# What reads the scorer's values themselves, and not the sum to which others may be added.
+READS_THE_SCORES_ALONE = {
+    "gdpo": "compares the parts of the scorer's reward, and {key} is in none of them",
+    "gpg": "counts the scores that are not 0, and with {key} none is",
+}
+
 RECOMPUTED = ("recompute", "metrics")
 
 WEIGHTING_CORRECTIONS = frozenset({"truncate", "icepop"})
@@ -249,6 +255,26 @@ def greedy_baseline_is_whole(config: Config, layers: Layers) -> Iterator[Clash]:
             )
 
 
+def scores_are_read_alone(config: Config, layers: Layers) -> Iterator[Clash]:
+    advantage = config.algorithm.advantage
+    why = READS_THE_SCORES_ALONE.get(advantage)
+    if why is None:
+        return
+    for key in ("algorithm.kl_in_reward", "reward.model", "reward.overlong_tokens"):
+        if value_at(config, key):
+            instead = ", or algorithm.kl_in_loss" if key == "algorithm.kl_in_reward" else ""
+            yield Clash(
+                ("algorithm.advantage", key),
+                f"{why.format(key=key)}; use another advantage, such as grpo{instead}",
+            )
+    if advantage == "gdpo" and config.algorithm.filter_groups:
+        yield Clash(
+            ("algorithm.filter_groups", "algorithm.advantage"),
+            "compares whole scores, so it would drop groups of which algorithm.advantage = gdpo can learn, because "
+            "their parts differ; use false",
+        )
+
+
 def reward_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
     if not config.reward.model:
         why = "reward.model is empty; name one"
@@ -286,6 +312,7 @@ ALGORITHM_CHECKS: tuple[Check, ...] = (
     aggregation_is_used,
     filtering_can_accept,
     greedy_baseline_is_whole,
+    scores_are_read_alone,
     reward_settings_are_read,
     overlong_tokens_fit,
 )

@@ -40,10 +40,13 @@ class LoadedConfig:
         return frozenset(key for key, origin in self.origins.items() if origin != DEFAULT)
 
 
-def load_config(recipe: Path | None, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> LoadedConfig:
+def load_config(
+    recipe: Path | None, overrides: Sequence[str] = (), checks: Sequence[Check] = (), *, was_accepted: bool = False
+) -> LoadedConfig:
     """Read ``recipe`` (None: all defaults) and what it extends, put ``overrides`` on top, and check the whole.
 
-    ``checks`` are made besides those of every config, and their findings are told first.
+    ``checks`` are made besides those of every config, and their findings are told first. What a run recorded
+    ``was_accepted`` when it started: no clashes are looked for, as there may be checks that came later.
     """
     known_sections = sections(Config)
     reader = RecipeReader(known_sections)
@@ -62,7 +65,7 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = (), checks: Sequ
     given = _given(tree)
     origins_by_key = _origins(given)
     # What could not be read would stand in these checks as a default, and the user would be told of clashes with it.
-    if not unread:
+    if not unread and not was_accepted:
         layers = {key: max(place.layer for place in origins(part)) for key, part in given.items()}
         clashes = [*(clash for check in checks for clash in check(config, layers)), *find_clashes(config, layers)]
         problems.extend(

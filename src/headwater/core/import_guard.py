@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import signal
+import threading
 import time
 from types import FrameType
 
@@ -53,4 +54,7 @@ class ImportGuard:
         time.sleep(_EVERY_S)
         if self.is_waiting:
             self._is_repeated = True
-            _thread.interrupt_main(signal.Signals(number))
+            # To the thread, not to Python alone: the import may be over, and the main thread asleep in a system call.
+            main = threading.main_thread().ident
+            assert main is not None  # it runs, or there would be nobody to interrupt
+            signal.pthread_kill(main, number)

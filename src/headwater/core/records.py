@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 StopReason = Literal["stop", "length", "tool_calls", "abort"]
@@ -187,10 +188,10 @@ class Trajectory:
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
-        """The position of the last token of each of the model's turns, trained or not."""
-        following = (*self.versions[1:], NOT_SAMPLED)
-        pairs = enumerate(zip(self.versions, following, strict=True))
-        return tuple(at for at, (made, after) in pairs if made != NOT_SAMPLED and after == NOT_SAMPLED)
+        """Where each of the model's turns ends: at its last trained token, or its last where none is trained."""
+        runs = groupby(range(len(self.tokens)), lambda at: self.versions[at] != NOT_SAMPLED)
+        turns = (list(run) for is_sampled, run in runs if is_sampled)
+        return tuple(max((at for at in turn if self.loss_mask[at]), default=turn[-1]) for turn in turns)
 
     @property
     def response_tokens(self) -> tuple[int, ...]:

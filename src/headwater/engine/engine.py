@@ -341,5 +341,7 @@ class Engine:
 
 
 def _check_version(version: int) -> None:
-    if not isinstance(version, int) or not 0 <= version <= _MAX_VERSION:
-        raise WeightsError(f"version = {version}: must be in 0..{_MAX_VERSION}; count the updates of the policy")
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= _MAX_VERSION:
+        raise WeightsError(
+            f"version = {version!r}: must be an int in 0..{_MAX_VERSION}; count the updates of the policy"
+        )

@@ -112,11 +112,11 @@ def gather(run: RunDirectory) -> Evidence:
         damage.append(str(error))
     config = None
     try:
-        config = load_config(run.config_file).config
+        config = load_config(run.config_file, was_accepted=True).config
     except HeadwaterError as error:
         damage.append(f"{run.config_file} cannot be read by this version: {str(error).splitlines()[0]}")
     steps = run.checkpoint_steps()
-    newest = run.checkpoints / f"step_{steps[-1]:06d}" if steps else None
+    newest = run.checkpoint(steps[-1]) if steps else None
     return Evidence(
         run=run,
         now=time.time(),

@@ -100,9 +100,12 @@ class RunDirectory:
         names = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
         return sorted(int(name) for name in names if name.isdecimal())
 
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
     def model(self, step: int) -> Path:
         """The model after ``step``, in Hugging Face format, where a checkpoint keeps it."""
-        return self.checkpoints / f"step_{step:06d}" / "model"
+        return self.checkpoint(step) / "model"
 
     def free_file(self, folder: str, stem: str, suffix: str) -> Path:
         """A path in ``folder`` that does not exist yet; a second file of the same stem gets a number."""

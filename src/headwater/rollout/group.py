@@ -76,7 +76,21 @@ class RolloutBatch:
 def too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFailed:
     """The error of a step for which there are not enough groups."""
     causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
+    remedies = [
+        (any(each.is_filtered for each in dropped), _FILTERED_REMEDY),
+        (any(each.is_stale for each in dropped), _STALE_REMEDY),
+        (any(not (each.is_filtered or each.is_stale) for each in dropped), _FAILED_REMEDY),
+    ]
+    remedy = "; ".join(text for applies, text in remedies if applies)
     return RolloutFailed(
-        f"{len(dropped)} groups of this step were dropped and only {len(groups)} are complete; the first "
-        f"causes (where they pass by themselves, raise rollout.max_retries):\n{causes}"
+        f"{len(dropped)} groups of this step were dropped and only {len(groups)} are complete; the first causes "
+        f"({remedy}):\n{causes}"
     )
+
+
+_FILTERED_REMEDY = (
+    "where all responses to a prompt score the same, use prompts of another difficulty, raise "
+    "algorithm.max_filter_rounds, or set algorithm.filter_groups=false"
+)
+_STALE_REMEDY = "where they came too late, raise rollout.max_staleness or set rollout.on_stale=mask"
+_FAILED_REMEDY = "where a cause passes by itself, raise rollout.max_retries"

@@ -16,8 +16,8 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
     ``input_ids``, ``attention_mask`` and ``position_ids`` are ``[samples, prompt + response]``; ``response_mask`` (the
     loss mask), ``rollout_logprobs``, ``versions`` and ``rewards`` are ``[samples, response]``. The reward stands on the
     last trained token, or on the last token where none is trained, or in the first column where there is no response:
-    its group is compared with it all the same. Rewards of turns stand on the last token of each, trained or not: what a
-    turn earned that became too old to train on is not to the credit of those that follow.
+    its group is compared with it all the same. Rewards of turns stand likewise on each: what a turn earned that became
+    too old to train on is not to the credit of those that follow.
     """
     prompt_width = max((each.prompt_length for each in trajectories), default=0)
     response_width = max((1, *(len(each.tokens) - each.prompt_length for each in trajectories)))

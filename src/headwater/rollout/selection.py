@@ -68,8 +68,11 @@ def select(
         if len(chosen) == num_groups:
             break
         if each.oldest is not None and each.oldest < lowest:
+            if on_stale == "drop":
+                too_old.append(each)
+                continue
             group, num_tokens = without_older(each.group, lowest)
-            if on_stale == "drop" or oldest_version(group) is None:
+            if oldest_version(group) is None:
                 too_old.append(each)
                 continue
             num_masked += num_tokens

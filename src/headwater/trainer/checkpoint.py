@@ -40,7 +40,7 @@ class Checkpoints:
 
     def save(self, state: TrainerState, actor: Actor, critic: Critic | None, tokenizer: Any) -> Path:
         """Written beside its place and moved there when it is whole, so a checkpoint that exists is complete."""
-        target = self._folder / f"step_{state.step:06d}"
+        target = self._place(state.step)
         if target.exists():
             return target
         for leftover in self._folder.glob(".step_*"):  # of a process killed while saving
@@ -77,12 +77,18 @@ class Checkpoints:
         found = self.all()
         return found[-1] if found else None
 
+    def has(self, step: int) -> bool:
+        return self._place(step).is_dir()
+
     def at(self, step: int) -> Path:
-        path = self._folder / f"step_{step:06d}"
+        path = self._place(step)
         if not path.is_dir():
             known = ", ".join(str(step_of(each)) for each in self.all()) or "none"
             raise RunError(f"{path}: no such checkpoint; saved steps: {known}")
         return path
+
+    def _place(self, step: int) -> Path:
+        return self._folder / f"step_{step:06d}"
 
 
 def step_of(checkpoint: Path) -> int:

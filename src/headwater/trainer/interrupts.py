@@ -15,7 +15,7 @@ from headwater.core.import_guard import ImportGuard
 class Interrupts:
     """Turns SIGINT and SIGTERM into KeyboardInterrupt: at once, or at the end of a ``deferred`` block.
 
-    A second signal is never deferred, so that a person is always obeyed.
+    A second signal within the block is not deferred, so that a person is always obeyed.
     """
 
     def __init__(self, on_deferred: Callable[[str], None]) -> None:

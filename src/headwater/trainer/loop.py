@@ -114,8 +114,8 @@ class Trainer:
                 self._train()
                 self._save()
             except KeyboardInterrupt:
-                self._stop()
-                if self._state.step < self._last_step:
+                is_kept = self._stop()
+                if self._state.step < self._last_step or not is_kept:
                     status.state = "interrupted"
                     return False
             except Exception:
@@ -205,8 +205,8 @@ class Trainer:
         """Hand the new weights to the engine. From here on the run stands one step further."""
         step = self._state.step + 1
         with self._parts.spans.span("publish", version=step):
-            limit_s = self._config.rollout.timeout_s  # to drain is to wait for responses
-            serving = publish(self._training.actor.engine, self._parts.engine, step, limit_s=limit_s)
+            longest_s = self._config.rollout.timeout_s
+            serving = publish(self._training.actor.engine, self._parts.engine, step, longest_response_s=longest_s)
         learned = self._training.checksum(serving)
         self._rollouts.trained(step, learned)
         self._books = self._rollouts.close_books(self._stream.state_dict)
@@ -268,13 +268,17 @@ class Trainer:
         self._state = replace(self._state, warm_started=True)
         self._consistent = True
 
-    def _stop(self) -> None:
-        """Said before it is done: to save and to end takes seconds, in which a person would press Ctrl-C again."""
+    def _stop(self) -> bool:
+        """Save where that can be; whether a checkpoint holds the present step now.
+
+        Said before it is done: to save and to end takes seconds, in which a person would press Ctrl-C again.
+        """
         kept = f"saving step {self._state.step}" if self._consistent else "what is under way is given up"
         self._display.say(f"Stopping: {kept}.")
         # It stops already. A second Ctrl-C waits for the checkpoint, a third gives it up.
         with suppress(KeyboardInterrupt):
             self._save_if_consistent()
+        return self._checkpoints.has(self._state.step)
 
     def _save_if_consistent(self) -> None:
         """The weights are mid-way between two versions when an update was broken off; saving them would not resume."""

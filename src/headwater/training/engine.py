@@ -20,7 +20,7 @@ from headwater.training.lora import merged_weights
 from headwater.training.memory import CPU
 from headwater.training.optimizer import Optimizer
 from headwater.training.packed_module import PackedModule
-from headwater.training.packing import Pack, Row, check_lengths, idle_pack, pack_rows, read_rows
+from headwater.training.packing import Pack, Row, check_lengths, idle_pack, pack_rows, read_rows, token_column
 from headwater.training.ranks import Ranks
 from headwater.training.sharding import reshard, shard
 from headwater.training.step_sums import StepSums
@@ -56,7 +56,7 @@ class ForwardEngine:
     @torch.no_grad()
     def compute(self, batch: DataProto) -> dict[str, Tensor]:
         """What the module says of the trained tokens, each ``[samples, response]``, 0 elsewhere."""
-        results = {name: torch.zeros(batch.batch["response_mask"].shape) for name in self.module.outputs}
+        results = {name: torch.zeros(token_column(batch, "response_mask").shape) for name in self.module.outputs}
         try:
             for pack, counts in self._packs(batch, _FORWARD_FACTOR * self.config.max_tokens_per_microbatch):
                 outputs = self.module(pack)
@@ -85,7 +85,7 @@ class ForwardEngine:
         Ranks compute their layers together, so all make the same number of passes; one that has too few rows repeats
         one for company.
         """
-        rows, width = self._rows(batch), batch.batch["response_mask"].shape[1]
+        rows, width = self._rows(batch), token_column(batch, "response_mask").shape[1]
         packs, num_packs = self._pack(rows, width, max_tokens, 1), 0
         # Asked to make as many as another rank has, a rank may come to more.
         while (most := self.ranks.max(len(packs))) > num_packs:
@@ -152,7 +152,7 @@ class TrainEngine(ForwardEngine):
 
     def totals(self, batch: DataProto) -> StepTotals:
         """The counts that losses are averaged over, of all ranks' rows."""
-        mask = batch.batch["response_mask"]
+        mask = token_column(batch, "response_mask")
         counts = torch.stack([mask.sum(), (mask.sum(dim=1) > 0).sum()]).double().to(self.device)
         num_tokens, num_sequences = self.ranks.sum(counts).tolist()
         return StepTotals(num_tokens, num_sequences, data_parallel_size=self.ranks.count, width=mask.shape[1])

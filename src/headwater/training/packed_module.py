@@ -77,4 +77,5 @@ class ValueModule(PackedModule):
 
     def forward(self, pack: Pack) -> Mapping[str, Tensor]:
         # In float32: a value may have to differ from another by less than bfloat16 can tell.
-        return {"values": F.linear(self.hidden(pack).float(), self.model.score.weight.float())[:, 0]}
+        values = F.linear(self.hidden(pack).float(), self.model.score.weight.float())
+        return {"values": values[:, 0].clone()}  # FSDP warns of a view

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.algorithms.columns import required
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError
 from headwater.models.packed_attention import Segments
@@ -70,14 +71,17 @@ class Pack:
         )
 
 
+def token_column(batch: DataProto, name: str) -> Tensor:
+    """A column that every pass needs, or an error that names it."""
+    return required(batch.batch, name, "a pass over tokens", "make batches with rollout.padding.pad_trajectories")
+
+
 def read_rows(batch: DataProto) -> list[Row]:
     """The rows that have anything to compute."""
-    tensors = batch.batch
-    width = tensors["response_mask"].shape[1]
-    start = tensors["input_ids"].shape[1] - width
-    tokens = tensors["input_ids"].cpu().numpy()
-    trained = tensors["response_mask"].cpu().numpy() != 0
-    prompt_lengths = tensors["attention_mask"][:, :start].sum(dim=1).tolist()
+    mask, input_ids = token_column(batch, "response_mask"), token_column(batch, "input_ids")
+    start = input_ids.shape[1] - mask.shape[1]
+    tokens, trained = input_ids.cpu().numpy(), mask.cpu().numpy() != 0
+    prompt_lengths = token_column(batch, "attention_mask")[:, :start].sum(dim=1).tolist()
     rows = []
     for index, prompt_length in enumerate(prompt_lengths):
         columns = np.flatnonzero(trained[index])

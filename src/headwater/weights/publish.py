@@ -8,24 +8,22 @@ from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
 from headwater.models.checksum import checksum, dtype_of_checksum
 
 
-def publish(
-    learner: TrainEngine, engine: InferenceEngine, version: int, *, limit_s: float = ENGINE_CALL_LIMIT_S
-) -> str:
+def publish(learner: TrainEngine, engine: InferenceEngine, version: int, *, longest_response_s: float = 0.0) -> str:
     """Hand the learner's weights to the engine as ``version``; generation stops for no longer than the engine needs.
 
     Returns the checksum of the weights that serve then: the learner's, in the engine's number type, or else raises
     ``WeightsError``. They are compared when the engine runs again, so that generation does not stand still for it;
     tokens of a version that is not what it should be are never trained on, because the error ends the run.
 
-    A longer ``limit_s`` allows for responses that must end first; a shorter one is none, because a process that dies of
-    the update must have the time to start again.
+    The wait for it ends after ``ENGINE_CALL_LIMIT_S``, or after ``longest_response_s`` where that is longer: responses
+    may have to end first.
     """
     weights = list(learner.export_weights())
     wait_for_future(
         engine.update_weights(WeightUpdate(version, weights)),
         lambda: f"the engine takes the weights of version {version}",
         kind="weights",
-        hard_limit_s=max(limit_s, ENGINE_CALL_LIMIT_S),
+        hard_limit_s=max(longest_response_s, ENGINE_CALL_LIMIT_S),
     )
     serving = engine.weights_checksum()
     expected = checksum(weights, dtype_of_checksum(serving))

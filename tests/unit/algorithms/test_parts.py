@@ -246,8 +246,9 @@ def test_staleness_counts_trained_tokens_only():
 
 
 def test_weights_are_told_by_token_and_by_sequence():
-    """Weights 1, 3 and 2, of rows with means 2 and 2; the masked one counts nowhere."""
-    weights, mask = torch.tensor([[1.0, 3.0], [2.0, 9.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    """Weights 1, 3 and 2, of rows with means 2 and 2; what is masked counts nowhere, a whole row neither."""
+    weights = torch.tensor([[1.0, 3.0], [2.0, 9.0], [5.0, 5.0]])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     assert weight_metrics(weights, mask) == pytest.approx(
         {
             "effective_sample_size": 6 / 7, "weight_mean": 2.0, "weight_std": math.sqrt(2 / 3), "weight_max": 3.0,

@@ -6,6 +6,7 @@ The processes are real; what runs in them is ``stub_server.py``, which starts in
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -258,6 +259,7 @@ def test_a_refused_wake_is_told_and_a_later_one_works_in_the_same_process(scene_
 @contextmanager
 def no_file_can_be_opened() -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()  # or else a file that is closed meanwhile leaves a lower number free
     lowest_free = os.dup(0)
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
@@ -298,3 +300,14 @@ def test_a_message_that_cannot_be_read_is_what_the_process_ended_for(scene_of, t
     [warning] = [each.getMessage() for each in caplog.records if "is started again" in each.getMessage()]
     assert "killed by SIGKILL, after it had sent what could not be taken (UnreadableMessage: " in warning
     assert f"the message: {text})" in warning
+
+
+def test_weights_that_cannot_be_read_are_an_update_that_failed(scene_of):
+    def damaged() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.zeros(2)
+        raise OSError("the disk is gone")
+
+    scene = scene_of("serve")
+    with pytest.raises(OSError, match="the disk is gone"):
+        scene.engine.update_weights(WeightUpdate(1, damaged())).result(LIMIT_S)
+    assert scene.engine.num_restarts == 0

@@ -12,7 +12,15 @@ from headwater.backends.served.open_requests import OpenRequests
 from headwater.backends.served.server_client import error_of
 from headwater.cli.serve import read_engine_config
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import MemoryRefused, QueueFull, RequestError, RolloutFailed, WaitTimeout, WeightsError
+from headwater.core.errors import (
+    LogitsBroken,
+    MemoryRefused,
+    QueueFull,
+    RequestError,
+    RolloutFailed,
+    WaitTimeout,
+    WeightsError,
+)
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.kv_cache import SHARED_FRACTION
 from headwater.engine.server.errors import api_error
@@ -124,7 +132,9 @@ def test_closing_answers_with_what_there_is(scene):
     assert "generate" not in scene.spans.drain()  # nothing is open that would go on counting
 
 
-@pytest.mark.parametrize("kind", [QueueFull, RequestError, WeightsError, MemoryRefused, WaitTimeout, RolloutFailed])
+@pytest.mark.parametrize(
+    "kind", [QueueFull, RequestError, WeightsError, MemoryRefused, LogitsBroken, WaitTimeout, RolloutFailed]
+)
 def test_errors_cross_the_connection_as_they_are(kind):
     error = error_of(api_error(kind("why")).body())
     assert (type(error), str(error)) == (kind, "why")

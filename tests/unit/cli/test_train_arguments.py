@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headwater.cli.main import main
+from headwater.config.explain import to_yaml
+from headwater.config.load import load_config
+
+
+def test_a_resume_can_change_what_a_later_version_refuses(tmp_path, capsys):
+    accepted = load_config(None, ["algorithm.kl_in_reward=0.1", "algorithm.kl_target=6"]).config
+    refused = replace(accepted, algorithm=replace(accepted.algorithm, kl_horizon=10))
+    (tmp_path / "config.yaml").write_text(to_yaml(refused), encoding="utf-8")
+    assert main(["train", "--resume", str(tmp_path), "model.path=/nowhere"]) == 2
+    assert "algorithm.kl_horizon = 10" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path), "model.path=/nowhere", "algorithm.kl_horizon=256"]) == 2
+    assert "kl_horizon" not in capsys.readouterr().err
 
 
 def test_a_recipe_beside_resume(capsys):

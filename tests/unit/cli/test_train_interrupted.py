@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -12,6 +13,7 @@ from headwater.cli.main import main
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.trainer import summary
 from headwater.trainer.checkpoint import Checkpoints
+from headwater.trainer.loop import Trainer
 
 SMALL = [
     "warm_start.num_steps=0", "warm_start.until_reward=0", "trainer.total_steps=2", "trainer.num_prompts_per_step=2",
@@ -22,13 +24,14 @@ SMALL = [
 
 @pytest.fixture
 def interrupt_in(monkeypatch):
-    """Makes a method begin with a Ctrl-C."""
+    """Makes a method begin with Ctrl-C, once or more often."""
 
-    def patch(owner, method: str) -> None:
+    def patch(owner, method: str, times: int = 1) -> None:
         original = getattr(owner, method)
 
         def interrupted(*args, **options):
-            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
             return original(*args, **options)
 
         monkeypatch.setattr(owner, method, interrupted)
@@ -36,8 +39,10 @@ def interrupt_in(monkeypatch):
     return patch
 
 
-def train(root, capsys) -> tuple[int, list[str]]:
-    code = main(["train", str(ROOT / "recipes" / "quickstart.yaml"), *SMALL, f"run.root={root}", "run.name=stopped"])
+def train(root, capsys, *more: str) -> tuple[int, list[str]]:
+    code = main(
+        ["train", str(ROOT / "recipes" / "quickstart.yaml"), *SMALL, *more, f"run.root={root}", "run.name=stopped"]
+    )
     output = capsys.readouterr()
     assert output.err == ""
     return code, output.out.splitlines()
@@ -75,3 +80,14 @@ def test_ctrl_c_behind_the_last_step_says_that_it_is_kept(tmp_path, capsys, inte
     code, lines = train(tmp_path, capsys)
     assert code == 130
     assert lines[-1] == f"Interrupted; all 2 steps are done and kept in {tmp_path / 'stopped'}"
+
+
+def test_a_run_whose_last_checkpoint_was_given_up_is_not_finished(tmp_path, capsys, interrupt_in):
+    interrupt_in(Trainer, "_evaluate")
+    interrupt_in(Checkpoints, "save", times=2)
+    code, lines = train(tmp_path, capsys, "eval.after=true", "eval.num_prompts=2")
+    assert code == 130
+    assert "Stopping: saving step 2." in lines
+    run = tmp_path / "stopped"
+    assert lines[-1] == f"Interrupted before the first checkpoint. Begin anew with:  headwater train --resume {run}"
+    assert json.loads((run / "status.json").read_text())["state"] == "interrupted"

@@ -170,6 +170,26 @@ CLASHES = [
         "algorithm.advantage = 'remax'",
         ["reward.overlong_tokens does not count the tokens of the greedy response", "such as rloo"],
     ),
+    (
+        ["algorithm.advantage=gdpo", "algorithm.kl_in_reward=0.1"],
+        "algorithm.advantage = 'gdpo'",
+        ["algorithm.kl_in_reward is in none of them", "or algorithm.kl_in_loss"],
+    ),
+    (
+        ["algorithm.advantage=gdpo", "reward.model=./judge"],
+        "algorithm.advantage = 'gdpo'",
+        ["reward.model is in none of them"],
+    ),
+    (
+        ["algorithm.advantage=gdpo", "algorithm.filter_groups=true"],
+        "algorithm.filter_groups = true",
+        ["algorithm.advantage = gdpo can learn", "use false"],
+    ),
+    (
+        ["algorithm.advantage=gpg", "reward.overlong_tokens=64"],
+        "algorithm.advantage = 'gpg'",
+        ["with reward.overlong_tokens none is", "such as grpo"],
+    ),
     (["reward.model_weight=0.5"], "reward.model_weight = 0.5", ["reward.model is empty; name one, or remove this"]),
     (
         ["reward.overlong_penalty=0.5"],
@@ -213,6 +233,8 @@ FITTING = [
     ["algorithm.filter_groups=true", "algorithm.max_filter_rounds=3"],
     ["reward.model=./judge", "reward.model_weight=0.5"],
     ["reward.overlong_tokens=256", "reward.overlong_penalty=0.5"],
+    ["algorithm.advantage=gdpo", "algorithm.kl_in_loss=0.1", ALL_SAMPLES],
+    ["algorithm.advantage=gpg", "algorithm.policy_loss=gpg", "algorithm.filter_groups=true"],
 ]
 
 

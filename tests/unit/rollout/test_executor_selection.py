@@ -54,8 +54,12 @@ def test_rounds_without_any_group_do_not_end_it_early(run):
 
 
 def test_no_group_at_all_is_an_error_that_names_the_setting():
-    with pytest.raises(RolloutFailed, match=r"12 groups .* only 0 are(.|\n)*row0: .*\(algorithm\.filter_groups\)"):
+    with pytest.raises(
+        RolloutFailed, match=r"12 groups .* only 0 are(.|\n)*row0: .*\(algorithm\.filter_groups\)"
+    ) as caught:
         one_batch(scored(lambda data: 0.5), should_accept=differs, max_rounds=4)
+    assert "raise algorithm.max_filter_rounds" in str(caught.value)
+    assert "max_retries" not in str(caught.value)
 
 
 def test_what_failed_is_told_from_what_was_filtered(run):

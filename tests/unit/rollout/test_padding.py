@@ -77,6 +77,15 @@ def test_a_turn_that_became_too_old_keeps_its_reward_and_its_place():
     assert data.batch["rewards"].tolist() == [[0.0, 0.25, 0.0, 0.5, 0.0]]
 
 
+def test_the_reward_of_a_turn_whose_last_token_is_not_trained_reaches_the_others():
+    each = two_turns(3, 4)
+    mask = list(each.loss_mask)
+    mask[each.turn_ends[0]] = 0
+    data = pad_trajectories([replace(each, loss_mask=tuple(mask))], pad_token_id=0)
+    assert data.batch["response_mask"].tolist() == [[1.0, 0.0, 0.0, 1.0, 0.0]]
+    assert data.batch["rewards"].tolist() == [[0.25, 0.0, 0.0, 0.5, 0.0]]
+
+
 @pytest.mark.parametrize(("oldest_left", "column"), [(4, 3), (5, 4)])
 def test_what_is_added_stands_on_the_last_token_that_is_trained_or_else_on_the_last(oldest_left, column):
     group, _ = without_older(Group(tiny.prompt(), (two_turns(3, 4),)), oldest_left)

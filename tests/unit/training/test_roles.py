@@ -40,6 +40,12 @@ def test_old_logprobs_that_are_missing_are_named():
         actor(engine()).update(without(experience(1), "old_logprobs"))
 
 
+@pytest.mark.parametrize("column", ["response_mask", "input_ids", "attention_mask"])
+def test_a_column_that_every_pass_needs_is_named(column):
+    with pytest.raises(MissingColumn, match=f"needs the column '{column}'.*pad_trajectories"):
+        actor(engine()).update(without(experience(1), column))
+
+
 def test_a_reference_that_is_missing_is_named():
     with pytest.raises(MissingColumn, match=r"kl_in_loss = 0\.1 needs the column 'reference_logprobs'.*kl_in_loss=0"):
         actor(engine(), kl_in_loss=0.1).update(experience(1))

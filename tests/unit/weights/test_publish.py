@@ -95,7 +95,7 @@ def test_weights_that_changed_on_the_way_are_noticed(make):
 
 @pytest.mark.parametrize(
     ("limits", "expected_s"),
-    [({}, ENGINE_CALL_LIMIT_S), ({"limit_s": 1.0}, ENGINE_CALL_LIMIT_S), ({"limit_s": 1e6}, 1e6)],
+    [({}, ENGINE_CALL_LIMIT_S), ({"longest_response_s": 1.0}, ENGINE_CALL_LIMIT_S), ({"longest_response_s": 1e6}, 1e6)],
 )
 def test_the_engine_may_take_as_long_as_a_new_process_does(limits, expected_s):
     assert ENGINE_CALL_LIMIT_S > ENGINE_START_LIMIT_S

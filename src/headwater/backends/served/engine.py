@@ -158,7 +158,7 @@ class ServedEngine:
             with self._closing:
                 self._check_open()
                 return asyncio.run_coroutine_threadsafe(self._update(written, update.version, mode), self._loop)
-        except HeadwaterError as error:
+        except Exception as error:  # noqa: BLE001  also what reading the caller's tensors raised
             if written is not None:
                 written.discard()
             refused: Future[None] = Future()
