@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
         print(to_yaml(loaded.config, args.only), end="")
         return 0
 
-    from rich.console import Console
+    from headwater.cli.pipe import PipeConsole
 
     rows = [row for row in explain(loaded) if not args.only or row.key.startswith(f"{args.only}.")]
-    console = Console()
+    console = PipeConsole()
     if not console.is_terminal:
         # A pipe has no width; the narrow one rich assumes would cut keys and file names that someone greps for.
-        console = Console(width=max(console.width, PIPE_WIDTH))
+        console = PipeConsole(width=max(console.width, PIPE_WIDTH))
     for section in dict.fromkeys(row.key.partition(".")[0] for row in rows):
         grouped = [row for row in rows if row.key.startswith(f"{section}.")]
         console.print(_table(section, grouped, wide=console.width >= WIDE))

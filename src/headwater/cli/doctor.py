@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(diagnosis.to_json(), indent=1))
     else:
-        from rich.console import Console
+        from headwater.cli.pipe import PipeConsole
 
-        _print(Console(highlight=False, soft_wrap=True), diagnosis)
+        _print(PipeConsole(highlight=False, soft_wrap=True), diagnosis)
     return 0 if diagnosis.is_healthy else 1
 
 

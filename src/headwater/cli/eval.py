@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     import torch
-    from rich.console import Console
 
     from headwater.config.load import load_config
     from headwater.core.errors import RunError
+    from headwater.observe.lasting_output import lasting_console
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.checkpoint import Checkpoints, step_of
     from headwater.trainer.evaluate import evaluate
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if parts.eval_data is None:
             raise RunError(f"{run.path}: no held-out prompts; name some, for example data.eval=test.parquet")
-        console = Console()
+        console = lasting_console()
         with console.status("evaluating"):
             result = evaluate(parts.eval_rollouts, parts.eval_data, config.eval.num_prompts, config.run.seed)
     finally:

@@ -15,11 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from headwater.models.smollm2 import fetch_smollm2
+    from headwater.observe.lasting_output import lasting_console
 
-    console = Console()
+    console = lasting_console()
     with console.status("fetching smollm2") as status:
         folder = fetch_smollm2(force=args.force, progress=lambda message: status.update(message))
     console.print(f"smollm2 is ready in {folder}", highlight=False, soft_wrap=True)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import headwater
-from headwater.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from headwater.cli.exit_codes import EXIT_INTERRUPTED, EXIT_NO_READER, EXIT_USER_ERROR
 from headwater.cli.interrupts import interruptible
 from headwater.core.errors import HeadwaterError
 from headwater.core.registry import nearest
@@ -32,10 +32,21 @@ _DEBUG_HELP = "show a traceback for every error, and debug logs"
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with interruptible():
-            return _main(arguments)
+            try:
+                return _main(arguments)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()  # if that fails, then here and not when the interpreter ends
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError as error:
+        if not _is_of_our_output(error):
+            raise
+        from headwater.observe.lasting_output import discard
+
+        discard(sys.stdout)
+        return EXIT_NO_READER
 
 
 def _main(arguments: Sequence[str] | None) -> int:
@@ -87,16 +98,20 @@ def _run_command(name: str, arguments: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         code: int = module.run(options)
-    except BrokenPipeError:
-        # The reader of our output went away, as `| head` does; that is not an error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (HeadwaterError, OSError) as error:  # OSError: a full disk, a folder that may not be written
-        if options.debug:
+        if options.debug or _is_of_our_output(error):
             raise
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return code
+
+
+def _is_of_our_output(error: Exception) -> bool:
+    if not isinstance(error, BrokenPipeError):
+        return False
+    from headwater.cli.pipe import is_reader_gone
+
+    return is_reader_gone()
 
 
 if __name__ == "__main__":

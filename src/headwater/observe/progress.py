@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from headwater.observe.lasting_output import lasting_console
 from headwater.observe.stage_progress import StageProgress
 
 _LOG_EVERY_S = 10.0
@@ -25,10 +26,13 @@ class Reporter(Protocol):
 
 
 class Display:
-    """Prints to one console; stages of work show their own bar, one at a time."""
+    """Prints to one console; stages of work show their own bar, one at a time.
+
+    A run outlives whoever watches it: when standard output breaks, it goes on without a display.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or lasting_console()
         self.stage_now: StageProgress | None = None
         """The stage that goes on, for other threads to read."""
 
