@@ -47,26 +47,36 @@ def main() -> None:
     folder = fetched_folder()
     tokenizer = load_tokenizer(str(folder))
     prompts = make_prompts(PROMPTS, PROMPT_TOKENS, 49000)
-    rates: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {}
+    vllm_version: str | None = None
 
     engine = Engine(load_model(str(folder), dtype="float32", device="cpu", seed=0), tokenizer, EngineConfig())
-    rates["headwater"] = _rate(lambda run: _engine_run(engine, prompts, run), options.runs)
+    seconds["headwater"] = _timed(lambda run: _engine_run(engine, prompts, run), options.runs)
     engine.close()
     model = load_model(str(folder), dtype="float32", device="cpu", seed=0)
-    rates["transformers generate"] = _rate(lambda _: run_baseline(model, prompts, SAMPLES, NEW_TOKENS), options.runs)
+    seconds["transformers generate"] = _timed(lambda _: run_baseline(model, prompts, SAMPLES, NEW_TOKENS), options.runs)
     if options.vllm_python:
         with _vllm_server(options.vllm_python, folder) as url:
-            rates["vLLM"] = _rate(lambda run: asyncio.run(_vllm_run(url, str(folder), prompts, run)), options.runs)
+            vllm_version = asyncio.run(_version(url))
+            seconds["vLLM"] = _timed(lambda run: asyncio.run(_vllm_run(url, str(folder), prompts, run)), options.runs)
+    rates = {name: PROMPTS * SAMPLES * NEW_TOKENS / min(runs) for name, runs in seconds.items()}
     for name, rate in rates.items():
         ratio = rates["headwater"] / rate
         print(f"{name:<22} {rate:>7.1f} tokens/s   headwater is {ratio:.2f} times as fast", flush=True)
     ratios = {name: rates["headwater"] / rate for name, rate in rates.items()}
-    write_record(options.out, torch.device("cpu"), tokens_per_s=rates, headwater_over=ratios)
+    write_record(
+        options.out,
+        torch.device("cpu"),
+        vllm_version=vllm_version,
+        seconds=seconds,
+        tokens_per_s=rates,
+        headwater_over=ratios,
+    )
 
 
-def _rate(run: Callable[[int], float], num_runs: int) -> float:
+def _timed(run: Callable[[int], float], num_runs: int) -> list[float]:
     run(0)
-    return PROMPTS * SAMPLES * NEW_TOKENS / min(run(1 + place) for place in range(num_runs))
+    return [run(1 + place) for place in range(num_runs)]
 
 
 def _engine_run(engine: Engine, prompts: list[tuple[int, ...]], run: int) -> float:
@@ -94,6 +104,11 @@ async def _vllm_run(url: str, model: str, prompts: list[tuple[int, ...]], run: i
         started = time.perf_counter()
         await asyncio.gather(*(ask(place) for place in range(PROMPTS)))
         return time.perf_counter() - started
+
+
+async def _version(url: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/version") as reply:
+        return str((await reply.json())["version"])
 
 
 @contextmanager
