@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from headwater.engine.request_limits import wrong_stop
 from headwater.engine.server.errors import ApiError, wrong
 from headwater.engine.server.fields import Fields
 
 _OWN_DISTRIBUTION = "tokens are sampled from the model's own distribution, so that their log-probs can be trained on"
 
 
-def read_stops(fields: Fields) -> tuple[str, ...]:
-    stops = fields.texts("stop")
+def read_stops(fields: Fields, field: str = "stop") -> tuple[str, ...]:
+    stops, name = fields.texts(field), fields.name(field)
     if "" in stops:
-        name = fields.name("stop")
         raise ApiError(f"{name}: holds an empty text, which would end every response at once; remove it", param=name)
+    if (fault := wrong_stop(stops)) is not None:
+        raise ApiError(f"{name}{fault}", param=name)
     return stops
 
 

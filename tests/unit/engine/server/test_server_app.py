@@ -87,6 +87,46 @@ def test_who_asks_for_more_than_the_cache_holds_is_refused(small):
     assert "40 prompt tokens + 6 new tokens need 13 pages of the KV cache, which has 12" in body["error"]["message"]
 
 
+MANY = [f"zz{number}q" for number in range(65)]
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "make"),
+    [
+        ("/v1/completions", "stop", lambda stops: {"prompt": "hi", "n": 64, "stop": stops}),
+        (
+            "/v1/chat/completions",
+            "stop",
+            lambda stops: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stop": stops},
+        ),
+        ("/generate", "sampling_params.stop", lambda stops: {"text": "hi", "sampling_params": {"stop": stops}}),
+        (
+            "/headwater/generate",
+            "sampling.stop_strings",
+            lambda stops: {
+                "input_tokens": [5],
+                "rng_key": 1,
+                "sampling": {"max_new_tokens": 4, "stop_strings": stops},
+            },
+        ),
+    ],
+)
+def test_stop_texts_beyond_the_limits_are_refused_by_name(roomy, path, param, make):
+    for stops, message in [
+        (MANY, f"{param}: holds 65 texts, and at most 64 are looked for; give fewer"),
+        (["a", "b" * 1_000_000], f"{param}[1] = '{'b' * 40}'...: has 1000000 characters, and at most 1024"),
+    ]:
+        status, body = ask(roomy, path, make(stops))
+        assert (status, body["error"]["param"]) == (400, param)
+        assert message in body["error"]["message"]
+
+
+def test_as_many_stop_texts_as_are_taken_are_served(roomy):
+    body = {"prompt": "hi", "max_tokens": 9, "ignore_eos": True, "stop": [*MANY[:63], "€" * 1024]}
+    status, answer = ask(roomy, "/v1/completions", body)
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 9)
+
+
 def test_a_prompt_that_the_cache_cannot_hold_is_refused(small):
     status, body = ask(small, "/v1/completions", {"prompt": tokens_of(60)})
     assert status == 400

@@ -11,6 +11,7 @@ from headwater.core.records import ModelRequest, SamplingParams
 from headwater.engine.server.errors import ApiError
 from headwater.engine.server.fields import Fields
 from headwater.engine.server.prompt import ModelLimits
+from headwater.engine.server.sampling import read_stops
 
 
 def write_request(request: ModelRequest) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def _read_sampling(values: Mapping[str, Any], limits: ModelLimits) -> SamplingPa
         "min_p": fields.number("min_p", 0.0),
         "min_new_tokens": fields.integer("min_new_tokens", 0),
         "stop_token_ids": fields.integers("stop_token_ids"),
-        "stop_strings": fields.texts("stop_strings"),
+        "stop_strings": read_stops(fields, "stop_strings"),
         "ignore_end": fields.flag("ignore_end", False),
     }
     fields.done()
