@@ -21,6 +21,7 @@ from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
 from headwater.engine.server.options import DEFAULT_MAX_BODY_MIB, DEFAULT_PORT, KEY_VARIABLE, ServerOptions
+from headwater.observe.lasting_output import discard
 from headwater.observe.run_directory import RunDirectory
 
 HELP = (
@@ -166,4 +167,7 @@ def _stop_at_eof() -> None:
 
 def _say(text: str) -> None:
     # Flushed, because whoever started this may be waiting for the line at the other end of a pipe.
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except OSError:  # nobody reads any more, or the terminal is gone: it serves all the same, and ends in order
+        discard(sys.stdout)

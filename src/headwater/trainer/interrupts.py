@@ -1,4 +1,4 @@
-"""Ctrl-C and termination, taken only where the run is in a consistent state."""
+"""Ctrl-C, termination and a terminal that hangs up, taken only where the run is in a consistent state."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from headwater.core.import_guard import ImportGuard
 
 
 class Interrupts:
-    """Turns SIGINT and SIGTERM into KeyboardInterrupt: at once, or at the end of a ``deferred`` block.
+    """Turns SIGINT, SIGTERM and SIGHUP into KeyboardInterrupt: at once, or at the end of a ``deferred`` block.
 
-    A second signal within the block is not deferred, so that a person is always obeyed.
+    A second signal within the block is not deferred, so that a person is always obeyed. A SIGHUP is no second signal:
+    a closed terminal sends it, and its shell sends it again. Where it is ignored, as under nohup, it stays ignored.
     """
 
     def __init__(self, on_deferred: Callable[[str], None]) -> None:
@@ -31,14 +32,16 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield  # Python lets only the main thread handle signals
             return
-        previous: dict[int, Any] = {
-            number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        previous: dict[int, Any] = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
         finally:
             for number, handler in previous.items():
-                signal.signal(number, handler)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # it has hung up, and may do so once more
+                    signal.signal(number, handler)
 
     @contextmanager
     def deferred(self, doing: str) -> Iterator[None]:
@@ -54,6 +57,11 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            if self._waiting:
+                return
+            number = signal.SIGTERM  # what is put off below comes again by this number
         if self._depth == 0 or self._waiting:
             # A library's own imports may come late, such as at the first batch.
             if self._imports.puts_off(number, frame):

@@ -19,7 +19,14 @@ def test_an_interrupt_outside_a_deferred_block_is_immediate():
         interrupt()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.fixture(autouse=True)
+def hang_up_restored():
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_inside_a_deferred_block_waits_for_its_end(number):
     seen = []
     interrupts = Interrupts(seen.append)
@@ -74,3 +81,29 @@ def test_handlers_are_put_back():
     with Interrupts(lambda doing: None).installed():
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGHUP])
+def test_a_terminal_that_hangs_up_does_not_insist(first):
+    """It sends a signal, and its shell the same one again."""
+    interrupts = Interrupts(lambda doing: None)
+    seen = []
+
+    def block() -> None:
+        with interrupts.deferred("this update"):
+            for number in (first, signal.SIGHUP, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+            seen.append("finished")
+        seen.append("went on")
+
+    with pytest.raises(KeyboardInterrupt), interrupts.installed():
+        block()
+    os.kill(os.getpid(), signal.SIGHUP)  # what is left to do is done
+    assert seen == ["finished"]
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupts(lambda doing: None).installed():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -6,7 +6,8 @@ import asyncio
 import errno
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -51,7 +52,7 @@ def url(taken: socket.socket) -> str:
 
 
 def serve(engine: Engine, options: ServerOptions, taken: socket.socket, say: Callable[[str], None]) -> None:
-    """Answer on ``taken`` until Ctrl-C or SIGTERM."""
+    """Answer on ``taken`` until Ctrl-C, SIGTERM or SIGHUP."""
     asyncio.run(_serve(engine, options, taken, say))
 
 
@@ -66,8 +67,9 @@ async def _serve(engine: Engine, options: ServerOptions, taken: socket.socket, s
         except OSError as error:  # two servers may bind a port at the same time; only one may listen
             host, port = taken.getsockname()[:2]
             raise _cannot_listen(host, port, error) from error
-        say(f"serving {options.served_name} at {url(taken)}")
-        await _stop_signal()
+        with _stop_signal() as stop:
+            say(f"serving {options.served_name} at {url(taken)}")
+            await stop.wait()
         say("stopping")
         await site.stop()
         await asyncio.to_thread(engine.abort_all)
@@ -75,18 +77,25 @@ async def _serve(engine: Engine, options: ServerOptions, taken: socket.socket, s
         await runner.cleanup()
 
 
-async def _stop_signal() -> None:
-    """Wait for Ctrl-C or SIGTERM; the next one has its usual effect, for a server that does not come to an end."""
+@contextmanager
+def _stop_signal() -> Iterator[asyncio.Event]:
+    """Set by Ctrl-C, SIGTERM or a terminal that hangs up, unless that is ignored, as under nohup.
+
+    Afterwards Ctrl-C and SIGTERM have their usual effect, for a server that does not come to an end.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
     for each in signals:
         loop.add_signal_handler(each, stop.set)
     try:
-        await stop.wait()
+        yield stop
     finally:
         for each in signals:
             loop.remove_signal_handler(each)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell of a closed terminal sends it once more
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> HeadwaterError:
