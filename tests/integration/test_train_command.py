@@ -74,6 +74,12 @@ def test_what_cannot_be_resumed_says_why(finished):
     done = headwater("train", "--resume", finished)
     assert done.code == 2
     assert "all 4 steps are done; to go on, add for example trainer.total_steps=8" in done.stderr
+    fewer = headwater("train", "--resume", finished, "trainer.total_steps=3")
+    assert fewer.code == 2
+    assert (
+        f"trainer.total_steps = 3: {finished} has done 4 steps already; give more, such as trainer.total_steps=8"
+        in fewer.stderr
+    )
 
 
 def test_an_older_checkpoint_can_be_resumed(finished, tmp_path):

@@ -28,13 +28,15 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from headwater.config.load import load_config
-    from headwater.core.errors import RunError
+    from headwater.core.errors import HeadwaterError, RunError
     from headwater.observe.lasting_output import lasting_console
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.checkpoint import Checkpoints, step_of
     from headwater.trainer.evaluate import evaluate
     from headwater.trainer.rollout_setup import build_rollout
 
+    if args.show < 0:
+        raise HeadwaterError(f"--show = {args.show}: must be >= 0; 0 prints no responses")
     run = RunDirectory.open(args.run)
     # This command evaluates whatever the run itself did, so its eval settings are read.
     config = load_config(run.config_file, [*args.overrides, "eval.after=true"]).config

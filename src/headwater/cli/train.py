@@ -56,7 +56,7 @@ def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
     from headwater.config.file_checks import files_exist, fits_checkpoint
     from headwater.config.load import load_config
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.checkpoint import Checkpoints
+    from headwater.trainer.checkpoint import Checkpoints, step_of
 
     run = RunDirectory.open(path)
     before = load_config(run.config_file, was_accepted=True).config
@@ -64,7 +64,23 @@ def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
     checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
     fits = [fits_checkpoint(before, checkpoint)] if checkpoint else []
     config = load_config(run.config_file, overrides, [files_exist, *fits]).config
+    if checkpoint is not None:
+        _check_steps_left(run, step_of(checkpoint), before.trainer.total_steps, config.trainer.total_steps)
     return _fit(config, run, checkpoint)
+
+
+def _check_steps_left(run: RunDirectory, done: int, planned: int, wanted: int) -> None:
+    """``planned`` steps were the run's before this resume, which asks for ``wanted``."""
+    if wanted > done:
+        return
+    if wanted == planned:
+        raise RunError(f"{run.path}: all {done} steps are done; to go on, add for example {_more_steps(done)}")
+    remedy = f"leave it out to go on to step {planned}" if planned > done else f"give more, such as {_more_steps(done)}"
+    raise RunError(f"trainer.total_steps = {wanted}: {run.path} has done {done} steps already; {remedy}")
+
+
+def _more_steps(done: int) -> str:
+    return f"trainer.total_steps={2 * done}"
 
 
 def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> int:
@@ -98,11 +114,6 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
         trainer = Trainer(config, rollout, training, run, display)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-            if trainer.step >= config.trainer.total_steps:
-                raise RunError(
-                    f"{run.path}: all {trainer.step} steps are done; to go on, add for example "
-                    f"trainer.total_steps={2 * trainer.step}"
-                )
             display.say(f"Resuming {run.path} after step {trainer.step}")
         elif resuming:
             display.say(f"{run.path} has no checkpoint yet: starting anew")
@@ -125,5 +136,19 @@ def _announce(run: RunDirectory, config: Config, display: Display) -> None:
     display.say(f"Run directory {run.path}")
     wanted = Path(config.run.root) / config.run.name
     if run.path != wanted:
-        how = f"; to go on with it:  headwater train --resume {wanted}" if (wanted / "config.yaml").is_file() else ""
+        how = f"; to go on with it:  {_resuming(wanted)}" if (wanted / "config.yaml").is_file() else ""
         display.say(f"{wanted} exists and stays as it is{how}")
+
+
+def _resuming(path: Path) -> str:
+    from headwater.config.load import load_config
+    from headwater.observe.run_directory import RunDirectory
+
+    run = RunDirectory(path)
+    command = f"headwater train --resume {path}"
+    try:
+        total_steps = load_config(run.config_file, was_accepted=True).config.trainer.total_steps
+    except HeadwaterError:
+        return command  # which says what is wrong with it
+    done = max(run.checkpoint_steps(), default=0)
+    return f"{command} {_more_steps(done)}" if done >= total_steps else command

@@ -169,9 +169,10 @@ def _float(value: Any) -> float:
         except OverflowError:
             raise WrongValue("is too large") from None
         if math.isnan(number):
-            raise WrongValue("must be a number; NaN is none")
+            raise WrongValue("must be a finite number; NaN is none")
         return number
-    raise WrongValue(_join("must be a number", _numeric_remedy(value)))
+    rule = "must be a finite number" if _is_not_finite(value) else "must be a number"
+    raise WrongValue(_join(rule, _numeric_remedy(value)))
 
 
 def _int_rule(value: Any) -> str:
@@ -197,7 +198,17 @@ def _str_rule(value: Any) -> str:
     return f"""must be text; put it in quotes, and on the command line in two kinds of quotes: '"{show(value)}"'"""
 
 
+def _is_not_finite(value: Any) -> bool:
+    """Whether ``value`` is a word such as nan or inf, which YAML takes for text."""
+    try:
+        return isinstance(value, str) and not math.isfinite(float(value))
+    except ValueError:
+        return False
+
+
 def _numeric_remedy(value: Any) -> str:
+    if _is_not_finite(value):
+        return ""
     if isinstance(value, str):
         try:
             float(value)

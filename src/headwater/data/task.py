@@ -125,7 +125,10 @@ def _check_options(task: Task, label: str, argument: str | None, options: Mappin
     known = [name for name in parameters if name not in ("split", "num_rows", "seed", "argument")]
     unknown = [name for name in options if name not in known]
     if unknown and not takes_any:
+        each = "; ".join(
+            f"unknown option data.task_args.{name} = {options[name]!r}; {nearest(name, known)}" for name in unknown
+        )
         raise DataError(
-            f"task {label}: unknown option data.task_args.{unknown[0]}; {nearest(unknown[0], known)}; "
+            f"task {label}: {each}; "
             f"with several tasks, give each its own options: data.task_args = {{{label}: {{...}}}}"
         )

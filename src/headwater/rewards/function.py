@@ -38,7 +38,6 @@ async def call_score_function(
             result = await asyncio.wait_for(in_daemon_thread(call), timeout_s)
             if inspect.isawaitable(result):
                 result = await asyncio.wait_for(result, timeout_s)
-        return to_score(result)
     except TimeoutError as error:
         raise RewardFailed(
             f"reward {name} on row {prompt.uid}: no result within {timeout_s:g} s; "
@@ -51,6 +50,13 @@ async def call_score_function(
         raise RewardFailed(
             f"reward {name} on row {prompt.uid} (data_source {prompt.data_source!r}) raised "
             f"{type(error).__name__}: {error}{where}; "
+            "mend the function, or set rollout.on_failure=drop to drop and count such rows"
+        ) from error
+    try:
+        return to_score(result)
+    except Exception as error:  # a number of the user's own kind may raise anything too
+        raise RewardFailed(
+            f"reward {name}{_defined_at(function)} on row {prompt.uid} (data_source {prompt.data_source!r}) {error}; "
             "mend the function, or set rollout.on_failure=drop to drop and count such rows"
         ) from error
 
@@ -90,6 +96,11 @@ def to_score(result: Any) -> Score:
     if not isinstance(value, (Real, bool)) or not math.isfinite(value):
         raise TypeError(f"returned {value!r}; return a finite number, or a dict with one under 'score'")
     return Score(float(value), info)
+
+
+def _defined_at(function: ScoreFunction) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)  # an object that is called has none
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def _raised_at(error: BaseException) -> str:

@@ -33,7 +33,7 @@ def with_arguments(registry: Registry, name: str, arguments: Mapping[str, Any], 
             values[argument] = value
         else:
             takes = ", ".join(known) or "no arguments"
-            problems.append(f"{key}.{argument}: no such argument; {registry.kind} {name!r} takes {takes}")
+            problems.append(f"{key}.{argument} = {value!r}: no such argument; {registry.kind} {name!r} takes {takes}")
     if problems:
         raise ConfigError(problems)
 

@@ -19,6 +19,22 @@ def test_a_resume_can_change_what_a_later_version_refuses(tmp_path, capsys):
     assert "kl_horizon" not in capsys.readouterr().err
 
 
+def test_a_resume_to_fewer_steps_than_are_done(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(to_yaml(load_config(None, ["trainer.total_steps=60"]).config))
+    (tmp_path / "checkpoints" / "step_000007").mkdir(parents=True)
+    for wanted in (3, 7):
+        assert main(["train", "--resume", str(tmp_path), f"trainer.total_steps={wanted}"]) == 2
+        assert capsys.readouterr().err == (
+            f"error: trainer.total_steps = {wanted}: {tmp_path} has done 7 steps already; "
+            "leave it out to go on to step 60\n"
+        )
+
+
+def test_a_negative_number_of_responses_to_show(tmp_path, capsys):
+    assert main(["eval", str(tmp_path), "--show", "-1"]) == 2
+    assert "--show = -1: must be >= 0" in capsys.readouterr().err
+
+
 def test_a_recipe_beside_resume(capsys):
     assert main(["train", "--resume", "runs/q", "recipes/quickstart.yaml"]) == 2
     assert (

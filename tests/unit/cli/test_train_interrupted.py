@@ -79,7 +79,12 @@ def test_ctrl_c_behind_the_last_step_says_that_it_is_kept(tmp_path, capsys, inte
     interrupt_in(summary, "draw_reward_curve")
     code, lines = train(tmp_path, capsys)
     assert code == 130
-    assert lines[-1] == f"Interrupted; all 2 steps are done and kept in {tmp_path / 'stopped'}"
+    run = tmp_path / "stopped"
+    assert lines[-1] == f"Interrupted; all 2 steps are done and kept in {run}"
+    _, lines = train(tmp_path, capsys)
+    assert lines[1] == (
+        f"{run} exists and stays as it is; to go on with it:  headwater train --resume {run} trainer.total_steps=4"
+    )
 
 
 def test_a_run_whose_last_checkpoint_was_given_up_is_not_finished(tmp_path, capsys, interrupt_in):

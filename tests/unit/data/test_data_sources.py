@@ -150,8 +150,9 @@ def test_task_arguments():
 
 
 def test_unknown_option_names_the_nearest():
-    with pytest.raises(DataError, match=r"unknown option data.task_args.max_operands; did you mean 'max_operand'"):
-        open_one("arithmetic", {"max_operands": 3})
+    message = r"data.task_args.max_operands = 3; did you mean 'max_operand'.*data.task_args.zzz = 'a'; "
+    with pytest.raises(DataError, match=message):
+        open_one("arithmetic", {"max_operands": 3, "zzz": "a"})
 
 
 def test_options_for_one_task_alone():

@@ -73,7 +73,10 @@ def test_results_of_every_kind(score):
     [
         ("raises", r"reward raises on row row7 .*raised KeyError: 'missing' at .*functions\.py:\d+; mend the function"),
         ("nothing", "returned None; return a finite number"),
-        ("not_a_number", "returned nan; return a finite number"),
+        (
+            "not_a_number",
+            r"reward not_a_number \(.*functions\.py:\d+\) on row row7 .* returned nan; return",
+        ),
         ("no_score", r"returned a dict without 'score'; its keys are \['points'\]"),
     ],
 )

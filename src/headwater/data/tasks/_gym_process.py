@@ -52,7 +52,7 @@ def _create(dataset: str, seed: int, options: dict[str, Any]) -> Any:
         if name in RESERVED:
             raise DataError(f"data.task_args.{name} = {value!r}: is decided by {RESERVED[name]}; leave it out")
         if name not in known:
-            raise DataError(f"unknown option data.task_args.{name}; {nearest(name, known)}")
+            raise DataError(f"unknown option data.task_args.{name} = {value!r}; {nearest(name, known)}")
     try:
         return reasoning_gym.create_dataset(dataset, seed=seed, size=CHUNK_ROWS, **options)
     except (AssertionError, TypeError, ValueError) as error:
