@@ -181,6 +181,7 @@ def test_a_stream_says_what_the_whole_reply_says(client):
     assert [x for choice in choices for x in choice.logprobs.text_offset] == whole.choices[0].logprobs.text_offset
     assert choices[-1].finish_reason == whole.choices[0].finish_reason
     assert chunks[-1].usage == whole.usage
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint}
 
 
 def test_samples_are_reproducible_and_differ(client):
@@ -222,6 +223,7 @@ def test_a_chat(client, tokenizer):
     roles = ["", ""]
     for chunk in client.chat.completions.create(**asked, stream=True):
         (choice,) = chunk.choices
+        assert chunk.system_fingerprint == whole.system_fingerprint
         texts[choice.index] += choice.delta.content or ""
         roles[choice.index] += choice.delta.role or ""
     assert texts == [choice.message.content for choice in whole.choices]
@@ -321,6 +323,8 @@ def test_information(server):
     info = server.call("/get_server_info").body
     assert (info["max_queue"], info["context_length"]) == (MAX_QUEUE, 2048)
     assert info["internal_states"][0]["kv_pages_total"] > 0
+    assert info["kv_cache_gib"] == 0.05
+    assert (info["max_sequences"], info["page_tokens"], info["max_prefill_tokens"]) == (256, 16, 1024)
 
 
 # Control
@@ -599,7 +603,7 @@ def test_an_exact_request_is_answered_line_by_line_and_goes_on_from_given_tokens
     ("change", "message"),
     [
         ({"given_tokens": [9999]}, "given_tokens[0] = 9999: no such token"),
-        ({"sampling": {"max_new_tokens": 9999}}, "exceed the model's"),
+        ({"sampling": {"max_new_tokens": 9999}}, "sampling.max_new_tokens = 9999: the prompt has"),
         ({"temperature": 1}, "temperature: no such field"),
     ],
 )

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -89,7 +90,14 @@ class Engine:
         rows = Rows(max_sequences, scheduler.lanes.page_table.shape[1], config.decode_steps, spec.device)
         cache = KVCache(spec, num_pages, page_tokens)
         self._runner = make_runner(model.eval(), spec, cache, rows, deterministic=config.deterministic)
-        self.config = config
+        self.config = replace(
+            config,
+            max_sequences=max_sequences,
+            page_tokens=page_tokens,
+            max_prefill_tokens=max_prefill_tokens,
+            kv_cache_gib=config.kv_cache_gib or cache.num_bytes / 2**30,
+        )
+        """As it was given, with what it leaves to the engine filled in."""
         self.tokenizer = tokenizer
         self.model_name: str = model.config.name_or_path or spec.model_type
         self.max_model_tokens = spec.max_positions

@@ -35,13 +35,16 @@ class ModelLimits:
             raise wrong(f"{field}[{place}]", tokens[place], f"no such token; ids are 0 to {self.vocab_size - 1}")
         return self._not_empty(tokens, field)
 
-    def num_new_tokens(self, num_prompt: int, asked: int | None, default: int | None, field: str) -> int:
+    def num_new_tokens(
+        self, num_prompt: int, asked: int | None, default: int | None, field: str, *, prompt_field: str
+    ) -> int:
         """``asked``, if the model takes it behind the prompt; else ``default`` or all the room there is."""
         room = self.max_model_tokens - num_prompt
         if room < 1:
             raise ApiError(
-                f"the prompt has {num_prompt} tokens, and the model takes {self.max_model_tokens} with the answer; "
-                "shorten the prompt",
+                f"{prompt_field}: the prompt has {num_prompt} tokens, and the model takes {self.max_model_tokens} with "
+                "the answer; shorten the prompt",
+                param=prompt_field,
                 code="context_length_exceeded",
             )
         if asked is None:

@@ -87,6 +87,42 @@ def test_who_asks_for_more_than_the_cache_holds_is_refused(small):
     assert "40 prompt tokens + 6 new tokens need 13 pages of the KV cache, which has 12" in body["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": tokens_of(300)}, "prompt"),
+        ("/v1/completions", {"prompt": [[5], tokens_of(300)]}, "prompt[1]"),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 300_000}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi" * 300}]}, "messages"),
+        ("/generate", {"text": "hi" * 300}, "text"),
+        ("/generate", {"input_ids": [[5], tokens_of(300)]}, "input_ids[1]"),
+        ("/headwater/generate", {"input_tokens": tokens_of(300), "sampling": {"max_new_tokens": 4}}, "input_tokens"),
+        (
+            "/headwater/generate",
+            {"input_tokens": [5], "sampling": {"max_new_tokens": 300_000}},
+            "sampling.max_new_tokens",
+        ),
+    ],
+)
+def test_what_is_too_long_is_named(roomy, path, body, param):
+    status, answer = ask(roomy, path, body | ({"rng_key": 1} if "headwater" in path else {}))
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert answer["error"]["message"].startswith(param)
+    assert answer["error"]["code"] == "context_length_exceeded"
+
+
+def test_what_is_in_force_is_told(small):
+    async def scenario() -> tuple[Any, Any]:
+        async with serving(small) as client, client.get("/get_server_info") as info, client.get("/v1/models") as models:
+            return await info.json(), await models.json()
+
+    info, models = run(scenario())
+    assert (info["max_request_tokens"], models["data"][0]["max_model_len"]) == (NUM_MOST, NUM_MOST)
+    assert info["page_tokens"] == PAGE_TOKENS
+    assert (info["max_sequences"], info["max_prefill_tokens"]) == (small.config.max_sequences, 1024)
+    assert 0 < info["kv_cache_gib"] < 0.01
+
+
 MANY = [f"zz{number}q" for number in range(65)]
 
 

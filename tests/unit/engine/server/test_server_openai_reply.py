@@ -126,7 +126,7 @@ def streamed(writer, plan) -> list[dict]:
     chunks = []
     for place, token in enumerate(EURO):
         ending = "length" if place == len(EURO) - 1 else None
-        chunks += writer.chunks(0, maker.piece([token], [-1.0], [3], ending))
+        chunks += writer.chunks(0, maker.piece([token], [-1.0], [3], ending), version=3)
     return chunks
 
 
@@ -136,6 +136,7 @@ def test_chunks_of_a_completion():
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "€", "b"]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
     assert "usage" not in chunks[0]
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {"version-3"}
 
 
 def test_chunks_with_tokens_leave_none_out():
@@ -155,6 +156,7 @@ def test_chunks_of_a_chat():
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "€"}, {"content": "b"}, {}]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
     assert all(chunk["usage"] is None for chunk in chunks)
-    last = writer.last_chunk(5)
+    last = writer.last_chunk(5, version=4)
     assert last["choices"] == []
+    assert [chunk["system_fingerprint"] for chunk in (*chunks, last)] == [*["version-3"] * 5, "version-4"]
     assert last["usage"]["completion_tokens"] == 5

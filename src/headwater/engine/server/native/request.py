@@ -40,11 +40,25 @@ def read_request(body: Mapping[str, Any], limits: ModelLimits) -> ModelRequest:
     return ModelRequest(request_id, input_tokens, _read_sampling(sampling, limits), rng_key, given_tokens)
 
 
+def check_length(request: ModelRequest, limits: ModelLimits) -> None:
+    """As the engine does later, but by the names that a client knows."""
+    limits.num_new_tokens(
+        len(request.input_tokens),
+        request.sampling.max_new_tokens,
+        None,
+        "sampling.max_new_tokens",
+        prompt_field="input_tokens",
+    )
+
+
 def _read_sampling(values: Mapping[str, Any], limits: ModelLimits) -> SamplingParams:
     fields = Fields(values, "sampling")
     max_new_tokens = fields.optional_integer("max_new_tokens")
     if max_new_tokens is None:
-        raise ApiError("sampling.max_new_tokens: is missing", param="sampling.max_new_tokens")
+        raise ApiError(
+            "sampling.max_new_tokens: is missing; say how long the response may become, for example 16",
+            param="sampling.max_new_tokens",
+        )
     read: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": fields.number("temperature", 1.0),

@@ -14,7 +14,7 @@ from headwater.engine.server.errors import ApiError
 from headwater.engine.server.event_stream import send_lines
 from headwater.engine.server.native.connection import Connection
 from headwater.engine.server.native.lines import line_of
-from headwater.engine.server.native.request import read_request
+from headwater.engine.server.native.request import check_length, read_request
 from headwater.engine.server.state import STATE, ServerState
 
 SOCKETS = web.AppKey("sockets", weakref.WeakSet[web.WebSocketResponse])
@@ -24,6 +24,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """One request; its tokens line by line as they are made."""
     state = request.app[STATE]
     asked = await state.read(request, lambda body: read_request(body, state.limits))
+    check_length(asked, state.limits)
     with state.active.hold({asked.request_id: (asked.request_id,)}, "request_id"):
         return await send_lines(request, _lines(state, asked))
 

@@ -33,27 +33,27 @@ class ChatReply:
             reply["prompt_token_ids"] = self._plan.requests[0].input_tokens
         return reply
 
-    def chunks(self, place: int, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, place: int, piece: Piece, version: int) -> list[dict[str, Any]]:
         """The role first, as OpenAI does; then text; the reason for the end in a chunk of its own."""
         shape = self._plan.shape
         chunks = []
         if place not in self._begun:
-            chunk = self._chunk([self._delta(place, {"role": "assistant", "content": ""}, None, None)])
+            chunk = self._chunk([self._delta(place, {"role": "assistant", "content": ""}, None, None)], version)
             if shape.token_ids and not self._begun:
                 chunk["prompt_token_ids"] = self._plan.requests[0].input_tokens
             self._begun.add(place)
             chunks.append(chunk)
         if piece.text or (piece.tokens and (shape.logprobs or shape.token_ids)):
-            chunks.append(self._chunk([self._delta(place, {"content": piece.text}, piece, None)]))
+            chunks.append(self._chunk([self._delta(place, {"content": piece.text}, piece, None)], version))
         if piece.stop_reason is not None:
-            chunks.append(self._chunk([self._delta(place, {}, None, piece.stop_reason)]))
+            chunks.append(self._chunk([self._delta(place, {}, None, piece.stop_reason)], version))
         return chunks
 
-    def last_chunk(self, num_completion_tokens: int) -> dict[str, Any]:
-        return {**self._chunk([]), "usage": usage(self._plan, num_completion_tokens)}
+    def last_chunk(self, num_completion_tokens: int, version: int) -> dict[str, Any]:
+        return {**self._chunk([], version), "usage": usage(self._plan, num_completion_tokens)}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**head(self._plan, CHUNK_KIND), "choices": choices}
+    def _chunk(self, choices: list[dict[str, Any]], version: int) -> dict[str, Any]:
+        chunk = {**head(self._plan, CHUNK_KIND), "system_fingerprint": fingerprint(version), "choices": choices}
         if self._plan.shape.include_usage:
             chunk["usage"] = None
         return chunk

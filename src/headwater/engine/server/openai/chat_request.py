@@ -32,7 +32,7 @@ def read_chat(body: Mapping[str, Any], limits: ModelLimits, served_name: str) ->
     fields.done()
     limits.check_count(sampling.num_samples, "n")
     tokens = _render(messages, template_args, limits)
-    params = sampling.params(limits.num_new_tokens(len(tokens), max_tokens, None, field))
+    params = sampling.params(limits.num_new_tokens(len(tokens), max_tokens, None, field, prompt_field="messages"))
     return Plan.build(
         "chatcmpl", model, [(tokens, params)], num_samples=sampling.num_samples, seed=sampling.seed, shape=shape
     )

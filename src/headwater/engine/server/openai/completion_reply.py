@@ -29,20 +29,20 @@ class CompletionReply:
             "usage": usage(self._plan, sum(len(piece.tokens) for piece in pieces)),
         }
 
-    def chunks(self, place: int, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, place: int, piece: Piece, version: int) -> list[dict[str, Any]]:
         shape = self._plan.shape
         first = place not in self._begun
         self._begun.add(place)
         shows = piece.text or piece.stop_reason or (piece.tokens and (shape.logprobs or shape.token_ids))
         if not shows and not (first and shape.token_ids):
             return []
-        return [self._chunk([self._choice(place, piece, first=first)])]
+        return [self._chunk([self._choice(place, piece, first=first)], version)]
 
-    def last_chunk(self, num_completion_tokens: int) -> dict[str, Any]:
-        return {**self._chunk([]), "usage": usage(self._plan, num_completion_tokens)}
+    def last_chunk(self, num_completion_tokens: int, version: int) -> dict[str, Any]:
+        return {**self._chunk([], version), "usage": usage(self._plan, num_completion_tokens)}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**head(self._plan, KIND), "choices": choices}
+    def _chunk(self, choices: list[dict[str, Any]], version: int) -> dict[str, Any]:
+        chunk = {**head(self._plan, KIND), "system_fingerprint": fingerprint(version), "choices": choices}
         if self._plan.shape.include_usage:
             chunk["usage"] = None
         return chunk

@@ -29,13 +29,20 @@ def read_completion(body: Mapping[str, Any], limits: ModelLimits, served_name: s
     fields.done()
     prompts = _prompts(prompt, limits)
     limits.check_count(len(prompts) * sampling.num_samples, "n")
+    num_new_tokens = [
+        limits.num_new_tokens(
+            len(tokens),
+            max_tokens,
+            DEFAULT_MAX_TOKENS,
+            "max_tokens",
+            prompt_field="prompt" if len(prompts) == 1 else f"prompt[{place}]",
+        )
+        for place, tokens in enumerate(prompts)
+    ]
     return Plan.build(
         "cmpl",
         model,
-        [
-            (tokens, sampling.params(limits.num_new_tokens(len(tokens), max_tokens, DEFAULT_MAX_TOKENS, "max_tokens")))
-            for tokens in prompts
-        ],
+        [(tokens, sampling.params(num_new)) for tokens, num_new in zip(prompts, num_new_tokens, strict=True)],
         num_samples=sampling.num_samples,
         seed=sampling.seed,
         shape=shape,

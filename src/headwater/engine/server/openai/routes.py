@@ -51,7 +51,8 @@ def _model(state: ServerState) -> dict[str, Any]:
         "object": "model",
         "created": 0,
         "owned_by": "headwater",
-        "max_model_len": state.engine.max_model_tokens,
+        # What a client may ask for: the cache may hold less than the model takes.
+        "max_model_len": state.engine.max_request_tokens,
     }
 
 
@@ -75,15 +76,16 @@ async def _events(state: ServerState, plan: Plan, writer: Writer) -> AsyncGenera
     makers = [
         PieceMaker(state.engine.tokenizer, shape.rules, with_offsets=shape.logprobs) for _ in range(len(plan.requests))
     ]
-    num_tokens = 0
+    num_tokens, version = 0, state.engine.get_version()
     async with aclosing(stream_all(state.engine, plan.requests)) as deltas:
         async for place, delta in deltas:
             num_tokens += len(delta.tokens)
+            version = max(delta.versions, default=version)
             piece = makers[place].piece(delta.tokens, delta.logprobs, delta.versions, delta.stop_reason)
-            for chunk in writer.chunks(place, piece):
+            for chunk in writer.chunks(place, piece, version):
                 yield chunk
     if shape.include_usage:
-        yield writer.last_chunk(num_tokens)
+        yield writer.last_chunk(num_tokens, version)
 
 
 ROUTES = [

@@ -110,10 +110,12 @@ def read_generate(body: Mapping[str, Any], limits: ModelLimits) -> GenerateCall:
     fields.ignored(*_LABELS)
     fields.done()
 
+    prompts_field = "input_ids" if body.get("text") is None else "text"
     samples: list[Sample] = []
     names: dict[str, tuple[str, ...]] = {}
     for place, (rid_of_prompt, tokens) in enumerate(zip(_rids(rid, len(prompts), is_batch), prompts, strict=True)):
-        read = SamplingFields.read(sampling[place], limits, num_prompt=len(tokens))
+        prompt_field = f"{prompts_field}[{place}]" if is_batch else prompts_field
+        read = SamplingFields.read(sampling[place], limits, num_prompt=len(tokens), prompt_field=prompt_field)
         limits.check_count(len(samples) + read.num_samples, "sampling_params.n")
         ids = tuple(_engine_id(rid_of_prompt) for _ in range(read.num_samples))
         names[rid_of_prompt] = ids

@@ -155,14 +155,18 @@ async def model_info(request: web.Request) -> web.Response:
 async def server_info(request: web.Request) -> web.Response:
     state = request.app[STATE]
     engine = state.engine
+    settings = asdict(engine.config)
+    if not engine.config.memory_fraction:
+        del settings["memory_fraction"]  # it was left open, and kv_cache_gib is what came of that
     return reply(
         {
             "model_path": engine.model_name,
             "served_model_name": state.options.served_name,
             "context_length": engine.max_model_tokens,
+            "max_request_tokens": engine.max_request_tokens,
             "vocab_size": engine.vocab_size,
             "weight_version": str(engine.get_version()),
-            **asdict(engine.config),
+            **settings,
             "internal_states": [asdict(engine.metrics())],
             "version": headwater.__version__,
         }

@@ -29,10 +29,12 @@ class SamplingFields:
     rules: TextRules
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], limits: ModelLimits, num_prompt: int) -> SamplingFields:
+    def read(cls, values: Mapping[str, Any], limits: ModelLimits, num_prompt: int, prompt_field: str) -> SamplingFields:
         fields = Fields(values, "sampling_params")
         asked = fields.optional_integer("max_new_tokens", minimum=1)
-        max_new_tokens = limits.num_new_tokens(num_prompt, asked, DEFAULT_MAX_NEW_TOKENS, fields.name("max_new_tokens"))
+        max_new_tokens = limits.num_new_tokens(
+            num_prompt, asked, DEFAULT_MAX_NEW_TOKENS, fields.name("max_new_tokens"), prompt_field=prompt_field
+        )
         min_new_tokens = fields.integer("min_new_tokens", 0, minimum=0)
         if min_new_tokens > max_new_tokens:
             rule = f"must be at most max_new_tokens = {max_new_tokens}"
