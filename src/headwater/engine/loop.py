@@ -27,6 +27,7 @@ from headwater.engine.round import Round
 from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import Sequence
+from headwater.engine.stop_tables import StopTables
 from headwater.observe.spans import Spans
 
 _IDLE_S = 0.5
@@ -59,6 +60,7 @@ class EngineLoop:
         self.num_aborted = 0
         self.num_failed = 0
         self._tokenizer = tokenizer
+        self._stop_tables = StopTables(tokenizer, scheduler.lanes)
         self._num_steps = num_steps
         self._depth = 1 if overlap else 0
         self._spans = spans
@@ -275,12 +277,13 @@ class EngineLoop:
         drawn = queued.take_in(lanes)
         if drawn.broken:
             self._refuse(drawn.broken, queued.version)
+        watched = self._stop_tables.worth_a_look(drawn)
         # Counted before anybody hears of them, without what was drawn beyond their end.
-        num_dropped = sum(self._cut(lane) for lane in (*drawn.ended, *drawn.watched))
+        num_dropped = sum(self._cut(lane) for lane in (*drawn.ended, *watched))
         self.throughput.add(drawn.num_tokens - num_dropped)
         for lane in drawn.ended:
             self._finish(lane)
-        for lane in drawn.watched:
+        for lane in watched:
             self._watch(lane)
         if self._rounds:  # the device is busy meanwhile
             lanes.collect_early()

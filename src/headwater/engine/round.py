@@ -18,8 +18,10 @@ class Drawn:
     num_tokens: int
     ended: list[int]
     """Their sequences have drawn a stop token or used up their budgets."""
-    watched: list[int]
+    watched: NDArray[np.int64]
     """They go on, and the host looks at what they drew."""
+    watched_tokens: NDArray[np.int32]
+    """What these drew, ``[steps, watched]``; -1 where they drew nothing."""
     broken: list[int]
     """They drew from logits that are NaN or infinite; nothing of that was taken in."""
 
@@ -44,9 +46,11 @@ class Round:
         is_current &= ~is_broken
         valid &= ~is_broken
         lanes.append(self.lanes, tokens, logprobs, valid, self.version)
+        is_watched = is_current & alive & lanes.watched[self.lanes]
         return Drawn(
             num_tokens=int(valid.sum()),
             ended=self.lanes[is_current & ~alive].tolist(),
-            watched=self.lanes[is_current & alive & lanes.watched[self.lanes]].tolist(),
+            watched=self.lanes[is_watched],
+            watched_tokens=np.where(valid[:, is_watched], tokens[:, is_watched], -1),
             broken=self.lanes[is_broken].tolist(),
         )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from engine.stop_parts import KINDS, NO_SUCH_TOKEN, first_end, first_end_after, piece, responses, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from headwater.engine.stop_strings import find_stop
+from headwater.engine.token_pieces import pieces_of
 
 
 def encode(text: str) -> list[int]:
@@ -83,3 +87,74 @@ def test_looking_a_few_tokens_at_a_time_finds_the_same(text, stop, stride):
         if found is not None:
             break
     assert found == plain(tokens, 0, [stop])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), stride=st.integers(1, 9))
+def test_a_response_ends_with_the_first_token_whose_text_holds_a_stop(kind, data, stride):
+    tokens, stops = data.draw(responses(kind))
+    expected = first_end(kind, tokens, stops)
+    assert find_stop(tokenizer_of(kind), tokens, 0, stops) == expected
+    starts = range(0, len(tokens), stride)
+    found = (find_stop(tokenizer_of(kind), tokens[: start + stride], start, stops) for start in starts)
+    assert next((end for end in found if end is not None), None) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_what_was_passed_over_does_not_count_for_any_tokenizer(kind, data):
+    tokens, stops = data.draw(responses(kind))
+    num_checked = data.draw(st.integers(0, len(tokens)))
+    expected = first_end_after(kind, tokens, num_checked, stops)
+    assert find_stop(tokenizer_of(kind), tokens, num_checked, stops) == expected
+
+
+def test_a_stop_behind_a_long_run_of_single_bytes_is_found():
+    """A look that began inside one of its characters would show none of the run; ids that are no token are no break."""
+    run = [*("€" * 20).encode(), *"é".encode()]
+    for tokens in (run, [each for byte in run for each in (NO_SUCH_TOKEN, byte)]):
+        for start in range(1, len(tokens)):
+            assert find_stop(tokenizer_of("fallback"), tokens, start, ["é"]) == len(tokens)
+
+
+def test_a_space_that_decoding_strips_from_a_part_is_there_in_the_whole():
+    kind = "fallback that strips"
+    tokens = tokenizer_of(kind).convert_tokens_to_ids(["b", "▁a", "b"])
+    assert find_stop(tokenizer_of(kind), tokens, 2, [" ab"]) == 3
+    assert find_stop(tokenizer_of(kind), tokens[1:], 0, [" ab"]) is None, "the first space of all is no text"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pieces_of_tokens_are_their_bytes(kind):
+    pieces = pieces_of(tokenizer_of(kind))
+    assert pieces.pieces == [piece(kind, token) for token in range(len(tokenizer_of(kind)))]
+
+
+def word_tokenizer(decoder, **settings):
+    names = ["a", "##b", " .", "b", "<0x41>"]
+    plain = Tokenizer(models.WordLevel({name: place for place, name in enumerate(names)}, "a"))
+    plain.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=plain, **settings)
+
+
+@pytest.mark.parametrize(
+    ("joined", "tokens", "stop"),
+    [
+        (word_tokenizer(decoders.WordPiece()), [0, 1, 3], "ab"),
+        (word_tokenizer(decoders.Metaspace()), [0, 3], "ab"),
+        (word_tokenizer(decoders.ByteLevel(), clean_up_tokenization_spaces=True), [0, 2], "a."),
+        (word_tokenizer(None), [0, 3], "a b"),
+    ],
+)
+def test_a_tokenizer_that_joins_tokens_in_its_own_way_is_decoded(joined, tokens, stop):
+    assert pieces_of(joined) is None
+    assert stop in joined.decode(tokens[:2])
+    assert find_stop(joined, tokens, 0, [stop]) == 2
+    assert find_stop(joined, tokens, 1, [stop]) == 2
+
+
+def test_a_stop_of_broken_characters_is_found():
+    tokens = encode("ab€")[:-1]
+    assert find_stop(tokenizer(), tokens, 0, ["b\ufffd"]) == 3
