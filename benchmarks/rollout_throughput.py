@@ -6,8 +6,9 @@
 
 A case is sequences × new tokens. Weights are random (speed does not depend on them), temperature is 1, log-probs are
 on, no response ends early, and the time is that of the whole engine, from first request to last response. The
-baseline gets the same prompts; on a GPU it makes fewer tokens, because it would take minutes. vLLM, where an
-interpreter that has it is named, runs first, in a process of its own, on random weights and prompts of the same shape.
+baseline gets the same prompts, without stop strings; on a GPU it makes fewer tokens, because it would take minutes.
+vLLM, where an interpreter that has it is named, runs first, in a process of its own, on random weights and prompts of the
+same shape.
 
 The floor is a time that layers computed one after the other cannot beat at the copy and matrix rates measured first;
 ``floor_tokens_per_s`` says what it counts.
@@ -30,6 +31,7 @@ from vllm_side import VllmCase, VllmRuns, run_vllm
 from headwater.config.schema import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.model_spec import ModelSpec
+from headwater.models.load import load_tokenizer
 from headwater.models.tokenizer import build_tokenizer
 
 _GPU_BASELINE_TOKENS = 48
@@ -73,8 +75,10 @@ class Result:
     fraction_of_floor: float
 
 
-def run_engine(engine: Engine, prompts: list[tuple[int, ...]], case: Case, samples: int, run: int) -> float:
-    requests = make_requests(prompts, samples, case.new_tokens, run)
+def run_engine(
+    engine: Engine, prompts: list[tuple[int, ...]], case: Case, samples: int, run: int, stops: tuple[str, ...] = ()
+) -> float:
+    requests = make_requests(prompts, samples, case.new_tokens, run, stops)
     started = time.perf_counter()
     responses = engine.generate(requests)
     elapsed = time.perf_counter() - started
@@ -158,16 +162,17 @@ def run_case(
     ceilings: Ceilings,
     vllm: VllmRuns | None,
 ) -> Result:
-    samples = options.samples
+    samples, stops = options.samples, tuple(options.stop)
     num_prompts = case.sequences // samples
     warm = Case(case.sequences, min(case.new_tokens, 2 * engine.config.decode_steps + 1))
-    run_engine(engine, make_prompts(num_prompts, options.prompt_tokens, engine.vocab_size - 1), warm, samples, 999)
+    others = make_prompts(num_prompts, options.prompt_tokens, engine.vocab_size - 1)
+    run_engine(engine, others, warm, samples, 999, stops)
     prompts = make_prompts(num_prompts, options.prompt_tokens, engine.vocab_size)
     before = engine.metrics().num_tokens_prefilled
     times = []
     for run in range(options.runs):
         engine.set_version(run + 1)  # forgets the prefix cache: every run computes its prompts
-        times.append(run_engine(engine, prompts, case, samples, run))
+        times.append(run_engine(engine, prompts, case, samples, run, stops))
     prefilled = (engine.metrics().num_tokens_prefilled - before) // options.runs
     baseline_rate = baseline_tokens = ratio = None
     rate = case.sequences * case.new_tokens / min(times)
@@ -207,6 +212,9 @@ def main() -> None:
     parser.add_argument("--no-baseline", action="store_true", help="leave transformers' generate out")
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM, which then makes the same rollouts first")
     parser.add_argument("--decode-steps", type=int, default=EngineConfig().decode_steps)
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="a stop string that never comes (repeatable)"
+    )
     parser.add_argument("--deterministic", action="store_true", help="the engine's bitwise mode")
     parser.add_argument("--profile", metavar="FILE", help="write where the GPU's time went in the last case")
     options = parser.parse_args()
@@ -230,7 +238,9 @@ def main() -> None:
         memory_fraction=0.6,
         deterministic=options.deterministic,
     )
-    engine = Engine(model, build_tokenizer(), settings)
+    # Texts matter only to stop strings, which are to be looked for in a real vocabulary where there is one.
+    tokenizer = load_tokenizer("smollm2") if options.stop and options.shape == "smollm2" else build_tokenizer()
+    engine = Engine(model, tokenizer, settings)
     print(
         f"{'shape':<13} {'case':>9} {'':<4} {'engine':>10} {'vLLM':>10} {'generate':>10} {'':>7} {'floor':>10} tokens/s"
     )
@@ -256,7 +266,7 @@ def _profile(engine: Engine, options: argparse.Namespace) -> None:
     prompts = make_prompts(case.sequences // options.samples, options.prompt_tokens, engine.vocab_size)
     engine.set_version(77)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run_engine(engine, prompts, case, options.samples, 77)
+        run_engine(engine, prompts, case, options.samples, 77, tuple(options.stop))
     table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=90)
     Path(options.profile).write_text(table)
 

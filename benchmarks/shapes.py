@@ -60,9 +60,11 @@ def make_prompts(num: int, length: int, vocabulary: int, seed: int = 1) -> list[
     return [tuple(row) for row in tokens.tolist()]
 
 
-def make_requests(prompts: list[tuple[int, ...]], samples: int, new_tokens: int, run: int = 0) -> list[ModelRequest]:
-    """``samples`` requests per prompt that all make exactly ``new_tokens``."""
-    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0, ignore_end=True)
+def make_requests(
+    prompts: list[tuple[int, ...]], samples: int, new_tokens: int, run: int = 0, stops: tuple[str, ...] = ()
+) -> list[ModelRequest]:
+    """``samples`` requests per prompt that all make exactly ``new_tokens``, unless one of ``stops`` comes."""
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0, ignore_end=True, stop_strings=stops)
     return [
         ModelRequest(f"{run}/{place}/{sample}", prompt, sampling, derive_key(run, place, sample))
         for place, prompt in enumerate(prompts)

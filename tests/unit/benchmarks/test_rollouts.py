@@ -62,6 +62,12 @@ def test_rollouts_of_both_sides_are_recorded(record_of, fake_vllm):
     assert result["engine_tokens_per_s"] == pytest.approx(4 * 24 / min(result["engine_runs_s"]))
 
 
+def test_rollouts_with_stop_strings_make_as_many_tokens(record_of):
+    arguments = ["--shape", "tiny", "--cases", "4x24", "--prompt-tokens", "6", "--runs", "1", "--no-baseline"]
+    [result] = record_of("rollout_throughput", *arguments, "--stop", "</answer>", "--stop", "zzzz")["results"]
+    assert result["engine_tokens_per_s"] > 0
+
+
 def test_a_vllm_that_fails_is_told_with_its_words(script, tmp_path):
     side, shapes = script("vllm_side"), script("shapes")
     model = shapes.build_model("tiny", torch.device("cpu"), torch.float32)
