@@ -18,6 +18,12 @@ _SERVER_FRACTION = 0.85
 SHARED_FRACTION = 0.4
 _GPU_PAGE_TOKENS = 64
 _CPU_PAGE_TOKENS = 16
+CPU_COPY_BYTES = 64 * 2**20
+"""What attention on a CPU copies from the pages of one layer at a time, unless a single sequence takes more."""
+CPU_MASK_BYTES = 64 * 2**20
+"""And what it needs to tell which keys the queries of prompts see, unless a single query of them takes more."""
+_SOUND = 1e18
+"""Keys and values up to this size are sound: no product with a query of such a size overflows."""
 
 
 class KVCache:
@@ -25,6 +31,9 @@ class KVCache:
 
     On CUDA a page is ``[kv heads, tokens, head dim]``, so that one head of a page is one piece of memory. On the CPU it
     is ``[tokens, kv heads, head dim]``, so that a token is one piece and pages can be read as a list of tokens.
+
+    On the CPU it also knows which tokens are broken: NaN, infinite, or so large that products of them may be. Pages are
+    handed from one sequence to the next as they are, and torch's attention lets such tokens through its masks.
     """
 
     def __init__(self, spec: ModelSpec, num_pages: int, page_tokens: int) -> None:
@@ -33,6 +42,8 @@ class KVCache:
         self.page_tokens = page_tokens
         self.heads_first = spec.device.type == "cuda"
         self._storage = self._allocate()
+        self._broken = np.zeros((num_pages, 0 if self.heads_first else page_tokens), np.bool_)
+        self.has_broken = False
 
     @property
     def num_bytes(self) -> int:
@@ -68,10 +79,29 @@ class KVCache:
         else:
             for cache, new in zip(self.flat_layer(index), (keys, values), strict=True):
                 cache.index_copy_(0, slots, new)
+            if self.has_broken or not (_is_sound(keys) and _is_sound(values)):
+                self._note_broken(index, keys, values, slots)
+
+    def _note_broken(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        broken, places = self._broken.reshape(-1), slots.numpy()
+        if index == 0:
+            broken[places] = False  # a token is written in all layers, and in each before it is read there
+        size = torch.maximum(keys.abs().amax(dim=(1, 2)), values.abs().amax(dim=(1, 2)))
+        broken[places[~(size <= _limit(size.dtype)).numpy()]] = True
+        self.has_broken = bool(broken.any())
+
+    def broken_in(self, pages: Tensor) -> Tensor | None:
+        """``[pages, tokens]``: which tokens of ``pages`` are broken; ``None`` where none is (CPU layout only)."""
+        if not self.has_broken:
+            return None
+        broken = self._broken[pages.numpy()]
+        return torch.from_numpy(broken) if broken.any() else None
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """What ``sources`` hold is also in ``targets``: the copy of copy-on-write."""
         self._storage[:, :, targets] = self._storage[:, :, sources]
+        if self.has_broken:
+            self._broken[targets.numpy()] = self._broken[sources.numpy()]
 
     def free(self) -> None:
         """Give the memory back. What it held is gone."""
@@ -79,6 +109,16 @@ class KVCache:
 
     def allocate_again(self) -> None:
         self._storage = self._allocate()
+        self._broken[:] = False
+        self.has_broken = False
+
+
+def _is_sound(tensor: Tensor) -> bool:
+    return bool(tensor.abs().amax().item() <= _limit(tensor.dtype))  # no comparison with NaN is true
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return min(_SOUND, torch.finfo(dtype).max)
 
 
 def page_tokens_for(config: EngineConfig, device: torch.device) -> int:
@@ -109,7 +149,9 @@ def num_pages_for(
     else:
         on_cpu = spec.device.type == "cpu"
         fraction = config.memory_fraction or (SHARED_FRACTION if is_shared or on_cpu else _SERVER_FRACTION)
-        num_free = max(0, free_bytes(spec.device) - _workspace_bytes(spec, max_sequences, max_prefill_tokens))
+        num_free = free_bytes(spec.device)
+        num_free -= _workspace_bytes(spec, max_sequences, max_prefill_tokens) + _copy_bytes(spec, num_free)
+        num_free = max(0, num_free)
         num_bytes = int(num_free * fraction)
         setting = (
             f"engine.memory_fraction = {fraction:g} of {num_free / _GIB:.4f} GiB that {spec.device} has left for the "
@@ -132,3 +174,13 @@ def _workspace_bytes(spec: ModelSpec, max_sequences: int, max_prefill_tokens: in
     # Of every logit: itself, in float32, sorted, its place, and the probabilities and sums that decide the cut.
     per_logit = spec.dtype.itemsize + 4 + 4 + 8 + 4 + 4
     return activations + max_sequences * spec.vocab_size * per_logit
+
+
+def _copy_bytes(spec: ModelSpec, num_free: int) -> int:
+    """What attention on a CPU copies from the cache at a time, see ``attention.cpu``."""
+    if spec.device.type != "cpu":
+        return 0
+    # A single sequence is copied whole, one layer of it; and no sequence is longer than the whole cache.
+    longest = min(spec.kv_bytes_per_token * spec.max_positions, num_free) // spec.num_layers
+    # Twice: a copy without the tokens that are broken, where there are any.
+    return 2 * max(CPU_COPY_BYTES, longest) + CPU_MASK_BYTES

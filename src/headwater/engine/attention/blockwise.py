@@ -47,6 +47,8 @@ class BlockwiseAttention:
             rescale = torch.exp(torch.where(new_highest == -torch.inf, 0.0, highest - new_highest))
             weights = torch.where(seen, torch.exp(scores - new_highest), 0.0)
             total = total * rescale + weights.sum(dim=-1, keepdim=True)
+            if self._cache.has_broken:
+                value = value.masked_fill(~seen.transpose(1, 2), 0)  # zero times NaN is NaN
             output = output * rescale + torch.bmm(weights, value)
             highest = new_highest
         return (output / total).view(num_queries, num_heads, head_dim)

@@ -1,36 +1,45 @@
-"""Attention on the CPU: read the pages of every sequence side by side, then torch's own attention."""
+"""Attention on the CPU: read the pages of sequences side by side, then torch's own attention.
+
+Sequences are read in batches, each padded to its longest. A batch holds sequences of similar length and takes a limited
+amount of memory, so neither time nor memory grows with the number of sequences times the longest of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.engine.kv_cache import KVCache
+from headwater.engine.kv_cache import CPU_COPY_BYTES, CPU_MASK_BYTES, KVCache
+
+_MASK_ITEM_BYTES = 8
+"""A byte where it is worked out what is seen, another two meanwhile, and a float in torch's attention."""
 
 
 class CpuDecode:
     """One query per sequence. The query heads that share a key head stand where a prompt's positions would."""
 
     def __init__(self, cache: KVCache, page_table: Tensor, context_lens: Tensor) -> None:
-        self._reader = _PageReader(cache, page_table, int(context_lens.max()))
-        self._places = torch.arange(self._reader.num_tokens)
         # A row without work has no context; letting it see slot 0 keeps its unused result finite.
-        self._lengths = context_lens.to(torch.int64).clamp(min=1)[:, None]
-        self._full = (self._places < self._lengths)[:, None, None, :]
+        lengths = context_lens.to(torch.int64).clamp(min=1)
+        num_pages = -(-lengths.numpy() // cache.page_tokens)
+        copies = _Copies(cache)
+        self._batches = [
+            (members, _PaddedRows(copies, page_table[members], lengths[members]))
+            for members in _similar(num_pages, copies.most_pages)
+        ]
 
     def __call__(self, layer: int, query: Tensor, *, scale: float, window: int) -> Tensor:
-        num_rows, num_heads, head_dim = query.shape
-        keys, values = self._reader.read(layer)
-        grouped = query.reshape(num_rows, keys.shape[1], -1, head_dim)
-        mask = self._full
-        if window:
-            mask = mask & (self._places >= self._lengths - window)[:, None, None, :]
-        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-        return output.reshape(num_rows, num_heads, head_dim)
+        if len(self._batches) == 1:
+            return self._batches[0][1].attend(layer, query, scale, window)
+        output = torch.empty_like(query)
+        for members, batch in self._batches:
+            output[members] = batch.attend(layer, query[members], scale, window)
+        return output
 
 
 class CpuPrefill:
@@ -40,19 +49,21 @@ class CpuPrefill:
         self, cache: KVCache, page_table: Tensor, query_lens: Sequence[int], context_lens: Sequence[int]
     ) -> None:
         starts = np.concatenate([[0], np.cumsum(query_lens)])
-        batches: dict[tuple[int, int], list[int]] = {}
+        alike: dict[tuple[int, int], list[int]] = {}
         for place, (num_queries, num_keys) in enumerate(zip(query_lens, context_lens, strict=True)):
             # Powers of two bound the padding to half, and the number of calls to a few.
-            batches.setdefault((num_queries.bit_length(), num_keys.bit_length()), []).append(place)
+            alike.setdefault((num_queries.bit_length(), num_keys.bit_length()), []).append(place)
+        copies = _Copies(cache)
         self._batches = [
             _PaddedChunks(
-                cache,
+                copies,
                 page_table[members],
                 starts[members],
                 np.asarray(query_lens)[members],
                 np.asarray(context_lens)[members],
             )
-            for members in batches.values()
+            for places in alike.values()
+            for members in _pieces(places, max(-(-context_lens[each] // cache.page_tokens) for each in places), copies)
         ]
 
     def __call__(self, layer: int, query: Tensor, *, scale: float, window: int) -> Tensor:
@@ -62,48 +73,140 @@ class CpuPrefill:
         return output
 
 
+class _PaddedRows:
+    def __init__(self, copies: _Copies, page_table: Tensor, lengths: Tensor) -> None:
+        self._reader = _PageReader(copies, page_table, int(lengths.max()))
+        self._places = torch.arange(self._reader.num_tokens)
+        self._lengths = lengths[:, None]
+        self._masks: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, scale: float, window: int) -> Tensor:
+        keys, values, broken = self._reader.read(layer)
+        grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
+        if window not in self._masks:
+            self._masks[window] = self._mask(window).to(query.dtype)
+        return _attend(grouped, keys, values, self._masks[window], broken, scale).reshape(query.shape)
+
+    def _mask(self, window: int) -> Tensor:
+        """What torch adds to the scores; given a mask of truth values it would work this out in every layer."""
+        seen = self._places < self._lengths
+        if window:
+            seen &= self._places >= self._lengths - window
+        return torch.where(seen, 0.0, -torch.inf)[:, None, None, :]
+
+
 class _PaddedChunks:
     def __init__(
-        self, cache: KVCache, page_table: Tensor, starts: np.ndarray, query_lens: np.ndarray, context_lens: np.ndarray
+        self,
+        copies: _Copies,
+        page_table: Tensor,
+        starts: NDArray[np.int64],
+        query_lens: NDArray[np.int64],
+        context_lens: NDArray[np.int64],
     ) -> None:
         num_queries = int(query_lens.max())
-        self._reader = _PageReader(cache, page_table, int(context_lens.max()))
+        self._reader = _PageReader(copies, page_table, int(context_lens.max()))
+        self._places = torch.arange(self._reader.num_tokens)
         offsets = np.arange(num_queries)
         self._present = torch.from_numpy(offsets[None, :] < query_lens[:, None])
         # A padded query repeats its chunk's last one, and its result is dropped.
         clipped = np.minimum(offsets[None, :], query_lens[:, None] - 1)
         self._index = torch.from_numpy(starts[:, None] + clipped)
-        positions = torch.from_numpy((context_lens - query_lens)[:, None] + clipped)
-        self._distance = positions[:, None, :, None] - torch.arange(self._reader.num_tokens)
+        self._positions = torch.from_numpy((context_lens - query_lens)[:, None] + clipped)
+        # What each query sees of each key takes room too: so many queries of every chunk at a time.
+        bytes_per_query = len(page_table) * self._reader.num_tokens * _MASK_ITEM_BYTES
+        self._num_at_once = max(1, CPU_MASK_BYTES // bytes_per_query)
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float, window: int) -> None:
-        keys, values = self._reader.read(layer)
-        mask = self._distance >= 0
-        if window:
-            mask &= self._distance < window
-        padded = query[self._index].transpose(1, 2)
-        attended = F.scaled_dot_product_attention(
-            padded, keys, values, attn_mask=mask, scale=scale, enable_gqa=keys.shape[1] != padded.shape[1]
-        )
-        output[self._index[self._present]] = attended.transpose(1, 2)[self._present]
+        keys, values, broken = self._reader.read(layer)
+        for start in range(0, self._index.shape[1], self._num_at_once):
+            part = slice(start, start + self._num_at_once)
+            index, present = self._index[:, part], self._present[:, part]
+            positions = self._positions[:, None, part, None]
+            seen = self._places <= positions
+            if window:
+                seen &= self._places > positions - window
+            attended = _attend(query[index].transpose(1, 2), keys, values, seen, broken, scale)
+            output[index[present]] = attended.transpose(1, 2)[present]
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, broken: Tensor | None, scale: float) -> Tensor:
+    """Attention to what ``mask`` lets be seen of the keys, whatever the ``broken`` tokens hold that are not."""
+    shares_keys = keys.shape[1] != query.shape[1]
+    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=shares_keys)
+    if broken is None:
+        return output
+    # torch adds -inf to the scores of what is not seen and multiplies its values by zero, and both make NaN of NaN and
+    # of infinity. So those are left out, and only a query that really sees one keeps what comes of it.
+    gone = broken[:, None, :, None]
+    keys, values = keys.masked_fill(gone, 0), values.masked_fill(gone, 0)
+    sound = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=shares_keys)
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    return torch.where((seen & broken[:, None, None, :]).any(dim=-1, keepdim=True), output, sound)
+
+
+def _similar(num_pages: NDArray[np.int64], most_pages: int) -> Iterator[Tensor | slice]:
+    """Which sequences to read together: padded they have at most twice their pages, and ``most_pages`` if possible."""
+    longest = int(num_pages.max())
+    if len(num_pages) * longest <= 2 * int(num_pages.sum()):
+        # The usual case, without a look at each of them.
+        at_once = max(1, most_pages // longest)
+        yield from (slice(start, start + at_once) for start in range(0, len(num_pages), at_once))
+        return
+    # Powers of two bound the padding to half, and the number of calls to a few.
+    classes = np.frexp(num_pages.astype(np.float64))[1]
+    for each in np.unique(classes):
+        members = np.flatnonzero(classes == each)
+        at_once = max(1, most_pages // int(num_pages[members].max()))
+        yield from torch.split(torch.from_numpy(members), at_once)
+
+
+def _pieces(places: list[int], longest: int, copies: _Copies) -> Iterator[list[int]]:
+    at_once = max(1, copies.most_pages // longest)
+    return (places[start : start + at_once] for start in range(0, len(places), at_once))
+
+
+class _Copies:
+    """Memory for the keys and the values of a batch in one layer; all batches of a pass use the same."""
+
+    def __init__(self, cache: KVCache) -> None:
+        keys, _ = cache.layer(0)
+        self.cache = cache
+        self.most_pages = CPU_COPY_BYTES // (2 * keys[0].nbytes)
+        self._memory = [keys[:0], keys[:0]]
+
+    def make_room(self, num_pages: int) -> None:
+        # Once for the whole pass: asking the system for it again at each layer costs more than the copy.
+        if num_pages > len(self._memory[0]):
+            keys = self._memory[0]
+            self._memory = [keys.new_empty((num_pages, *keys.shape[1:])) for _ in range(2)]
+
+    def read(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = (memory[: len(pages)] for memory in self._memory)
+        for source, copy in zip(self.cache.layer(layer), (keys, values), strict=True):
+            torch.index_select(source, 0, pages, out=copy)
+        return keys, values
 
 
 class _PageReader:
-    """Copies the pages of every sequence side by side, layer by layer, into the same memory."""
+    """Puts the pages of every sequence of a batch side by side, layer by layer."""
 
-    def __init__(self, cache: KVCache, page_table: Tensor, num_tokens: int) -> None:
-        num_pages = max(1, -(-num_tokens // cache.page_tokens))
-        self._cache = cache
+    def __init__(self, copies: _Copies, page_table: Tensor, num_tokens: int) -> None:
+        num_pages = max(1, -(-num_tokens // copies.cache.page_tokens))
+        self._copies = copies
         self._pages = page_table[:, :num_pages].to(torch.int64).flatten()
-        self.num_tokens = num_pages * cache.page_tokens
-        keys, _ = cache.layer(0)
-        # One piece of memory for the whole pass: asking the system for it again at each layer costs more than the copy.
-        self._copies = [keys.new_empty((len(self._pages), *keys.shape[1:])) for _ in range(2)]
-        self._shape = (len(page_table), self.num_tokens, *keys.shape[2:])
+        copies.make_room(len(self._pages))
+        self._num_sequences = len(page_table)
+        self.num_tokens = num_pages * copies.cache.page_tokens
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values as ``[sequences, kv heads, tokens, head dim]``, valid until the next call."""
-        for pages, copy in zip(self._cache.layer(layer), self._copies, strict=True):
-            torch.index_select(pages, 0, self._pages, out=copy)
-        keys, values = (copy.view(self._shape).transpose(1, 2) for copy in self._copies)
-        return keys, values
+    def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values as ``[sequences, kv heads, tokens, head dim]``, valid until anything else is read.
+
+        And which tokens of which sequence are broken, where any is.
+        """
+        shape = self._num_sequences, self.num_tokens
+        keys, values = (
+            copy.view(*shape, *copy.shape[2:]).transpose(1, 2) for copy in self._copies.read(layer, self._pages)
+        )
+        broken = self._copies.cache.broken_in(self._pages)
+        return keys, values, None if broken is None else broken.view(shape)
