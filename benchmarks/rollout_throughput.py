@@ -7,8 +7,8 @@
 A case is sequences × new tokens. Weights are random (speed does not depend on them), temperature is 1, log-probs are
 on, no response ends early, and the time is that of the whole engine, from first request to last response. The
 baseline gets the same prompts, without stop strings; on a GPU it makes fewer tokens, because it would take minutes.
-vLLM, where an interpreter that has it is named, runs first, in a process of its own, on random weights and prompts of the
-same shape.
+vLLM, where an interpreter that has it is named, runs first, in a process of its own, on random weights and prompts of
+the same shape.
 
 The floor is a time that layers computed one after the other cannot beat at the copy and matrix rates measured first;
 ``floor_tokens_per_s`` says what it counts.

@@ -68,6 +68,12 @@ def test_rollouts_with_stop_strings_make_as_many_tokens(record_of):
     assert result["engine_tokens_per_s"] > 0
 
 
+def test_the_cost_of_stop_strings_is_recorded(record_of):
+    record = record_of("stop_strings", "--rows", "16", "--rounds", "3", "--stop", "\x07\x08\x0b")
+    assert len(record["seconds"]) == 3
+    assert record["share_looked_at"] < 0.5
+
+
 def test_a_vllm_that_fails_is_told_with_its_words(script, tmp_path):
     side, shapes = script("vllm_side"), script("shapes")
     model = shapes.build_model("tiny", torch.device("cpu"), torch.float32)
