@@ -41,7 +41,7 @@ class KVCache:
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.heads_first = spec.device.type == "cuda"
-        self._storage = self._allocate()
+        self._take(self._allocate())
         self._broken = np.zeros((num_pages, 0 if self.heads_first else page_tokens), np.bool_)
         self.has_broken = False
 
@@ -61,14 +61,29 @@ class KVCache:
         raw = np.zeros(math.prod(shape) * spec.dtype.itemsize, np.uint8)
         return torch.from_numpy(raw).view(spec.dtype).view(shape)
 
+    def _take(self, storage: Tensor) -> None:
+        self._storage = storage
+        # Made once: every layer of every step asks for them, and to make one takes as long as to write a few tokens.
+        self._layers = [(keys, values) for keys, values in storage]
+        self._copies = [storage.new_empty(0), storage.new_empty(0)]
+        self._slots = (
+            [] if self.heads_first else [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in storage]
+        )
+
+    def read(self, index: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of these pages of a layer, in memory that the next call uses again (CPU layout only)."""
+        num_pages = len(pages)
+        if num_pages > len(self._copies[0]):
+            # Kept from pass to pass: asking the system for it again costs more than the copy.
+            self._copies = [source.new_empty((num_pages, *source.shape[1:])) for source in self._layers[index]]
+        keys, values = self._copies[0][:num_pages], self._copies[1][:num_pages]
+        for source, copy in zip(self._layers[index], (keys, values), strict=True):
+            torch.index_select(source, 0, pages, out=copy)
+        return keys, values
+
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, page by page."""
-        return self._storage[index, 0], self._storage[index, 1]
-
-    def flat_layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, token slot by token slot (CPU layout only)."""
-        keys, values = self.layer(index)
-        return keys.flatten(0, 1), values.flatten(0, 1)
+        return self._layers[index]
 
     def store(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write ``[tokens, kv heads, head dim]`` to the tokens' slots."""
@@ -77,7 +92,7 @@ class KVCache:
             for cache, new in zip(self.layer(index), (keys, values), strict=True):
                 cache[pages, :, offsets] = new
         else:
-            for cache, new in zip(self.flat_layer(index), (keys, values), strict=True):
+            for cache, new in zip(self._slots[index], (keys, values), strict=True):
                 cache.index_copy_(0, slots, new)
             if self.has_broken or not (_is_sound(keys) and _is_sound(values)):
                 self._note_broken(index, keys, values, slots)
@@ -105,10 +120,10 @@ class KVCache:
 
     def free(self) -> None:
         """Give the memory back. What it held is gone."""
-        self._storage = self._storage.new_empty(0)
+        self._take(self._storage.new_empty(0))
 
     def allocate_again(self) -> None:
-        self._storage = self._allocate()
+        self._take(self._allocate())
         self._broken[:] = False
         self.has_broken = False
 

@@ -27,10 +27,9 @@ class CpuDecode:
         # A row without work has no context; letting it see slot 0 keeps its unused result finite.
         lengths = context_lens.to(torch.int64).clamp(min=1)
         num_pages = -(-lengths.numpy() // cache.page_tokens)
-        copies = _Copies(cache)
         self._batches = [
-            (members, _PaddedRows(copies, page_table[members], lengths[members]))
-            for members in _similar(num_pages, copies.most_pages)
+            (members, _PaddedRows(cache, page_table[members], lengths[members]))
+            for members in _similar(num_pages, _most_pages(cache))
         ]
 
     def __call__(self, layer: int, query: Tensor, *, scale: float, window: int) -> Tensor:
@@ -53,17 +52,19 @@ class CpuPrefill:
         for place, (num_queries, num_keys) in enumerate(zip(query_lens, context_lens, strict=True)):
             # Powers of two bound the padding to half, and the number of calls to a few.
             alike.setdefault((num_queries.bit_length(), num_keys.bit_length()), []).append(place)
-        copies = _Copies(cache)
+        most_pages = _most_pages(cache)
         self._batches = [
             _PaddedChunks(
-                copies,
+                cache,
                 page_table[members],
                 starts[members],
                 np.asarray(query_lens)[members],
                 np.asarray(context_lens)[members],
             )
             for places in alike.values()
-            for members in _pieces(places, max(-(-context_lens[each] // cache.page_tokens) for each in places), copies)
+            for members in _pieces(
+                places, max(-(-context_lens[each] // cache.page_tokens) for each in places), most_pages
+            )
         ]
 
     def __call__(self, layer: int, query: Tensor, *, scale: float, window: int) -> Tensor:
@@ -74,8 +75,8 @@ class CpuPrefill:
 
 
 class _PaddedRows:
-    def __init__(self, copies: _Copies, page_table: Tensor, lengths: Tensor) -> None:
-        self._reader = _PageReader(copies, page_table, int(lengths.max()))
+    def __init__(self, cache: KVCache, page_table: Tensor, lengths: Tensor) -> None:
+        self._reader = _PageReader(cache, page_table, int(lengths.max()))
         self._places = torch.arange(self._reader.num_tokens)
         self._lengths = lengths[:, None]
         self._masks: dict[int, Tensor] = {}
@@ -98,14 +99,14 @@ class _PaddedRows:
 class _PaddedChunks:
     def __init__(
         self,
-        copies: _Copies,
+        cache: KVCache,
         page_table: Tensor,
         starts: NDArray[np.int64],
         query_lens: NDArray[np.int64],
         context_lens: NDArray[np.int64],
     ) -> None:
         num_queries = int(query_lens.max())
-        self._reader = _PageReader(copies, page_table, int(context_lens.max()))
+        self._reader = _PageReader(cache, page_table, int(context_lens.max()))
         self._places = torch.arange(self._reader.num_tokens)
         offsets = np.arange(num_queries)
         self._present = torch.from_numpy(offsets[None, :] < query_lens[:, None])
@@ -145,6 +146,11 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, broken: T
     return torch.where((seen & broken[:, None, None, :]).any(dim=-1, keepdim=True), output, sound)
 
 
+def _most_pages(cache: KVCache) -> int:
+    keys, _ = cache.layer(0)
+    return CPU_COPY_BYTES // (2 * keys[0].nbytes)
+
+
 def _similar(num_pages: NDArray[np.int64], most_pages: int) -> Iterator[Tensor | slice]:
     """Which sequences to read together: padded they have at most twice their pages, and ``most_pages`` if possible."""
     longest = int(num_pages.max())
@@ -161,52 +167,31 @@ def _similar(num_pages: NDArray[np.int64], most_pages: int) -> Iterator[Tensor |
         yield from torch.split(torch.from_numpy(members), at_once)
 
 
-def _pieces(places: list[int], longest: int, copies: _Copies) -> Iterator[list[int]]:
-    at_once = max(1, copies.most_pages // longest)
+def _pieces(places: list[int], longest: int, most_pages: int) -> Iterator[list[int]]:
+    at_once = max(1, most_pages // longest)
     return (places[start : start + at_once] for start in range(0, len(places), at_once))
-
-
-class _Copies:
-    """Memory for the keys and the values of a batch in one layer; all batches of a pass use the same."""
-
-    def __init__(self, cache: KVCache) -> None:
-        keys, _ = cache.layer(0)
-        self.cache = cache
-        self.most_pages = CPU_COPY_BYTES // (2 * keys[0].nbytes)
-        self._memory = [keys[:0], keys[:0]]
-
-    def make_room(self, num_pages: int) -> None:
-        # Once for the whole pass: asking the system for it again at each layer costs more than the copy.
-        if num_pages > len(self._memory[0]):
-            keys = self._memory[0]
-            self._memory = [keys.new_empty((num_pages, *keys.shape[1:])) for _ in range(2)]
-
-    def read(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = (memory[: len(pages)] for memory in self._memory)
-        for source, copy in zip(self.cache.layer(layer), (keys, values), strict=True):
-            torch.index_select(source, 0, pages, out=copy)
-        return keys, values
 
 
 class _PageReader:
     """Puts the pages of every sequence of a batch side by side, layer by layer."""
 
-    def __init__(self, copies: _Copies, page_table: Tensor, num_tokens: int) -> None:
-        num_pages = max(1, -(-num_tokens // copies.cache.page_tokens))
-        self._copies = copies
+    def __init__(self, cache: KVCache, page_table: Tensor, num_tokens: int) -> None:
+        num_pages = max(1, -(-num_tokens // cache.page_tokens))
+        self._cache = cache
         self._pages = page_table[:, :num_pages].to(torch.int64).flatten()
-        copies.make_room(len(self._pages))
         self._num_sequences = len(page_table)
-        self.num_tokens = num_pages * copies.cache.page_tokens
+        self.num_tokens = num_pages * cache.page_tokens
 
     def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values as ``[sequences, kv heads, tokens, head dim]``, valid until anything else is read.
 
         And which tokens of which sequence are broken, where any is.
         """
-        shape = self._num_sequences, self.num_tokens
-        keys, values = (
-            copy.view(*shape, *copy.shape[2:]).transpose(1, 2) for copy in self._copies.read(layer, self._pages)
+        keys, values = self._cache.read(layer, self._pages)
+        shape = (self._num_sequences, self.num_tokens, *keys.shape[2:])
+        broken = self._cache.broken_in(self._pages)
+        return (
+            keys.view(shape).transpose(1, 2),
+            values.view(shape).transpose(1, 2),
+            None if broken is None else broken.view(shape[:2]),
         )
-        broken = self._copies.cache.broken_in(self._pages)
-        return keys, values, None if broken is None else broken.view(shape)
