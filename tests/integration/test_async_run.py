@@ -224,6 +224,7 @@ def test_at_staleness_zero_the_weights_of_every_step_are_those_of_a_plain_loop(t
 DECOUPLED = ["algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"]
 
 
+@pytest.mark.slow
 def test_decoupled_ppo_trains_on_old_tokens(tmp_path):
     run = run_here(tmp_path, "decoupled", *DECOUPLED, "trainer.total_steps=4")
     check_books(run, num_steps=4)
@@ -231,6 +232,7 @@ def test_decoupled_ppo_trains_on_old_tokens(tmp_path):
     assert max(lags(run)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "reported"), [("loglinear", False), ("metrics", True)])
 def test_the_policy_in_between_is_guessed_or_the_guess_is_judged(method, reported, tmp_path):
     """``metrics`` computes it and says how far off the guess would be, which is exact where nothing is old."""
@@ -246,6 +248,7 @@ def test_the_policy_in_between_is_guessed_or_the_guess_is_judged(method, reporte
         assert math.isfinite(record["actor/loss"])
 
 
+@pytest.mark.slow
 def test_decoupled_ppo_is_ppo_where_nothing_is_old(tmp_path):
     one = run_here(tmp_path, "decoupled", *DECOUPLED, "trainer.total_steps=2", base=SYNC)
     other = run_here(

@@ -17,6 +17,8 @@ from command import CUT_DOWN, ROOT, metrics
 from test_async_disaggregated import children, wait_for_step
 from test_serve import start
 
+pytestmark = pytest.mark.slow
+
 TRAIN = [sys.executable, "-m", "headwater.cli.main", "train", "recipes/quickstart.yaml", *CUT_DOWN]
 
 
