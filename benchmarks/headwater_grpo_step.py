@@ -23,9 +23,9 @@ from headwater.config.load import load_config
 from headwater.config.schema import Config
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import RunDirectory
+from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
-from headwater.trainer.training_setup import build_training
 from headwater.workflows import WorkflowContext
 from headwater.workflows.rlvr import RlvrWorkflow
 
@@ -89,9 +89,9 @@ def config_of(job: Job, folder: Path) -> Config:
         "rollout.max_new_tokens": job.num_new_tokens,
         "engine.kv_cache_gib": 0.25,
         "reward.function": f"{__file__}:compute_score",
-        "training.learning_rate": job.learning_rate,
-        "training.max_tokens_per_microbatch": job.microbatch,
-        "training.skip_zero_advantages": False,
+        "learner.learning_rate": job.learning_rate,
+        "learner.max_tokens_per_microbatch": job.microbatch,
+        "learner.skip_zero_advantages": False,
         "trainer.total_steps": job.num_steps,
         "trainer.num_prompts_per_step": len(job.chats),
         "trainer.num_threads": job.num_threads,

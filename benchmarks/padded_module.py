@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwater.training.engine import TrainEngine
-from headwater.training.packed_module import PackedModule
-from headwater.training.packing import Pack, Row, pack_rows
-from headwater.training.token_logprobs import TokenStatistics, token_logprobs
+from headwater.learner.engine import TrainEngine
+from headwater.learner.packed_module import PackedModule
+from headwater.learner.packing import Pack, Row, pack_rows
+from headwater.learner.token_logprobs import TokenStatistics, token_logprobs
 
 
 class PaddedPolicyModule(PackedModule):

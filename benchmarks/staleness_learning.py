@@ -32,7 +32,7 @@ from headwater.config.load import load_config
 from headwater.models.load import load_tokenizer
 from headwater.models.save import save_model
 from headwater.observe.progress import Display
-from headwater.trainer.training_setup import build_training
+from headwater.trainer.learner_setup import build_training
 from headwater.trainer.warm_start import warm_start
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
@@ -78,9 +78,9 @@ class Outcome:
 def common_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "model.device": "cpu",
-        "training.learning_rate": options.learning_rate,
-        "training.num_minibatches": options.minibatches,
-        "training.num_epochs": options.epochs,
+        "learner.learning_rate": options.learning_rate,
+        "learner.num_minibatches": options.minibatches,
+        "learner.num_epochs": options.epochs,
         "trainer.total_steps": options.steps,
         "trainer.num_prompts_per_step": options.prompts,
         "trainer.save_rollouts_every_steps": 0,

@@ -26,16 +26,16 @@ from record import write_record
 from shapes import build_model, default_device, default_dtype
 
 from headwater.algorithms.policy_losses.ppo import ppo
-from headwater.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig
+from headwater.config.schema import AlgorithmConfig, LearnerConfig, LoraConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.records import Trajectory
+from headwater.learner.actor import Actor
+from headwater.learner.engine import TrainEngine
+from headwater.learner.lora import add_adapters
+from headwater.learner.packed_module import PolicyModule
+from headwater.learner.packing import pack_rows, read_rows
 from headwater.models.packed_attention import Segments
 from headwater.rollout.padding import pad_trajectories
-from headwater.training.actor import Actor
-from headwater.training.engine import TrainEngine
-from headwater.training.lora import add_adapters
-from headwater.training.packed_module import PolicyModule
-from headwater.training.packing import pack_rows, read_rows
 
 GIB = 2**30
 
@@ -103,7 +103,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> d
     if case.lora_rank:
         add_adapters(model, LoraConfig(rank=case.lora_rank))
     work = _Work.of(model, data)
-    config = TrainingConfig(
+    config = LearnerConfig(
         max_tokens_per_microbatch=options.microbatch, skip_zero_advantages=False, **dict(case.training)
     )
     learner = Actor(case.make_engine(module, config, compute_dtype=dtype), ppo, AlgorithmConfig(), loss_width=4096)

@@ -14,9 +14,9 @@ from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
+from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
-from headwater.trainer.training_setup import build_training
 
 
 def train(recipe: Path | None, settings: Mapping[str, Any], root: Path) -> RunDirectory:

@@ -11,16 +11,16 @@ import torch
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.backends.hf import HfEngine
 from headwater.cli.main import main
-from headwater.config.schema import TrainingConfig
+from headwater.config.schema import LearnerConfig
 from headwater.core.records import ModelRequest, SamplingParams, Score, Trajectory
 from headwater.engine.sampler import SamplingBatch, sample, uniforms
+from headwater.learner.engine import TrainEngine
+from headwater.learner.packed_module import PolicyModule
 from headwater.models.load import load_model, resolve_dtype
 from headwater.models.weights import copy_weights
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
 from headwater.rollout.padding import pad_trajectories
-from headwater.training.engine import TrainEngine
-from headwater.training.packed_module import PolicyModule
 
 
 def test_uniforms_are_the_same_bits_as_on_the_cpu():
@@ -61,7 +61,7 @@ def test_engine_and_trainer_agree(dtype, tolerance):
     learner = load_model("tiny:qwen3", dtype="float32", device="auto", seed=0)
     copy_weights(learner, model.named_parameters())
     trainer = TrainEngine(
-        PolicyModule(learner, 1.0), TrainingConfig(learning_rate=1e-3), compute_dtype=resolve_dtype(dtype)
+        PolicyModule(learner, 1.0), LearnerConfig(learning_rate=1e-3), compute_dtype=resolve_dtype(dtype)
     )
     gap = (trainer.compute(data)["logprobs"] - data.batch["rollout_logprobs"]).abs() * data.batch["response_mask"]
     assert gap.max() < tolerance
@@ -81,7 +81,7 @@ def test_the_quickstart_learns(tmp_path, monkeypatch):
 def test_training_computes_in_bfloat16_but_keeps_float32_weights():
     """In bfloat16 weights an update of this size would be rounded away."""
     model = load_model("tiny:qwen3", dtype="float32", device="cuda", seed=0)
-    config = TrainingConfig(learning_rate=1e-6)
+    config = LearnerConfig(learning_rate=1e-6)
     trainer = TrainEngine(PolicyModule(model, 1.0), config, compute_dtype=torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
     data = pad_trajectories([tiny.trajectory(seed) for seed in range(8)], pad_token_id=0)

@@ -15,15 +15,15 @@ from training.test_packing import batch, plain_logprobs
 
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.algorithms.policy_losses.ppo import ppo
-from headwater.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig
+from headwater.config.schema import AlgorithmConfig, LearnerConfig, LoraConfig
+from headwater.learner.actor import Actor
+from headwater.learner.engine import TrainEngine
+from headwater.learner.lora import add_adapters
+from headwater.learner.packed_module import PolicyModule
+from headwater.learner.packing import pack_rows, read_rows
 from headwater.models.fused_layers import use_fused_layers
 from headwater.models.load import load_model
 from headwater.models.packed_attention import BucketedAttention, VarlenAttention
-from headwater.training.actor import Actor
-from headwater.training.engine import TrainEngine
-from headwater.training.lora import add_adapters
-from headwater.training.packed_module import PolicyModule
-from headwater.training.packing import pack_rows, read_rows
 
 CUDA = torch.device("cuda")
 
@@ -35,7 +35,7 @@ def actor(*, device: str = "cuda", dtype: torch.dtype = torch.float32, lora_rank
     if lora_rank:
         torch.manual_seed(0)
         add_adapters(model, LoraConfig(rank=lora_rank))
-    config = TrainingConfig(learning_rate=1e-3, skip_zero_advantages=False, **training)
+    config = LearnerConfig(learning_rate=1e-3, skip_zero_advantages=False, **training)
     return Actor(TrainEngine(module, config, compute_dtype=dtype), ppo, AlgorithmConfig(), loss_width=8)
 
 

@@ -24,8 +24,8 @@ from headwater.config.load import load_config
 from headwater.data.sampler import ShufflingSampler
 from headwater.observe.run_directory import RunDirectory
 from headwater.rollout.prompt_stream import PromptStream
+from headwater.trainer.learner_setup import build_training
 from headwater.trainer.rollout_setup import build_rollout
-from headwater.trainer.training_setup import build_training
 from headwater.weights.publish import publish
 
 NO_EVAL = ["eval.before=false", "eval.after=false"]
@@ -181,7 +181,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_loses_nothing(tmp_path):
 
 SYNC = [
     "recipes/quickstart.yaml", *CUT_DOWN, *NO_EVAL, "trainer.total_steps=3", "rollout.max_new_tokens=12",
-    "engine.deterministic=true", "training.learning_rate=1e-3",
+    "engine.deterministic=true", "learner.learning_rate=1e-3",
 ]  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def test_the_policy_in_between_is_guessed_or_the_guess_is_judged(method, reporte
     """``metrics`` computes it and says how far off the guess would be, which is exact where nothing is old."""
     run = run_here(
         tmp_path, method, "algorithm.policy_loss=decoupled", f"algorithm.old_logprobs={method}",
-        "training.learning_rate=1e-3", "trainer.total_steps=3",
+        "learner.learning_rate=1e-3", "trainer.total_steps=3",
     )  # fmt: skip
     check_books(run, num_steps=3)
     assert max(lags(run)) > 0

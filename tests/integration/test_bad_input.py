@@ -143,8 +143,8 @@ def test_rewards_that_always_fail_stop_the_run_under_drop_too(tmp_path):
         ("run.name=../elsewhere", "run.name = '../elsewhere'"),
         ("rollout.max_new_tokens=4000", "rollout.max_new_tokens"),
         ("rollout.top_k=5", "algorithm.old_logprobs=recompute"),
-        ("training.num_minibatches=3", "training.num_minibatches"),
-        ("training.max_tokens_per_microbatch=10", "training.max_tokens_per_microbatch"),
+        ("learner.num_minibatches=3", "learner.num_minibatches"),
+        ("learner.max_tokens_per_microbatch=10", "learner.max_tokens_per_microbatch"),
     ],
 )
 def test_settings_that_cannot_work(fails, setting, message):

@@ -11,18 +11,18 @@ from integration.two_ranks import on_two_ranks
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from headwater.algorithms.policy_losses.ppo import ppo
-from headwater.config.schema import AlgorithmConfig, CriticConfig, LoraConfig, TrainingConfig
+from headwater.config.schema import AlgorithmConfig, CriticConfig, LearnerConfig, LoraConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError
+from headwater.learner.actor import Actor
+from headwater.learner.balance import balanced_parts
+from headwater.learner.critic import Critic
+from headwater.learner.engine import TrainEngine
+from headwater.learner.lora import add_adapters
+from headwater.learner.packed_module import PolicyModule, ValueModule
+from headwater.learner.reference import AdapterReference
 from headwater.models.scored import load_critic
 from headwater.rollout.padding import pad_trajectories
-from headwater.training.actor import Actor
-from headwater.training.balance import balanced_parts
-from headwater.training.critic import Critic
-from headwater.training.engine import TrainEngine
-from headwater.training.lora import add_adapters
-from headwater.training.packed_module import PolicyModule, ValueModule
-from headwater.training.reference import AdapterReference
 
 SETTINGS = {
     "plain": {},
@@ -93,7 +93,7 @@ def actor(
     if lora_rank:
         torch.manual_seed(0)
         add_adapters(model, LoraConfig(rank=lora_rank))
-    config = TrainingConfig(**{"learning_rate": 1e-3, "skip_zero_advantages": False, **training})
+    config = LearnerConfig(**{"learning_rate": 1e-3, "skip_zero_advantages": False, **training})
     engine = TrainEngine(module, config, compute_dtype=compute_dtype)
     return Actor(engine, ppo, AlgorithmConfig(aggregation=aggregation), loss_width=8)
 
@@ -104,7 +104,7 @@ def weights(learner: Actor | Critic) -> dict[str, torch.Tensor]:
 
 def critic(**training) -> Critic:
     model = load_critic("tiny:qwen3", dtype="float32", device="cpu", seed=0)
-    engine = TrainEngine(ValueModule(model), TrainingConfig(**{"learning_rate": 1e-3, **training}))
+    engine = TrainEngine(ValueModule(model), LearnerConfig(**{"learning_rate": 1e-3, **training}))
     return Critic(engine, CriticConfig(), AlgorithmConfig(), loss_width=8)
 
 
@@ -231,5 +231,5 @@ def test_a_checkpoint_of_one_rank_resumes_on_two(runs):
 
 def test_rows_that_one_rank_cannot_compute_are_an_error_on_all(runs):
     _, _, [(*_, first), (*_, second)] = runs
-    assert "over training.max_tokens_per_microbatch = 4" in first
+    assert "over learner.max_tokens_per_microbatch = 4" in first
     assert second == "another rank cannot compute its rows; its own error says why"

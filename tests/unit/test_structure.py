@@ -13,11 +13,11 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "headwater"
 
 ORDER = [
-    "core", "config", "observe", "data", "models", "algorithms", "tools", "rewards", "engine", "training", "weights",
-    "backends", "workflows", "rollout", "cluster", "trainer", "dashboard", "cli",
+    "core", "config", "observe", "chat", "data", "models", "algorithms", "sandbox", "tools", "rewards", "weights",
+    "engine", "serving", "backends", "workflows", "rollout", "learner", "cluster", "trainer", "dashboard", "cli",
 ]  # fmt: skip
 FORBIDDEN = {
-    "training": {"engine"},
+    "learner": {"engine"},
     "dashboard": set(ORDER) - {"core", "config", "observe", "dashboard"},
 }
 ONLY_IN = {"ray": "cluster/ray.py", "vllm": "backends/vllm.py", "sglang": "backends/sglang.py"}

@@ -62,7 +62,7 @@ def _check_same(configs: list[Config], path: Path) -> None:
     latest = configs[-1]
 
     def of_the_weights(config: Config) -> Config:
-        total_steps = config.trainer.total_steps if config.training.schedule != "constant" else 1
+        total_steps = config.trainer.total_steps if config.learner.schedule != "constant" else 1
         replayed = _for_replay(config, path)
         return replace(replayed, trainer=replace(replayed.trainer, total_steps=total_steps))
 
@@ -89,9 +89,9 @@ def _replay(config: Config, schedule: Schedule, path: Path) -> int:
     from headwater.config.explain import to_yaml
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
+    from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout
-    from headwater.trainer.training_setup import build_training
 
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)

@@ -20,9 +20,9 @@ from headwater.config.override import parse_override
 from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
-from headwater.engine.server.options import DEFAULT_MAX_BODY_MIB, DEFAULT_PORT, KEY_VARIABLE, ServerOptions
 from headwater.observe.lasting_output import discard
 from headwater.observe.run_directory import RunDirectory
+from headwater.serving.options import DEFAULT_MAX_BODY_MIB, DEFAULT_PORT, KEY_VARIABLE, ServerOptions
 
 HELP = (
     "Serve a model over HTTP: OpenAI's /v1/completions and /v1/chat/completions, SGLang's /generate, and control calls "
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port <= 65535:
         raise HeadwaterError(f"--port = {args.port}: must be in 0 to 65535; 0 takes a free one")
 
-    from headwater.engine.server.listen import bind, serve
+    from headwater.serving.listen import bind, serve
 
     taken = bind(args.host, args.port)
     with taken:

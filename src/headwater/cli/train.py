@@ -89,10 +89,10 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     from headwater.config.explain import to_yaml
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
+    from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout, describe
     from headwater.trainer.summary import how_to_go_on, summarise
-    from headwater.trainer.training_setup import build_training
 
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
@@ -102,7 +102,7 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     with ExitStack() as stack:
         # Whatever can fail by bad input is built first: only a run that can start gets a directory.
         rollout = stack.enter_context(closing(build_rollout(config, model_path)))
-        if config.training.offload_during_rollout:
+        if config.learner.offload_during_rollout:
             rollout.sleep_cache()  # the learner is built in the room that it takes
         training = build_training(
             config,

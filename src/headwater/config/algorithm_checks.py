@@ -93,7 +93,7 @@ def adapters_start_at_the_reference(config: Config, layers: Layers) -> Iterator[
 
 
 def every_gradient_is_computed(config: Config, layers: Layers) -> Iterator[Clash]:
-    if not config.training.skip_zero_advantages:
+    if not config.learner.skip_zero_advantages:
         return
     algorithm = config.algorithm
     reasons = [
@@ -105,7 +105,7 @@ def every_gradient_is_computed(config: Config, layers: Layers) -> Iterator[Clash
         reasons.append(f"algorithm.policy_loss = {algorithm.policy_loss} depends on them")
     if reasons:
         yield Clash(
-            ("training.skip_zero_advantages", *(reason.split(" ")[0] for reason in reasons)),
+            ("learner.skip_zero_advantages", *(reason.split(" ")[0] for reason in reasons)),
             f"leaves out samples whose advantage is zero, and {' and '.join(reasons)}; use false",
         )
 

@@ -25,11 +25,11 @@ def find_clashes(config: Config, layers: Layers) -> list[Clash]:
 
 
 def minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash]:
-    prompts, parts = config.trainer.num_prompts_per_step, config.training.num_minibatches
+    prompts, parts = config.trainer.num_prompts_per_step, config.learner.num_minibatches
     if prompts % parts:
         fitting = max(divisor for divisor in range(1, min(parts, prompts) + 1) if prompts % divisor == 0)
         yield Clash(
-            ("training.num_minibatches", "trainer.num_prompts_per_step"),
+            ("learner.num_minibatches", "trainer.num_prompts_per_step"),
             f"must divide trainer.num_prompts_per_step = {prompts}; use {fitting}, "
             f"or trainer.num_prompts_per_step={prompts // parts * parts or parts}",
         )
@@ -37,9 +37,9 @@ def minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash
 
 def sequence_fits_microbatch(config: Config, layers: Layers) -> Iterator[Clash]:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if config.training.max_tokens_per_microbatch < longest:
+    if config.learner.max_tokens_per_microbatch < longest:
         yield Clash(
-            ("training.max_tokens_per_microbatch", "data.max_prompt_tokens", "rollout.max_new_tokens"),
+            ("learner.max_tokens_per_microbatch", "data.max_prompt_tokens", "rollout.max_new_tokens"),
             f"a whole sequence must fit: data.max_prompt_tokens + rollout.max_new_tokens = {longest}; "
             f"use at least {longest}, or shorten one of the two",
         )
@@ -61,11 +61,11 @@ def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def warmup_ends_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
-    key, training = "training.num_warmup_steps", config.training
+    key, learner = "learner.num_warmup_steps", config.learner
     waiting = config.critic.num_warmup_steps if config.critic.enabled else 0
-    steps = (config.trainer.total_steps - waiting) * training.num_minibatches * training.num_epochs
+    steps = (config.trainer.total_steps - waiting) * learner.num_minibatches * learner.num_epochs
     # A critic that takes all steps is another clash.
-    if steps > 0 and training.num_warmup_steps >= steps and not _was_cut_short(key, layers):
+    if steps > 0 and learner.num_warmup_steps >= steps and not _was_cut_short(key, layers):
         yield Clash(
             (key, "trainer.total_steps"),
             f"the learning rate would never reach its peak in the {steps} optimiser steps of trainer.total_steps = "
@@ -184,27 +184,27 @@ def weight_transfer_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def learner_leaves_only_an_engine_that_waits(config: Config, layers: Layers) -> Iterator[Clash]:
-    if not config.training.offload_during_rollout:
+    if not config.learner.offload_during_rollout:
         return
     remedy = "set it to false"
     if config.rollout.max_staleness > 0:
         yield Clash(
-            ("training.offload_during_rollout", "rollout.max_staleness"),
+            ("learner.offload_during_rollout", "rollout.max_staleness"),
             "learner and engine take turns on the device, and with rollout.max_staleness = "
             f"{config.rollout.max_staleness} both work at the same time; {remedy}, or use rollout.max_staleness=0",
         )
     if config.rollout.placement == "disaggregated":
         yield Clash(
-            ("training.offload_during_rollout", "rollout.placement"),
+            ("learner.offload_during_rollout", "rollout.placement"),
             f"the engine has its own memory with rollout.placement = disaggregated; {remedy}, or use "
             "rollout.placement=colocated",
         )
 
 
 def schedule_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.training.schedule == "constant":
-        why = "training.schedule = constant never falls; use linear or cosine"
-        yield from unread(["training.lowest_learning_rate_fraction"], ("training.schedule",), why, layers)
+    if config.learner.schedule == "constant":
+        why = "learner.schedule = constant never falls; use linear or cosine"
+        yield from unread(["learner.lowest_learning_rate_fraction"], ("learner.schedule",), why, layers)
 
 
 def is_file(source: str) -> bool:

@@ -8,7 +8,7 @@ from headwater.config import yaml12
 from headwater.config.recipe import EXTENDS, TreeBuilder
 from headwater.config.tree import COMMAND_LINE, Branch, Leaf, Origin, Tree
 
-FORM = "write it as section.key=value, for example training.learning_rate=1e-5"
+FORM = "write it as section.key=value, for example learner.learning_rate=1e-5"
 
 
 def parse_override(text: str, layer: int, problems: list[str]) -> Branch | None:

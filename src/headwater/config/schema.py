@@ -244,7 +244,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class LearnerConfig:
     learning_rate: Annotated[float, MoreThan(0)] = 1e-6
     """Peak learning rate of AdamW."""
     num_warmup_steps: Annotated[int, AtLeast(0)] = 0
@@ -353,7 +353,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -40,7 +40,7 @@ def use_fused_layers(model: Any) -> bool:
 
 def _reason_against(model: Any) -> str | None:
     if find_spec("liger_kernel") is None:
-        return "liger-kernel is not installed; pip install 'headwater[cuda]', or set training.fused_layers=false"
+        return "liger-kernel is not installed; pip install 'headwater[cuda]', or set learner.fused_layers=false"
     config = model.config
     if config.model_type not in _ACTIVATIONS:
         return f"fused layers are tested with {', '.join(_ACTIVATIONS)}, not with {config.model_type}"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import RunError
+from headwater.learner.actor import Actor
+from headwater.learner.critic import Critic
 from headwater.models.save import save_model
 from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
-from headwater.training.actor import Actor
-from headwater.training.critic import Critic
 
 
 @dataclass(frozen=True)

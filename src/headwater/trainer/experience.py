@@ -22,12 +22,12 @@ from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
 from headwater.core.records import Trajectory
+from headwater.learner.actor import Actor
+from headwater.learner.critic import Critic
+from headwater.learner.reference import Reference
+from headwater.learner.reward_model import RewardModel
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import add_to_scores, pad_trajectories, score_column
-from headwater.training.actor import Actor
-from headwater.training.critic import Critic
-from headwater.training.reference import Reference
-from headwater.training.reward_model import RewardModel
 
 AdvantageFunction = Callable[[AdvantageInputs], Advantages]
 CorrectionFunction = Callable[[CorrectionInputs], Correction]

@@ -20,9 +20,9 @@ from headwater.trainer.checkpoint import Checkpoints, TrainerState, read_state
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
 from headwater.trainer.interrupts import Interrupts
+from headwater.trainer.learner_setup import TrainingParts
 from headwater.trainer.rollout_setup import RolloutParts
 from headwater.trainer.step_metrics import shown_metrics, step_metrics
-from headwater.trainer.training_setup import TrainingParts
 from headwater.trainer.warm_start import warm_start
 from headwater.weights.publish import publish
 
@@ -173,8 +173,8 @@ class Trainer:
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
-        """With ``training.offload_during_rollout`` the learner and the engine's cache take turns on the device."""
-        if not self._config.training.offload_during_rollout:
+        """With ``learner.offload_during_rollout`` the learner and the engine's cache take turns on the device."""
+        if not self._config.learner.offload_during_rollout:
             yield
             return
         try:

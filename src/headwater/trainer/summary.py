@@ -78,7 +78,7 @@ def suggestions(run: RunDirectory, train: Sequence[_Record], evaluations: Sequen
         informative, reward = _at_the_end(train, "groups/informative_fraction"), _at_the_end(train, "reward/mean")
         is_decided = informative < 0.2 and not 0.1 <= reward <= 0.8
         if not is_decided and reward - train[0]["reward/mean"] < 0.05:
-            lines.append("Reward barely moved: try a higher training.learning_rate or more trainer.total_steps.")
+            lines.append("Reward barely moved: try a higher learner.learning_rate or more trainer.total_steps.")
     if not evaluations:
         lines.append("No held-out prompts were evaluated: see data.eval, and the eval settings.")
     lines.append(f"Look at responses: headwater eval {run.path} --show 5")

@@ -15,9 +15,9 @@ from headwater.core.errors import DataError
 from headwater.core.records import Prompt, Trajectory
 from headwater.data.load import PromptDataset
 from headwater.data.sampler import ShufflingSampler
+from headwater.learner.engine import TrainEngine
 from headwater.observe.progress import Display
 from headwater.rollout.padding import pad_trajectories
-from headwater.training.engine import TrainEngine
 
 _CHECK_EVERY_STEPS = 10
 _NUM_WARMUP_STEPS = 10

@@ -17,7 +17,7 @@ from headwater.algorithms.masked import masked_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from headwater.algorithms.response_mask import response_mask
 from headwater.algorithms.value_loss import value_loss
-from headwater.training.token_logprobs import TokenStatistics, token_logprobs
+from headwater.learner.token_logprobs import TokenStatistics, token_logprobs
 
 
 def totals(args, mask) -> StepTotals:

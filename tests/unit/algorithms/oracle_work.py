@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from algorithms.oracle import family, property_family
 
+from headwater.learner.first_fit import pack, pack_evenly
+from headwater.learner.partition import partition, partition_groups, workload
 from headwater.rollout.staleness import StalenessManager
-from headwater.training.first_fit import pack, pack_evenly
-from headwater.training.partition import partition, partition_groups, workload
 
 
 def spread(parts, sizes):

@@ -28,7 +28,7 @@ from headwater.algorithms.policy_losses.kl_cov import kl_cov
 from headwater.algorithms.proximal import approximation_metrics, progress
 from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.core.errors import ConfigError, MissingColumn, UnknownName
-from headwater.training.token_logprobs import token_logprobs
+from headwater.learner.token_logprobs import token_logprobs
 
 
 def ratios(*values):

@@ -23,8 +23,8 @@ from headwater.core.errors import (
 )
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.kv_cache import SHARED_FRACTION
-from headwater.engine.server.errors import api_error
 from headwater.observe.spans import Spans
+from headwater.serving.errors import api_error
 
 FAILED = {"error": {"message": "the engine failed", "type": "server_error", "code": "engine_unavailable"}}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from headwater.config.schema import LoraConfig
+from headwater.learner.lora import add_adapters
 from headwater.rollout.padding import pad_trajectories
-from headwater.training.lora import add_adapters
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
 
-ALL_SAMPLES = "training.skip_zero_advantages=false"
+ALL_SAMPLES = "learner.skip_zero_advantages=false"
 PPO = ["algorithm.advantage=gae", "critic.enabled=true"]
 
 CLASHES = [
@@ -51,18 +51,18 @@ CLASHES = [
     ),
     (
         ["algorithm.entropy_bonus=0.01"],
-        "training.skip_zero_advantages = true (default)",
+        "learner.skip_zero_advantages = true (default)",
         ["algorithm.entropy_bonus has a gradient there; use false"],
     ),
     (
         ["algorithm.kl_in_loss=0.01", "algorithm.entropy_bonus=0.01"],
-        "training.skip_zero_advantages = true",
+        "learner.skip_zero_advantages = true",
         ["algorithm.entropy_bonus has a gradient there and algorithm.kl_in_loss has"],
     ),
     *(
         (
             [f"algorithm.policy_loss={name}"],
-            "training.skip_zero_advantages = true",
+            "learner.skip_zero_advantages = true",
             [f"algorithm.policy_loss = {name} depends on them; use false"],
         )
         for name in ("dro", "kl_cov", "clip_cov")
@@ -250,12 +250,12 @@ algorithm: {advantage: gae, kl_in_reward: 0.1, kl_target: 6, kl_horizon: 256, kl
 critic: {enabled: true, num_warmup_steps: 5}
 lora: {rank: 8, alpha: 16}
 reward: {overlong_tokens: 4, overlong_penalty: 0.5}
-training: {schedule: linear, lowest_learning_rate_fraction: 0.1}
+learner: {schedule: linear, lowest_learning_rate_fraction: 0.1}
 """
 SWITCHED_OFF = [
     "algorithm.advantage=grpo", "critic.enabled=false", "lora.rank=0", "reward.overlong_tokens=0",
     "algorithm.kl_in_reward=0", "algorithm.kl_target=0", "algorithm.kl_in_loss=0", "algorithm.filter_groups=false",
-    "training.schedule=constant",
+    "learner.schedule=constant",
 ]  # fmt: skip
 
 

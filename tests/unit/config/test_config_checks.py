@@ -15,18 +15,18 @@ FILES = "data.train=[rows.parquet]"
     ("overrides", "blamed", "mentions"),
     [
         (
-            ["training.num_minibatches=5"],
-            "training.num_minibatches = 5 (command line)",
+            ["learner.num_minibatches=5"],
+            "learner.num_minibatches = 5 (command line)",
             ["trainer.num_prompts_per_step = 32; use 4, or trainer.num_prompts_per_step=30"],
         ),
         (
-            ["training.num_minibatches=64"],
-            "training.num_minibatches = 64",
+            ["learner.num_minibatches=64"],
+            "learner.num_minibatches = 64",
             ["use 32, or trainer.num_prompts_per_step=64"],
         ),
         (
-            ["training.max_tokens_per_microbatch=767"],
-            "training.max_tokens_per_microbatch = 767",
+            ["learner.max_tokens_per_microbatch=767"],
+            "learner.max_tokens_per_microbatch = 767",
             ["data.max_prompt_tokens", "rollout.max_new_tokens", "768"],
         ),
         (
@@ -42,23 +42,23 @@ FILES = "data.train=[rows.parquet]"
         (["trainer.checkpoint_every_steps=101"], "trainer.checkpoint_every_steps = 101", ["trainer.total_steps = 100"]),
         (
             [
-                "training.num_warmup_steps=12",
+                "learner.num_warmup_steps=12",
                 "trainer.total_steps=3",
-                "training.num_minibatches=2",
-                "training.num_epochs=2",
+                "learner.num_minibatches=2",
+                "learner.num_epochs=2",
             ],
-            "training.num_warmup_steps = 12",
+            "learner.num_warmup_steps = 12",
             ["the 12 optimiser steps of trainer.total_steps = 3; use less than 12"],
         ),
         (
             [
-                "training.num_warmup_steps=2",
+                "learner.num_warmup_steps=2",
                 "trainer.total_steps=3",
                 "critic.enabled=true",
                 "critic.num_warmup_steps=1",
                 "algorithm.advantage=gae",
             ],
-            "training.num_warmup_steps = 2",
+            "learner.num_warmup_steps = 2",
             ["the 2 optimiser steps of trainer.total_steps = 3"],
         ),
         (
@@ -80,9 +80,9 @@ FILES = "data.train=[rows.parquet]"
         ([FILES, "eval.every_steps=5"], "eval.every_steps = 5", ["data.eval is empty", "data.train"]),
         (["warm_start.learning_rate=1e-3"], "warm_start.learning_rate = 0.001", ["warm_start.num_steps = 0"]),
         (
-            ["training.lowest_learning_rate_fraction=0.1"],
-            "training.lowest_learning_rate_fraction = 0.1",
-            ["training.schedule = constant never falls; use linear or cosine"],
+            ["learner.lowest_learning_rate_fraction=0.1"],
+            "learner.lowest_learning_rate_fraction = 0.1",
+            ["learner.schedule = constant never falls; use linear or cosine"],
         ),
     ],
 )
@@ -96,10 +96,10 @@ def test_a_clash_names_both_keys_and_the_remedy(problems, overrides, blamed, men
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["training.num_minibatches=8"],
-        ["training.max_tokens_per_microbatch=768"],
+        ["learner.num_minibatches=8"],
+        ["learner.max_tokens_per_microbatch=768"],
         ["eval.every_steps=10", "trainer.checkpoint_every_steps=10", "trainer.total_steps=10"],
-        ["training.num_warmup_steps=9", "trainer.total_steps=10"],
+        ["learner.num_warmup_steps=9", "trainer.total_steps=10"],
         ["data.num_train_rows=32"],
         ["data.num_train_rows=16", "data.train=[arithmetic, countdown]"],
         ["eval.num_samples_per_prompt=2", "eval.temperature=0.5"],
@@ -110,7 +110,7 @@ def test_a_clash_names_both_keys_and_the_remedy(problems, overrides, blamed, men
         ["data.train=[rows.parquet, arithmetic]", "data.num_train_rows=100"],
         ["warm_start.num_steps=5", "warm_start.learning_rate=1e-3"],
         ["eval.before=false", "eval.num_prompts=8"],
-        ["training.schedule=cosine", "training.lowest_learning_rate_fraction=0.1"],
+        ["learner.schedule=cosine", "learner.lowest_learning_rate_fraction=0.1"],
     ],
 )
 def test_settings_that_go_together_load(overrides):
@@ -135,8 +135,8 @@ def test_asking_for_what_the_recipe_has_off_is_a_problem(write, problems):
 
 
 def test_all_clashes_come_together_with_all_wrong_values(problems):
-    lines = problems(None, "run.seed=x", "model.dtype=float16", "training.num_minibatches=5")
-    assert sorted(line.split(" ")[0] for line in lines) == ["model.dtype", "run.seed", "training.num_minibatches"]
+    lines = problems(None, "run.seed=x", "model.dtype=float16", "learner.num_minibatches=5")
+    assert sorted(line.split(" ")[0] for line in lines) == ["model.dtype", "run.seed", "learner.num_minibatches"]
 
 
 def test_no_clash_is_reported_with_a_value_that_was_wrong_itself(problems):
@@ -148,7 +148,7 @@ def test_no_clash_is_reported_with_a_value_that_was_wrong_itself(problems):
 
 def test_a_clash_of_a_default_says_so(problems):
     (line,) = problems(None, "rollout.max_new_tokens=20000")
-    assert line.startswith("training.max_tokens_per_microbatch = 16384 (default): a whole sequence must fit")
+    assert line.startswith("learner.max_tokens_per_microbatch = 16384 (default): a whole sequence must fit")
 
 
 def test_the_resolved_recipe_of_a_run_that_was_cut_short_loads_again(tmp_path):
@@ -158,6 +158,6 @@ def test_the_resolved_recipe_of_a_run_that_was_cut_short_loads_again(tmp_path):
 
 
 def test_a_run_cut_short_on_the_command_line_keeps_the_warm_up_of_its_recipe(write):
-    recipe = write("r.yaml", "training: {num_warmup_steps: 5}\n")
+    recipe = write("r.yaml", "learner: {num_warmup_steps: 5}\n")
     config = load_config(recipe, ["trainer.total_steps=2"]).config
-    assert load_config(write("resolved.yaml", to_yaml(config))).config.training.num_warmup_steps == 5
+    assert load_config(write("resolved.yaml", to_yaml(config))).config.learner.num_warmup_steps == 5

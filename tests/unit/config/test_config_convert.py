@@ -174,13 +174,13 @@ def test_free_form_values_are_copies_that_pickle():
     ("override", "expected"),
     [
         ("trainer.total_step=3", "trainer.total_step (command line): no such key; did you mean trainer.total_steps?"),
-        ("rollout.weight_decay=3", "rollout.weight_decay (command line): no such key; did you mean training.weight_"),
+        ("rollout.weight_decay=3", "rollout.weight_decay (command line): no such key; did you mean learner.weight_"),
         ("rollout.learning_rate=3", "rollout.learning_rate (command line): no such key; did you mean "),
-        ("weight_decay=3", "weight_decay (command line): no such key; did you mean training.weight_decay?"),
+        ("weight_decay=3", "weight_decay (command line): no such key; did you mean learner.weight_decay?"),
         ("rolout.top_k=3", "rolout.top_k (command line): no such key; did you mean rollout.top_k?"),
         ("rolout.topk=3", "rolout.topk (command line): no such key; did you mean rollout.top_k?"),
-        ("optimiser.weight_deca=3", "optimiser.weight_deca (command line): no such key; did you mean training.weight_"),
-        ("trainer.wieght_decay=3", "trainer.wieght_decay (command line): no such key; did you mean training.weight_d"),
+        ("optimiser.weight_deca=3", "optimiser.weight_deca (command line): no such key; did you mean learner.weight_"),
+        ("trainer.wieght_decay=3", "trainer.wieght_decay (command line): no such key; did you mean learner.weight_d"),
         ("rolout={top_k: 3, top_p: 1.0}", "rolout (command line): no such section; did you mean rollout?"),
         ("qqq.zzz=3", "qqq.zzz (command line): no such key; known sections: run, model, "),
         ("run.zzzz=3", "run.zzzz (command line): no such key; known keys of run: name, root, seed"),
@@ -194,7 +194,7 @@ def test_an_unknown_key_gets_the_nearest_known_one(problems, override, expected)
 def test_a_name_in_several_sections_suggests_each(problems):
     (line,) = problems(None, "rollout.learning_rate=3")
     assert "warm_start.learning_rate" in line
-    assert "training.learning_rate" in line
+    assert "learner.learning_rate" in line
 
 
 def test_an_unknown_section_names_every_place_it_was_given(write, problems):

@@ -143,7 +143,7 @@ RECIPE_PARTS = [
     "data: {train: [rows.parquet]}",
     "data: {train: countdown, task_args: {a: 1}, num_train_rows: 64}",
     "rollout: {top_p: 0.9}",
-    "training: {num_minibatches: 4, learning_rate: 1e-5}",
+    "learner: {num_minibatches: 4, learning_rate: 1e-5}",
 ]
 OVERRIDES = [
     "warm_start.num_steps=0",

@@ -12,9 +12,9 @@ def value(*overrides: str):
 
 
 def test_values_are_yaml():
-    config = value("data.train=[a.parquet,b.parquet]", "training.learning_rate=1e-6", "data.shuffle=false")
+    config = value("data.train=[a.parquet,b.parquet]", "learner.learning_rate=1e-6", "data.shuffle=false")
     assert config.data.train == ("a.parquet", "b.parquet")
-    assert config.training.learning_rate == 1e-6
+    assert config.learner.learning_rate == 1e-6
     assert config.data.shuffle is False
 
 

@@ -29,12 +29,12 @@ def test_an_empty_section_is_all_defaults(write, text):
 
 
 def test_origins_name_file_and_line(write):
-    write("recipes/base.yaml", "run:\n  name: base\n\ntraining:\n  learning_rate: 1e-5\n  weight_decay: 0.1\n")
-    child = write("recipes/child.yaml", "# first\nextends: base.yaml\ntraining:\n  weight_decay: 0.2\n")
+    write("recipes/base.yaml", "run:\n  name: base\n\nlearner:\n  learning_rate: 1e-5\n  weight_decay: 0.1\n")
+    child = write("recipes/child.yaml", "# first\nextends: base.yaml\nlearner:\n  weight_decay: 0.2\n")
     loaded = load_config(child, ["run.seed=3"])
     assert loaded.origins["run.name"] == "recipes/base.yaml:2"
-    assert loaded.origins["training.learning_rate"] == "recipes/base.yaml:5"
-    assert loaded.origins["training.weight_decay"] == "recipes/child.yaml:4"
+    assert loaded.origins["learner.learning_rate"] == "recipes/base.yaml:5"
+    assert loaded.origins["learner.weight_decay"] == "recipes/child.yaml:4"
     assert loaded.origins["run.seed"] == "command line"
     assert loaded.origins["run.root"] == "default"
     assert {"run.name", "run.seed"} <= loaded.given

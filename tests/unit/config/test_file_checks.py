@@ -79,7 +79,7 @@ def test_adapters_stay_as_their_checkpoint_has_them(override):
 def test_other_settings_of_a_resumed_run_may_change():
     overrides = [
         "trainer.total_steps=500",
-        "training.learning_rate=1e-5",
+        "learner.learning_rate=1e-5",
         "model.dtype=bfloat16",
         "data.eval=countdown",
     ]

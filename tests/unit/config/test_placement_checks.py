@@ -19,13 +19,13 @@ OWN = "rollout.placement=disaggregated"
             ["rollout.placement=disaggregated", "shared_memory"],
         ),
         (
-            [OWN, "training.offload_during_rollout=true"],
-            "training.offload_during_rollout = true",
+            [OWN, "learner.offload_during_rollout=true"],
+            "learner.offload_during_rollout = true",
             ["rollout.placement=colocated", "set it to false"],
         ),
         (
-            ["rollout.max_staleness=2", "training.offload_during_rollout=true"],
-            "training.offload_during_rollout = true",
+            ["rollout.max_staleness=2", "learner.offload_during_rollout=true"],
+            "learner.offload_during_rollout = true",
             ["rollout.max_staleness = 2", "rollout.max_staleness=0"],
         ),
     ],

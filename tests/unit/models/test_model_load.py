@@ -62,7 +62,7 @@ def test_saving_and_loading_keeps_logits_and_tokens(name: str, tmp_path: Path) -
     assert loaded_tokenizer.chat_template == tokenizer.chat_template
     assert (loaded_tokenizer.pad_token_id, loaded_tokenizer.padding_side) == (0, "left")
     assert end_token_ids(loaded, loaded_tokenizer) == (1,)
-    assert not loaded.training
+    assert not loaded.learner
     assert load_processor(str(tmp_path / name)) is None
 
 

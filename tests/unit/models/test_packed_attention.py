@@ -21,12 +21,12 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from headwater.config.schema import TrainingConfig
+from headwater.config.schema import LearnerConfig
 from headwater.core.errors import ModelError
+from headwater.learner.engine import ForwardEngine
+from headwater.learner.packed_module import PolicyModule
 from headwater.models.packed_attention import use_packed_attention
 from headwater.rollout.padding import pad_trajectories
-from headwater.training.engine import ForwardEngine
-from headwater.training.packed_module import PolicyModule
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -91,6 +91,6 @@ def test_a_decoder_without_a_list_of_layers_is_refused_by_name(config: Any) -> N
     ids=lambda value: getattr(value, "model_type", ""),
 )
 def test_what_only_a_pass_can_show_is_refused_by_name_at_the_first(config: Any, message: str) -> None:
-    engine = ForwardEngine(PolicyModule(AutoModelForCausalLM.from_config(config), 1.0), TrainingConfig())
+    engine = ForwardEngine(PolicyModule(AutoModelForCausalLM.from_config(config), 1.0), LearnerConfig())
     with pytest.raises(ModelError, match=f"^{message}.*; use a Llama"):
         engine.compute(pad_trajectories([tiny.trajectory(1)], pad_token_id=0))

@@ -13,13 +13,13 @@ from headwater.config.load import load_config
 from headwater.core.records import Trajectory
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.padding import pad_trajectories
-from headwater.trainer.training_setup import TrainingParts, build_training
+from headwater.trainer.learner_setup import TrainingParts, build_training
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
 
 def training(*overrides: str) -> TrainingParts:
-    settings = ["data.num_train_rows=32", "warm_start.num_steps=0", "training.learning_rate=1e-2", *overrides]
+    settings = ["data.num_train_rows=32", "warm_start.num_steps=0", "learner.learning_rate=1e-2", *overrides]
     config = load_config(RECIPE, settings).config
     return build_training(config, config.model.path, tiny.tokenizer(), reference_path=config.model.path)
 

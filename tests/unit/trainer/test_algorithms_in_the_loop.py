@@ -12,8 +12,8 @@ from algorithms.doc_sections import ALGORITHMS, metrics, turn_on
 from torch.testing import assert_close
 from trainer.experience_parts import batch, policy_logprobs, training, trajectory, with_logprobs
 
+from headwater.learner.engine import TrainEngine
 from headwater.rollout.group import Group, RolloutBatch
-from headwater.training.engine import TrainEngine
 
 OF_EVERY_UPDATE = {
     "loss", "entropy", "learning_rate", "grad_norm", "skipped_steps", "optimizer_steps",

@@ -82,7 +82,7 @@ def test_a_divergence_is_taken_off_every_tokens_reward(kind, estimate):
 
 
 def test_a_divergence_in_the_loss_leaves_rewards_alone_and_raises_the_loss():
-    settings = ["training.skip_zero_advantages=false", "algorithm.old_logprobs=recompute"]
+    settings = ["learner.skip_zero_advantages=false", "algorithm.old_logprobs=recompute"]
     rollouts = batch()
     losses = []
     for extra in ([], ["algorithm.kl_in_loss=0.5"]):
@@ -195,7 +195,7 @@ def test_weights_scale_the_update():
     """With every ratio at 1.5 the loss of the step, and with it the gradient, is 1.5 times as large."""
     norms = []
     for extra in ([], ["algorithm.corrections=[truncate]"]):
-        parts = training("algorithm.old_logprobs=recompute", "training.max_grad_norm=1e9", *extra)
+        parts = training("algorithm.old_logprobs=recompute", "learner.max_grad_norm=1e9", *extra)
         rollouts = with_logprobs(batch(), policy_logprobs(parts, batch()) - math.log(1.5))
         norms.append(parts.actor.update(parts.experience.make(rollouts, version=0).data)["grad_norm"])
     assert norms[1] == pytest.approx(1.5 * norms[0], rel=1e-4)

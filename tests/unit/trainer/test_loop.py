@@ -8,12 +8,12 @@ from trainer.experience_parts import RECIPE
 from headwater.config.load import load_config
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
+from headwater.trainer.learner_setup import TrainingParts, build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
-from headwater.trainer.training_setup import TrainingParts, build_training
 
 SMALL = [
-    "training.offload_during_rollout=true", "data.num_train_rows=16", "data.num_eval_rows=4", "eval.num_prompts=2",
+    "learner.offload_during_rollout=true", "data.num_train_rows=16", "data.num_eval_rows=4", "eval.num_prompts=2",
     "trainer.num_prompts_per_step=2", "rollout.num_samples_per_prompt=2", "trainer.total_steps=1",
     "eval.every_steps=0", "trainer.save_rollouts_every_steps=0", "trainer.checkpoint_every_steps=0",
 ]  # fmt: skip
@@ -80,8 +80,8 @@ def test_a_learner_that_could_not_leave_is_brought_back(run):
 def test_a_run_with_a_reference_and_checkpointed_layers_starts_and_goes_on(run, tmp_path):
     settings = ["warm_start.num_steps=2", "warm_start.until_reward=0", "eval.before=false", "eval.after=false"]
     run(
-        *settings, "algorithm.kl_in_loss=0.1", "training.checkpoint_activations=true",
-        "training.skip_zero_advantages=false",
+        *settings, "algorithm.kl_in_loss=0.1", "learner.checkpoint_activations=true",
+        "learner.skip_zero_advantages=false",
     )  # fmt: skip
     (step,) = (each for each in RunDirectory(tmp_path / "run").read_metrics() if each["kind"] == "train")
     # The reference is the policy after its supervised start, not the one before.

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import tiny
 
-from headwater.config.schema import TrainingConfig, WarmStartConfig
+from headwater.config.schema import LearnerConfig, WarmStartConfig
 from headwater.core.errors import DataError
+from headwater.learner.engine import TrainEngine
+from headwater.learner.packed_module import PolicyModule
 from headwater.observe.progress import Display
 from headwater.trainer.warm_start import warm_start
-from headwater.training.engine import TrainEngine
-from headwater.training.packed_module import PolicyModule
 
 
 def run(rewards, dataset, schedule="constant", **settings):
     asked = iter(rewards)
     return warm_start(
         WarmStartConfig(**{"num_steps": 30, "num_sequences_per_step": 4, **settings}),
-        TrainEngine(PolicyModule(tiny.model(), 1.0), TrainingConfig(schedule=schedule), num_decay_steps=9),
+        TrainEngine(PolicyModule(tiny.model(), 1.0), LearnerConfig(schedule=schedule), num_decay_steps=9),
         tiny.tokenizer(),
         dataset,
         seed=0,

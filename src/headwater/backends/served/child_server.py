@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from headwater.core.errors import RolloutFailed
 from headwater.core.waits import ENGINE_START_LIMIT_S, named_wait
-from headwater.engine.server.options import KEY_VARIABLE
+from headwater.serving.options import KEY_VARIABLE
 
 SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
 _STOP_LIMIT_S = 15.0

@@ -9,8 +9,8 @@ from typing import Any
 from headwater.backends.served.open_request import OpenRequest
 from headwater.backends.served.server_client import ENGINE_FAILED, RequestLink, error_of
 from headwater.core.errors import HeadwaterError, RolloutFailed
-from headwater.engine.server.native.request import write_request
 from headwater.observe.spans import Spans
+from headwater.serving.native.request import write_request
 
 _MAX_STUCK = 4
 

@@ -92,7 +92,7 @@ class ServerClient:
 
 
 class RequestLink:
-    """All requests over one connection (see ``engine.server.native.connection``).
+    """All requests over one connection (see ``serving.native.connection``).
 
     One each would need as many file descriptors on either side as there are requests, which systems limit, often to
     1024; and ten thousand handshakes at the moment when a step's prompts start.

@@ -1,0 +1,114 @@
+"""The policy's role in training: log-probs, and updates in mini-batches and epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from headwater.algorithms.columns import required
+from headwater.algorithms.kl.penalty import kl_penalty
+from headwater.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
+from headwater.algorithms.proximal import loglinear
+from headwater.config.schema import AlgorithmConfig
+from headwater.core.data_proto import DataProto
+from headwater.core.errors import MissingColumn, RunError
+from headwater.learner.engine import TrainEngine
+from headwater.learner.passes import mean_stats, minibatches
+
+_PADDED = "pad_trajectories gives it"
+
+PolicyLossFunction = Callable[[PolicyLossInputs], PolicyLoss]
+
+
+class Actor:
+    """Updates the policy.
+
+    With ``learner.skip_zero_advantages`` a sample whose advantage is zero everywhere is not computed: its gradient is
+    zero, and it still counts in what the loss is averaged over, so the step is the same for less work. A mini-batch of
+    nothing but such samples takes no step at all.
+    """
+
+    def __init__(
+        self, engine: TrainEngine, policy_loss: PolicyLossFunction, algorithm: AlgorithmConfig, *, loss_width: int
+    ) -> None:
+        self.engine = engine
+        self._policy_loss = policy_loss
+        self._algorithm = algorithm
+        self._loss_width = loss_width
+
+    def logprobs(self, batch: DataProto) -> Tensor:
+        return self.engine.compute(batch)["logprobs"]
+
+    def update(self, experience: DataProto) -> dict[str, float]:
+        """Train on ``experience``; returns the statistics, averaged over the optimiser steps taken."""
+        if not self.engine.totals(experience).num_tokens and "correction_weights" not in experience.batch:
+            raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
+        steps = [self._step(minibatch) for minibatch in minibatches(experience, self.engine.config)]
+        return mean_stats([stats for stats in steps if stats is not None])
+
+    def _step(self, minibatch: DataProto) -> dict[str, float] | None:
+        """One optimiser step; None where no sample has anything to teach."""
+        totals = replace(self.engine.totals(minibatch), width=self._loss_width)
+        if not totals.num_tokens:
+            return None
+        if self.engine.config.skip_zero_advantages:
+            informative = ((self._advantages(minibatch) != 0) & (minibatch.batch["response_mask"] != 0)).any(dim=1)
+            if not self.engine.ranks.max(int(informative.sum())):
+                return None
+            minibatch = minibatch[informative]
+        return self.engine.train_step(
+            minibatch, self._token_losses, aggregation=self._algorithm.aggregation, totals=totals
+        )
+
+    def _token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
+        tensors, algorithm = batch.batch, self._algorithm
+        logprobs, entropy, mask = outputs["logprobs"], outputs["entropy"], tensors["response_mask"]
+        old = self._old_logprobs(batch, logprobs.detach())
+        loss = self._policy_loss(
+            PolicyLossInputs(
+                logprobs,
+                old,
+                self._advantages(batch),
+                mask,
+                # Most losses do without; one that needs them says so itself.
+                rollout_logprobs=tensors.get("rollout_logprobs", None),
+                entropy=entropy,
+            )
+        )
+        if "correction_weights" in tensors:
+            loss = loss.weighted(tensors["correction_weights"], mask)
+        losses, diagnostics = loss.token_losses, dict(loss.diagnostics)
+        if algorithm.kl_in_loss > 0:
+            needed_by = f"algorithm.kl_in_loss = {algorithm.kl_in_loss:g}"
+            remedy = "a Reference's logprobs give it; or set algorithm.kl_in_loss=0"
+            reference = required(tensors, "reference_logprobs", needed_by, remedy)
+            kl = kl_penalty(logprobs, reference, algorithm.kl_estimator)
+            losses = losses + algorithm.kl_in_loss * kl
+            diagnostics["reference_kl"] = kl.detach()
+        if algorithm.entropy_bonus > 0:
+            losses = losses - algorithm.entropy_bonus * entropy
+        moved = (logprobs - old).detach()
+        return replace(loss, token_losses=losses, diagnostics=diagnostics, log_ratios=moved)
+
+    def _advantages(self, batch: DataProto) -> Tensor:
+        needed_by = f"algorithm.policy_loss = {self._algorithm.policy_loss}"
+        return required(batch.batch, "advantages", needed_by, "ExperienceMaker.make gives it, by algorithm.advantage")
+
+    def _old_logprobs(self, batch: DataProto, logprobs: Tensor) -> Tensor:
+        tensors, algorithm = batch.batch, self._algorithm
+        if algorithm.old_logprobs != "loglinear":
+            needed_by = f"algorithm.policy_loss = {algorithm.policy_loss}"
+            return required(
+                tensors, "old_logprobs", needed_by, "ExperienceMaker.make gives it, by algorithm.old_logprobs"
+            )
+        needed_by = "algorithm.old_logprobs = loglinear"
+        version = batch.meta_info.get("version")
+        if version is None:
+            raise MissingColumn(
+                f"{needed_by} needs the policy's version, and the batch has no meta_info['version']; "
+                "ExperienceMaker.make gives it"
+            )
+        rollout = required(tensors, "rollout_logprobs", needed_by, _PADDED)
+        return loglinear(rollout, logprobs, required(tensors, "versions", needed_by, _PADDED), version)

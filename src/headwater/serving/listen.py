@@ -1,0 +1,108 @@
+"""A server's life: take the port, answer until told to stop, end what runs, let go."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from headwater.core.errors import HeadwaterError
+from headwater.serving.app import build_app
+from headwater.serving.options import ServerOptions
+
+if TYPE_CHECKING:
+    from headwater.engine.engine import Engine
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: a trainer opens hundreds at the same moment."""
+SHUTDOWN_S = 5.0
+"""How long aborted requests may take to send what they have."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take ``port`` before the model is loaded, so that a port in use is told at once. Port 0 is any free one.
+
+    Nobody can connect before ``serve``: a server that does not answer yet looks like one that is not there.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise HeadwaterError(f"--host = {host}: no such address ({error.strerror}); use 127.0.0.1") from error
+    taken = socket.socket(family, kind, protocol)
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except OSError as error:
+        taken.close()
+        raise _cannot_listen(host, port, error) from error
+    return taken
+
+
+def url(taken: socket.socket) -> str:
+    host, port = taken.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(engine: Engine, options: ServerOptions, taken: socket.socket, say: Callable[[str], None]) -> None:
+    """Answer on ``taken`` until Ctrl-C, SIGTERM or SIGHUP."""
+    asyncio.run(_serve(engine, options, taken, say))
+
+
+async def _serve(engine: Engine, options: ServerOptions, taken: socket.socket, say: Callable[[str], None]) -> None:
+    # With handler_cancellation a client that leaves cancels its handler, and that aborts its requests.
+    runner = web.AppRunner(build_app(engine, options), handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+    await runner.setup()
+    try:
+        site = web.SockSite(runner, taken, backlog=BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:  # two servers may bind a port at the same time; only one may listen
+            host, port = taken.getsockname()[:2]
+            raise _cannot_listen(host, port, error) from error
+        with _stop_signal() as stop:
+            say(f"serving {options.served_name} at {url(taken)}")
+            await stop.wait()
+        say("stopping")
+        await site.stop()
+        await asyncio.to_thread(engine.abort_all)
+    finally:
+        await runner.cleanup()
+
+
+@contextmanager
+def _stop_signal() -> Iterator[asyncio.Event]:
+    """Set by Ctrl-C, SIGTERM or a terminal that hangs up, unless that is ignored, as under nohup.
+
+    Afterwards Ctrl-C and SIGTERM have their usual effect, for a server that does not come to an end.
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    for each in signals:
+        loop.add_signal_handler(each, stop.set)
+    try:
+        yield stop
+    finally:
+        for each in signals:
+            loop.remove_signal_handler(each)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell of a closed terminal sends it once more
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> HeadwaterError:
+    if error.errno == errno.EADDRINUSE:
+        return HeadwaterError(f"--port = {port}: {host}:{port} is in use; choose another, or 0 for any free one")
+    if error.errno == errno.EACCES:
+        return HeadwaterError(f"--port = {port}: may not be used without privileges; choose one above 1023")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return HeadwaterError(f"--host = {host}: not an address of this machine; use 127.0.0.1 or 0.0.0.0")
+    return HeadwaterError(f"cannot listen at {host}:{port}: {error.strerror}")

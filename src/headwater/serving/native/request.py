@@ -1,0 +1,78 @@
+"""A ``ModelRequest`` as JSON, and back: what one side writes the other reads as the same request."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from headwater.core.records import ModelRequest, SamplingParams
+from headwater.serving.errors import ApiError
+from headwater.serving.fields import Fields
+from headwater.serving.prompt import ModelLimits
+from headwater.serving.sampling import read_stops
+
+
+def write_request(request: ModelRequest) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "input_tokens": request.input_tokens,
+        "given_tokens": request.given_tokens,
+        "sampling": asdict(request.sampling),
+        "rng_key": request.rng_key,
+    }
+
+
+def read_request(body: Mapping[str, Any], limits: ModelLimits) -> ModelRequest:
+    fields = Fields(body)
+    request_id = fields.text("request_id") or secrets.token_hex(8)
+    input_tokens = limits.tokens_of_ids(fields.raw("input_tokens"), "input_tokens")
+    given_tokens = fields.integers("given_tokens")
+    limits.check_ids(given_tokens, "given_tokens")
+    sampling = fields.mapping("sampling")
+    rng_key = fields.optional_integer("rng_key", minimum=-(2**63), maximum=2**63 - 1)
+    fields.done()
+    if sampling is None:
+        raise ApiError('sampling: is missing; give at least {"max_new_tokens": 16}', param="sampling")
+    if rng_key is None:
+        raise ApiError("rng_key: is missing; it decides every sampled token", param="rng_key")
+    return ModelRequest(request_id, input_tokens, _read_sampling(sampling, limits), rng_key, given_tokens)
+
+
+def check_length(request: ModelRequest, limits: ModelLimits) -> None:
+    """As the engine does later, but by the names that a client knows."""
+    limits.num_new_tokens(
+        len(request.input_tokens),
+        request.sampling.max_new_tokens,
+        None,
+        "sampling.max_new_tokens",
+        prompt_field="input_tokens",
+    )
+
+
+def _read_sampling(values: Mapping[str, Any], limits: ModelLimits) -> SamplingParams:
+    fields = Fields(values, "sampling")
+    max_new_tokens = fields.optional_integer("max_new_tokens")
+    if max_new_tokens is None:
+        raise ApiError(
+            "sampling.max_new_tokens: is missing; say how long the response may become, for example 16",
+            param="sampling.max_new_tokens",
+        )
+    read: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": fields.number("temperature", 1.0),
+        "top_k": fields.integer("top_k", 0),
+        "top_p": fields.number("top_p", 1.0),
+        "min_p": fields.number("min_p", 0.0),
+        "min_new_tokens": fields.integer("min_new_tokens", 0),
+        "stop_token_ids": fields.integers("stop_token_ids"),
+        "stop_strings": read_stops(fields, "stop_strings"),
+        "ignore_end": fields.flag("ignore_end", False),
+    }
+    fields.done()
+    limits.check_ids(read["stop_token_ids"], fields.name("stop_token_ids"))
+    try:
+        return SamplingParams(**read)
+    except ValueError as error:  # the record says itself what it may hold
+        raise ApiError(f"sampling.{error}", param="sampling") from error

@@ -1,0 +1,96 @@
+"""Handlers of ``/v1``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+
+from headwater.serving.event_stream import send_events
+from headwater.serving.generation import generate_all, stream_all
+from headwater.serving.openai.chat_reply import ChatReply
+from headwater.serving.openai.chat_request import read_chat
+from headwater.serving.openai.completion_reply import CompletionReply
+from headwater.serving.openai.completion_request import read_completion
+from headwater.serving.openai.plan import Plan
+from headwater.serving.openai.sampling import unknown_model
+from headwater.serving.output import PieceMaker, whole
+from headwater.serving.state import STATE, ServerState, reply
+
+Writer = CompletionReply | ChatReply
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    plan = await state.read(request, lambda body: read_completion(body, state.limits, state.options.served_name))
+    return await _answer(request, state, plan, CompletionReply(plan, state.engine.tokenizer))
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    plan = await state.read(request, lambda body: read_chat(body, state.limits, state.options.served_name))
+    return await _answer(request, state, plan, ChatReply(plan, state.engine.tokenizer))
+
+
+async def models(request: web.Request) -> web.Response:
+    return reply({"object": "list", "data": [_model(request.app[STATE])]})
+
+
+async def model(request: web.Request) -> web.Response:
+    state, name = request.app[STATE], request.match_info["model"]
+    if name != state.options.served_name:
+        raise unknown_model(name, state.options.served_name)
+    return reply(_model(state))
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    return {
+        "id": state.options.served_name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "headwater",
+        # What a client may ask for: the cache may hold less than the model takes.
+        "max_model_len": state.engine.max_request_tokens,
+    }
+
+
+async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: Writer) -> web.StreamResponse:
+    for each in plan.requests[:: plan.num_samples]:
+        state.engine.check(each)
+    with state.active.hold(plan.names, "id"):
+        if plan.shape.stream:
+            return await send_events(request, _events(state, plan, writer))
+        responses = await generate_all(state.engine, plan.requests)
+    pieces = [
+        whole(response, state.engine.tokenizer, plan.shape.rules, with_offsets=plan.shape.logprobs)
+        for response in responses
+    ]
+    versions = [version for piece in pieces for version in piece.versions]
+    return reply(writer.whole(pieces, max(versions, default=state.engine.get_version())))
+
+
+async def _events(state: ServerState, plan: Plan, writer: Writer) -> AsyncGenerator[dict[str, Any], None]:
+    shape = plan.shape
+    makers = [
+        PieceMaker(state.engine.tokenizer, shape.rules, with_offsets=shape.logprobs) for _ in range(len(plan.requests))
+    ]
+    num_tokens, version = 0, state.engine.get_version()
+    async with aclosing(stream_all(state.engine, plan.requests)) as deltas:
+        async for place, delta in deltas:
+            num_tokens += len(delta.tokens)
+            version = max(delta.versions, default=version)
+            piece = makers[place].piece(delta.tokens, delta.logprobs, delta.versions, delta.stop_reason)
+            for chunk in writer.chunks(place, piece, version):
+                yield chunk
+    if shape.include_usage:
+        yield writer.last_chunk(num_tokens, version)
+
+
+ROUTES = [
+    web.post("/v1/completions", completions),
+    web.post("/v1/chat/completions", chat_completions),
+    web.get("/v1/models", models),
+    web.get("/v1/models/{model:.+}", model),  # a name may hold slashes
+]

@@ -1,0 +1,191 @@
+"""Handlers of SGLang's native calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+import headwater
+from headwater.core.errors import HeadwaterError
+from headwater.core.records import ModelRequest, SamplingParams
+from headwater.serving.errors import ApiError, api_error
+from headwater.serving.event_stream import send_events
+from headwater.serving.generation import generate_all, stream_all
+from headwater.serving.memory_tags import read_memory_tags
+from headwater.serving.output import PieceMaker, whole
+from headwater.serving.sglang.reply import GenerateReply
+from headwater.serving.sglang.request import GenerateCall, read_generate
+from headwater.serving.sglang.steering import AbortCall, PauseCall, UpdateFromDisk, read_continue
+from headwater.serving.state import STATE, ServerState, reply
+
+HEALTH_TIMEOUT_S = 20.0
+"""As SGLang's: how long one token may take before ``/health_generate`` calls the engine unhealthy."""
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    call = await state.read(request, lambda body: read_generate(body, state.limits))
+    for each in call.requests:
+        state.engine.check(each)
+    with state.active.hold(call.names, "rid"):
+        if call.stream:
+            return await send_events(request, _events(state, call))
+        responses = await generate_all(state.engine, call.requests)
+    bodies = []
+    for sample, response in zip(call.samples, responses, strict=True):
+        gathered = GenerateReply(sample, state.engine.tokenizer)
+        gathered.add(whole(response, state.engine.tokenizer, sample.rules))
+        latency = response.queue_s + response.generate_s
+        bodies.append(gathered.body(state.engine.get_version(), e2e_latency=latency))
+    return reply(bodies if call.is_list else bodies[0])
+
+
+async def _events(state: ServerState, call: GenerateCall) -> AsyncGenerator[dict[str, Any], None]:
+    tokenizer = state.engine.tokenizer
+    makers = [PieceMaker(tokenizer, sample.rules) for sample in call.samples]
+    gathered = [GenerateReply(sample, tokenizer) for sample in call.samples]
+    async with aclosing(stream_all(state.engine, call.requests)) as deltas:
+        async for place, delta in deltas:
+            gathered[place].add(makers[place].piece(delta.tokens, delta.logprobs, delta.versions, delta.stop_reason))
+            body = gathered[place].body(state.engine.get_version())
+            yield {**body, "index": place} if call.is_list else body
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    call = await state.read(request, AbortCall.read)
+    if call.rid is None:
+        await asyncio.to_thread(state.engine.abort_all)
+    else:
+        await asyncio.to_thread(state.engine.abort_each, state.active.find(call.rid))
+    return reply({"success": True})
+
+
+async def pause_generation(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    call = await state.read(request, PauseCall.read)
+    await asyncio.to_thread(state.engine.pause)
+    if call.mode == "abort":
+        await asyncio.to_thread(state.engine.abort_all)
+    return reply({"message": "Generation paused successfully.", "status": "ok"})
+
+
+async def continue_generation(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    await state.read(request, read_continue)
+    await asyncio.to_thread(state.engine.resume)
+    return reply({"message": "Generation continued successfully.", "status": "ok"})
+
+
+async def update_weights_from_disk(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    engine = state.engine
+    call = await state.read(request, UpdateFromDisk.read)
+    version = engine.get_version() + 1 if call.version is None else call.version
+    if call.keep_pause:
+        await asyncio.to_thread(engine.pause)
+    if call.abort_all:
+        await asyncio.to_thread(engine.abort_all)
+    try:
+        future = await asyncio.to_thread(engine.update_weights_from_file, call.model_path, version, call.mode)
+        # Shielded: a client that leaves must not cancel an update that the engine is in the middle of.
+        await asyncio.shield(asyncio.wrap_future(future))
+    except HeadwaterError as error:
+        # In this dialect a refusal has a shape of its own.
+        refusal = api_error(error)
+        return reply({"success": False, "message": str(refusal), "num_paused_requests": 0}, status=refusal.status)
+    message = f"Succeeded to update model weights. Weight version updated to {version}."
+    return reply({"success": True, "message": message, "num_paused_requests": 0})
+
+
+async def release_memory_occupation(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    tags = await state.read(request, read_memory_tags)
+    await asyncio.to_thread(state.engine.sleep, tags)
+    return reply({"success": True})
+
+
+async def resume_memory_occupation(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    tags = await state.read(request, read_memory_tags)
+    await asyncio.to_thread(state.engine.wake, tags)
+    return reply({"success": True})
+
+
+async def health(request: web.Request) -> web.Response:
+    if not request.app[STATE].engine.is_alive:
+        raise ApiError("the engine has stopped; restart the server", status=503, code="unhealthy")
+    return reply({"status": "ok"})
+
+
+async def health_generate(request: web.Request) -> web.Response:
+    """Whether a token comes out of the engine in time."""
+    engine = request.app[STATE].engine
+    if engine.is_paused:
+        raise ApiError("the engine is paused; POST /control/resume", status=503, code="paused")
+    if engine.metrics().is_asleep:
+        raise ApiError("the engine is asleep; POST /control/wake", status=503, code="asleep")
+    probe = ModelRequest("health", (0,), SamplingParams(max_new_tokens=1, temperature=0.0), rng_key=0)
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            await engine.agenerate(probe)
+    except TimeoutError as error:
+        raise ApiError(f"no token within {HEALTH_TIMEOUT_S:g} s", status=503, code="unhealthy") from error
+    return reply({"status": "ok"})
+
+
+async def model_info(request: web.Request) -> web.Response:
+    engine = request.app[STATE].engine
+    return reply(
+        {
+            "model_path": engine.model_name,
+            "tokenizer_path": engine.model_name,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": str(engine.get_version()),
+        }
+    )
+
+
+async def server_info(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    engine = state.engine
+    settings = asdict(engine.config)
+    if not engine.config.memory_fraction:
+        del settings["memory_fraction"]  # it was left open, and kv_cache_gib is what came of that
+    return reply(
+        {
+            "model_path": engine.model_name,
+            "served_model_name": state.options.served_name,
+            "context_length": engine.max_model_tokens,
+            "max_request_tokens": engine.max_request_tokens,
+            "vocab_size": engine.vocab_size,
+            "weight_version": str(engine.get_version()),
+            **settings,
+            "internal_states": [asdict(engine.metrics())],
+            "version": headwater.__version__,
+        }
+    )
+
+
+ROUTES = [
+    web.post("/generate", generate),
+    web.put("/generate", generate),
+    web.post("/abort_request", abort_request),
+    web.post("/pause_generation", pause_generation),
+    web.post("/continue_generation", continue_generation),
+    web.post("/update_weights_from_disk", update_weights_from_disk),
+    web.post("/release_memory_occupation", release_memory_occupation),
+    web.post("/resume_memory_occupation", resume_memory_occupation),
+    web.get("/health", health),
+    web.get("/health_generate", health_generate),
+    web.get("/get_model_info", model_info),
+    web.get("/model_info", model_info),
+    web.get("/get_server_info", server_info),
+    web.get("/server_info", server_info),
+]

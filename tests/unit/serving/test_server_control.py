@@ -1,0 +1,110 @@
+"""Headwater's own control calls, the metrics' text, names of running requests, and the command's settings."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+from serving.parts import refusal
+
+from headwater.cli.serve import is_loopback, read_engine_config
+from headwater.config.schema import EngineConfig
+from headwater.core.errors import ConfigError
+from headwater.serving.active import ActiveRequests
+from headwater.serving.control import Abort, WeightsCall, read_nothing, read_version
+from headwater.serving.memory_tags import read_memory_tags
+from headwater.serving.metrics_text import metrics_text
+
+
+def test_bodies():
+    assert read_version({"version": 3}) == 3
+    assert read_memory_tags({"tags": ["kv_cache"]}) == ("kv_cache",)
+    assert read_memory_tags({}) == ("kv_cache", "weights")
+    assert Abort.read({"request_id": "a"}) == Abort("a")
+    assert Abort.read({"all": True}) == Abort(None)
+    call = WeightsCall.read({"version": 3, "mode": "drain", "source": {"file": "x"}})
+    assert call == WeightsCall(3, "drain", file="x", shared_memory=None)
+    assert WeightsCall.read({"version": 3, "source": {"shared_memory": "x"}}).mode is None
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "part"),
+    [
+        (read_nothing, {"now": True}, "now: no such field"),
+        (read_version, {}, "version: is missing"),
+        (read_version, {"version": -1}, "version = -1: must be >= 0"),
+        (read_memory_tags, {"tags": ["optimizer"]}, 'tags[0] = "optimizer": must be one of kv_cache, weights'),
+        (Abort.read, {}, "name one request, or set all = true"),
+        (Abort.read, {"request_id": "a", "all": True}, "name one request, or set all = true"),
+        (WeightsCall.read, {"version": 1}, "source: is missing"),
+        (WeightsCall.read, {"version": 1, "source": {}}, "one of the two"),
+        (WeightsCall.read, {"version": 1, "source": {"file": "x", "shared_memory": "y"}}, "one of the two"),
+        (WeightsCall.read, {"version": 1, "source": {"path": "x"}}, "source.path: no such field"),
+        (WeightsCall.read, {"version": 1, "mode": "now", "source": {"file": "x"}}, "interrupt, in_flight, drain"),
+    ],
+)
+def test_refusals(read, body, part):
+    assert part in str(refusal(read, body))
+
+
+def test_metrics_in_prometheus_format():
+    values = {"num_running": 2, "num_finished": 7, "tokens_per_s": 1.5, "is_paused": True, "note": "x", "later": None}
+    assert metrics_text(values, {"model": 'a"\\b'}).splitlines() == [
+        "# TYPE headwater_info gauge",
+        'headwater_info{model="a\\"\\\\b"} 1',
+        "# TYPE headwater_num_running gauge",
+        "headwater_num_running 2",
+        "# TYPE headwater_num_finished counter",
+        "headwater_num_finished 7",
+        "# TYPE headwater_tokens_per_s gauge",
+        "headwater_tokens_per_s 1.5",
+        "# TYPE headwater_is_paused gauge",
+        "headwater_is_paused 1",
+    ]
+
+
+def test_a_name_is_taken_while_its_request_runs():
+    active = ActiveRequests()
+    with active.hold({"batch": ("a", "b"), "a": ("a",)}, "rid"):
+        assert active.find("batch") == ("a", "b")
+        assert 'rid = "a": a request of this name is running' in str(
+            refusal(active.hold({"a": ("a",)}, "rid").__enter__)
+        )
+        assert active.find("a") == ("a",)
+    assert active.find("batch") == active.find("a") == ()
+
+
+def test_a_name_may_be_shared_and_is_free_when_the_last_has_ended():
+    active = ActiveRequests()
+    with active.hold({"a": ("a", "b")}, "rid"):
+        with active.share({"a": ("a",)}), active.share({"a": ("a",)}):
+            assert active.find("a") == ("a", "b")
+        assert active.find("a") == ("a", "b")
+    with active.share({"a": ("a",)}):
+        assert "a request of this name is running" in str(refusal(active.hold({"a": ("a",)}, "rid").__enter__))
+    with active.hold({"a": ("a",)}, "rid"):
+        assert active.find("a") == ("a",)
+    assert active.find("a") == ()
+
+
+def test_settings_of_the_engine():
+    config = read_engine_config(["engine.max_queue=7", "engine.update_mode=drain"])
+    assert (config.max_queue, config.update_mode) == (7, "drain")
+    assert {**asdict(config), "max_queue": 65536, "update_mode": "interrupt"} == asdict(EngineConfig())
+
+
+def test_wrong_settings_are_told_all_at_once():
+    with pytest.raises(ConfigError) as caught:
+        read_engine_config(["engine.max_queu=7", "engine.decode_steps=0", "trainer.total_steps=5", "max_queue"])
+    problems = "\n".join(caught.value.problems)
+    assert "did you mean engine.max_queue?" in problems
+    assert "engine.decode_steps = 0 (command line): must be >= 1" in problems
+    assert "trainer.total_steps (command line): no such key" in problems
+    assert "an override needs a value" in problems
+
+
+def test_loopback_addresses():
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("::1")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("fe80::1%eth0")

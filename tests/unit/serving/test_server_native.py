@@ -1,0 +1,69 @@
+"""Requests in Headwater's own dialect."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serving.parts import limits, refusal
+
+from headwater.core.records import ModelRequest, SamplingParams
+from headwater.serving.native.request import read_request, write_request
+
+TOKENS = st.lists(st.integers(0, 511), max_size=6).map(tuple)
+WHOLE = {"input_tokens": [5, 6], "sampling": {"max_new_tokens": 4}, "rng_key": 1}
+
+
+@st.composite
+def requests(draw) -> ModelRequest:
+    budget = draw(st.integers(1, 50))
+    sampling = SamplingParams(
+        max_new_tokens=budget,
+        temperature=draw(st.floats(0, 5)),
+        top_k=draw(st.integers(0, 2**40)),
+        top_p=draw(st.floats(0, 1, exclude_min=True)),
+        min_p=draw(st.floats(0, 1, exclude_max=True)),
+        min_new_tokens=draw(st.integers(0, budget)),
+        stop_token_ids=draw(TOKENS),
+        stop_strings=tuple(draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=3))),
+        ignore_end=draw(st.booleans()),
+    )
+    key = draw(st.integers(-(2**63), 2**63 - 1))
+    return ModelRequest("r", (3, *draw(TOKENS)), sampling, key, given_tokens=draw(TOKENS))
+
+
+@given(requests())
+def test_a_request_arrives_as_it_was_sent(request):
+    assert read_request(json.loads(json.dumps(write_request(request))), limits()) == request
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_tokens": []}, "input_tokens: is empty"),
+        ({"input_tokens": "hello"}, "input_tokens = \"hello\": must be a list of token ids"),
+        ({"given_tokens": [5, 512]}, r"given_tokens\[1\] = 512: no such token"),
+        ({"given_tokens": [5, 1.5]}, r"given_tokens\[1\] = 1.5: must be a whole number"),
+        ({"sampling": None}, "sampling: is missing"),
+        ({"sampling": {"temperature": 1}}, "sampling.max_new_tokens: is missing"),
+        ({"sampling": {"max_new_tokens": 0}}, "sampling.max_new_tokens = 0: must be >= 1"),
+        ({"sampling": {"max_new_tokens": 4, "top_p": 0}}, "sampling.top_p = 0.0: must be in"),
+        ({"sampling": {"max_new_tokens": 4, "stop": "x"}}, "sampling.stop: no such field; did you mean"),
+        ({"rng_key": None}, "rng_key: is missing"),
+        ({"rng_key": 2**63}, "rng_key = 9223372036854775808: must be <="),
+        ({"prompt": "x"}, "prompt: no such field"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(change, message):
+    error = refusal(read_request, {**WHOLE, **change}, limits())
+    assert error.status == 400
+    with pytest.raises(type(error), match=message):
+        raise error
+
+
+def test_what_is_not_said_has_the_records_defaults():
+    request = read_request(WHOLE, limits())
+    assert request.sampling == SamplingParams(max_new_tokens=4)
+    assert request.given_tokens == ()

@@ -1,0 +1,162 @@
+"""What OpenAI clients are sent."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+from serving.parts import NAME, limits
+from tiny import tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from headwater.core.records import ModelResponse
+from headwater.serving.openai.chat_reply import ChatReply
+from headwater.serving.openai.chat_request import read_chat
+from headwater.serving.openai.completion_reply import CompletionReply
+from headwater.serving.openai.completion_request import read_completion
+from headwater.serving.output import Piece, PieceMaker, whole
+from headwater.serving.text import TextRules
+
+EURO = tokenizer().encode("a€b")  # five tokens: the euro sign is three bytes
+
+
+def response(tokens, stop_reason="length") -> ModelResponse:
+    count = len(tokens)
+    return ModelResponse((5,), tuple(tokens), tuple(-0.5 * i for i in range(count)), (3,) * count, stop_reason)
+
+
+def pieces(plan, tokens, stop_reason="length") -> list[Piece]:
+    return [
+        whole(response(tokens, stop_reason), tokenizer(), plan.shape.rules, with_offsets=plan.shape.logprobs)
+        for _ in plan.requests
+    ]
+
+
+def test_a_completion():
+    plan = read_completion({"prompt": ["hi", "ho"], "n": 2, "logprobs": 0, "return_token_ids": True}, limits(), NAME)
+    body = CompletionReply(plan, tokenizer()).whole(pieces(plan, EURO), version=3)
+    assert (body["object"], body["model"], body["system_fingerprint"]) == ("text_completion", NAME, "version-3")
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 20, "total_tokens": 24}
+    choice = body["choices"][2]
+    assert choice["text"] == "a€b"
+    assert choice["token_ids"] == tuple(EURO)
+    assert choice["prompt_token_ids"] == tuple(tokenizer().encode("ho"))
+    assert choice["logprobs"]["token_logprobs"] == (0.0, -0.5, -1.0, -1.5, -2.0)
+    assert choice["logprobs"]["text_offset"] == (0, 1, 1, 1, 2)
+    assert choice["logprobs"]["tokens"] == ["a", "\ufffd", "\ufffd", "\ufffd", "b"]
+
+
+def offsets_of(tokens) -> tuple[int, ...]:
+    return whole(response(tokens), tokenizer(), TextRules(), with_offsets=True).offsets
+
+
+def character_starts(data: bytes) -> list[int]:
+    """Where in ``data`` each character of its text begins, U+FFFD among them."""
+    starts, place = [], 0
+    while place < len(data):
+        starts.append(place)
+        try:
+            place += len(data[place:].decode()[0].encode())
+        except UnicodeDecodeError as error:
+            place += error.end if error.start == 0 else len(data[place:].decode(errors="ignore")[0].encode())
+    return starts
+
+
+def test_the_token_after_a_broken_character_begins_behind_it():
+    broken, star, mark = EURO[1], *tokenizer().encode(" *!")
+    assert tokenizer().decode([broken, star, mark]) == "\ufffd *!"
+    assert offsets_of([broken, star, mark]) == (0, 1, 3)
+    end = tokenizer().eos_token_id  # no text of its own
+    assert offsets_of([broken, end]) == (0, 1)
+
+
+@given(st.lists(st.one_of(st.integers(6, 511), st.sampled_from(EURO)), max_size=30))
+def test_every_token_has_the_offset_of_the_character_it_begins_in(tokens):
+    of_character = {character: byte for byte, character in bytes_to_unicode().items()}
+    parts = [bytes(of_character[each] for each in name) for name in tokenizer().convert_ids_to_tokens(tokens)]
+    starts = character_starts(b"".join(parts))
+    begins = itertools.accumulate((len(part) for part in parts[:-1]), initial=0)
+    expected = [bisect.bisect_right(starts, begin) - 1 for begin in begins] if tokens else []
+    assert offsets_of(tokens) == tuple(expected)
+
+
+def test_offsets_where_every_byte_has_a_replacement_character():
+    names = [*(f"<0x{byte:02X}>" for byte in range(256)), "b"]
+    model = models.BPE({name: place for place, name in enumerate(names)}, [], byte_fallback=True)
+    plain = Tokenizer(model)
+    plain.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    fallback = PreTrainedTokenizerFast(tokenizer_object=plain)
+    assert fallback.decode([0xE2, 0x82]) == "\ufffd\ufffd"
+    for tokens, expected in [
+        ([*"€".encode(), *"€".encode(), 256], (0, 0, 0, 1, 1, 1, 2)),
+        ([256, 0xE2, 0x82, 256], (0, 1, 1, 3)),
+    ]:
+        assert whole(response(tokens), fallback, TextRules(), with_offsets=True).offsets == expected
+
+
+def test_a_stop_text_is_cut_from_the_text_and_not_from_the_tokens():
+    plan = read_completion({"prompt": "hi", "stop": "€", "return_token_ids": True}, limits(), NAME)
+    (choice,) = CompletionReply(plan, tokenizer()).whole(pieces(plan, EURO[:-1], "stop"), 0)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("a", "stop")
+    assert choice["token_ids"] == tuple(EURO[:-1])
+
+
+def test_a_chat_reply():
+    plan = read_chat(
+        {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "return_token_ids": True}, limits(), NAME
+    )
+    body = ChatReply(plan, tokenizer()).whole(pieces(plan, EURO, "abort"), version=0)
+    assert body["prompt_token_ids"] == plan.requests[0].input_tokens
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "a€b", "refusal": None}
+    assert choice["finish_reason"] == "abort"
+    content = choice["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content] == [[97], None, None, None, [98]]
+    assert all(entry["top_logprobs"] == [] for entry in content)
+
+
+def streamed(writer, plan) -> list[dict]:
+    """Chunks of EURO, one token at a time."""
+    maker = PieceMaker(tokenizer(), plan.shape.rules, with_offsets=plan.shape.logprobs)
+    chunks = []
+    for place, token in enumerate(EURO):
+        ending = "length" if place == len(EURO) - 1 else None
+        chunks += writer.chunks(0, maker.piece([token], [-1.0], [3], ending), version=3)
+    return chunks
+
+
+def test_chunks_of_a_completion():
+    plan = read_completion({"prompt": "hi", "stream": True}, limits(), NAME)
+    chunks = streamed(CompletionReply(plan, tokenizer()), plan)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "€", "b"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
+    assert "usage" not in chunks[0]
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {"version-3"}
+
+
+def test_chunks_with_tokens_leave_none_out():
+    plan = read_completion({"prompt": "hi", "stream": True, "return_token_ids": True, "logprobs": 1}, limits(), NAME)
+    choices = [chunk["choices"][0] for chunk in streamed(CompletionReply(plan, tokenizer()), plan)]
+    assert [token for choice in choices for token in choice["token_ids"]] == EURO
+    assert [offset for choice in choices for offset in choice["logprobs"]["text_offset"]] == [0, 1, 1, 1, 2]
+    assert ["prompt_token_ids" in choice for choice in choices] == [True, False, False, False, False]
+
+
+def test_chunks_of_a_chat():
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    plan = read_chat({"messages": [{"role": "user", "content": "hi"}], **options}, limits(), NAME)
+    writer = ChatReply(plan, tokenizer())
+    chunks = streamed(writer, plan)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "€"}, {"content": "b"}, {}]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    last = writer.last_chunk(5, version=4)
+    assert last["choices"] == []
+    assert [chunk["system_fingerprint"] for chunk in (*chunks, last)] == [*["version-3"] * 5, "version-4"]
+    assert last["usage"]["completion_tokens"] == 5
