@@ -1,13 +1,13 @@
-"""A DataProto as one safetensors file that can be read without running code from it.
+"""Storing a DataProto as one safetensors file, which can be read without running code from it.
 
 Layout: ``column/<name>`` is a tensor column, as any safetensors reader shows it. ``tree`` is JSON text (as bytes): row
-count, column order, object columns and ``meta_info``. ``blob`` is the bytes of the arrays and tensors inside those. A
-checksum over all of it stands in the file's metadata.
+count, column order, object columns and ``meta_info``. ``blob`` is the bytes of the arrays and tensors inside those. The
+file's metadata holds a checksum over all of it.
 
 JSON alone would turn tuples into lists and keys into strings, so a value that JSON does not hold exactly is written as
 ``{tag: payload}``. That covers None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, numpy arrays and
-scalars, and tensors, nested at will. Other objects are pickled only where both the writer and the reader say
-``allow_pickle=True``; otherwise they are an error that names the column and row.
+scalars, and tensors, with any nesting. Other objects are pickled only if both the writer and the reader pass
+``allow_pickle=True``; otherwise they raise an error that names the column and row.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from headwater.core.errors import DataError
 FORMAT = "headwater.DataProto/1"
 
 PLAIN_NUMPY_KINDS = "biufcmMSU"
-"""Kinds of numpy dtype whose bytes and ``dtype.str`` say all there is."""
+"""Kinds of numpy dtype that their bytes and ``dtype.str`` describe completely."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """What a file holds."""
+    """The content of a file."""
 
     num_rows: int
     tensors: Mapping[str, torch.Tensor]
@@ -48,7 +48,7 @@ class StoredBatch:
 
 
 def write_batch(path: str | os.PathLike[str], batch: StoredBatch, allow_pickle: bool) -> None:
-    """Write ``batch`` so that ``path`` holds either the whole of it or what it held before."""
+    """Write ``batch`` atomically: ``path`` holds either the whole batch or its previous content."""
     encoder = _Encoder(allow_pickle)
     tree = {
         "num_rows": batch.num_rows,
@@ -74,14 +74,14 @@ def write_batch(path: str | os.PathLike[str], batch: StoredBatch, allow_pickle: 
 
 
 def read_batch(path: str | os.PathLike[str], allow_pickle: bool) -> StoredBatch:
-    """Read what ``write_batch`` wrote. Raises ``DataError`` where the file is missing, damaged or something else."""
+    """Read a file written by ``write_batch``. Raises ``DataError`` if it is missing or damaged."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file; give the path of a file that DataProto.save wrote")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            # The tensors of an open file are windows onto it; copies do not change when the file does.
+            # Tensors of an open file are views of it; copies stay valid when the file changes.
             entries = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise DataError(f"{path}: damaged, or not a file that DataProto.save wrote: {error}") from error
@@ -102,14 +102,14 @@ def read_batch(path: str | os.PathLike[str], allow_pickle: bool) -> StoredBatch:
 
 
 class _Encoder:
-    """Values to JSON; the bytes of arrays go to ``blob``."""
+    """Encodes values as JSON and collects the bytes of arrays in ``blob``."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self.allow_pickle = allow_pickle
         self.blob = bytearray()
 
     def encode(self, value: Any, where: str) -> Any:
-        # Exact types: a subclass may hold more than its base shows, and np.float64 is a float.
+        # Compare exact types: a subclass may hold more than its base class, and np.float64 is a float.
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
@@ -135,7 +135,7 @@ class _Encoder:
     def _pickle(self, value: Any, where: str) -> Any:
         if not self.allow_pickle:
             raise ValueError(
-                f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which has no form in the file; "
+                f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored; "
                 "convert it to plain values or arrays, drop it, or save and load with allow_pickle=True"
             )
         return {"pickle": base64.b64encode(pickle.dumps(value)).decode("ascii")}
@@ -192,7 +192,7 @@ class _Decoder:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    # numpy gives its empty arrays a stride of 0, which torch cannot view as bytes.
+    # Empty numpy arrays have a stride of 0, which torch cannot view as bytes.
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
@@ -210,7 +210,7 @@ def _checksum(entries: Mapping[str, torch.Tensor]) -> str:
 
 
 def _replace_file(path: Path, content: bytes) -> None:
-    """Write beside ``path`` and move into place, so that a reader or a crash never sees half a file."""
+    """Write to a temporary file and move it into place, so that no reader or crash sees a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""The columns of a DataProto: what may be one, and when two hold the same values.
+"""The columns of a DataProto: which values are allowed, when two columns are equal, and how rows are indexed.
 
 A tensor column is a plain tensor whose first dimension is the rows. An object column is a one-dimensional numpy array
 of dtype ``object``, whatever its rows hold: a column of equally long lists stays a column of lists.
@@ -7,6 +7,7 @@ of dtype ``object``, whatever its rows hold: a column of equally long lists stay
 from __future__ import annotations
 
 import dataclasses
+import operator
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -17,15 +18,18 @@ import torch
 
 ObjectArray: TypeAlias = npt.NDArray[np.object_]
 
+RowIndex: TypeAlias = slice | Sequence[int] | npt.NDArray[Any] | torch.Tensor
+"""An index that selects a batch: positions, or a mask with one boolean per row."""
+
 
 def object_column(name: str, values: Any) -> ObjectArray:
-    """``values`` as a one-dimensional object array; arrays of more dimensions become one array per row."""
+    """Convert ``values`` to a one-dimensional object array. An array with more dimensions becomes one array per row."""
     if isinstance(values, np.ndarray):
         if values.ndim == 0:
             raise ValueError(f"column {name!r}: a 0-d array has no rows; pass a list with one value per row")
         if values.ndim == 1 and values.dtype == object:
             return values
-        # astype makes Python values of numbers and strings, but plain integers of nanosecond dates.
+        # astype converts numbers and strings to Python values, but would turn nanosecond dates into integers.
         if values.ndim == 1 and values.dtype.kind in "biufcSU":
             return values.astype(object)
     elif isinstance(values, torch.Tensor):
@@ -33,7 +37,7 @@ def object_column(name: str, values: Any) -> ObjectArray:
     elif isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise TypeError(f"column {name!r} is a {type(values).__name__}; pass a list or array with one value per row")
     column = np.empty(len(values), dtype=object)
-    # Row by row: assigning the whole list would let numpy take equally long lists for a second dimension.
+    # Assign row by row: given the whole list, numpy would treat equally long lists as a second dimension.
     for row, value in enumerate(values):
         column[row] = value
     return column
@@ -43,7 +47,7 @@ def check_tensor_column(name: str, value: Any, num_rows: int | None = None) -> N
     """Raise unless ``value`` is a plain tensor with ``num_rows`` rows (any number where ``None``)."""
     if not isinstance(value, torch.Tensor):
         remedy = (
-            "nested TensorDicts are not supported, flatten it into columns of its own"
+            "nested TensorDicts are not supported, flatten it into separate columns"
             if isinstance(value, Mapping) or hasattr(value, "batch_size")
             else "convert it with torch.as_tensor, or pass it with the non-tensors"
         )
@@ -69,7 +73,7 @@ def check_num_rows(name: str, found: int, num_rows: int | None) -> None:
 
 
 def check_names(tensors: Iterable[Any], arrays: Iterable[Any]) -> None:
-    """Raise where a name is no string, or names both a tensor and an object column."""
+    """Raise if a name is not a string, or names both a tensor column and an object column."""
     tensor_names = list(tensors)
     array_names = list(arrays)
     for name in (*tensor_names, *array_names):
@@ -80,7 +84,7 @@ def check_names(tensors: Iterable[Any], arrays: Iterable[Any]) -> None:
 
 
 def check_known(keys: Sequence[str], known: Iterable[str], kind: str) -> list[str]:
-    """``keys`` without repeats, after checking that each is one of ``known``."""
+    """Check that every key is one of ``known`` and return the keys without repeats."""
     if isinstance(keys, str):
         raise TypeError(f"{kind} = {keys!r}: pass a list of names, [{keys!r}]")
     known = list(known)
@@ -91,7 +95,7 @@ def check_known(keys: Sequence[str], known: Iterable[str], kind: str) -> list[st
 
 
 def check_joinable(first: Mapping[str, Any], other: Mapping[str, Any], other_name: str) -> None:
-    """Raise unless two batches have the same columns. torch would widen dtypes, and would name no column."""
+    """Raise unless two batches have the same columns. (torch.cat would widen dtypes and would not name the column.)"""
     if first.keys() != other.keys():
         lacks, adds = sorted(first.keys() - other.keys()), sorted(other.keys() - first.keys())
         raise ValueError(
@@ -112,7 +116,7 @@ def _row_type(column: torch.Tensor | ObjectArray) -> str:
 
 
 def describe(name: str, column: torch.Tensor | ObjectArray) -> str:
-    """One line for people: name, dtype, shape, and where or of what it is."""
+    """Return one line that describes the column: name, dtype, shape, and device or element types."""
     if isinstance(column, torch.Tensor):
         return f"{name}: {str(column.dtype).removeprefix('torch.')} {tuple(column.shape)} on {column.device}"
     types = sorted({type(value).__name__ for value in column})
@@ -120,7 +124,7 @@ def describe(name: str, column: torch.Tensor | ObjectArray) -> str:
 
 
 def merge_equal(left: Mapping[str, Any], right: Mapping[str, Any], kind: str, remedy: str) -> dict[str, Any]:
-    """Both mappings as one. A key of both is fine where its values are equal and an error where they differ."""
+    """Merge two mappings. A key that both have must have equal values."""
     for key in right:
         if key in left and not values_equal(left[key], right[key]):
             difference = f"{reprlib.repr(left[key])} and {reprlib.repr(right[key])}"
@@ -129,9 +133,9 @@ def merge_equal(left: Mapping[str, Any], right: Mapping[str, Any], kind: str, re
 
 
 def values_equal(left: Any, right: Any) -> bool:
-    """Same type and same value, looking inside containers, arrays and dataclasses; NaN equals NaN.
+    """Return whether both values have the same type and content. NaN equals NaN.
 
-    The device of a tensor is not compared.
+    Containers, arrays and dataclasses are compared element by element. The device of a tensor is ignored.
     """
     if left is right:
         return True
@@ -173,8 +177,76 @@ def _arrays_equal(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, contiguous and alone in its storage: pickling a view would write all that it is a view of."""
+    """Return the tensor contiguous and with its own storage, because pickling a view writes the whole storage."""
     tensor = tensor.detach()
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_row_number(index: Any) -> bool:
+    """Return whether ``index`` selects one row: a Python or numpy integer, or an array or tensor without dimensions."""
+    if isinstance(index, (np.ndarray, torch.Tensor)):
+        return index.ndim == 0
+    return isinstance(index, (int, np.integer, np.bool_))
+
+
+def row_number(index: Any, num_rows: int) -> int:
+    """Return the row that ``index`` selects. Negative numbers count from the end."""
+    is_bool = isinstance(index, (bool, np.bool_)) or getattr(index, "dtype", None) in (np.bool_, torch.bool)
+    try:
+        if is_bool:
+            raise TypeError
+        row = operator.index(index)
+    except TypeError as error:
+        raise TypeError(
+            f"index {index!r} is not a row number; use an integer, or a mask of {num_rows} booleans"
+        ) from error
+    if not -num_rows <= row < num_rows:
+        raise IndexError(f"row {row} is out of range for a batch of {num_rows} rows")
+    return row % num_rows
+
+
+def row_positions(index: RowIndex, num_rows: int) -> torch.Tensor:
+    """Return the rows that ``index`` selects, in its order, as non-negative int64 positions on the CPU."""
+    if isinstance(index, slice):
+        return torch.arange(num_rows)[list(range(*index.indices(num_rows)))]
+    array = _as_array(index)
+    if array.ndim != 1:
+        raise IndexError(f"an index of shape {array.shape} has {array.ndim} dimensions; rows are indexed by one")
+    if array.dtype == np.bool_:
+        if len(array) != num_rows:
+            raise IndexError(f"a mask of {len(array)} booleans does not fit a batch of {num_rows} rows")
+        return torch.from_numpy(np.flatnonzero(array))
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"an index of dtype {array.dtype}; use integers or booleans")
+    outside = array[(array < -num_rows) | (array >= num_rows)]
+    if len(outside):
+        raise IndexError(f"row {outside[0]} is out of range for a batch of {num_rows} rows")
+    positions = array.astype(np.int64)
+    return torch.from_numpy(np.where(positions < 0, positions + num_rows, positions))
+
+
+def _as_array(index: Any) -> npt.NDArray[Any]:
+    if isinstance(index, torch.Tensor):
+        return index.detach().cpu().numpy()
+    if isinstance(index, np.ndarray):
+        return index
+    if not isinstance(index, (list, range)):
+        remedy = (
+            f"read a column with data.batch[{index!r}] or data.non_tensor_batch[{index!r}]"
+            if isinstance(index, str)
+            else "use an integer, a slice, or a list, array or tensor of one dimension"
+        )
+        raise TypeError(f"a DataProto is not indexed by {type(index).__name__}; {remedy}")
+    # An empty list would become an array of floats.
+    return np.asarray(index) if len(index) else np.empty(0, dtype=np.int64)
+
+
+def epoch_order(num_rows: int, seed: int | None, epoch: int) -> torch.Tensor:
+    """Return the positions of all rows in the order of one epoch. Without a seed the rows keep their order."""
+    if seed is None:
+        return torch.arange(num_rows)
+    # numpy guarantees the stream of RandomState across versions, so a resumed run keeps its order after an upgrade.
+    bits = np.random.MT19937(np.random.SeedSequence((seed, epoch)))
+    return torch.from_numpy(np.random.RandomState(bits).permutation(num_rows))

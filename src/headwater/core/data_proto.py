@@ -1,6 +1,6 @@
-"""DataProto, the batch that every step of training takes and returns.
+"""DataProto, the batch container that passes between the steps of training.
 
-Only this file and those it imports need torch; ``headwater.core`` itself does not.
+This module imports torch; the other modules of ``headwater.core`` do not need it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from headwater.core import dispatch as ranks
 from headwater.core.batch_file import StoredBatch, read_batch, write_batch
 from headwater.core.columns import (
     ObjectArray,
+    RowIndex,
     check_joinable,
     check_known,
     check_names,
@@ -27,11 +28,14 @@ from headwater.core.columns import (
     check_tensor_column,
     compact,
     describe,
+    epoch_order,
+    is_row_number,
     merge_equal,
     object_column,
+    row_number,
+    row_positions,
     values_equal,
 )
-from headwater.core.rows import RowIndex, epoch_order, is_row_number, row_number, row_positions
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 ObjectValues: TypeAlias = Sequence[Any] | npt.NDArray[Any]
@@ -49,7 +53,7 @@ class DataProtoItem:
 
 
 class DataProto:
-    """Rows of a batch: tensor columns, object columns, and facts about the batch as a whole.
+    """A batch of rows: tensor columns, object columns, and metadata about the batch as a whole.
 
         data = DataProto.from_dict(
             tensors={"input_ids": torch.zeros(4, 16, dtype=torch.long)},
@@ -66,13 +70,13 @@ class DataProto:
         outputs = [work(part) for part in data.dispatch(num_ranks=3)]
         data = DataProto.collect(outputs)                 # 32 rows again, padding removed
 
-    ``batch`` is a TensorDict of one dimension, the rows. ``non_tensor_batch`` maps names to one-dimensional object
-    arrays, so a row may hold anything: a string, a ragged list, a dict, an image. A name is one column, of one kind.
+    ``batch`` is a TensorDict with one batch dimension, the rows. ``non_tensor_batch`` maps names to one-dimensional
+    object arrays, so a row may hold anything: a string, a ragged list, a dict, an image. A name belongs to one column.
 
-    Operations return new DataProtos and leave this one as it was; only ``pop`` changes it. A new DataProto may share
-    memory with the old one, as slices of tensors do, so do not write into tensors in place. After changing ``batch`` or
-    ``non_tensor_batch`` by hand, call ``check_consistency``. A batch of 0 rows is valid everywhere but in
-    ``pad_to_divisor``.
+    Operations return new DataProtos and do not modify this one, except ``pop``. A new DataProto may share memory with
+    the old one, as slices of tensors do, so do not write into tensors in place. After changing ``batch`` or
+    ``non_tensor_batch`` directly, call ``check_consistency``. Every operation except ``pad_to_divisor`` accepts a
+    batch of 0 rows.
     """
 
     batch: TensorDict
@@ -113,21 +117,21 @@ class DataProto:
     def from_dict(
         cls, tensors: Tensors | None = None, non_tensors: Objects | None = None, meta_info: Meta | None = None
     ) -> DataProto:
-        """A batch of the given columns, which must all have the same number of rows."""
+        """Build a batch from columns, which must all have the same number of rows."""
         return cls._of(tensors or {}, non_tensors or {}, meta_info or {}, None)
 
     @classmethod
     def from_single_dict(
         cls, columns: Mapping[str, torch.Tensor | ObjectValues], meta_info: Meta | None = None
     ) -> DataProto:
-        """A batch of mixed columns, as a collate function returns them: tensors stay tensors, the rest is objects."""
+        """Build a batch from mixed columns, as a collate function returns them. Non-tensors become objects."""
         tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
         others = {name: column for name, column in columns.items() if not isinstance(column, torch.Tensor)}
         return cls._of(tensors, others, meta_info or {}, None)
 
     @classmethod
     def concat(cls, parts: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts in turn. Parts have the same columns; ``meta_info`` is merged and must not conflict."""
+        """Concatenate the rows of all parts. Parts have the same columns; their ``meta_info`` must not conflict."""
         if not parts:
             raise ValueError("concat got no parts, so the columns are unknown; pass at least one DataProto")
         first = parts[0]
@@ -184,7 +188,7 @@ class DataProto:
     def with_columns(
         self, tensors: Tensors | None = None, non_tensors: Objects | None = None, meta_info: Meta | None = None
     ) -> DataProto:
-        """This batch with columns and ``meta_info`` entries added; those of the same name are replaced."""
+        """Add columns and ``meta_info`` entries, replacing those with the same name."""
         return self._of(
             {**self._tensors(), **(tensors or {})},
             {**self.non_tensor_batch, **(non_tensors or {})},
@@ -200,7 +204,7 @@ class DataProto:
         meta_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Only the named columns and ``meta_info`` entries; ``None`` keeps all of a kind.
+        """Keep only the named columns and ``meta_info`` entries; ``None`` keeps all of that kind.
 
         With ``deepcopy`` the result shares no memory with this batch.
         """
@@ -208,7 +212,7 @@ class DataProto:
         arrays = _subset(self.non_tensor_batch, non_tensor_keys, "non_tensor_keys")
         meta_info = _subset(self.meta_info, meta_keys, "meta_keys")
         if deepcopy:
-            # torch refuses to deepcopy a tensor that autograd computed, and clones it.
+            # copy.deepcopy fails on tensors that autograd computed; clone works.
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             arrays, meta_info = copy.deepcopy((arrays, meta_info))
         return self._of(tensors, arrays, meta_info, len(self))
@@ -216,9 +220,9 @@ class DataProto:
     def pop(
         self, batch_keys: Sequence[str] = (), non_tensor_keys: Sequence[str] = (), meta_keys: Sequence[str] = ()
     ) -> DataProto:
-        """Take the named columns and ``meta_info`` entries out of this batch, and return them as another.
+        """Remove the named columns and ``meta_info`` entries from this batch and return them as a new one.
 
-        The one operation that changes its batch; it changes nothing where a name is unknown.
+        This is the only operation that modifies its batch. An unknown name raises before anything is removed.
         """
         popped = self.select(batch_keys, non_tensor_keys, meta_keys)
         for name in popped.batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
@@ -230,7 +234,7 @@ class DataProto:
         return popped
 
     def union(self, other: DataProto) -> DataProto:
-        """The columns and ``meta_info`` of both. What both have must be equal."""
+        """Combine the columns and ``meta_info`` of both batches. Entries that both have must be equal."""
         if len(self) != len(other):
             raise ValueError(f"union of {len(self)} and {len(other)} rows; both batches need the same rows")
         remedy = "pop or rename it on one side before the union"
@@ -242,23 +246,23 @@ class DataProto:
         )
 
     def rename(self, old: str, new: str) -> DataProto:
-        """The column ``old``, of either kind, under the name ``new``."""
+        """Rename a column of either kind."""
         columns = self._columns()
         check_known([old], columns, "rename")
         if new in columns and new != old:
-            raise ValueError(f"rename {old!r} to {new!r}: there is a column {new!r} already; pop it first")
+            raise ValueError(f"rename {old!r} to {new!r}: column {new!r} already exists; pop it first")
         tensors = {new if name == old else name: tensor for name, tensor in self.batch.items()}
         arrays = {new if name == old else name: array for name, array in self.non_tensor_batch.items()}
         return self._of(tensors, arrays, self.meta_info, len(self))
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Every row ``times`` times: ``a a b b`` interleaved, ``a b a b`` otherwise. Objects are shared, not copied."""
+        """Repeat every row: ``a a b b`` if interleaved, else ``a b a b``. Objects are shared, not copied."""
         _check_positive("times", times)
         rows = torch.arange(len(self))
         return self._take(rows.repeat_interleave(times) if interleave else rows.repeat(times))
 
     def chunk(self, num_chunks: int) -> list[DataProto]:
-        """``num_chunks`` parts of equally many rows."""
+        """Split into ``num_chunks`` parts with the same number of rows."""
         _check_positive("num_chunks", num_chunks)
         size, remainder = divmod(len(self), num_chunks)
         if remainder:
@@ -269,12 +273,12 @@ class DataProto:
         return [self[start * size : (start + 1) * size] for start in range(num_chunks)]
 
     def split(self, size: int) -> list[DataProto]:
-        """Parts of ``size`` rows, the last perhaps shorter. 0 rows give one part, so that ``concat`` restores them."""
+        """Split into parts of ``size`` rows; the last may be shorter. A batch of 0 rows gives one empty part."""
         _check_positive("size", size)
         return [self[start : start + size] for start in range(0, max(len(self), 1), size)]
 
     def reorder(self, indices: RowIndex) -> DataProto:
-        """The rows in the order of ``indices``, which must name each row once; ``data[indices]`` picks any rows."""
+        """Reorder the rows. ``indices`` must contain each row once; use ``data[indices]`` to select any rows."""
         positions = row_positions(indices, len(self))
         if not torch.equal(positions.sort().values, torch.arange(len(self))):
             raise ValueError(
@@ -284,7 +288,7 @@ class DataProto:
         return self._take(positions)
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """Rows repeated from the first on until ``divisor`` divides their number, and how many were added."""
+        """Repeat rows from the start until ``divisor`` divides their number. Returns the batch and the number added."""
         _check_positive("divisor", divisor)
         if not len(self):
             raise ValueError(f"pad_to_divisor({divisor}): 0 rows leave nothing to pad with; skip empty batches")
@@ -292,7 +296,7 @@ class DataProto:
         return self._take(torch.arange(len(self) + pad_size) % len(self)), pad_size
 
     def unpad(self, pad_size: int) -> DataProto:
-        """Without the last ``pad_size`` rows."""
+        """Remove the last ``pad_size`` rows."""
         if not 0 <= pad_size <= len(self):
             raise ValueError(f"pad_size = {pad_size}: must be in 0..{len(self)}, the number of rows")
         return self[: len(self) - pad_size]
@@ -300,10 +304,10 @@ class DataProto:
     def minibatches(
         self, size: int, epochs: int = 1, seed: int | None = None, drop_last: bool = False
     ) -> Iterator[DataProto]:
-        """``epochs`` passes over the rows in batches of ``size``; the last of a pass is shorter, or left out.
+        """Iterate ``epochs`` times over the rows in batches of ``size``; the last batch is shorter or dropped.
 
-        With a seed each pass has an order of its own, which depends on the seed, the pass and the number of rows only;
-        without one the rows keep their order.
+        With a seed, each pass shuffles the rows in an order that depends only on the seed, the pass and the number of
+        rows. Without a seed, the rows keep their order.
         """
         _check_positive("size", size)
         _check_positive("epochs", epochs)
@@ -330,26 +334,26 @@ class DataProto:
         return ranks.collect(parts, num_rows)
 
     def to(self, device: torch.device | str | int) -> DataProto:
-        """The same batch with its tensor columns on ``device``."""
+        """Move the tensor columns to ``device``."""
         tensors = {name: tensor.to(device) for name, tensor in self.batch.items()}
         return self._of(tensors, self.non_tensor_batch, self.meta_info, len(self))
 
     def save(self, path: str | os.PathLike[str], allow_pickle: bool = False) -> None:
-        """Write one file, whole or not at all; ``core/batch_file.py`` describes it.
+        """Write the batch to one file, atomically; ``core/batch_file.py`` describes the format.
 
-        Objects without a plain form (other than numbers, strings, containers, arrays and tensors) are an error, or
-        pickled with ``allow_pickle``.
+        Objects other than numbers, strings, containers, arrays and tensors raise an error, unless ``allow_pickle``
+        allows them to be pickled.
         """
         write_batch(path, StoredBatch(len(self), self._tensors(), self.non_tensor_batch, self.meta_info), allow_pickle)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], allow_pickle: bool = False) -> DataProto:
-        """Read what ``save`` wrote, onto the CPU. ``allow_pickle`` runs code from the file: only where you trust it."""
+        """Read a file written by ``save``, onto the CPU. ``allow_pickle`` runs code from the file."""
         stored = read_batch(path, allow_pickle)
         return cls._of(stored.tensors, stored.arrays, stored.meta_info, stored.num_rows)
 
     def check_consistency(self) -> None:
-        """Raise unless every column is of its kind, has a name of its own and as many rows as the batch."""
+        """Raise unless every column has the right type, a unique name and the number of rows of the batch."""
         if len(self.batch.batch_size) != 1:
             raise ValueError(f"batch_size = {tuple(self.batch.batch_size)}: a DataProto has one dimension, the rows")
         check_names(self.batch.keys(), self.non_tensor_batch)
@@ -359,7 +363,7 @@ class DataProto:
             check_object_column(name, array, len(self))
 
     def equals(self, other: DataProto) -> bool:
-        """Whether both have the same rows, columns and ``meta_info``; dtypes count, devices and column order do not."""
+        """Return whether both have the same rows, columns, dtypes and ``meta_info``; devices and order are ignored."""
         return (
             len(self) == len(other)
             and values_equal(self._tensors(), other._tensors())
@@ -374,7 +378,7 @@ class DataProto:
         return "\n".join(lines)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Plain columns, without gradients; a part of a batch pickles as its own rows only."""
+        """Return plain columns without gradients. A slice of a batch pickles only its own rows."""
         return {
             "tensors": {name: compact(tensor) for name, tensor in self.batch.items()},
             "non_tensors": self.non_tensor_batch,

@@ -1,6 +1,7 @@
-"""Every error a user can cause or mend.
+"""Errors that a user can cause or fix.
 
-The command line prints these as one message and exits non-zero; anything else is a bug of ours and keeps its traceback.
+The command line prints these as one message and exits with a non-zero status. Any other exception is a bug in
+Headwater and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Sequence
 
 
 class HeadwaterError(Exception):
-    """Base of all errors whose message is written for the user: what, where, and what to do about it."""
+    """Base class of errors whose message tells the user what happened, where, and how to fix it."""
 
 
 class ConfigError(HeadwaterError):
-    """One or more wrong settings, all reported together."""
+    """One or more invalid settings, reported together."""
 
     def __init__(self, problems: Sequence[str], source: str = "") -> None:
         self.problems = tuple(problems)
@@ -23,7 +24,7 @@ class ConfigError(HeadwaterError):
 
 
 class UnknownName(HeadwaterError):
-    """A name that no registered extension answers to."""
+    """A name that no registered extension has."""
 
 
 class DataError(HeadwaterError):
@@ -31,7 +32,7 @@ class DataError(HeadwaterError):
 
 
 class MissingColumn(HeadwaterError):
-    """A part of the algorithm needs a column of the batch that nothing in this run provides."""
+    """The algorithm needs a column of the batch that this run does not provide."""
 
 
 class ModelError(HeadwaterError):
@@ -43,7 +44,7 @@ class WeightsError(HeadwaterError):
 
 
 class RewardFailed(HeadwaterError):
-    """A reward could not be computed. This is never turned into a number."""
+    """A reward could not be computed. A failure is never converted to a number."""
 
 
 class RolloutFailed(HeadwaterError):
@@ -51,19 +52,19 @@ class RolloutFailed(HeadwaterError):
 
 
 class RequestError(RolloutFailed):
-    """A request that no engine could serve as it stands: an empty prompt, an unknown token, too many tokens."""
+    """An invalid request: an empty prompt, an unknown token, or too many tokens."""
 
 
 class QueueFull(RolloutFailed):
-    """The engine's queue is at its limit; the request may be sent again later."""
+    """The engine's queue is full; the request may be sent again later."""
 
 
 class MemoryRefused(RolloutFailed):
-    """The device has no room for what the engine is to take again. It stays asleep and may be woken later."""
+    """The device has too little free memory to wake the engine. It stays asleep and may be woken later."""
 
 
 class LogitsBroken(RolloutFailed):
-    """The model made NaN of a request's tokens. The engine goes on, and may be given better weights."""
+    """The model computed NaN logits for a request. The engine continues and may be given better weights."""
 
 
 class RunError(HeadwaterError):

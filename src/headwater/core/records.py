@@ -1,7 +1,7 @@
 """The typed records that cross folder boundaries.
 
-They hold plain Python values, so reading or checking one needs no torch. Lengths are checked at construction: a record
-that exists is consistent.
+They hold plain Python values, so they can be created and checked without torch. Lengths are checked at construction,
+so an existing record is consistent.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, Literal
 StopReason = Literal["stop", "length", "tool_calls", "abort"]
 
 NOT_SAMPLED = -1
-"""Policy version of a token that the policy did not produce: prompt, template and tool tokens."""
+"""Policy version of tokens that the policy did not produce: prompt, template and tool tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a dataset, rendered and tokenised."""
+    """One dataset row, rendered and tokenised."""
 
     uid: str
-    """Stable name of the row, for example ``arithmetic/train/17``."""
+    """Stable identifier of the row, for example ``arithmetic/train/17``."""
     messages: tuple[Mapping[str, Any], ...]
-    """The chat before rendering; ``content`` is a string, or a list of parts when the row has images or videos."""
+    """The chat before rendering. ``content`` is a string, or a list of parts if the row has images or videos."""
     text: str
-    """The chat template's output."""
+    """The output of the chat template."""
     tokens: tuple[int, ...]
     data_source: str
     ground_truth: Any = None
@@ -43,21 +43,21 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one response is drawn. ``temperature`` 0 is greedy."""
+    """Sampling settings of one response. ``temperature`` 0 is greedy decoding."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Sample from the k most likely tokens; 0 means all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the response, besides the model's own end token."""
+    """Tokens that end the response, in addition to the model's end token."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end the response; the token that completes one is the response's last."""
+    """Strings that end the response. The token that completes the string is the last token of the response."""
     ignore_end: bool = False
-    """Go on to ``max_new_tokens`` whatever the model says, as benchmarks do; stop tokens and strings still end it."""
+    """Ignore the model's end token, as benchmarks do. Stop tokens and stop strings still end the response."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -80,15 +80,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """Tokens in; one response out. ``rng_key`` alone decides the sampled randomness, whatever else is in the batch."""
+    """A request for one response to a sequence of tokens.
+
+    The randomness of sampling depends only on ``rng_key``, not on other requests in the batch.
+    """
 
     request_id: str
     input_tokens: tuple[int, ...]
     sampling: SamplingParams
     rng_key: int
     given_tokens: tuple[int, ...] = ()
-    """The beginning of the response, drawn earlier: generation goes on after it as if it had never stopped. It counts
-    in every limit of ``sampling``, and the response holds only what comes after it."""
+    """The beginning of the response, if it was generated earlier. Generation continues after it as if it had not been
+    interrupted. These tokens count towards every limit of ``sampling``; the response holds only the new tokens."""
 
     def __post_init__(self) -> None:
         if not self.input_tokens:
@@ -97,7 +100,7 @@ class ModelRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelResponse:
-    """What the engine made of a request: every token with its log-prob and the policy version that produced it."""
+    """The response to a request: every token with its log-prob and the policy version that produced it."""
 
     input_tokens: tuple[int, ...]
     output_tokens: tuple[int, ...]
@@ -118,7 +121,7 @@ class ModelResponse:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward and whatever its scorer wants to show beside it."""
+    """A reward and additional values that the scorer returned with it."""
 
     value: float
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -130,16 +133,16 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode, token by token.
+    """The tokens of one finished episode.
 
-    ``loss_mask`` is 1 exactly on tokens the policy sampled and should learn from; ``versions`` is -1 and ``logprobs``
-    is 0.0 on the others.
+    ``loss_mask`` is 1 on tokens that the policy sampled and should learn from. On tokens that it did not sample,
+    ``versions`` is -1 and ``logprobs`` is 0.0.
     """
 
     uid: str
-    """The prompt's uid: trajectories with equal uid form a group."""
+    """The uid of the prompt. Trajectories with the same uid form a group."""
     sample: int
-    """Index within the group."""
+    """Index of the episode within the group."""
     tokens: tuple[int, ...]
     prompt_length: int
     """Number of leading tokens that are the prompt."""
@@ -149,9 +152,9 @@ class Trajectory:
     reward: float
     stop_reason: StopReason
     turn_rewards: tuple[float, ...] = ()
-    """What each of the model's turns earned, where a turn is a run of sampled tokens; they sum to ``reward``.
+    """The reward of each turn of the model, where a turn is a run of sampled tokens. They sum to ``reward``.
 
-    Empty: the last turn earned all of it.
+    If empty, the whole reward belongs to the last turn.
     """
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -188,7 +191,7 @@ class Trajectory:
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
-        """Where each of the model's turns ends: at its last trained token, or its last where none is trained."""
+        """The last trained token of each turn, or its last token if none is trained."""
         runs = groupby(range(len(self.tokens)), lambda at: self.versions[at] != NOT_SAMPLED)
         turns = (list(run) for is_sampled, run in runs if is_sampled)
         return tuple(max((at for at in turn if self.loss_mask[at]), default=turn[-1]) for turn in turns)
@@ -206,7 +209,7 @@ class Trajectory:
         score: Score,
         info: Mapping[str, Any] | None = None,
     ) -> Trajectory:
-        """The single-turn case: the whole response is trained, nothing of the prompt is."""
+        """Build a single-turn trajectory: all response tokens are trained, no prompt token is."""
         num_prompt, num_output = len(response.input_tokens), len(response.output_tokens)
         return cls(
             uid=prompt.uid,

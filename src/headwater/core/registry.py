@@ -1,7 +1,7 @@
 """Extensions by name: one file in a folder, or a dotted path.
 
-A folder such as ``headwater/algorithms/advantages`` is a registry: the config name ``grpo`` is its file ``grpo.py``,
-and that file marks the function or class it offers:
+A folder such as ``headwater/algorithms/advantages`` is a registry: the config name ``grpo`` refers to its file
+``grpo.py``, which registers one function or class:
 
     ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages")
 
@@ -12,7 +12,7 @@ and that file marks the function or class it offers:
     ADVANTAGES.resolve("my_package.my_module:my_advantage")
     ADVANTAGES.resolve("path/to/file.py:my_advantage")
 
-Nothing is imported before it is resolved, so names can be checked without loading torch.
+Nothing is imported before it is resolved, so names can be checked without importing torch.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ T = TypeVar("T")
 
 
 def is_path(name: str) -> bool:
-    """Whether a config value is an extension path (``module:Thing`` or ``file.py:Thing``) and not a built-in name."""
+    """Return whether a config value is an extension path (``module:Thing`` or ``file.py:Thing``)."""
     return ":" in name
 
 
 def known_names(package: str) -> list[str]:
-    """The names a registry folder offers: its files, read off the disk without importing them."""
+    """Return the names in a registry folder: its files, listed without importing them."""
     folder = PACKAGE_ROOT.joinpath(*package.split(".")[1:])
     return sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A hint for an unknown name: the closest known one, then all of them."""
+    """Return a hint for an unknown name: the closest known name, then all of them."""
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {matches[0]!r}? " if matches else ""
     return f"{hint}known: {', '.join(known) or 'none'}"
 
 
 def load_object(path: str) -> Any:
-    """Import what ``package.module:Thing`` or ``path/to/file.py:Thing`` names."""
+    """Import the object that ``package.module:Thing`` or ``path/to/file.py:Thing`` names."""
     module_name, _, attribute = path.rpartition(":")
     if not module_name or not attribute:
         raise UnknownName(f"{path!r}: write an extension as 'package.module:Thing' or 'path/to/file.py:Thing'")
@@ -66,7 +66,7 @@ def load_object(path: str) -> Any:
 
 @contextmanager
 def blaming(setting: str) -> Iterator[None]:
-    """Errors within name the setting that asked for an extension: ``with blaming(f"reward.function = {name}")``."""
+    """Prefix errors with the setting that named the extension: ``with blaming(f"reward.function = {name}")``."""
     try:
         yield
     except UnknownName as error:
@@ -76,7 +76,7 @@ def blaming(setting: str) -> Iterator[None]:
 
 
 def _offered(module: ModuleType) -> list[str]:
-    """The functions and classes a module defines; what it imports is not its own."""
+    """Return the public functions and classes that the module defines, without those it imports."""
     return [
         name
         for name, value in vars(module).items()
@@ -89,7 +89,7 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise UnknownName(f"cannot import {name!r}: {error}; is it installed, or on PYTHONPATH?") from error
-    except Exception as error:  # code that is not ours may raise anything when it is imported
+    except Exception as error:  # importing third-party code may raise anything
         raise HeadwaterError(f"{name}: failed to import: {type(error).__name__}: {error}") from error
 
 
@@ -97,7 +97,7 @@ def _load_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UnknownName(f"{path}: no such file; give the path of an existing Python file")
-    # The same file must be the same module each time, or its classes would not compare equal.
+    # Load a file as the same module each time; otherwise its classes would not compare equal.
     digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
     name = f"headwater_extension_{path.stem}_{digest}"
     if name in sys.modules:
@@ -116,7 +116,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 class Registry:
-    """Objects of one kind, named by the files of one folder."""
+    """Objects of one kind, named after the files of one folder."""
 
     def __init__(self, kind: str, package: str) -> None:
         self.kind = kind
@@ -124,11 +124,11 @@ class Registry:
         self._objects: dict[str, Any] = {}
 
     def register(self, thing: T) -> T:
-        """Offer ``thing`` under the name of the file it stands in."""
+        """Register ``thing`` under the name of its file."""
         module: str = thing.__module__
         name = module.rpartition(".")[2]
         if name in self._objects and self._objects[name] is not thing:
-            raise ValueError(f"{module} registers two {self.kind}s; one file offers one")
+            raise ValueError(f"{module} registers two {self.kind}s; a file may register one")
         self._objects[name] = thing
         return thing
 

@@ -1,17 +1,16 @@
-"""Waiting with a name and two limits: one at which the wait speaks, one at which it ends.
+"""Named waits with two limits: a soft limit at which the wait is logged, and a hard limit at which it raises.
 
-A run's threads wait for one another through here whenever that may take longer than half a minute, so that a run that
-stands still says what it stands at. Two waits are not of this kind: what an episode waits for has the episode's limits,
-and ``Engine.generate``, which no run calls, looks whether the engine makes progress. While a wait lasts it is on a
-board that other threads can read:
+Every wait between threads that may take longer than half a minute uses this module, so that a stalled run says what it
+waits for. There are two exceptions: an episode has its own limits, and ``Engine.generate``, which no run calls, checks
+whether the engine makes progress. Other threads can list the open waits:
 
     group = wait_until(condition, take_group, describe, kind="batch", hard_limit_s=1800)
     ...
     for each in open_waits():
         print(each.kind, each.seconds, each.description)
 
-A description is asked anew each time it is shown, and by other threads too: it may read what is being waited for, but
-must not block.
+The description is computed each time it is shown, possibly by another thread. It may read the state that is waited
+for, but it must not block.
 """
 
 from __future__ import annotations
@@ -33,36 +32,36 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ENGINE_START_LIMIT_S = 1800.0
-"""Until an engine's process serves. Loading a large model from a slow disk takes its time."""
+"""Limit for starting an engine process. Loading a large model from a slow disk takes long."""
 ENGINE_CALL_LIMIT_S = ENGINE_START_LIMIT_S + 3 * 600.0
-"""Until an engine has done what it was asked for, whoever waits. Its process may die at the end of a call, another may
-start, take the newest weights and be called again; the engine's own limit is ten minutes for each of these calls."""
+"""Limit for one call to an engine. Its process may die during the call; another one then starts, takes the newest
+weights and is called again. The engine limits each of these calls to ten minutes."""
 
 _LOOK_S = 1.0
-"""Longest time a thread waits in one go: some systems deliver Ctrl-C only between two waits."""
+"""Longest uninterrupted wait of a thread: some systems deliver Ctrl-C only between two waits."""
 
 _LONGEST_S = 3600.0
-"""Longest time an event loop waits in one go: an infinite limit is no time of a clock."""
+"""Longest uninterrupted wait of an event loop, which cannot wait for an infinite time."""
 
 
 @dataclass(frozen=True)
 class OpenWait:
-    """A wait that goes on, as it stood when it was read."""
+    """A snapshot of a wait that has not ended."""
 
     kind: str
-    """Short key, such as "batch" or "weights"; what usually helps is looked up by it."""
+    """Short key, such as "batch" or "weights", by which the doctor looks up its advice."""
     description: str
     seconds: float
-    """Since it began."""
+    """Time since the wait began."""
     hard_limit_s: float
-    """When it gives up; infinity for a wait that may last."""
+    """Time after which the wait raises; infinity if it may last."""
     thread_name: str
 
 
 def open_waits() -> tuple[OpenWait, ...]:
-    """All waits of this process that go on now, the longest first."""
-    with _board_lock:
-        waits = list(_board.values())  # in the order they began
+    """Return the open waits of this process, the longest first."""
+    with _open_waits_lock:
+        waits = list(_open_waits.values())  # in the order they began
     return tuple(wait.read() for wait in waits)
 
 
@@ -74,7 +73,7 @@ async def named_wait(
     soft_limit_s: float = 30.0,
     kind: str = "other",
 ) -> T:
-    """Wait for ``awaitable``; log it every ``soft_limit_s``; at ``hard_limit_s`` cancel it, raise ``WaitTimeout``."""
+    """Wait for ``awaitable`` and log every ``soft_limit_s``; at ``hard_limit_s`` cancel it and raise."""
     task = asyncio.ensure_future(awaitable)
     try:
         with _Wait(kind, describe, hard_limit_s, soft_limit_s) as wait:
@@ -82,7 +81,7 @@ async def named_wait(
                 done, _ = await asyncio.wait({task}, timeout=wait.until_next_s())
                 if done:
                     return task.result()
-                wait.speak_or_end()
+                wait.log_or_raise()
     finally:
         task.cancel()
 
@@ -96,10 +95,10 @@ def wait_until(
     hard_limit_s: float,
     soft_limit_s: float = 30.0,
 ) -> T:
-    """Wait until ``predicate`` answers something true, and return that. The caller holds ``condition``.
+    """Wait until ``predicate`` returns a true value, and return that value. The caller holds ``condition``.
 
-    The predicate is asked after every notification, and once a second besides, so it may also watch what notifies
-    nobody, and may raise to end the wait.
+    The predicate is called after every notification and once a second, so it may also check state that sends no
+    notifications. It may raise to end the wait.
     """
     if answer := predicate():
         return answer
@@ -108,7 +107,7 @@ def wait_until(
             condition.wait(min(_LOOK_S, wait.until_next_s()))
             if answer := predicate():
                 return answer
-            wait.speak_or_end()
+            wait.log_or_raise()
 
 
 def wait_for_future(
@@ -119,7 +118,7 @@ def wait_for_future(
     hard_limit_s: float,
     soft_limit_s: float = 30.0,
 ) -> T:
-    """Wait for what another thread does. At ``hard_limit_s`` the future stays as it is: its owner may call it off."""
+    """Wait for a future of another thread. The hard limit does not cancel the future; its owner may do so."""
     if future.done():
         return future.result()
     with _Wait(kind, describe, hard_limit_s, soft_limit_s) as wait:
@@ -129,20 +128,22 @@ def wait_for_future(
             except TimeoutError:
                 if future.done():  # the work itself may have raised a TimeoutError
                     return future.result()
-            wait.speak_or_end()
+            wait.log_or_raise()
 
 
-_board_lock = threading.Lock()
-_board: dict[int, _Wait] = {}
+_open_waits_lock = threading.Lock()
+_open_waits: dict[int, _Wait] = {}
 _numbers = itertools.count()
 
 
 class _Wait:
-    """One wait: on the board while it lasts, with its clock."""
+    """One open wait and its clock."""
 
     def __init__(self, kind: str, describe: Callable[[], str], hard_limit_s: float, soft_limit_s: float) -> None:
         if soft_limit_s <= 0:
-            raise ValueError(f"soft_limit_s = {soft_limit_s}: must be > 0; use math.inf for a wait that never speaks")
+            raise ValueError(
+                f"soft_limit_s = {soft_limit_s}: must be > 0; use math.inf for a wait that is never logged"
+            )
         self._kind = kind
         self._describe = describe
         self._hard_limit_s = hard_limit_s
@@ -150,31 +151,31 @@ class _Wait:
         self._thread_name = threading.current_thread().name
         self._number = next(_numbers)
         self._began = time.monotonic()
-        self._speaks_at_s = soft_limit_s
+        self._log_at_s = soft_limit_s
 
     def __enter__(self) -> _Wait:
-        with _board_lock:
-            _board[self._number] = self
+        with _open_waits_lock:
+            _open_waits[self._number] = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with _board_lock:
-            del _board[self._number]
+        with _open_waits_lock:
+            del _open_waits[self._number]
 
     def until_next_s(self) -> float:
-        """Seconds until there is something to say."""
-        return min(_LONGEST_S, max(0.0, min(self._speaks_at_s, self._hard_limit_s) - self._waited_s()))
+        """Return the seconds until the next limit."""
+        return min(_LONGEST_S, max(0.0, min(self._log_at_s, self._hard_limit_s) - self._waited_s()))
 
-    def speak_or_end(self) -> None:
-        """Log at the soft limits, raise at the hard one; nothing between."""
+    def log_or_raise(self) -> None:
+        """Log at the soft limits and raise at the hard limit."""
         waited_s = self._waited_s()
         if waited_s >= self._hard_limit_s:
             raise WaitTimeout(f"gave up after {waited_s:.0f} s: {self._description()}")
-        if waited_s >= self._speaks_at_s:
+        if waited_s >= self._log_at_s:
             logger.warning("still waiting after %.0f s: %s", waited_s, self._description())
-            self._speaks_at_s = waited_s + self._soft_limit_s
+            self._log_at_s = waited_s + self._soft_limit_s
 
     def read(self) -> OpenWait:
         return OpenWait(self._kind, self._description(), self._waited_s(), self._hard_limit_s, self._thread_name)
@@ -185,5 +186,5 @@ class _Wait:
     def _description(self) -> str:
         try:
             return self._describe()
-        except Exception as error:  # noqa: BLE001  what is described changes under the reader; the wait matters more
-            return f"{self._kind} (cannot be described now: {type(error).__name__}: {error})"
+        except Exception as error:  # noqa: BLE001  the state may change while it is read; the wait matters more
+            return f"{self._kind} (description failed: {type(error).__name__}: {error})"

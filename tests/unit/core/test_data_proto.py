@@ -161,7 +161,7 @@ def test_rename() -> None:
     renamed = example().rename("ids", "tokens").rename("uid", "name").rename("name", "name")
     assert list(renamed.batch.keys()) == ["tokens", "reward"]
     assert list(renamed.non_tensor_batch) == ["name", "turns"]
-    with pytest.raises(ValueError, match="rename 'ids' to 'uid': there is a column 'uid' already; pop it first"):
+    with pytest.raises(ValueError, match="rename 'ids' to 'uid': column 'uid' already exists; pop it first"):
         example().rename("ids", "uid")
     with pytest.raises(KeyError, match="no 'x'; known: ids, reward, uid, turns"):
         example().rename("x", "y")

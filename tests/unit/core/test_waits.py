@@ -166,8 +166,8 @@ def test_a_description_that_raises_breaks_neither_the_wait_nor_the_reader(caplog
     waiting = Waiting("torn", describe, soft_limit_s=0.05)
     (seen,) = eventually(lambda: of_kind("torn"))
     assert isinstance(seen, OpenWait)
-    assert seen.description == "torn (cannot be described now: RuntimeError: dictionary changed size during iteration)"
-    eventually(lambda: "torn (cannot be described now" in caplog.text)
+    assert seen.description == "torn (description failed: RuntimeError: dictionary changed size during iteration)"
+    eventually(lambda: "torn (description failed" in caplog.text)
     assert waiting.give(1) == 1
 
 
