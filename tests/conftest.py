@@ -5,21 +5,61 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+import uuid
 from pathlib import Path
+
+import pytest
 
 # Test helpers are importable by their path below tests/unit, for example ``algorithms.oracle``.
 sys.path.insert(0, str(Path(__file__).parent / "unit"))
 
-# Nothing here may reach a model hub, and two cores are better used without a thread pool per library.
+# Tests must not reach a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Tests run in one process per core. More threads per process would only take turns on the same cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Without a GPU, Triton's interpreter runs our kernels. It must know before anything imports Triton, as torch may.
+# Without a GPU, Triton's interpreter runs our kernels. Set this before anything imports Triton, as torch may.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Ctrl-C is ignored in what a script starts in the background, a closed terminal under nohup, and both by all that
-# descends from it; tests send them.
+# Processes that a script starts in the background ignore Ctrl-C, and processes under nohup ignore a closed terminal;
+# their children inherit that. Some tests send these signals, so restore the default handlers.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+_SESSION = "HEADWATER_TEST_SESSION"
+"""An environment variable that every process started by the tests inherits."""
+_GRACE_S = 60.0
+
+os.environ.setdefault(_SESSION, uuid.uuid4().hex)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if a process that the tests started is still running."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    deadline = time.monotonic() + _GRACE_S
+    while (left := _processes_of_this_session()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if left:
+        print(f"\nThe tests left {len(left)} processes running:", *left, sep="\n  ")  # noqa: T201
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _processes_of_this_session() -> list[str]:
+    mark = f"{_SESSION}={os.environ[_SESSION]}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            is_ours = mark in (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has ended, or belongs to another user
+            continue
+        if is_ours and int(process.name) != os.getpid():
+            found.append(f"{process.name}: {command[:200]}")
+    return found

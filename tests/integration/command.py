@@ -1,8 +1,9 @@
-"""The real command line in a real process."""
+"""The command line, in this process or in a separate one."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -22,7 +23,10 @@ CUT_DOWN = [
     "data.num_eval_rows=10", "eval.num_prompts=10", "eval.every_steps=0",
     "reward.function=tests/integration/varied_reward.py:compute_score",
 ]  # fmt: skip
-"""A recipe cut down to seconds, with a reward under which every step changes the weights."""
+"""Settings that shorten a recipe to seconds, with a reward under which every step changes the weights."""
+
+PROCESS_LIMIT_S = 1200.0
+"""Generous: tests share the machine with other work."""
 
 SMALL = ["recipes/quickstart.yaml", *CUT_DOWN]
 
@@ -34,10 +38,31 @@ class Result:
     stderr: str
 
 
-def headwater(*arguments: object, timeout_s: float = 240.0) -> Result:
+def headwater(*arguments: object) -> Result:
+    """Run the command in this process, which saves the seconds that importing torch takes in a new one."""
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            code = main([*map(str, arguments)])
+        except SystemExit as end:  # argparse ends --help and usage errors this way
+            code = end.code if isinstance(end.code, int) else 1
+    return Result(code, output.getvalue(), errors.getvalue())
+
+
+def start_headwater(*arguments: object) -> subprocess.Popen[str]:
+    """Start the command as a separate process, which the caller must wait for."""
     command = [sys.executable, "-m", "headwater.cli.main", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False)
-    return Result(done.returncode, done.stdout, done.stderr)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def headwater_process(*arguments: object) -> Result:
+    """Run the command as a user does: in a separate process."""
+    process = start_headwater(*arguments)
+    try:
+        output, errors = process.communicate(timeout=PROCESS_LIMIT_S)
+    finally:
+        process.kill()
+    return Result(process.returncode, output, errors)
 
 
 def train_small(root: Path, *arguments: object) -> Result:
@@ -45,9 +70,8 @@ def train_small(root: Path, *arguments: object) -> Result:
 
 
 def train_here(*arguments: object) -> None:
-    """Train in this process, which saves the seconds that importing torch takes in a new one."""
-    with contextlib.chdir(ROOT):
-        assert main(["train", *map(str, arguments)]) == 0
+    result = headwater("train", *arguments)
+    assert result.code == 0, result.stderr
 
 
 def metrics(run: Path, kind: str) -> list[dict]:

@@ -54,7 +54,7 @@ def test_fetch_refuses_an_unknown_model():
 
 @pytest.mark.slow
 def test_fetch_smollm2():
-    result = headwater("fetch", "smollm2", timeout_s=600)
+    result = headwater("fetch", "smollm2")
     assert result.code == 0, result.stderr
     folder = Path(result.stdout.split("is ready in ")[1].splitlines()[0])
     assert (folder / "model.safetensors").exists()

@@ -42,7 +42,7 @@ def test_a_run_whose_terminal_is_closed_keeps_what_it_has_learned(tmp_path):
         [child] = children(process.pid)
         os.close(ours)  # from here on the terminal cannot be written either
         process.send_signal(signal.SIGHUP)  # as the shell does besides
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=600) == 130
     finally:
         process.kill()
     last = metrics(run, "train")[-1]["step"]
@@ -81,7 +81,7 @@ def test_a_server_that_nobody_reads_ends_in_order():
         assert process.stdout.readline().startswith("serving ")
         process.stdout.close()
         process.terminate()  # it says that it stops
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=600) == 0
         assert process.stderr.read() == ""
     finally:
         process.kill()

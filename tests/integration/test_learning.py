@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from command import headwater, metrics
+from command import headwater, headwater_process, metrics
 
 RECIPES = ["quickstart", "quickstart-async"]
 
 
 def learns(tmp_path, recipe: str, seed: int) -> None:
-    result = headwater("train", f"recipes/{recipe}.yaml", f"run.root={tmp_path}", f"run.seed={seed}", timeout_s=600)
+    result = headwater_process("train", f"recipes/{recipe}.yaml", f"run.root={tmp_path}", f"run.seed={seed}")
     assert result.code == 0, result.stderr
     run = tmp_path / recipe
     evaluations = metrics(run, "eval")
@@ -24,14 +24,12 @@ def learns(tmp_path, recipe: str, seed: int) -> None:
     assert json.loads(file.read_text())["reward/mean"] == evaluations[-1]["reward/mean"]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_reward_rises(tmp_path, recipe):
     learns(tmp_path, recipe, seed=0)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_reward_rises_on_other_seeds(tmp_path, recipe, seed):

@@ -12,7 +12,7 @@ from command import ROOT, headwater, metrics
 from headwater.models.load import end_token_ids, load_model, load_processor, load_tokenizer
 from headwater.models.smollm2 import fetch_smollm2, is_fetched
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 CHAT = [{"role": "user", "content": "What is 7 + 5?"}]
 
@@ -82,7 +82,6 @@ def test_the_gsm8k_recipe_trains(tmp_path: Path) -> None:
         "trainer.checkpoint_every_steps=0", "trainer.total_steps=1", "trainer.num_prompts_per_step=2",
         "rollout.num_samples_per_prompt=2", "rollout.max_new_tokens=24",
         "reward.function=tests/integration/varied_reward.py:compute_score",
-        timeout_s=600,
     )  # fmt: skip
     assert result.code == 0, result.stderr
     assert metrics(tmp_path / "gsm8k", "train")[0]["actor/optimizer_steps"] == 1

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from command import ROOT, SMALL, headwater, metrics, same_weights, train_small, weights
+from command import (
+    PROCESS_LIMIT_S,
+    SMALL,
+    headwater,
+    metrics,
+    same_weights,
+    start_headwater,
+    train_small,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +110,12 @@ def test_a_second_run_of_the_same_name_gets_its_own_folder(tmp_path):
 def test_ctrl_c_ends_cleanly_and_resumes(tmp_path):
     run = tmp_path / "stopped"
     arguments = [*SMALL, f"run.root={tmp_path}", "run.name=stopped", "trainer.total_steps=100000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headwater.cli.main", "train", *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
+    process = start_headwater("train", *arguments)
+    deadline = time.monotonic() + PROCESS_LIMIT_S
     while time.monotonic() < deadline and not ((run / "metrics.jsonl").exists() and metrics(run, "train")[2:]):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PROCESS_LIMIT_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     done = metrics(run, "train")[-1]["step"]
@@ -128,19 +132,16 @@ def test_ctrl_c_ends_cleanly_and_resumes(tmp_path):
 
 def test_ctrl_c_during_the_supervised_start_begins_anew(tmp_path):
     arguments = [*SMALL, f"run.root={tmp_path}", "run.name=early", "warm_start.num_steps=100000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headwater.cli.main", "train", *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = start_headwater("train", *arguments)
     for line in process.stdout:
         if line.startswith("warm start"):
             break
-    run, deadline = tmp_path / "early", time.monotonic() + 60
+    run, deadline = tmp_path / "early", time.monotonic() + PROCESS_LIMIT_S
     while "step 0 of 2, policy version 0\n              warm start: step " not in headwater("doctor", run).stdout:
         assert time.monotonic() < deadline, "the doctor does not see it"
         time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PROCESS_LIMIT_S)
     assert process.returncode == 130, errors
     assert f"Interrupted before the first checkpoint. Begin anew with:  headwater train --resume {run}" in output
     assert not (run / "checkpoints").exists()

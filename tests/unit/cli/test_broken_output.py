@@ -24,7 +24,7 @@ def run_unread(*arguments: str) -> tuple[int, str]:
     os.close(reading)
     try:
         done = subprocess.run(
-            [*COMMAND, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=240, check=False
+            [*COMMAND, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=1200, check=False
         )
     finally:
         os.close(writing)
@@ -69,5 +69,5 @@ def test_another_broken_pipe_is_an_error():
     script = "import sys\nfrom headwater.cli import config, main\n"
     script += "def run(args): raise BrokenPipeError(32, 'of a socket')\n"
     script += "config.run = run\nsys.exit(main.main(['config']))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (2, "error: [Errno 32] of a socket\n")

@@ -114,7 +114,7 @@ def test_a_killed_run_is_told_from_a_live_one_and_can_be_resumed(run, capsys):
 
 def test_a_finished_run_is_well(run, capsys):
     with training(run, limit_s=600) as child:
-        child.communicate("go\n", timeout=20)
+        child.communicate("go\n", timeout=300)
     code, output = doctor(run, capsys)
     assert code == 0
     assert "finished" in output
