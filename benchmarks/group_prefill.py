@@ -42,7 +42,7 @@ def main() -> None:
         settings = EngineConfig(max_sequences=num_sequences, prefix_cache=cache, memory_fraction=0.3)
         engine = Engine(model, build_tokenizer(), settings)
         num_prompts, samples = (options.prompts, options.samples) if cache else (num_sequences, 1)
-        prompts = make_prompts(num_prompts, options.prompt_tokens, engine.vocab_size)
+        prompts = make_prompts(num_prompts, options.prompt_tokens, engine.limits.vocab_size)
         run(engine, prompts, samples)
         tokens, seconds = min((run(engine, prompts, samples) for _ in range(3)), key=lambda each: each[1])
         engine.close()

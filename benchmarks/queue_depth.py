@@ -28,10 +28,12 @@ def main() -> None:
     model = build_model(options.shape, device, default_dtype(device))
     settings = EngineConfig(max_sequences=options.rows, memory_fraction=0.3)
     engine = Engine(model, build_tokenizer(), settings)
-    engine.generate(make_requests(make_prompts(options.rows, options.prompt_tokens, engine.vocab_size, 3), 1, 20))
+    engine.generate(
+        make_requests(make_prompts(options.rows, options.prompt_tokens, engine.limits.vocab_size, 3), 1, 20)
+    )
     rows = []
     for depth in options.depths:
-        prompts = make_prompts(depth, options.prompt_tokens, engine.vocab_size, seed=depth)
+        prompts = make_prompts(depth, options.prompt_tokens, engine.limits.vocab_size, seed=depth)
         rates = []
         for run in range(options.runs):
             engine.set_version(engine.get_version() + 1)

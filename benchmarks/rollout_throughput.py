@@ -165,9 +165,9 @@ def run_case(
     samples, stops = options.samples, tuple(options.stop)
     num_prompts = case.sequences // samples
     warm = Case(case.sequences, min(case.new_tokens, 2 * engine.config.decode_steps + 1))
-    others = make_prompts(num_prompts, options.prompt_tokens, engine.vocab_size - 1)
+    others = make_prompts(num_prompts, options.prompt_tokens, engine.limits.vocab_size - 1)
     run_engine(engine, others, warm, samples, 999, stops)
-    prompts = make_prompts(num_prompts, options.prompt_tokens, engine.vocab_size)
+    prompts = make_prompts(num_prompts, options.prompt_tokens, engine.limits.vocab_size)
     before = engine.metrics().num_tokens_prefilled
     times = []
     for run in range(options.runs):
@@ -263,7 +263,7 @@ def main() -> None:
 
 def _profile(engine: Engine, options: argparse.Namespace) -> None:
     case = Case(options.cases[-1].sequences, 64)
-    prompts = make_prompts(case.sequences // options.samples, options.prompt_tokens, engine.vocab_size)
+    prompts = make_prompts(case.sequences // options.samples, options.prompt_tokens, engine.limits.vocab_size)
     engine.set_version(77)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run_engine(engine, prompts, case, options.samples, 77, tuple(options.stop))

@@ -129,7 +129,7 @@ def main() -> None:
     model = build_model(options.shape, device, default_dtype(device))
     weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     engine = Engine(model, build_tokenizer(), EngineConfig(max_sequences=options.rows, memory_fraction=0.3))
-    requests = long_requests(options, engine.vocab_size)
+    requests = long_requests(options, engine.limits.vocab_size)
     engine.generate(requests[: options.rows])  # as they end, every batch size is met once, and captured on a GPU
     # Mode after mode, so that what else the machine does falls on all of them alike.
     modes: tuple[UpdateMode | None, ...] = (None, *MODES)

@@ -38,7 +38,7 @@ def main() -> None:
     model = build_model(options.shape, device, default_dtype(device))
     learner = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     engine = Engine(model, build_tokenizer(), EngineConfig(max_sequences=options.sequences, memory_fraction=0.3))
-    prompts = make_prompts(options.sequences, 128, engine.vocab_size)
+    prompts = make_prompts(options.sequences, 128, engine.limits.vocab_size)
     engine.generate(make_requests(prompts, 1, 20))
     rows = []
     for dtype in (torch.float32, default_dtype(device)):
@@ -77,7 +77,7 @@ def _measure(
         pauses.append(engine.metrics().last_update_pause_s * 1e3)
     _wait_until_all_run(engine, len(prompts), running)
     again = (engine.metrics().num_tokens_prefilled - before) / options.updates
-    engine.abort_all()
+    engine.abort()
     running.join()
     return {
         "mode": mode,

@@ -223,7 +223,7 @@ def test_stops_of_every_kind_end_a_response_where_they_should():
                 [request(tokens_of(9), 2, max_new_tokens=30, min_new_tokens=30, stop_token_ids=early)]
             )
             assert not set(response.output_tokens) & set(early)
-        deltas = run(collect(engine.stream(request(tokens_of(9), 3, max_new_tokens=50))))
+        deltas = run(collect(engine.astream(request(tokens_of(9), 3, max_new_tokens=50))))
         assert tuple(token for delta in deltas for token in delta.tokens) == free[3]
         assert_nothing_is_held(engine)
 

@@ -17,7 +17,7 @@ LIMIT_S = 60
 LEARNER = """
 import sys
 from safetensors.torch import save
-from headwater.engine.weight_source import write_shared
+from headwater.weights.source import write_shared
 from headwater.models.load import load_model
 
 model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,14 +25,24 @@ from transformers import (
 )
 
 from headwater.backends import BACKENDS, BackendContext, check_lengths
-from headwater.core.errors import RolloutFailed, WeightsError
-from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.config.schema import EngineConfig
+from headwater.core.errors import QueueFull, RequestError, RolloutFailed, WeightsError
+from headwater.core.protocols import (
+    ALL_TAGS,
+    Capabilities,
+    EngineLimits,
+    EngineStatus,
+    MemoryTag,
+    UpdateMode,
+    WeightUpdate,
+    whole_response,
+)
+from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import named_wait
 from headwater.engine.sampler import SamplingBatch, sample
 from headwater.engine.stop_strings import find_stop
 from headwater.models.checksum import checksum
-from headwater.models.load import end_token_ids, load_model
+from headwater.models.load import end_token_ids, load_model, load_tokenizer
 from headwater.models.weights import copy_weights
 from headwater.observe.spans import Spans
 
@@ -97,7 +107,12 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
 class HfEngine:
     """Batches concurrent requests into calls of ``model.generate`` on a thread of its own."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, max_batch_sequences: int, spans: Spans) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, *, max_batch_sequences: int, max_queue: int = 65536, spans: Spans
+    ) -> None:
+        text_config = model.config.get_text_config()
+        num_positions = text_config.max_position_embeddings
+        self.limits = EngineLimits(text_config.vocab_size, num_positions, num_positions, max_queue)
         self._model = model.eval()
         self._device = model.device
         self._tokenizer = tokenizer
@@ -109,6 +124,12 @@ class HfEngine:
         self._spans = spans
         self._version = 0
         self._pending: list[_Pending] = []
+        self._open: list[_Pending] = []
+        """The requests that wait or run."""
+        self._open_lock = threading.Lock()
+        self._num_running = 0
+        self._is_asleep = False
+        self._is_closed = False
         self._batcher: asyncio.Task[None] | None = None
         self._running = threading.Event()
         self._running.set()
@@ -129,19 +150,81 @@ class HfEngine:
             model,
             context.tokenizer,
             max_batch_sequences=config.engine.max_sequences or _MAX_SEQUENCES,
+            max_queue=config.engine.max_queue,
             spans=context.spans,
         )
 
+    @classmethod
+    def load(
+        cls,
+        model_path: str,
+        config: EngineConfig,
+        *,
+        tokenizer: Any = None,
+        dtype: str = "float32",
+        device: str = "auto",
+        seed: int = 0,
+    ) -> HfEngine:
+        """An engine for a folder, a hub id, ``tiny:<preset>`` or ``smollm2``, by default with its own tokenizer."""
+        return cls(
+            load_model(model_path, dtype=dtype, device=device, seed=seed),
+            tokenizer or load_tokenizer(model_path),
+            max_batch_sequences=config.max_sequences or _MAX_SEQUENCES,
+            max_queue=config.max_queue,
+            spans=Spans(),
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(streaming=False, update_modes=("drain",))
+
+    def status(self) -> EngineStatus:
+        with self._open_lock:
+            num_open, num_running = len(self._open), self._num_running
+        return EngineStatus(
+            version=self._version,
+            num_running=num_running,
+            num_waiting=max(0, num_open - num_running),
+            is_paused=not self._running.is_set(),
+            is_asleep=self._is_asleep,
+            is_alive=not self._is_closed,
+            settings={"max_sequences": self._max_batch_sequences, "max_queue": self.limits.max_queue},
+        )
+
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        self._check(request)
+        self.check(request)
         whole = self._given_whole(request)
         if whole is not None:
             return whole
         future: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
-        self._pending.append(_Pending(request, future, time.perf_counter()))
+        pending = _Pending(request, future, time.perf_counter())
+        with self._open_lock:
+            if len(self._open) >= self.limits.max_queue:
+                raise QueueFull(
+                    f"request {request.request_id}: {len(self._open)} requests wait or run already and "
+                    f"engine.max_queue is {self.limits.max_queue}; retry later, or raise the limit"
+                )
+            self._open.append(pending)
+        self._pending.append(pending)
         if self._batcher is None or self._batcher.done():
             self._batcher = asyncio.ensure_future(self._serve_pending())
-        return await future
+        try:
+            return await future
+        finally:
+            with self._open_lock:
+                self._open.remove(pending)
+
+    def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
+        """Yield the complete response once: ``generate`` does not report tokens while it runs."""
+        return whole_response(self, request)
+
+    def abort(self, request_id: str | None = None) -> int:
+        """End the requests with this id, or all. Their responses are empty: no token has left ``generate`` yet."""
+        with self._open_lock:
+            wanted = [each for each in self._open if request_id in (None, each.request.request_id)]
+            for pending in wanted:
+                pending.future.get_loop().call_soon_threadsafe(_abort, pending)
+        return len(wanted)
 
     def pause(self) -> None:
         """Start no further batch. The batch being generated is finished."""
@@ -150,9 +233,12 @@ class HfEngine:
     def resume(self) -> None:
         self._running.set()
 
-    def update_weights(self, update: WeightUpdate) -> Future[None]:
+    def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
         """Wait for the batch being generated, then take the new weights whole or refuse them whole."""
         done: Future[None] = Future()
+        if mode not in (None, "drain"):
+            done.set_exception(WeightsError(f"mode = {mode}: the hf engine only supports drain"))
+            return done
         was_running = self._running.is_set()
         self._running.clear()  # or the next batch could take the lock again before we get it, and the one after that
         try:
@@ -181,6 +267,7 @@ class HfEngine:
     def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
         """Start no further batch; with the tag ``weights`` the model moves to the CPU. No KV outlives a batch."""
         self.pause()
+        self._is_asleep = True
         if "weights" in tags:
             with self._weights_lock, self._change_lock:
                 self._model.to("cpu")
@@ -189,9 +276,11 @@ class HfEngine:
         if "weights" in tags:
             with self._weights_lock, self._change_lock:
                 self._model.to(self._device)
+        self._is_asleep = False
         self.resume()
 
     def close(self) -> None:
+        self._is_closed = True
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     async def _serve_pending(self) -> None:
@@ -204,12 +293,15 @@ class HfEngine:
                 batch = self._next_batch()
                 if batch:
                     loop = asyncio.get_running_loop()
+                    self._num_running = len(batch)
                     responses = await loop.run_in_executor(self._executor, self._generate, batch)
                     _answer(batch, responses)
             except Exception as error:  # noqa: BLE001  whatever went wrong belongs to the requests that waited for it
                 waiting = batch or self._pending
                 _fail(waiting, error)
                 self._pending = [each for each in self._pending if not each.future.done()]
+            finally:
+                self._num_running = 0
 
     async def _until_running(self) -> None:
         async def poll() -> None:
@@ -239,23 +331,24 @@ class HfEngine:
         # A caller that was cancelled no longer waits for its response.
         return [each for each in batch if not each.future.done()]
 
-    def _check(self, request: ModelRequest) -> None:
-        vocabulary = self._model.config.get_text_config().vocab_size
-        wrong = next(
-            (token for token in request.input_tokens + request.given_tokens if not 0 <= token < vocabulary), None
-        )
+    def check(self, request: ModelRequest) -> None:
+        """Raise ``RequestError`` for a request that this engine can never serve."""
+        limits, name = self.limits, f"request {request.request_id}"
+        tokens = (*request.input_tokens, *request.given_tokens, *request.sampling.stop_token_ids)
+        wrong = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
         if wrong is not None:
-            raise RolloutFailed(
-                f"request {request.request_id}: token id {wrong} is outside the vocabulary of {vocabulary}; "
+            raise RequestError(
+                f"{name}: token id {wrong} is outside the vocabulary of {limits.vocab_size}; "
                 "use the tokenizer the model was trained with"
             )
-        limit = self._model.config.get_text_config().max_position_embeddings
         num_prompt, num_new = len(request.input_tokens), request.sampling.max_new_tokens
-        if num_prompt + num_new > limit:
-            raise RolloutFailed(
-                f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens exceed the model's "
-                f"{limit} positions; lower data.max_prompt_tokens or rollout.max_new_tokens"
+        if num_prompt + num_new > limits.max_model_tokens:
+            raise RequestError(
+                f"{name}: {num_prompt} prompt tokens + {num_new} new tokens exceed the model's "
+                f"{limits.max_model_tokens} positions; lower data.max_prompt_tokens or rollout.max_new_tokens"
             )
+        if (fault := wrong_stop(request.sampling.stop_strings)) is not None:
+            raise RequestError(f"{name}: stop_strings{fault}")
 
     @torch.inference_mode()
     def _generate(self, batch: list[_Pending]) -> list[ModelResponse]:
@@ -358,6 +451,11 @@ def _answer(batch: list[_Pending], responses: list[ModelResponse]) -> None:
     for pending, response in zip(batch, responses, strict=True):
         if not pending.future.done():
             pending.future.set_result(response)
+
+
+def _abort(pending: _Pending) -> None:
+    if not pending.future.done():
+        pending.future.set_result(ModelResponse(pending.request.input_tokens, (), (), (), "abort"))
 
 
 def _fail(batch: list[_Pending], error: Exception) -> None:

@@ -20,6 +20,7 @@ from headwater.config.override import parse_override
 from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
+from headwater.core.protocols import InferenceEngine
 from headwater.observe.lasting_output import discard
 from headwater.observe.run_directory import RunDirectory
 from headwater.serving.options import DEFAULT_MAX_BODY_MIB, DEFAULT_PORT, KEY_VARIABLE, ServerOptions
@@ -46,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help=f"port to listen at; default {DEFAULT_PORT}; 0 takes a free one"
+    )
+    parser.add_argument(
+        "--backend",
+        metavar="NAME",
+        default="embedded",
+        help="the engine that generates: embedded, hf, or a class such as my_package.my_module:Engine; "
+        "default embedded",
     )
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="number type; default float32")
     parser.add_argument("--device", default="auto", help="auto (CUDA when there is one), cpu, cuda or cuda:N")
@@ -89,16 +97,26 @@ def run(args: argparse.Namespace) -> int:
                 f"files as weights and stop the engine; set {KEY_VARIABLE}",
                 file=sys.stderr,
             )
-        from headwater.engine.engine import Engine
+        from headwater.backends import BACKENDS
+        from headwater.models.load import load_tokenizer
 
+        backend = BACKENDS.resolve(args.backend)
+        if not hasattr(backend, "load"):
+            raise HeadwaterError(
+                f"--backend = {args.backend}: cannot be served, because it has no method load(model_path, ...); "
+                "use embedded or hf"
+            )
         try:
-            engine = Engine.load(args.model, config, dtype=args.dtype, device=args.device, seed=args.seed)
+            tokenizer = load_tokenizer(args.model)
+            engine: InferenceEngine = backend.load(
+                args.model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed
+            )
         except ModelError as error:
             # In a recipe these would be settings; here they are arguments.
             text = str(error).replace("model.path", "MODEL").replace("model.device", "--device")
             raise ModelError(text) from error
         try:
-            serve(engine, options, taken, say=_say)
+            serve(engine, tokenizer, options, taken, say=_say)
         finally:
             engine.close()
     return 0
@@ -153,7 +171,12 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     api_key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE, "")
     if args.api_key == "":
         raise HeadwaterError("--api-key is empty; give a key, or leave the option out to let everyone in")
-    return ServerOptions(served_name=args.served_name or args.model, api_key=api_key, max_body_bytes=max_body_bytes)
+    return ServerOptions(
+        served_name=args.served_name or args.model,
+        api_key=api_key,
+        max_body_bytes=max_body_bytes,
+        model_path=args.model,
+    )
 
 
 def _stop_at_eof() -> None:

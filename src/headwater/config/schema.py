@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, PlainName, Within
+from headwater.core.protocols import UpdateMode as UpdateMode
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -123,9 +124,6 @@ class RolloutConfig:
     """How often a group whose episode or reward failed is tried again before that."""
     allow_partial_groups: bool = False
     """With on_failure=drop, go on without the samples that failed, where at least two are left to compare."""
-
-
-UpdateMode = Literal["interrupt", "in_flight", "drain"]
 
 
 @dataclass(frozen=True)

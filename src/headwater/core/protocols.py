@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from headwater.core.records import ModelRequest, ModelResponse, Prompt, Score, Trajectory
+from headwater.core.records import Delta, ModelRequest, ModelResponse, Prompt, Score, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +44,73 @@ MemoryTag = Literal["kv_cache", "weights"]
 ALL_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
 
 
+UpdateMode = Literal["interrupt", "in_flight", "drain"]
+"""What happens to running requests when the weights change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do. Callers read this before they rely on it."""
+
+    per_token_versions: bool = True
+    """Every token carries the policy version that produced it."""
+    seeded_sampling: bool = True
+    """``ModelRequest.rng_key`` alone decides the sampled tokens."""
+    resumable: bool = True
+    """``ModelRequest.given_tokens`` is supported."""
+    checksums: bool = True
+    """``weights_checksum`` covers every bit of the weights."""
+    adapters: bool = False
+    """The engine accepts LoRA adapters without the base weights."""
+    media: bool = False
+    """Requests may contain images or videos."""
+    tools: bool = False
+    """The engine parses tool calls and ends a response with ``tool_calls``."""
+    streaming: bool = True
+    """``astream`` yields tokens as they are generated. Otherwise it yields the complete response once."""
+    memory_tags: tuple[MemoryTag, ...] = ALL_TAGS
+    """What ``sleep`` can release."""
+    update_modes: tuple[UpdateMode, ...] = ("interrupt", "in_flight", "drain")
+    """The modes that ``update_weights`` supports."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """The sizes that an engine checks requests against."""
+
+    vocab_size: int
+    """Token ids are in ``0..vocab_size - 1``."""
+    max_model_tokens: int
+    """The longest prompt and response together that the model supports."""
+    max_request_tokens: int
+    """As ``max_model_tokens``, but smaller if the KV cache holds less than that."""
+    max_queue: int
+    """The largest number of requests that may wait or run at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """The state of an engine at one moment."""
+
+    version: int
+    """The policy version of the current weights."""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_restarts: int = 0
+    """How often the engine's process was replaced."""
+    needs_weights: bool = False
+    """The engine generates nothing until the current weights have been published to it again."""
+    is_paused: bool = False
+    is_asleep: bool = False
+    """Some of the engine's memory is released, so it generates nothing until ``wake``."""
+    is_alive: bool = True
+    """False after the engine has failed or was closed; every request then fails."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's settings, with automatic values resolved."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further measurements; their names depend on the engine."""
+
+
 class EpisodeEngine(Protocol):
     """What an episode sees of the engine: it may ask for responses, as often as it likes."""
 
@@ -56,9 +123,32 @@ class InferenceEngine(EpisodeEngine, Protocol):
     ``pause`` stops the making of tokens and keeps every request; ``sleep`` also gives memory back until ``wake``.
     """
 
+    @property
+    def capabilities(self) -> Capabilities: ...
+    @property
+    def limits(self) -> EngineLimits: ...
+    def status(self) -> EngineStatus: ...
+    def check(self, request: ModelRequest) -> None:
+        """Raise ``RequestError`` for a request that this engine can never serve."""
+        ...
+
+    def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
+        """Yield new tokens as they are generated. Closing the generator early ends the request.
+
+        An engine that cannot stream returns ``whole_response(self, request)``.
+        """
+        ...
+
+    def abort(self, request_id: str | None = None) -> int:
+        """End the requests with this id, or all requests if it is None. Return how many were ended.
+
+        An aborted request returns the tokens it has, with stop reason ``abort``.
+        """
+        ...
+
     def pause(self) -> None: ...
     def resume(self) -> None: ...
-    def update_weights(self, update: WeightUpdate) -> Future[None]: ...
+    def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]: ...
     def get_version(self) -> int: ...
     def set_version(self, version: int) -> None: ...
     def weights_checksum(self) -> str:
@@ -68,6 +158,12 @@ class InferenceEngine(EpisodeEngine, Protocol):
     def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None: ...
     def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None: ...
     def close(self) -> None: ...
+
+
+async def whole_response(engine: EpisodeEngine, request: ModelRequest) -> AsyncGenerator[Delta, None]:
+    """``astream`` for an engine without streaming: the complete response as one delta."""
+    response = await engine.agenerate(request)
+    yield Delta(response.output_tokens, response.output_logprobs, response.output_versions, response.stop_reason)
 
 
 class RolloutWorkflow(Protocol):

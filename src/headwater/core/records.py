@@ -17,6 +17,12 @@ StopReason = Literal["stop", "length", "tool_calls", "abort"]
 NOT_SAMPLED = -1
 """Policy version of tokens that the policy did not produce: prompt, template and tool tokens."""
 
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
+"""Searching for the stop strings of one request delays all others, so a request may not have too many of them."""
+
+_NUM_CHARACTERS_SHOWN = 40
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -78,6 +84,24 @@ class SamplingParams:
             raise ValueError("stop_strings holds an empty text, which would end every response at once; remove it")
 
 
+def wrong_stop(stops: Sequence[str]) -> str | None:
+    """What is wrong with stop strings, as the rest of a message that begins with the field's name."""
+    if len(stops) > MAX_STOP_STRINGS:
+        return (
+            f": contains {len(stops)} texts, and the limit is {MAX_STOP_STRINGS}; "
+            "use fewer, or stop at tokens with stop_token_ids"
+        )
+    for place, stop in enumerate(stops):
+        if len(stop) > MAX_STOP_CHARACTERS:
+            return (
+                f"[{place}] = {stop[:_NUM_CHARACTERS_SHOWN]!r}...: has {len(stop)} characters, "
+                f"and the limit is {MAX_STOP_CHARACTERS}; shorten it"
+            )
+        if any("\ud800" <= character <= "\udfff" for character in stop):
+            return f"[{place}] = {stop[:_NUM_CHARACTERS_SHOWN]!r}: contains half of a surrogate pair; remove it"
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
     """A request for one response to a sequence of tokens.
@@ -117,6 +141,16 @@ class ModelResponse:
                 f"response has {count} tokens, {len(self.output_logprobs)} logprobs and "
                 f"{len(self.output_versions)} versions; the three must be equally long"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of a response. The last delta of a response has a ``stop_reason``."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    stop_reason: StopReason | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -20,9 +20,8 @@ import torch
 
 from headwater.config.schema import EngineConfig, UpdateMode
 from headwater.core.errors import ConfigError, WeightsError
-from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
-from headwater.core.records import ModelRequest, ModelResponse
-from headwater.engine import weight_source
+from headwater.core.protocols import ALL_TAGS, Capabilities, EngineLimits, EngineStatus, MemoryTag, WeightUpdate
+from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.engine.delivery import Gathering, Mailboxes, failure_of, settle, wait_for
 from headwater.engine.device_memory import DeviceMemory, check_tags
 from headwater.engine.garbage import garbage_put_off, settle_garbage
@@ -37,10 +36,10 @@ from headwater.engine.request_limits import RequestLimits
 from headwater.engine.rows import Rows
 from headwater.engine.runners import make_runner
 from headwater.engine.scheduler import Scheduler
-from headwater.engine.sequence import Delta
 from headwater.engine.sequence import Sequence as EngineSequence
 from headwater.models.load import end_token_ids, load_model, load_tokenizer
 from headwater.observe.spans import Spans
+from headwater.weights import source as weight_source
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
 _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
@@ -99,9 +98,6 @@ class Engine:
         )
         """As it was given, with what it leaves to the engine filled in."""
         self.tokenizer = tokenizer
-        self.model_name: str = model.config.name_or_path or spec.model_type
-        self.max_model_tokens = spec.max_positions
-        self.vocab_size = spec.vocab_size
         self._model = model
         self._mailboxes = Mailboxes()
         self._weights = ModelWeights(model)
@@ -111,8 +107,9 @@ class Engine:
         num_weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         end_ids = end_token_ids(model, tokenizer)
         limits = RequestLimits(spec.vocab_size, spec.max_positions, page_tokens, scheduler.pool.num_total)
-        self.max_request_tokens = limits.max_request_tokens
-        """Prompt and answer together: what the model takes, or the whole KV cache holds if that is less."""
+        self.limits = EngineLimits(
+            spec.vocab_size, spec.max_positions, limits.max_request_tokens, max_queue=config.max_queue
+        )
         self._loop = EngineLoop(
             scheduler,
             self._runner,
@@ -126,13 +123,18 @@ class Engine:
 
     @classmethod
     def load(
-        cls, model_path: str, config: EngineConfig, *, dtype: str = "float32", device: str = "auto", seed: int = 0
+        cls,
+        model_path: str,
+        config: EngineConfig,
+        *,
+        tokenizer: Any = None,
+        dtype: str = "float32",
+        device: str = "auto",
+        seed: int = 0,
     ) -> Engine:
-        """An engine of its own for a folder, a hub id, ``tiny:<preset>`` or ``smollm2``."""
+        """An engine for a folder, a hub id, ``tiny:<preset>`` or ``smollm2``, by default with its own tokenizer."""
         model = load_model(model_path, dtype=dtype, device=device, seed=seed)
-        engine = cls(model, load_tokenizer(model_path), config)
-        engine.model_name = model_path
-        return engine
+        return cls(model, tokenizer or load_tokenizer(model_path), config)
 
     # Requests
 
@@ -150,7 +152,7 @@ class Engine:
         finally:
             self._intake.leave(entered)
 
-    async def stream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
+    async def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
         """New tokens as they come. Closing the iterator early ends the request."""
         mailbox = self._mailboxes.of_running_loop()
         arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
@@ -192,22 +194,17 @@ class Engine:
         """Raise ``RequestError`` for a request that this engine can never serve."""
         self._intake.check(request)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request; it answers with what it has and stop reason ``abort``. False when there is none of that id."""
-        return self.abort_each([request_id]) > 0
+    def abort(self, request_id: str | None = None) -> int:
+        """End the requests with this id, or all requests if it is None. Return how many were ended.
 
-    def abort_each(self, request_ids: Collection[str]) -> int:
-        """As ``abort``, for many; returns how many there were."""
-        wanted = frozenset(request_ids)
-        return self._abort(lambda sequence: sequence.request.request_id in wanted)
-
-    def abort_all(self) -> int:
-        """End every request; returns how many there were."""
-        return self._abort(lambda _: True)
-
-    def _abort(self, wanted: Callable[[EngineSequence], bool]) -> int:
+        An aborted request returns the tokens it has, with stop reason ``abort``.
+        """
         counts: list[int] = []
-        self._call(lambda: counts.append(self._loop.abort(wanted)), "aborting")
+
+        def abort() -> None:
+            counts.append(self._loop.abort(lambda each: request_id is None or each.request.request_id == request_id))
+
+        self._call(abort, "aborting")
         return counts[0]
 
     # Control
@@ -313,6 +310,26 @@ class Engine:
         """
         check_tags(tags)
         self._call(lambda: self._memory.wake(tags), "waking up")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
+
+    def status(self) -> EngineStatus:
+        metrics = self.metrics()
+        settings = asdict(self.config)
+        if not self.config.memory_fraction:
+            del settings["memory_fraction"]  # it was automatic; kv_cache_gib shows the result
+        return EngineStatus(
+            version=metrics.version,
+            num_running=metrics.num_running,
+            num_waiting=metrics.num_waiting,
+            is_paused=metrics.is_paused,
+            is_asleep=metrics.is_asleep,
+            is_alive=self.is_alive,
+            settings=settings,
+            metrics=asdict(metrics),
+        )
 
     def metrics(self) -> EngineMetrics:
         loop, scheduler = self._loop, self._loop.scheduler

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from headwater.core.errors import QueueFull
-from headwater.core.records import ModelRequest
+from headwater.core.records import Delta, ModelRequest
 from headwater.engine.loop import EngineLoop
 from headwater.engine.request_limits import RequestLimits
-from headwater.engine.sequence import Delta
 from headwater.engine.sequence import Sequence as EngineSequence
 
 _ENTER_AT_ONCE = 256

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headwater.core.errors import RequestError
-from headwater.core.records import ModelRequest
+from headwater.core.records import ModelRequest, wrong_stop
 
 _MAX_FORBIDDEN = 1024
 """Stop tokens that the device keeps a list of for every sequence, to forbid them for a while."""
 
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 1024
-"""All requests wait while one's stop strings are looked for: without a limit one client could hold up the others."""
-
 _LEAST_TEMPERATURE = 1e-6
 _GREATEST_TEMPERATURE = 1e6
 """Tokens are equally likely long before; what float32 calls infinite would turn forbidden tokens into NaN."""
-
-_NUM_CHARACTERS_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -86,21 +79,3 @@ class RequestLimits:
                 f"{name}: temperature = {sampling.temperature:g}: must be <= {_GREATEST_TEMPERATURE:g}, "
                 "where all tokens are equally likely already"
             )
-
-
-def wrong_stop(stops: Sequence[str]) -> str | None:
-    """What is wrong with stop strings, as a message goes on after the name of their field."""
-    if len(stops) > MAX_STOP_STRINGS:
-        return (
-            f": holds {len(stops)} texts, and at most {MAX_STOP_STRINGS} are looked for; "
-            "give fewer, or stop at tokens with stop_token_ids"
-        )
-    for place, stop in enumerate(stops):
-        if len(stop) > MAX_STOP_CHARACTERS:
-            return (
-                f"[{place}] = {stop[:_NUM_CHARACTERS_SHOWN]!r}...: has {len(stop)} characters, "
-                f"and at most {MAX_STOP_CHARACTERS} are looked for; shorten it"
-            )
-        if any("\ud800" <= character <= "\udfff" for character in stop):
-            return f"[{place}] = {stop[:_NUM_CHARACTERS_SHOWN]!r}: holds half of a surrogate pair; remove it"
-    return None

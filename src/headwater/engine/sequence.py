@@ -9,18 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.core.records import NOT_SAMPLED, ModelRequest, ModelResponse, StopReason
+from headwater.core.records import NOT_SAMPLED, Delta, ModelRequest, ModelResponse, StopReason
 from headwater.engine.plans import MAX_STOP_IDS
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New tokens of a request; the last one says why the response ended."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    stop_reason: StopReason | None = None
 
 
 @dataclass(eq=False)

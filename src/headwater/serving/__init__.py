@@ -1,7 +1,6 @@
-"""HTTP in front of an engine: SGLang's ``/generate``, OpenAI's completions and chat, and calls of our own.
+"""HTTP over any ``InferenceEngine``: the OpenAI and SGLang APIs, and Headwater's own generation and control calls.
 
-What a request says is read by pure functions into records (``openai/``, ``sglang/``, ``native/``, ``control.py``), the
-records are run by ``generation.py``, and pure functions write the replies. Only files named ``routes.py`` and what
-stands around them (``app.py``, ``state.py``, ``listen.py``, ``middleware.py``, ``event_stream.py``,
-``native/connection.py``) know aiohttp.
+Pure functions parse a request body into records (``openai/``, ``sglang/``, ``native/``, ``control.py``),
+``generation.py`` runs the records, and pure functions format the reply. Only ``routes.py``, ``control_routes.py``,
+``app.py``, ``listen.py``, ``state.py`` and ``generation.py`` use aiohttp.
 """

@@ -1,28 +1,109 @@
-"""The application: which path is answered by whom."""
+"""The aiohttp application: its routes, and the error handling and authentication around every handler."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import difflib
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
 from weakref import WeakSet
 
 from aiohttp import web
 
+from headwater.core.errors import HeadwaterError
+from headwater.core.protocols import InferenceEngine, Tokenizer
 from headwater.serving import control_routes
-from headwater.serving.middleware import errors_as_json, only_with_key
+from headwater.serving.errors import ApiError, api_error
+from headwater.serving.fields import write_json
 from headwater.serving.native import routes as native_routes
 from headwater.serving.openai import routes as openai_routes
 from headwater.serving.options import ServerOptions
 from headwater.serving.sglang import routes as sglang_routes
 from headwater.serving.state import STATE, ServerState
 
-if TYPE_CHECKING:
-    from headwater.engine.engine import Engine
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health"})
+"""Paths that load balancers and orchestrators may call without a key."""
 
 
-def build_app(engine: Engine, options: ServerOptions) -> web.Application:
+def build_app(engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOptions) -> web.Application:
     app = web.Application(middlewares=[errors_as_json, only_with_key], client_max_size=options.max_body_bytes)
-    app[STATE] = ServerState.build(engine, options)
+    app[STATE] = ServerState.build(engine, tokenizer, options)
     app[native_routes.SOCKETS] = WeakSet()
     app.on_shutdown.append(native_routes.close_sockets)
     app.add_routes([*openai_routes.ROUTES, *sglang_routes.ROUTES, *native_routes.ROUTES, *control_routes.ROUTES])
     return app
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except HeadwaterError as error:
+        return _refusal(api_error(error))
+    except web.HTTPException as error:
+        return _refusal(_http_error(request, error))
+    except ConnectionError:
+        raise  # the client has disconnected
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return _refusal(ApiError("internal error; see the server's log", status=500, code="internal_error"))
+
+
+@web.middleware
+async def only_with_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    key = request.app[STATE].options.api_key
+    if request.path in OPEN_PATHS:
+        return await handler(request)
+    if not key:
+        # Any web page that the user opens can send requests to this machine. Programs send no Origin header.
+        if "Origin" in request.headers:
+            raise ApiError(
+                "requests from web pages need a key; start the server with --api-key", status=403, code="web_page"
+            )
+        return await handler(request)
+    given = request.headers.get("Authorization", "")
+    # Bytes, because compare_digest accepts only ASCII text and a header may contain anything.
+    expected = f"Bearer {key}".encode()
+    if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected):
+        what = "no API key was sent" if not given else "wrong API key"
+        raise ApiError(
+            f"{what}; send the header 'Authorization: Bearer KEY'",
+            status=401,
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return await handler(request)
+
+
+def _refusal(error: ApiError) -> web.Response:
+    return web.Response(
+        body=write_json(error.body()),
+        status=error.status,
+        headers=error.headers,
+        content_type="application/json",
+    )
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
+    """An error of aiohttp in our format."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods - {"HEAD"}))
+        return ApiError(
+            f"{request.method} {request.path}: wrong method; use {allowed}",
+            status=405,
+            code="wrong_method",
+            headers={"Allow": error.headers["Allow"]},
+        )
+    if isinstance(error, web.HTTPNotFound):
+        return ApiError(f"{request.path}: no such path; {_hint(request)}", status=404, code="unknown_path")
+    return ApiError(error.reason, status=error.status, code="http_error")
+
+
+def _hint(request: web.Request) -> str:
+    paths = sorted({resource.canonical for resource in request.app.router.resources()})
+    close = difflib.get_close_matches(request.path[:100], paths, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known paths: {', '.join(paths)}"

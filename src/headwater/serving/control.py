@@ -1,20 +1,37 @@
-"""What Headwater's own control calls ask for."""
+"""Bodies of Headwater's control calls, and the weight update that they and SGLang's calls start."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from headwater.config.schema import UpdateMode
-from headwater.serving.errors import ApiError
+from headwater.core.errors import WaitTimeout
+from headwater.core.protocols import ALL_TAGS, InferenceEngine, MemoryTag, UpdateMode, WeightUpdate
+from headwater.core.waits import wait_for_future
+from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields
+from headwater.weights.source import read_file, shared_tensors
 
 _MODES: tuple[UpdateMode, ...] = get_args(UpdateMode)
+_UPDATE_LIMIT_S = 600.0
 
 
 def read_nothing(body: Mapping[str, Any]) -> None:
     Fields(body).done()
+
+
+def read_memory_tags(body: Mapping[str, Any]) -> tuple[MemoryTag, ...]:
+    """The body of calls about the engine's memory: ``{"tags": ["kv_cache"]}``. The default is all tags."""
+    fields = Fields(body)
+    names = fields.texts("tags")
+    fields.done()
+    for place, name in enumerate(names):
+        if name not in ALL_TAGS:
+            raise wrong(f"tags[{place}]", name, f"must be one of {', '.join(ALL_TAGS)}")
+    return tuple(tag for tag in ALL_TAGS if tag in names) if names else ALL_TAGS
 
 
 def read_version(body: Mapping[str, Any]) -> int:
@@ -27,7 +44,7 @@ def read_version(body: Mapping[str, Any]) -> int:
 @dataclass(frozen=True)
 class Abort:
     request_id: str | None
-    """None aborts all."""
+    """None aborts all requests."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Abort:
@@ -41,11 +58,11 @@ class Abort:
 
 @dataclass(frozen=True)
 class WeightsCall:
-    """New weights from a file or folder, or from memory that another process filled."""
+    """New weights from a file or folder, or from shared memory that another process has filled."""
 
     version: int
     mode: UpdateMode | None
-    """None is the engine's own."""
+    """None uses the engine's own setting."""
     file: str | None
     shared_memory: str | None
 
@@ -64,8 +81,41 @@ class WeightsCall:
         return cls(version, mode, file or None, shared_memory or None)
 
 
+async def update_weights(
+    engine: InferenceEngine,
+    version: int,
+    mode: UpdateMode | None,
+    *,
+    file: str | None = None,
+    shared_memory: str | None = None,
+) -> None:
+    """Have the engine take new weights, and return when it serves them. Generation continues while they are read."""
+
+    def update() -> None:
+        if shared_memory is not None:
+            with shared_tensors(shared_memory) as tensors:
+                _wait_for(engine.update_weights(WeightUpdate(version, tensors), mode), shared_memory)
+        else:
+            assert file is not None
+            _wait_for(engine.update_weights(WeightUpdate(version, read_file(file)), mode), file)
+
+    # Shielded, so that a client that disconnects does not cancel an update that has begun.
+    await asyncio.shield(asyncio.to_thread(update))
+
+
+def _wait_for(done: Future[None], source: str) -> None:
+    try:
+        wait_for_future(
+            done, lambda: f"the engine takes the weights of {source}", kind="weights", hard_limit_s=_UPDATE_LIMIT_S
+        )
+    except WaitTimeout:
+        if not done.cancel() and done.done():
+            return done.result()  # it finished at the last moment
+        raise
+
+
 def _needed_version(fields: Fields) -> int:
     version = fields.optional_integer("version", minimum=0)
     if version is None:
-        raise ApiError("version: is missing; give the number of the policy version", param="version")
+        raise ApiError("version: is missing; give the policy version, a whole number", param="version")
     return version

@@ -1,47 +1,65 @@
-"""Handlers of ``/control`` and of the metrics."""
+"""Handlers of ``/control`` and ``/metrics``."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from typing import Any
 
 from aiohttp import web
 
 import headwater
-from headwater.serving.control import Abort, WeightsCall, read_nothing, read_version
-from headwater.serving.memory_tags import read_memory_tags
-from headwater.serving.metrics_text import CONTENT_TYPE, metrics_text
-from headwater.serving.state import STATE, reply
+from headwater.core.protocols import EngineStatus
+from headwater.serving.control import Abort, WeightsCall, read_memory_tags, read_nothing, read_version
+from headwater.serving.control import update_weights as update_engine
+from headwater.serving.generation import reply
+from headwater.serving.state import STATE
+
+PREFIX = "headwater_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+COUNTERS = frozenset(
+    {
+        "num_tokens_generated",
+        "num_tokens_prefilled",
+        "num_tokens_cached",
+        "num_preempted",
+        "num_interrupted",
+        "num_weight_updates",
+        "num_finished",
+        "num_aborted",
+        "num_failed",
+    }
+)
+"""Metrics that only increase. All others are gauges."""
 
 
 async def pause(request: web.Request) -> web.Response:
     state = request.app[STATE]
     await state.read(request, read_nothing)
     await asyncio.to_thread(state.engine.pause)
-    return reply({"is_paused": state.engine.is_paused})
+    return reply({"is_paused": state.engine.status().is_paused})
 
 
 async def resume(request: web.Request) -> web.Response:
     state = request.app[STATE]
     await state.read(request, read_nothing)
     await asyncio.to_thread(state.engine.resume)
-    return reply({"is_paused": state.engine.is_paused})
+    return reply({"is_paused": state.engine.status().is_paused})
 
 
 async def abort(request: web.Request) -> web.Response:
-    """How many requests of the engine were ended; 0 for a name that is unknown or over."""
+    """Reply with the number of engine requests that were ended: 0 if no request with this name is running."""
     state = request.app[STATE]
     call = await state.read(request, Abort.read)
-    if call.request_id is None:
-        return reply({"num_aborted": await asyncio.to_thread(state.engine.abort_all)})
-    ids = state.active.find(call.request_id)
-    return reply({"num_aborted": await asyncio.to_thread(state.engine.abort_each, ids)})
+    return reply({"num_aborted": await state.abort(call.request_id)})
 
 
 async def sleep(request: web.Request) -> web.Response:
     state = request.app[STATE]
     tags = await state.read(request, read_memory_tags)
+    state.check_memory_tags(tags)
     await asyncio.to_thread(state.engine.sleep, tags)
     return reply({"asleep": tags})
 
@@ -49,26 +67,19 @@ async def sleep(request: web.Request) -> web.Response:
 async def wake(request: web.Request) -> web.Response:
     state = request.app[STATE]
     tags = await state.read(request, read_memory_tags)
+    state.check_memory_tags(tags)
     await asyncio.to_thread(state.engine.wake, tags)
     return reply({"awake": tags})
 
 
 async def update_weights(request: web.Request) -> web.Response:
-    """Answers when the new weights serve."""
+    """Reply when the engine serves the new weights."""
     state = request.app[STATE]
-    engine = state.engine
     call = await state.read(request, WeightsCall.read)
+    state.check_update_mode(call.mode, "mode")
     started = time.perf_counter()
-    if call.file is not None:
-        future = await asyncio.to_thread(engine.update_weights_from_file, call.file, call.version, call.mode)
-    else:
-        assert call.shared_memory is not None
-        future = await asyncio.to_thread(
-            engine.update_weights_from_shared_memory, call.shared_memory, call.version, call.mode
-        )
-    # Shielded: a client that leaves must not cancel an update that the engine is in the middle of.
-    await asyncio.shield(asyncio.wrap_future(future))
-    return reply({"version": engine.get_version(), "seconds": time.perf_counter() - started})
+    await update_engine(state.engine, call.version, call.mode, file=call.file, shared_memory=call.shared_memory)
+    return reply({"version": state.engine.get_version(), "seconds": time.perf_counter() - started})
 
 
 async def get_version(request: web.Request) -> web.Response:
@@ -83,20 +94,51 @@ async def set_version(request: web.Request) -> web.Response:
 
 
 async def checksum(request: web.Request) -> web.Response:
-    """Of the weights that serve now."""
-    engine = request.app[STATE].engine
-    return reply({"checksum": await asyncio.to_thread(engine.weights_checksum), "version": engine.get_version()})
+    """Reply with the checksum of the current weights."""
+    state = request.app[STATE]
+    state.check_checksums()
+    value = await asyncio.to_thread(state.engine.weights_checksum)
+    return reply({"checksum": value, "version": state.engine.get_version()})
 
 
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     labels = {"model": state.options.served_name, "headwater": headwater.__version__}
-    text = metrics_text(asdict(state.engine.metrics()), labels)
+    text = metrics_text(metrics_of(state.engine.status()), labels)
     return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def metrics_json(request: web.Request) -> web.Response:
-    return reply(asdict(request.app[STATE].engine.metrics()))
+    return reply(metrics_of(request.app[STATE].engine.status()))
+
+
+def metrics_of(status: EngineStatus) -> dict[str, Any]:
+    """The numbers that every engine reports, and the engine's own metrics."""
+    return {
+        "version": status.version,
+        "is_paused": status.is_paused,
+        "is_asleep": status.is_asleep,
+        "num_waiting": status.num_waiting,
+        "num_running": status.num_running,
+        "num_restarts": status.num_restarts,
+        **status.metrics,
+    }
+
+
+def metrics_text(values: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+    """Prometheus' text format: one metric per number in ``values``, and a metric ``info`` with ``labels``."""
+    described = ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
+    lines = [f"# TYPE {PREFIX}info gauge", f"{PREFIX}info{{{described}}} 1"]
+    for name, value in values.items():
+        if not isinstance(value, int | float):
+            continue
+        lines.append(f"# TYPE {PREFIX}{name} {'counter' if name in COUNTERS else 'gauge'}")
+        lines.append(f"{PREFIX}{name} {int(value) if isinstance(value, bool) else value!r}")
+    return "\n".join(lines) + "\n"
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 ROUTES = [

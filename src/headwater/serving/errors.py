@@ -1,4 +1,4 @@
-"""Refusals: a status code, and a message that names the field, its value and what to do about it."""
+"""Error replies: a status code, and a message that names the field, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUM_CHARACTERS_SHOWN = 60
 
 
 class ApiError(HeadwaterError):
-    """An answer other than success, in the shape that OpenAI's clients read."""
+    """An error reply in the format that OpenAI's clients read."""
 
     def __init__(
         self,
@@ -52,8 +52,13 @@ def wrong(field: str, value: Any, rule: str, *, code: str | None = None) -> ApiE
     return ApiError(f"{field} = {shown(value)}: {rule}", param=field, code=code)
 
 
+def unsupported_by_engine(message: str, *, param: str | None = None) -> ApiError:
+    """The call is valid, but the engine behind this server lacks the capability for it."""
+    return ApiError(message, status=501, param=param, code="unsupported_by_engine")
+
+
 def api_error(error: HeadwaterError) -> ApiError:
-    """What the rest of Headwater raised, as an answer."""
+    """The reply for an error that another part of Headwater raised."""
     if isinstance(error, ApiError):
         return error
     message = str(error)
@@ -69,13 +74,13 @@ def api_error(error: HeadwaterError) -> ApiError:
         return ApiError(message, status=409, code="memory_refused")
     if isinstance(error, LogitsBroken):
         return ApiError(message, status=500, code="logits_broken")
-    if isinstance(error, RolloutFailed):  # all that an engine raises once it has failed or is closed
+    if isinstance(error, RolloutFailed):  # an engine raises this after it has failed or was closed
         return ApiError(message, status=503, code="engine_unavailable")
     return ApiError(message, status=500, code="internal_error")
 
 
 def shown(value: Any) -> str:
-    """A JSON value for a message; never long, and never slow on a long one."""
+    """A JSON value for a message. The text is short even if the value is long."""
     if isinstance(value, dict | list) and len(value) > 8:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = json.dumps(value, ensure_ascii=True)

@@ -1,27 +1,31 @@
-"""Typed reading of a JSON object that a client sent.
+"""JSON request bodies: parsing them, and reading their fields with type checks.
 
     fields = Fields({"n": 2, "tempurature": 1})
     fields.integer("n", 1, minimum=1)          # 2
     fields.number("temperature", 1.0)          # 1.0
     fields.done()                              # ApiError: tempurature: no such field; did you mean temperature?
 
-A null is as good as an absent field, as clients send it for arguments that were not given.
+A null counts as an absent field, because clients send null for arguments that were not given.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from headwater.serving.errors import ApiError, shown, wrong
 
 T = TypeVar("T", bound=str)
 
+_KINDS = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+
 
 class Fields:
-    """Takes one field after the other; what is left at the end is unknown."""
+    """The fields of one JSON object. Each is read once; ``done`` refuses the fields that were not read."""
 
     def __init__(self, values: Mapping[str, Any], owner: str = "") -> None:
         self._values = dict(values)
@@ -29,7 +33,7 @@ class Fields:
         self._known: list[str] = []
 
     def name(self, field: str) -> str:
-        """The field as messages call it: ``sampling_params.top_k``."""
+        """The field's full name for messages, for example ``sampling_params.top_k``."""
         return self._prefix + field
 
     def raw(self, field: str) -> Any:
@@ -61,13 +65,13 @@ class Fields:
         maximum: float = math.inf,
         open_minimum: bool = False,
     ) -> float:
-        """A finite number in [minimum, maximum]; without its lower end where ``open_minimum``."""
+        """A finite number in [minimum, maximum], or in (minimum, maximum] if ``open_minimum``."""
         value = self.raw(field)
         if value is None:
             return default
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise wrong(self.name(field), value, "must be a number")
-        # An integer beyond the largest float compares well and converts badly, so it is compared first.
+        # Compare before converting: an integer may be larger than any float.
         if value > maximum:
             raise wrong(self.name(field), value, f"must be <= {maximum:g}")
         if value < minimum or (open_minimum and value == minimum):
@@ -76,7 +80,7 @@ class Fields:
             number = float(value)
         except OverflowError:
             raise wrong(self.name(field), value, "is too large") from None
-        if not math.isfinite(number):  # JSON can write it: 1e999
+        if not math.isfinite(number):  # for example 1e999
             raise wrong(self.name(field), value, "must be a finite number")
         return number
 
@@ -124,11 +128,11 @@ class Fields:
         raise wrong(self.name(field), value, "must be an object")
 
     def neutral(self, field: str, neutral: Sequence[Any], reason: str) -> None:
-        """Accept a field we do not serve where its value asks for nothing."""
+        """Accept an unsupported field only if its value has no effect."""
         value = self.raw(field)
         if value is None or any(value == each and type(value) is type(each) for each in neutral):
             return
-        # 0 and 0.0 ask for the same, 1 and true do not.
+        # 0 and 0.0 are equal here; 1 and true are not.
         if isinstance(value, int | float) and not isinstance(value, bool) and value in _numbers(neutral):
             return
         raise ApiError(
@@ -136,12 +140,12 @@ class Fields:
         )
 
     def ignored(self, *fields: str) -> None:
-        """Fields that only label a request and so change nothing about its answer."""
+        """Accept fields that do not change the reply, such as labels."""
         for field in fields:
             self.raw(field)
 
     def done(self) -> None:
-        """Refuse whatever was not taken."""
+        """Refuse unknown fields."""
         if not self._values:
             return
         field = next(iter(self._values))
@@ -151,7 +155,7 @@ class Fields:
 
 
 def is_integer(value: Any) -> bool:
-    # bool is a subclass of int, and true is no number.
+    # bool is a subclass of int.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -161,7 +165,7 @@ def checked_text(value: Any, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise wrong(name, value, "holds half of a surrogate pair, which is no character; remove it") from None
+        raise wrong(name, value, "contains half of a surrogate pair, which is not a character; remove it") from None
     return value
 
 
@@ -175,3 +179,60 @@ def checked_integers(values: Iterable[Any], name: str) -> tuple[int, ...]:
 
 def _numbers(values: Sequence[Any]) -> list[float]:
     return [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Parse ``body`` as a JSON object. An empty body is an empty object."""
+    if not body.strip():
+        return {}
+    try:
+        value = _load(body)
+    except UnicodeDecodeError as error:
+        raise ApiError(f"the body is not UTF-8: {error}; send JSON in UTF-8", code="bad_json") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(f"the body is not valid JSON: {reason}", code="bad_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(f"the body is a JSON {_KINDS.get(type(value), 'value')}; send an object", code="bad_json")
+    return value
+
+
+def write_json(value: Any) -> bytes:
+    # NaN is not valid JSON. A NaN log-prob means that the model is broken, so raise instead of sending it.
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _load(body: bytes) -> Any:
+    """As ``json.loads``, but refuse NaN and Infinity, which Python accepts although they are not JSON."""
+    constants: list[_Constant] = []
+
+    def note(name: str) -> _Constant:
+        constants.append(_Constant(name))
+        return constants[-1]
+
+    value = json.loads(body, parse_constant=note)
+    if constants:
+        place = _place_of(constants[0], value) or "the body"
+        raise ApiError(
+            f"{place} = {constants[0].name}: is not a JSON number; send a finite number, or omit the field",
+            param=place,
+            code="bad_json",
+        )
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class _Constant:
+    name: str
+
+
+def _place_of(wanted: _Constant, value: Any, place: str = "") -> str | None:
+    """The path of ``wanted`` within ``value``, for example ``sampling_params.stop[2]``."""
+    if value is wanted:
+        return place
+    parts: Iterator[tuple[str, Any]] = iter(())
+    if isinstance(value, dict):
+        parts = ((f"{place}.{name}" if place else name, each) for name, each in value.items())
+    elif isinstance(value, list):
+        parts = ((f"{place}[{number}]", each) for number, each in enumerate(value))
+    return next((found for name, each in parts if (found := _place_of(wanted, each, name)) is not None), None)

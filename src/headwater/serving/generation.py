@@ -1,21 +1,33 @@
-"""Running several requests of one client as one: together, and gone together when the client leaves."""
+"""Running the requests of one client together, and sending the reply whole or in parts.
+
+When the client disconnects, or one request fails, all requests of the reply are aborted.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import Any
 
-from headwater.core.records import ModelRequest, ModelResponse
+from aiohttp import web
 
-if TYPE_CHECKING:
-    from headwater.engine.engine import Engine
-    from headwater.engine.sequence import Delta
+from headwater.core.errors import HeadwaterError
+from headwater.core.protocols import InferenceEngine
+from headwater.core.records import Delta, ModelRequest, ModelResponse
+from headwater.serving.errors import api_error
+from headwater.serving.fields import write_json
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_EVENTS = {**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
+_LINES = {**_HEADERS, "Content-Type": "application/x-ndjson; charset=utf-8"}
+_DONE = b"data: [DONE]\n\n"
+
+Parts = AsyncGenerator[dict[str, Any], None]
 
 
-async def generate_all(engine: Engine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-    """All responses; if one request is refused, or the caller is cancelled, the others are aborted."""
+async def generate_all(engine: InferenceEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+    """All responses. If one request fails or the caller is cancelled, the others are aborted."""
     tasks = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
     try:
         return list(await asyncio.gather(*tasks))
@@ -23,15 +35,17 @@ async def generate_all(engine: Engine, requests: Sequence[ModelRequest]) -> list
         await _cancel(tasks)
 
 
-async def stream_all(engine: Engine, requests: Sequence[ModelRequest]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Deltas with the place of their request, as they come. Closing this iterator aborts what still runs."""
-    # No limit: what waits here is at most the tokens that were asked for, and a slow reader must not slow the engine.
+async def stream_all(
+    engine: InferenceEngine, requests: Sequence[ModelRequest]
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Deltas with the index of their request, as they arrive. Closing this generator aborts the running requests."""
+    # Unbounded: it holds at most the requested tokens, and a slow client must not slow down the engine.
     arrived: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue()
 
     async def pump(place: int) -> None:
         try:
-            # A generator, so that closing it tells the engine at once and not when it is collected.
-            async with aclosing(engine.stream(requests[place])) as deltas:
+            # Close the generator explicitly, so that the engine is told immediately and not by the garbage collector.
+            async with aclosing(engine.astream(requests[place])) as deltas:
                 async for delta in deltas:
                     arrived.put_nowait((place, delta))
         finally:
@@ -46,7 +60,7 @@ async def stream_all(engine: Engine, requests: Sequence[ModelRequest]) -> AsyncG
                 yield place, delta
                 continue
             num_running -= 1
-            await tasks[place]  # raises what ended the stream, if anything did
+            await tasks[place]  # raises the error that ended the stream, if any
     finally:
         await _cancel(tasks)
 
@@ -54,5 +68,50 @@ async def stream_all(engine: Engine, requests: Sequence[ModelRequest]) -> AsyncG
 async def _cancel(tasks: Sequence[asyncio.Future[ModelResponse]] | Sequence[asyncio.Future[None]]) -> None:
     for task in tasks:
         task.cancel()
-    # Waiting for them makes sure that the engine has heard of it before the client's names are free again.
+    # Wait, so that the engine has been told before the names of the requests can be used again.
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def reply(value: Mapping[str, Any] | list[Any], status: int = 200) -> web.Response:
+    return web.Response(body=write_json(value), status=status, content_type="application/json")
+
+
+async def send_events(request: web.Request, events: Parts) -> web.StreamResponse:
+    """Send server-sent events as they arrive. If this ends early, ``events`` is closed, which aborts its requests."""
+    return await _send(request, events, _EVENTS, _event, _DONE)
+
+
+async def send_lines(request: web.Request, lines: Parts) -> web.StreamResponse:
+    """As ``send_events``, but send one JSON object per line."""
+    return await _send(request, lines, _LINES, _line, b"")
+
+
+async def _send(
+    request: web.Request, parts: Parts, headers: dict[str, str], frame: Callable[[dict[str, Any]], bytes], end: bytes
+) -> web.StreamResponse:
+    """Wait for the first part before sending the status, so that a refused request gets an error status."""
+    async with aclosing(parts):
+        first = await anext(parts, None)
+        response = web.StreamResponse(headers=headers)
+        try:
+            await response.prepare(request)
+            if first is not None:
+                await response.write(frame(first))
+            try:
+                async for part in parts:
+                    await response.write(frame(part))
+            except HeadwaterError as error:
+                # The status was already sent, so the error becomes the last part.
+                await response.write(frame(api_error(error).body()))
+            await response.write_eof(end)
+        except ConnectionError:
+            pass  # the client has disconnected; leaving the block aborts its requests
+        return response
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + write_json(value) + b"\n\n"
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return write_json(value) + b"\n"

@@ -1,4 +1,4 @@
-"""A server's life: take the port, answer until told to stop, end what runs, let go."""
+"""Running a server: bind the port, serve until a signal arrives, abort the running requests, stop."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from headwater.core.errors import HeadwaterError
+from headwater.core.protocols import InferenceEngine, Tokenizer
 from headwater.serving.app import build_app
 from headwater.serving.options import ServerOptions
 
-if TYPE_CHECKING:
-    from headwater.engine.engine import Engine
-
 BACKLOG = 4096
-"""Connections that may wait to be accepted: a trainer opens hundreds at the same moment."""
+"""The number of connections that may wait to be accepted. A trainer opens hundreds at the same time."""
 SHUTDOWN_S = 5.0
-"""How long aborted requests may take to send what they have."""
+"""How long aborted requests may take to send their last tokens."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take ``port`` before the model is loaded, so that a port in use is told at once. Port 0 is any free one.
+    """Bind ``port`` before the model is loaded, so that a port in use is reported immediately. Port 0 is any free one.
 
-    Nobody can connect before ``serve``: a server that does not answer yet looks like one that is not there.
+    Clients cannot connect before ``serve`` is called.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -51,20 +48,32 @@ def url(taken: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(engine: Engine, options: ServerOptions, taken: socket.socket, say: Callable[[str], None]) -> None:
-    """Answer on ``taken`` until Ctrl-C, SIGTERM or SIGHUP."""
-    asyncio.run(_serve(engine, options, taken, say))
+def serve(
+    engine: InferenceEngine,
+    tokenizer: Tokenizer,
+    options: ServerOptions,
+    taken: socket.socket,
+    say: Callable[[str], None],
+) -> None:
+    """Serve on ``taken`` until Ctrl-C, SIGTERM or SIGHUP."""
+    asyncio.run(_serve(build_app(engine, tokenizer, options), engine, options, taken, say))
 
 
-async def _serve(engine: Engine, options: ServerOptions, taken: socket.socket, say: Callable[[str], None]) -> None:
-    # With handler_cancellation a client that leaves cancels its handler, and that aborts its requests.
-    runner = web.AppRunner(build_app(engine, options), handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+async def _serve(
+    app: web.Application,
+    engine: InferenceEngine,
+    options: ServerOptions,
+    taken: socket.socket,
+    say: Callable[[str], None],
+) -> None:
+    # With handler_cancellation, a client that disconnects cancels its handler, which aborts its requests.
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
         site = web.SockSite(runner, taken, backlog=BACKLOG)
         try:
             await site.start()
-        except OSError as error:  # two servers may bind a port at the same time; only one may listen
+        except OSError as error:  # two servers may bind the same port, but only one may listen
             host, port = taken.getsockname()[:2]
             raise _cannot_listen(host, port, error) from error
         with _stop_signal() as stop:
@@ -72,16 +81,16 @@ async def _serve(engine: Engine, options: ServerOptions, taken: socket.socket, s
             await stop.wait()
         say("stopping")
         await site.stop()
-        await asyncio.to_thread(engine.abort_all)
+        await asyncio.to_thread(engine.abort)
     finally:
         await runner.cleanup()
 
 
 @contextmanager
 def _stop_signal() -> Iterator[asyncio.Event]:
-    """Set by Ctrl-C, SIGTERM or a terminal that hangs up, unless that is ignored, as under nohup.
+    """An event that Ctrl-C, SIGTERM and SIGHUP set. SIGHUP stays ignored if it was, as under nohup.
 
-    Afterwards Ctrl-C and SIGTERM have their usual effect, for a server that does not come to an end.
+    After the block, Ctrl-C and SIGTERM have their usual effect, so that a server that does not stop can be ended.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -95,14 +104,14 @@ def _stop_signal() -> Iterator[asyncio.Event]:
     finally:
         for each in signals:
             loop.remove_signal_handler(each)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell of a closed terminal sends it once more
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell of a closed terminal sends it again
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> HeadwaterError:
     if error.errno == errno.EADDRINUSE:
-        return HeadwaterError(f"--port = {port}: {host}:{port} is in use; choose another, or 0 for any free one")
+        return HeadwaterError(f"--port = {port}: {host}:{port} is in use; use another port, or 0 for any free one")
     if error.errno == errno.EACCES:
-        return HeadwaterError(f"--port = {port}: may not be used without privileges; choose one above 1023")
+        return HeadwaterError(f"--port = {port}: needs privileges; use a port above 1023")
     if error.errno == errno.EADDRNOTAVAIL:
-        return HeadwaterError(f"--host = {host}: not an address of this machine; use 127.0.0.1 or 0.0.0.0")
+        return HeadwaterError(f"--host = {host}: is not an address of this machine; use 127.0.0.1 or 0.0.0.0")
     return HeadwaterError(f"cannot listen at {host}:{port}: {error.strerror}")

@@ -1,4 +1,4 @@
-"""How a server is set up, apart from its engine."""
+"""The settings of a server, apart from its engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 DEFAULT_PORT = 8000
 DEFAULT_MAX_BODY_MIB = 64
 KEY_VARIABLE = "HEADWATER_API_KEY"
-"""Where a server finds its key, because ``ps`` shows arguments to everybody and the environment to nobody else."""
+"""The environment variable that holds the API key. Unlike an argument, ``ps`` does not show it to other users."""
 
 
 @dataclass(frozen=True)
@@ -15,5 +15,8 @@ class ServerOptions:
     served_name: str
     """The model's name in requests and replies."""
     api_key: str = ""
-    """What clients send as ``Authorization: Bearer``; empty lets everyone in."""
+    """The key that clients send as ``Authorization: Bearer KEY``. If it is empty, no key is needed."""
     max_body_bytes: int = DEFAULT_MAX_BODY_MIB * 2**20
+    """The size of the largest request body that is accepted."""
+    model_path: str = ""
+    """Where the model was loaded from, for ``/get_model_info``. Defaults to ``served_name``."""

@@ -78,7 +78,7 @@ def test_update_modes_compute_again_only_when_interrupted(script):
     weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     engine = Engine(model, build_tokenizer(), EngineConfig(max_sequences=4, kv_cache_gib=0.05))
     try:
-        requests = modes.long_requests(Namespace(requests=8, prompt_tokens=8, new_tokens=24), engine.vocab_size)
+        requests = modes.long_requests(Namespace(requests=8, prompt_tokens=8, new_tokens=24), engine.limits.vocab_size)
         undisturbed, *runs = [
             modes.generate(engine, requests, weights, mode, num_updates=2) for mode in (None, *modes.MODES)
         ]

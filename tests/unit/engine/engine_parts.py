@@ -28,9 +28,8 @@ from transformers import (
 
 from headwater.config.schema import EngineConfig
 from headwater.core.protocols import WeightUpdate
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
-from headwater.engine.sequence import Delta
 from headwater.models.load import load_model
 
 VOCABULARY = 512
@@ -319,7 +318,7 @@ class Stepped:
         streamed = Streamed()
 
         async def follow() -> ModelResponse:
-            async for delta in self.engine.stream(request):
+            async for delta in self.engine.astream(request):
                 streamed.deltas.append(delta)
             return streamed.response(request)
 

@@ -48,11 +48,11 @@ BAD = {
     "stop token huge": (asked(stop_token_ids=(2**70,)), f"stop token id {2**70}"),
     "too many stop strings": (
         asked(stop_strings=tuple(f"zz{number}q" for number in range(65))),
-        "stop_strings: holds 65 texts, and at most 64 are looked for; give fewer",
+        "stop_strings: contains 65 texts, and the limit is 64; use fewer",
     ),
     "stop string too long": (
         asked(stop_strings=("a", "b" * 1025)),
-        r"stop_strings\[1\] = 'bbb.*'...: has 1025 characters, and at most 1024 are looked for; shorten it",
+        r"stop_strings\[1\] = 'bbb.*'...: has 1025 characters, and the limit is 1024; shorten it",
     ),
     "stop string of half a character": (asked(stop_strings=("a\ud800",)), r"stop_strings\[0\] = .*surrogate pair"),
     "key too large": (asked(key=2**63), f"rng_key = {2**63}"),
@@ -71,7 +71,7 @@ def test_a_request_that_cannot_be_served_is_refused_and_the_next_one_is_served(e
     for call in (
         lambda: engine.generate([GOOD, bad]),
         lambda: run(engine.agenerate(bad)),
-        lambda: run(collect(engine.stream(bad))),
+        lambda: run(collect(engine.astream(bad))),
         lambda: engine.check(bad),
     ):
         with pytest.raises(RequestError, match=f"request mine: .*{message}"):

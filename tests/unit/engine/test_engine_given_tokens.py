@@ -112,7 +112,7 @@ def test_a_whole_response_is_answered_at_once(engine):
 
 
 def test_a_stream_has_only_what_is_new(engine, whole):
-    deltas = run(collect(engine.stream(going_on(REQUESTS[0], whole[0], 5))))
+    deltas = run(collect(engine.astream(going_on(REQUESTS[0], whole[0], 5))))
     assert tuple(token for delta in deltas for token in delta.tokens) == whole[0].output_tokens[5:]
     assert tuple(version for delta in deltas for version in delta.versions) == (0,) * 15
     assert deltas[-1].stop_reason == "length"

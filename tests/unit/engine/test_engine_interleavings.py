@@ -315,7 +315,7 @@ def test_nothing_is_lost_when_everyone_calls_at_once(steps, random):
                 elif name in ("pause", "resume"):
                     getattr(engine, name)()
                 elif name == "abort":
-                    engine.abort_all()
+                    engine.abort()
                 elif name == "leave":
                     give_up_on(engine)
                 engine.metrics()

@@ -167,7 +167,7 @@ def test_a_stop_string_across_tokens_ends_the_response_where_it_is_complete(deco
         stop = spanning_stop(free, place)
         sampling = {"max_new_tokens": 40, "stop_strings": ("never in there", stop)}
         [response] = engine.generate([request(PROMPT, 11, **sampling)])
-        deltas = run(collect(engine.stream(request(PROMPT, 11, **sampling))))
+        deltas = run(collect(engine.astream(request(PROMPT, 11, **sampling))))
     end = first_end(free, [stop])
     assert response.output_tokens == free[:end]
     assert response.stop_reason == "stop"
@@ -218,7 +218,7 @@ def test_the_row_of_a_response_cut_by_the_host_is_free_for_others(gpu_like):
 
 def test_streamed_tokens_come_in_several_parts_and_add_up(engine):
     [whole] = engine.generate([request(PROMPT, 5, max_new_tokens=100)])
-    deltas = run(collect(engine.stream(request(PROMPT, 5, max_new_tokens=100))))
+    deltas = run(collect(engine.astream(request(PROMPT, 5, max_new_tokens=100))))
     assert len(deltas) > 5
     assert tuple(token for delta in deltas for token in delta.tokens) == whole.output_tokens
     assert tuple(each for delta in deltas for each in delta.logprobs) == pytest.approx(whole.output_logprobs, abs=1e-4)

@@ -31,9 +31,9 @@ from tiny import tokenizer
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import LogitsBroken, RolloutFailed, WeightsError
 from headwater.core.protocols import WeightUpdate
-from headwater.engine import weight_source
 from headwater.engine.engine import Engine
 from headwater.models.weights import checked_weights
+from headwater.weights import source as weight_source
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from headwater.core.errors import WeightsError
-from headwater.engine.weight_source import read_file, shared_tensors, write_shared
+from headwater.weights.source import read_file, shared_tensors, write_shared
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -116,7 +116,7 @@ def test_a_shared_tensor_at_an_odd_address_is_copied_to_an_even_one():
 OWNER_AND_READER = """
 import torch
 from safetensors.torch import save
-from headwater.engine.weight_source import shared_tensors, write_shared
+from headwater.weights.source import shared_tensors, write_shared
 
 segment = write_shared(save({"a": torch.ones(3)}))
 with shared_tensors(segment.name) as tensors:

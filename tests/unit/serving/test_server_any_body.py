@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving.parts import NAME, limits
 
-from headwater.serving.control import Abort, WeightsCall, read_nothing, read_version
+from headwater.serving.control import Abort, WeightsCall, read_memory_tags, read_nothing, read_version
 from headwater.serving.errors import ApiError
-from headwater.serving.json_body import read_object, write
-from headwater.serving.memory_tags import read_memory_tags
-from headwater.serving.openai.chat_request import read_chat
-from headwater.serving.openai.completion_request import read_completion
-from headwater.serving.sglang.request import read_generate
+from headwater.serving.fields import read_object, write_json
+from headwater.serving.openai.chat import read_chat
+from headwater.serving.openai.completions import read_completion
+from headwater.serving.sglang.generate import read_generate
 from headwater.serving.sglang.steering import AbortCall, PauseCall, UpdateFromDisk
 
 SCALARS = st.one_of(
@@ -90,7 +89,7 @@ def refused(read, body) -> ApiError | None:
 def check_refusal(error: ApiError | None) -> None:
     if error is not None:
         assert 400 <= error.status < 500
-        assert json.loads(write(error.body()))["error"]["message"]
+        assert json.loads(write_json(error.body()))["error"]["message"]
 
 
 @pytest.mark.parametrize("call", READERS)

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import ClientWebSocketResponse
 from aiohttp.test_utils import TestClient, TestServer
 from engine.engine_parts import LIMIT_S, run, running, tokens_of
+from tiny import tokenizer
 
 from headwater.engine.engine import Engine
 from headwater.serving.app import build_app
@@ -38,7 +39,7 @@ def roomy() -> Iterator[Engine]:
 
 @asynccontextmanager
 async def serving(engine: Engine) -> AsyncIterator[TestClient[Any, Any]]:
-    async with TestClient(TestServer(build_app(engine, ServerOptions(NAME)))) as client:
+    async with TestClient(TestServer(build_app(engine, tokenizer(), ServerOptions(NAME)))) as client:
         yield client
 
 
@@ -59,7 +60,7 @@ def ask(engine: Engine, path: str, body: dict[str, Any]) -> tuple[int, Any]:
 
 
 def test_an_answer_of_no_given_length_is_no_longer_than_the_cache_holds(small):
-    assert small.max_request_tokens == NUM_MOST < small.max_model_tokens
+    assert small.limits.max_request_tokens == NUM_MOST < small.limits.max_model_tokens
     chat = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "temperature": 0}
     status, body = ask(small, "/v1/chat/completions", chat)
     assert (status, body["usage"]["total_tokens"]) == (200, NUM_MOST)

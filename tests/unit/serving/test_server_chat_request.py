@@ -6,7 +6,7 @@ import pytest
 from serving.parts import NAME, limits, refusal
 from tiny import tokenizer
 
-from headwater.serving.openai.chat_request import read_chat
+from headwater.serving.openai.chat import read_chat
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -7,7 +7,7 @@ from serving.parts import NAME, limits, refusal
 from tiny import tokenizer
 
 from headwater.core.records import SamplingParams
-from headwater.serving.openai.completion_request import read_completion
+from headwater.serving.openai.completions import read_completion
 
 
 def read(body, **bounds):

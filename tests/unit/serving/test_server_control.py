@@ -10,10 +10,9 @@ from serving.parts import refusal
 from headwater.cli.serve import is_loopback, read_engine_config
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError
-from headwater.serving.active import ActiveRequests
-from headwater.serving.control import Abort, WeightsCall, read_nothing, read_version
-from headwater.serving.memory_tags import read_memory_tags
-from headwater.serving.metrics_text import metrics_text
+from headwater.serving.control import Abort, WeightsCall, read_memory_tags, read_nothing, read_version
+from headwater.serving.control_routes import metrics_text
+from headwater.serving.state import ActiveRequests
 
 
 def test_bodies():

@@ -18,9 +18,8 @@ from headwater.core.errors import (
     WaitTimeout,
     WeightsError,
 )
-from headwater.serving import json_body
 from headwater.serving.errors import api_error, shown
-from headwater.serving.fields import Fields
+from headwater.serving.fields import Fields, read_object, write_json
 
 
 def test_an_unknown_field_names_the_nearest():
@@ -107,18 +106,18 @@ def test_half_a_surrogate_pair_is_no_text():
     ],
 )
 def test_bad_bodies(body, part):
-    error = refusal(json_body.read_object, body)
+    error = refusal(read_object, body)
     assert part in str(error)
     assert (error.status, error.code) == (400, "bad_json")
 
 
 def test_an_empty_body_is_an_empty_object():
-    assert json_body.read_object(b" \n") == {}
+    assert read_object(b" \n") == {}
 
 
 def test_a_reply_without_json_numbers_is_an_error():
     with pytest.raises(ValueError, match="not JSON compliant"):
-        json_body.write({"logprob": float("nan")})
+        write_json({"logprob": float("nan")})
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headwater.core.records import ModelResponse
-from headwater.serving.openai.chat_reply import ChatReply
-from headwater.serving.openai.chat_request import read_chat
-from headwater.serving.openai.completion_reply import CompletionReply
-from headwater.serving.openai.completion_request import read_completion
-from headwater.serving.output import Piece, PieceMaker, whole
-from headwater.serving.text import TextRules
+from headwater.serving.openai.chat import ChatReply, read_chat
+from headwater.serving.openai.completions import CompletionReply, read_completion
+from headwater.serving.output import Piece, PieceMaker, TextRules, whole
 
 EURO = tokenizer().encode("a€b")  # five tokens: the euro sign is three bytes
 

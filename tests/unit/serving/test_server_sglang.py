@@ -7,11 +7,10 @@ from serving.parts import limits, refusal
 from tiny import tokenizer
 
 from headwater.core.records import ModelResponse, SamplingParams
-from headwater.serving.active import ActiveRequests
 from headwater.serving.output import whole
-from headwater.serving.sglang.reply import GenerateReply
-from headwater.serving.sglang.request import read_generate
+from headwater.serving.sglang.generate import GenerateReply, read_generate
 from headwater.serving.sglang.steering import AbortCall, PauseCall, UpdateFromDisk
+from headwater.serving.state import ActiveRequests
 
 
 def read(body, **bounds):

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny import tokenizer
 
-from headwater.serving.text import TextRules, TextStream
+from headwater.serving.output import TextRules, TextStream
 
 TOKENS = st.lists(st.integers(0, 511), max_size=80)
 CUTS = st.lists(st.integers(0, 80), max_size=8)

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from headwater.core.errors import WeightsError
-from headwater.engine.weight_source import read_file, shared_tensors
 from headwater.weights import file, shared_memory
 from headwater.weights.file import FileWeights, remove_leftovers
 from headwater.weights.shared_memory import SharedWeights
+from headwater.weights.source import read_file, shared_tensors
 
 
 def parameters():

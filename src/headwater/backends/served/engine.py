@@ -19,9 +19,10 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -30,9 +31,17 @@ from headwater.backends import BackendContext, check_length
 from headwater.backends.served.child_keeper import ChildKeeper
 from headwater.backends.served.open_request import OpenRequest
 from headwater.config.schema import Dtype, EngineConfig, UpdateMode, WeightTransfer
-from headwater.core.errors import HeadwaterError, RolloutFailed
-from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
-from headwater.core.records import ModelRequest, ModelResponse
+from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
+from headwater.core.protocols import (
+    ALL_TAGS,
+    Capabilities,
+    EngineLimits,
+    EngineStatus,
+    MemoryTag,
+    WeightUpdate,
+    whole_response,
+)
+from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
 from headwater.engine.kv_cache import SHARED_FRACTION
@@ -90,12 +99,36 @@ class ServedEngine:
             spans=context.spans,
         )
         try:
-            info = engine._ask("/get_server_info")
-            check_length(context, info["context_length"])
+            check_length(context, engine.limits.max_model_tokens)
         except BaseException:
             engine.close()
             raise
         return engine
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(streaming=False)
+
+    @cached_property
+    def limits(self) -> EngineLimits:
+        info = self._ask("/get_server_info")
+        return EngineLimits(
+            vocab_size=info["vocab_size"],
+            max_model_tokens=info["context_length"],
+            max_request_tokens=info["max_request_tokens"],
+            max_queue=info["max_queue"],
+        )
+
+    def status(self) -> EngineStatus:
+        state = self._keeper.state
+        return EngineStatus(
+            version=state.version,
+            num_running=len(self._keeper.requests),
+            num_restarts=self.num_restarts,
+            is_paused=state.is_paused,
+            is_asleep=bool(state.asleep),
+            is_alive=not self._is_closed,
+        )
 
     @property
     def pid(self) -> int:
@@ -126,6 +159,23 @@ class ServedEngine:
         finally:
             if not opened.has_ended:
                 self._inbox.post(lambda: self._keeper.requests.leave(opened))
+
+    def check(self, request: ModelRequest) -> None:
+        """Raise ``RequestError`` for a request that is too long. The engine's process checks the rest."""
+        num_tokens = len(request.input_tokens) + request.sampling.max_new_tokens
+        if num_tokens > self.limits.max_request_tokens:
+            raise RequestError(
+                f"request {request.request_id}: {num_tokens} tokens exceed the engine's limit of "
+                f"{self.limits.max_request_tokens}; shorten the prompt or lower max_new_tokens"
+            )
+
+    def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
+        """Yield the complete response once."""
+        return whole_response(self, request)
+
+    def abort(self, request_id: str | None = None) -> int:
+        """End the requests with this id, or all. They return the tokens they have."""
+        return self._do(self._abort(request_id), "the engine's process aborts requests")
 
     # Control
 
@@ -214,6 +264,9 @@ class ServedEngine:
         return SharedWeights(tensors, self._dtype)
 
     # On the thread
+
+    async def _abort(self, request_id: str | None) -> int:
+        return self._keeper.requests.abort(request_id)
 
     async def _set_paused(self, paused: bool) -> None:
         self._keeper.state.is_paused = paused  # first: a child that starts meanwhile must know

@@ -89,6 +89,14 @@ class OpenRequests:
             self._drop(opened)
             opened.fail(error)
 
+    def abort(self, request_id: str | None) -> int:
+        """Answer the requests with this id, or all, with the tokens they have. Return how many there were."""
+        wanted = [each for each in self._open.values() if request_id in (None, each.request.request_id)]
+        for opened in wanted:
+            self.leave(opened)
+            opened.finish("abort")
+        return len(wanted)
+
     def abort_all(self) -> None:
         """Answer every request with what it has."""
         for opened in list(self._open.values()):

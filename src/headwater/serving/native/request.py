@@ -1,4 +1,4 @@
-"""A ``ModelRequest`` as JSON, and back: what one side writes the other reads as the same request."""
+"""``ModelRequest`` and ``Delta`` as JSON. A request that one side writes is read as an equal request by the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.records import Delta, ModelRequest, SamplingParams
 from headwater.serving.errors import ApiError
 from headwater.serving.fields import Fields
 from headwater.serving.prompt import ModelLimits
@@ -36,12 +36,12 @@ def read_request(body: Mapping[str, Any], limits: ModelLimits) -> ModelRequest:
     if sampling is None:
         raise ApiError('sampling: is missing; give at least {"max_new_tokens": 16}', param="sampling")
     if rng_key is None:
-        raise ApiError("rng_key: is missing; it decides every sampled token", param="rng_key")
+        raise ApiError("rng_key: is missing; give the number that decides every sampled token", param="rng_key")
     return ModelRequest(request_id, input_tokens, _read_sampling(sampling, limits), rng_key, given_tokens)
 
 
 def check_length(request: ModelRequest, limits: ModelLimits) -> None:
-    """As the engine does later, but by the names that a client knows."""
+    """Check the length as the engine will, but with the client's field names."""
     limits.num_new_tokens(
         len(request.input_tokens),
         request.sampling.max_new_tokens,
@@ -56,7 +56,7 @@ def _read_sampling(values: Mapping[str, Any], limits: ModelLimits) -> SamplingPa
     max_new_tokens = fields.optional_integer("max_new_tokens")
     if max_new_tokens is None:
         raise ApiError(
-            "sampling.max_new_tokens: is missing; say how long the response may become, for example 16",
+            "sampling.max_new_tokens: is missing; give the largest length of the response, for example 16",
             param="sampling.max_new_tokens",
         )
     read: dict[str, Any] = {
@@ -74,5 +74,11 @@ def _read_sampling(values: Mapping[str, Any], limits: ModelLimits) -> SamplingPa
     limits.check_ids(read["stop_token_ids"], fields.name("stop_token_ids"))
     try:
         return SamplingParams(**read)
-    except ValueError as error:  # the record says itself what it may hold
+    except ValueError as error:  # the record checks its own values
         raise ApiError(f"sampling.{error}", param="sampling") from error
+
+
+def line_of(delta: Delta) -> dict[str, Any]:
+    """New tokens of a response. Log-probs keep every bit, because Python's float format is exact."""
+    line: dict[str, Any] = {"tokens": delta.tokens, "logprobs": delta.logprobs, "versions": delta.versions}
+    return line if delta.stop_reason is None else {**line, "stop_reason": delta.stop_reason}

@@ -1,1 +1,1 @@
-"""OpenAI's dialect: ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/models``."""
+"""The OpenAI API: ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/models``."""

@@ -8,16 +8,12 @@ from typing import Any
 
 from aiohttp import web
 
-from headwater.serving.event_stream import send_events
-from headwater.serving.generation import generate_all, stream_all
-from headwater.serving.openai.chat_reply import ChatReply
-from headwater.serving.openai.chat_request import read_chat
-from headwater.serving.openai.completion_reply import CompletionReply
-from headwater.serving.openai.completion_request import read_completion
-from headwater.serving.openai.plan import Plan
-from headwater.serving.openai.sampling import unknown_model
+from headwater.serving.generation import generate_all, reply, send_events, stream_all
+from headwater.serving.openai.chat import ChatReply, read_chat
+from headwater.serving.openai.completions import CompletionReply, read_completion
+from headwater.serving.openai.plan import Plan, unknown_model
 from headwater.serving.output import PieceMaker, whole
-from headwater.serving.state import STATE, ServerState, reply
+from headwater.serving.state import STATE, ServerState
 
 Writer = CompletionReply | ChatReply
 
@@ -25,13 +21,13 @@ Writer = CompletionReply | ChatReply
 async def completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     plan = await state.read(request, lambda body: read_completion(body, state.limits, state.options.served_name))
-    return await _answer(request, state, plan, CompletionReply(plan, state.engine.tokenizer))
+    return await _answer(request, state, plan, CompletionReply(plan, state.tokenizer))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     plan = await state.read(request, lambda body: read_chat(body, state.limits, state.options.served_name))
-    return await _answer(request, state, plan, ChatReply(plan, state.engine.tokenizer))
+    return await _answer(request, state, plan, ChatReply(plan, state.tokenizer))
 
 
 async def models(request: web.Request) -> web.Response:
@@ -51,8 +47,8 @@ def _model(state: ServerState) -> dict[str, Any]:
         "object": "model",
         "created": 0,
         "owned_by": "headwater",
-        # What a client may ask for: the cache may hold less than the model takes.
-        "max_model_len": state.engine.max_request_tokens,
+        # The largest request that is accepted: the KV cache may hold less than the model supports.
+        "max_model_len": state.engine.limits.max_request_tokens,
     }
 
 
@@ -64,8 +60,7 @@ async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: 
             return await send_events(request, _events(state, plan, writer))
         responses = await generate_all(state.engine, plan.requests)
     pieces = [
-        whole(response, state.engine.tokenizer, plan.shape.rules, with_offsets=plan.shape.logprobs)
-        for response in responses
+        whole(response, state.tokenizer, plan.shape.rules, with_offsets=plan.shape.logprobs) for response in responses
     ]
     versions = [version for piece in pieces for version in piece.versions]
     return reply(writer.whole(pieces, max(versions, default=state.engine.get_version())))
@@ -73,9 +68,7 @@ async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: 
 
 async def _events(state: ServerState, plan: Plan, writer: Writer) -> AsyncGenerator[dict[str, Any], None]:
     shape = plan.shape
-    makers = [
-        PieceMaker(state.engine.tokenizer, shape.rules, with_offsets=shape.logprobs) for _ in range(len(plan.requests))
-    ]
+    makers = [PieceMaker(state.tokenizer, shape.rules, with_offsets=shape.logprobs) for _ in range(len(plan.requests))]
     num_tokens, version = 0, state.engine.get_version()
     async with aclosing(stream_all(state.engine, plan.requests)) as deltas:
         async for place, delta in deltas:
@@ -92,5 +85,5 @@ ROUTES = [
     web.post("/v1/completions", completions),
     web.post("/v1/chat/completions", chat_completions),
     web.get("/v1/models", models),
-    web.get("/v1/models/{model:.+}", model),  # a name may hold slashes
+    web.get("/v1/models/{model:.+}", model),  # a name may contain slashes
 ]

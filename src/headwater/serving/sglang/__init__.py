@@ -1,1 +1,1 @@
-"""SGLang's native dialect: ``/generate`` and the calls with which training frameworks steer a server."""
+"""The SGLang API: ``/generate``, and the calls with which training frameworks control a server."""

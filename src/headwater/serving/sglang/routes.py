@@ -1,4 +1,4 @@
-"""Handlers of SGLang's native calls."""
+"""Handlers of SGLang's API."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from aiohttp import web
 import headwater
 from headwater.core.errors import HeadwaterError
 from headwater.core.records import ModelRequest, SamplingParams
+from headwater.serving.control import read_memory_tags, update_weights
+from headwater.serving.control_routes import metrics_of
 from headwater.serving.errors import ApiError, api_error
-from headwater.serving.event_stream import send_events
-from headwater.serving.generation import generate_all, stream_all
-from headwater.serving.memory_tags import read_memory_tags
+from headwater.serving.generation import generate_all, reply, send_events, stream_all
 from headwater.serving.output import PieceMaker, whole
-from headwater.serving.sglang.reply import GenerateReply
-from headwater.serving.sglang.request import GenerateCall, read_generate
+from headwater.serving.sglang.generate import GenerateCall, GenerateReply, read_generate
 from headwater.serving.sglang.steering import AbortCall, PauseCall, UpdateFromDisk, read_continue
-from headwater.serving.state import STATE, ServerState, reply
+from headwater.serving.state import STATE, ServerState
 
 HEALTH_TIMEOUT_S = 20.0
-"""As SGLang's: how long one token may take before ``/health_generate`` calls the engine unhealthy."""
+"""How long ``/health_generate`` waits for one token. SGLang uses the same limit."""
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -38,15 +37,15 @@ async def generate(request: web.Request) -> web.StreamResponse:
         responses = await generate_all(state.engine, call.requests)
     bodies = []
     for sample, response in zip(call.samples, responses, strict=True):
-        gathered = GenerateReply(sample, state.engine.tokenizer)
-        gathered.add(whole(response, state.engine.tokenizer, sample.rules))
+        gathered = GenerateReply(sample, state.tokenizer)
+        gathered.add(whole(response, state.tokenizer, sample.rules))
         latency = response.queue_s + response.generate_s
         bodies.append(gathered.body(state.engine.get_version(), e2e_latency=latency))
     return reply(bodies if call.is_list else bodies[0])
 
 
 async def _events(state: ServerState, call: GenerateCall) -> AsyncGenerator[dict[str, Any], None]:
-    tokenizer = state.engine.tokenizer
+    tokenizer = state.tokenizer
     makers = [PieceMaker(tokenizer, sample.rules) for sample in call.samples]
     gathered = [GenerateReply(sample, tokenizer) for sample in call.samples]
     async with aclosing(stream_all(state.engine, call.requests)) as deltas:
@@ -59,10 +58,7 @@ async def _events(state: ServerState, call: GenerateCall) -> AsyncGenerator[dict
 async def abort_request(request: web.Request) -> web.Response:
     state = request.app[STATE]
     call = await state.read(request, AbortCall.read)
-    if call.rid is None:
-        await asyncio.to_thread(state.engine.abort_all)
-    else:
-        await asyncio.to_thread(state.engine.abort_each, state.active.find(call.rid))
+    await state.abort(call.rid)
     return reply({"success": True})
 
 
@@ -71,7 +67,7 @@ async def pause_generation(request: web.Request) -> web.Response:
     call = await state.read(request, PauseCall.read)
     await asyncio.to_thread(state.engine.pause)
     if call.mode == "abort":
-        await asyncio.to_thread(state.engine.abort_all)
+        await state.abort(None)
     return reply({"message": "Generation paused successfully.", "status": "ok"})
 
 
@@ -86,17 +82,16 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     state = request.app[STATE]
     engine = state.engine
     call = await state.read(request, UpdateFromDisk.read)
+    state.check_update_mode(call.mode, "flush_cache")
     version = engine.get_version() + 1 if call.version is None else call.version
     if call.keep_pause:
         await asyncio.to_thread(engine.pause)
     if call.abort_all:
-        await asyncio.to_thread(engine.abort_all)
+        await state.abort(None)
     try:
-        future = await asyncio.to_thread(engine.update_weights_from_file, call.model_path, version, call.mode)
-        # Shielded: a client that leaves must not cancel an update that the engine is in the middle of.
-        await asyncio.shield(asyncio.wrap_future(future))
+        await update_weights(engine, version, call.mode, file=call.model_path)
     except HeadwaterError as error:
-        # In this dialect a refusal has a shape of its own.
+        # SGLang has a separate format for a failed update.
         refusal = api_error(error)
         return reply({"success": False, "message": str(refusal), "num_paused_requests": 0}, status=refusal.status)
     message = f"Succeeded to update model weights. Weight version updated to {version}."
@@ -106,6 +101,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 async def release_memory_occupation(request: web.Request) -> web.Response:
     state = request.app[STATE]
     tags = await state.read(request, read_memory_tags)
+    state.check_memory_tags(tags)
     await asyncio.to_thread(state.engine.sleep, tags)
     return reply({"success": True})
 
@@ -113,23 +109,27 @@ async def release_memory_occupation(request: web.Request) -> web.Response:
 async def resume_memory_occupation(request: web.Request) -> web.Response:
     state = request.app[STATE]
     tags = await state.read(request, read_memory_tags)
+    state.check_memory_tags(tags)
     await asyncio.to_thread(state.engine.wake, tags)
     return reply({"success": True})
 
 
 async def health(request: web.Request) -> web.Response:
-    if not request.app[STATE].engine.is_alive:
+    if not request.app[STATE].engine.status().is_alive:
         raise ApiError("the engine has stopped; restart the server", status=503, code="unhealthy")
     return reply({"status": "ok"})
 
 
 async def health_generate(request: web.Request) -> web.Response:
-    """Whether a token comes out of the engine in time."""
+    """Check that the engine generates a token in time."""
     engine = request.app[STATE].engine
-    if engine.is_paused:
-        raise ApiError("the engine is paused; POST /control/resume", status=503, code="paused")
-    if engine.metrics().is_asleep:
+    status = engine.status()
+    if status.is_asleep:
         raise ApiError("the engine is asleep; POST /control/wake", status=503, code="asleep")
+    if status.is_paused:
+        raise ApiError("the engine is paused; POST /control/resume", status=503, code="paused")
+    if status.needs_weights:
+        raise ApiError("the engine waits for weights; POST /control/update_weights", status=503, code="needs_weights")
     probe = ModelRequest("health", (0,), SamplingParams(max_new_tokens=1, temperature=0.0), rng_key=0)
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
@@ -140,34 +140,34 @@ async def health_generate(request: web.Request) -> web.Response:
 
 
 async def model_info(request: web.Request) -> web.Response:
-    engine = request.app[STATE].engine
+    state = request.app[STATE]
+    path = state.options.model_path or state.options.served_name
     return reply(
         {
-            "model_path": engine.model_name,
-            "tokenizer_path": engine.model_name,
+            "model_path": path,
+            "tokenizer_path": path,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": str(engine.get_version()),
+            "weight_version": str(state.engine.get_version()),
         }
     )
 
 
 async def server_info(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    engine = state.engine
-    settings = asdict(engine.config)
-    if not engine.config.memory_fraction:
-        del settings["memory_fraction"]  # it was left open, and kv_cache_gib is what came of that
+    status, limits = state.engine.status(), state.engine.limits
     return reply(
         {
-            "model_path": engine.model_name,
+            "model_path": state.options.model_path or state.options.served_name,
             "served_model_name": state.options.served_name,
-            "context_length": engine.max_model_tokens,
-            "max_request_tokens": engine.max_request_tokens,
-            "vocab_size": engine.vocab_size,
-            "weight_version": str(engine.get_version()),
-            **settings,
-            "internal_states": [asdict(engine.metrics())],
+            "context_length": limits.max_model_tokens,
+            "max_request_tokens": limits.max_request_tokens,
+            "vocab_size": limits.vocab_size,
+            "max_queue": limits.max_queue,
+            "weight_version": str(status.version),
+            **status.settings,
+            "capabilities": asdict(state.engine.capabilities),
+            "internal_states": [metrics_of(status)],
             "version": headwater.__version__,
         }
     )

@@ -1,4 +1,4 @@
-"""What SGLang's steering calls ask for: aborting, pausing and weights from disk."""
+"""Bodies of SGLang's control calls: abort, pause, continue, and weights from disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headwater.config.schema import UpdateMode
+from headwater.core.protocols import UpdateMode
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, is_integer
 
@@ -17,7 +17,7 @@ _PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
 @dataclass(frozen=True)
 class AbortCall:
     rid: str | None
-    """None aborts all."""
+    """None aborts all requests."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> AbortCall:
@@ -32,7 +32,7 @@ class AbortCall:
 
 @dataclass(frozen=True)
 class PauseCall:
-    """``abort`` ends what runs; ``retract`` and ``in_place`` keep it, and here are one and the same."""
+    """``abort`` ends the running requests. ``retract`` and ``in_place`` keep them, and are the same here."""
 
     mode: PauseMode
 
@@ -46,7 +46,7 @@ class PauseCall:
 
 def read_continue(body: Mapping[str, Any]) -> None:
     fields = Fields(body)
-    fields.ignored("torch_empty_cache")  # about memory that the allocator keeps, not about answers
+    fields.ignored("torch_empty_cache")  # concerns the memory allocator only
     fields.done()
 
 
@@ -54,9 +54,9 @@ def read_continue(body: Mapping[str, Any]) -> None:
 class UpdateFromDisk:
     model_path: str
     version: int | None
-    """None is one more than the last."""
+    """None increments the current version."""
     mode: UpdateMode | None
-    """None is the engine's own."""
+    """None uses the engine's own setting."""
     abort_all: bool
     keep_pause: bool
 
@@ -69,7 +69,7 @@ class UpdateFromDisk:
         flush = fields.raw("flush_cache")
         if flush is not None and not isinstance(flush, bool):
             raise wrong("flush_cache", flush, "must be true or false")
-        # Flushing the cache is starting running requests again from their tokens; keeping it is going on with old KV.
+        # With a flushed cache running requests are recomputed from their tokens, otherwise they keep their old KV.
         mode: UpdateMode | None = None if flush is None else "interrupt" if flush else "in_flight"
         read = cls(
             model_path=path,
@@ -79,20 +79,20 @@ class UpdateFromDisk:
             keep_pause=fields.flag("keep_pause", False),
         )
         fields.neutral("load_format", ["auto", "safetensors"], "weights are read from safetensors files")
-        fields.neutral("is_async", [False], "the reply tells whether the weights were taken")
-        fields.neutral("manifest", [{}], "what a safetensors file holds is read from its header")
+        fields.neutral("is_async", [False], "the reply says whether the update succeeded")
+        fields.neutral("manifest", [{}], "the contents of a safetensors file are read from its header")
         fields.ignored("torch_empty_cache", "recapture_cuda_graph", "token_step")
         fields.done()
         return read
 
 
 def _version(value: Any) -> int | None:
-    """SGLang's versions are texts; ours are numbers, so a text must hold one."""
+    """SGLang's versions are texts. Ours are numbers, so a text must contain one."""
     if value is None:
         return None
     if is_integer(value) and value >= 0:
         return int(value)
-    # isdecimal alone would take other scripts' digits as well.
+    # isdecimal alone would also accept digits of other scripts.
     if isinstance(value, str) and value.isascii() and value.isdecimal():
         return int(value)
     raise wrong("weight_version", value, "must be a whole number >= 0, as a number or as text")

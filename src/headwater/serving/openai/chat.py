@@ -1,0 +1,220 @@
+"""``POST /v1/chat/completions``: reading the body, rendering the messages and formatting the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from headwater.core.errors import DataError
+from headwater.core.protocols import Tokenizer
+from headwater.data.chat import Message, read_messages
+from headwater.serving.errors import ApiError, wrong
+from headwater.serving.fields import Fields, checked_text
+from headwater.serving.openai.plan import (
+    Plan,
+    SamplingFields,
+    check_model,
+    fingerprint,
+    head,
+    read_shape,
+    refuse_unsupported,
+    usage,
+)
+from headwater.serving.output import Piece, token_bytes, token_text
+from headwater.serving.prompt import ModelLimits
+
+KIND = "chat.completion"
+CHUNK_KIND = "chat.completion.chunk"
+
+_ONLY_TEXT = "the reply is text"
+_NO_TOOLS = "this server returns text and does not parse tool calls; describe tools in the messages"
+_NO_GRAMMAR = "constrained decoding is not available"
+
+
+def read_chat(body: Mapping[str, Any], limits: ModelLimits, served_name: str) -> Plan:
+    fields = Fields(body)
+    model = check_model(fields, served_name)
+    sampling = SamplingFields.read(fields, limits)
+    field, max_tokens = _max_tokens(fields)
+    shape = read_shape(fields, sampling.stops, logprobs=_logprobs(fields))
+    messages = _messages(fields.raw("messages"))
+    template_args = _template_args(fields)
+    _refuse_unsupported_chat(fields)
+    fields.done()
+    limits.check_count(sampling.num_samples, "n")
+    tokens = _render(messages, template_args, limits)
+    params = sampling.params(limits.num_new_tokens(len(tokens), max_tokens, None, field, prompt_field="messages"))
+    return Plan.build(
+        "chatcmpl", model, [(tokens, params)], num_samples=sampling.num_samples, seed=sampling.seed, shape=shape
+    )
+
+
+def _max_tokens(fields: Fields) -> tuple[str, int | None]:
+    """``max_tokens`` is the older name. If both are given, they must be equal."""
+    newer = fields.optional_integer("max_completion_tokens", minimum=1)
+    older = fields.optional_integer("max_tokens", minimum=1)
+    if newer is not None and older is not None and newer != older:
+        raise wrong("max_tokens", older, f"max_completion_tokens is {newer}; give only one of the two")
+    if newer is not None:
+        return "max_completion_tokens", newer
+    return "max_tokens", older
+
+
+def _logprobs(fields: Fields) -> bool:
+    wanted = fields.flag("logprobs", False)
+    count = fields.integer("top_logprobs", 0, minimum=0)
+    if count > 0:
+        raise wrong("top_logprobs", count, "only the log-prob of the sampled token is available; use 0")
+    return wanted
+
+
+def _messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise wrong("messages", value, "must be a list of at least one message")
+    try:
+        messages = read_messages({"messages": value}, "messages", "", "request")
+    except DataError as error:
+        raise ApiError(str(error).removeprefix("request: "), param="messages") from error
+    return [
+        {**message, "content": _text_of(message["content"], f"messages[{place}].content")}
+        for place, message in enumerate(messages)
+    ]
+
+
+def _text_of(content: Any, name: str) -> str | None:
+    """Content as one text, because templates of text models may print a list of parts as a list."""
+    if content is None:
+        return None
+    if isinstance(content, str):
+        return checked_text(content, name)
+    texts = []
+    for place, part in enumerate(content):
+        if part["type"] != "text":
+            raise wrong(f"{name}[{place}].type", part["type"], "this server accepts only text; use parts of type text")
+        texts.append(checked_text(part.get("text"), f"{name}[{place}].text"))
+    return "".join(texts)
+
+
+def _template_args(fields: Fields) -> dict[str, Any]:
+    arguments = dict(fields.mapping("chat_template_kwargs") or {})
+    for fixed in ("tokenize", "return_dict", "return_tensors", "conversation", "chat_template"):
+        if fixed in arguments:
+            raise ApiError(
+                f"chat_template_kwargs.{fixed}: cannot be set; remove it",
+                param="chat_template_kwargs",
+            )
+    arguments.setdefault("add_generation_prompt", fields.flag("add_generation_prompt", True))
+    if fields.flag("continue_final_message", False):
+        # The template must not begin a new message after the one that is to be continued.
+        arguments.update(continue_final_message=True, add_generation_prompt=False)
+    return arguments
+
+
+def _render(messages: list[Message], arguments: Mapping[str, Any], limits: ModelLimits) -> tuple[int, ...]:
+    tokenizer = limits.tokenizer
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+    except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
+        if not getattr(tokenizer, "chat_template", "unknown"):
+            raise ApiError(
+                "the model has no chat template; use /v1/completions, or serve an instruct model", param="messages"
+            ) from error
+        raise ApiError(f"messages: the chat template refuses them: {error}", param="messages") from error
+    # The rendered text already contains the special tokens.
+    tokens = tuple(tokenizer.encode(checked_text(text, "messages"), add_special_tokens=False))
+    if not tokens:
+        raise ApiError("messages: the chat template renders them to an empty prompt", param="messages")
+    return tokens
+
+
+def _refuse_unsupported_chat(fields: Fields) -> None:
+    fields.neutral("tools", [[]], _NO_TOOLS)
+    fields.neutral("tool_choice", ["none", "auto"], _NO_TOOLS)
+    fields.neutral("functions", [[]], _NO_TOOLS)
+    fields.neutral("function_call", ["none", "auto"], _NO_TOOLS)
+    fields.neutral("response_format", [{"type": "text"}], _NO_GRAMMAR)
+    fields.neutral("modalities", [["text"]], _ONLY_TEXT)
+    fields.neutral("audio", [], _ONLY_TEXT)
+    fields.neutral("prediction", [], "speculative decoding is not available")
+    fields.neutral("web_search_options", [], "web search is not available")
+    fields.neutral("reasoning_effort", [], "use chat_template_kwargs to pass arguments to the template")
+    fields.neutral("verbosity", ["medium"], "request it in the messages")
+    fields.neutral("store", [False], "replies are not stored")
+    fields.neutral("service_tier", ["auto", "default"], "all requests have the same priority")
+    fields.ignored("parallel_tool_calls", "metadata", "prompt_cache_key", "safety_identifier")
+    refuse_unsupported(fields)
+
+
+class ChatReply:
+    """Formats the pieces of a plan as OpenAI does, complete or in chunks."""
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._begun: set[int] = set()
+
+    def whole(self, pieces: Sequence[Piece], version: int) -> dict[str, Any]:
+        reply: dict[str, Any] = {
+            **head(self._plan, KIND),
+            "system_fingerprint": fingerprint(version),
+            "choices": [self._whole_choice(place, piece) for place, piece in enumerate(pieces)],
+            "usage": usage(self._plan, sum(len(piece.tokens) for piece in pieces)),
+        }
+        if self._plan.shape.token_ids:
+            reply["prompt_token_ids"] = self._plan.requests[0].input_tokens
+        return reply
+
+    def chunks(self, place: int, piece: Piece, version: int) -> list[dict[str, Any]]:
+        """First the role, then text, then a separate chunk with the finish reason, as OpenAI does."""
+        shape = self._plan.shape
+        chunks = []
+        if place not in self._begun:
+            chunk = self._chunk([self._delta(place, {"role": "assistant", "content": ""}, None, None)], version)
+            if shape.token_ids and not self._begun:
+                chunk["prompt_token_ids"] = self._plan.requests[0].input_tokens
+            self._begun.add(place)
+            chunks.append(chunk)
+        if piece.text or (piece.tokens and (shape.logprobs or shape.token_ids)):
+            chunks.append(self._chunk([self._delta(place, {"content": piece.text}, piece, None)], version))
+        if piece.stop_reason is not None:
+            chunks.append(self._chunk([self._delta(place, {}, None, piece.stop_reason)], version))
+        return chunks
+
+    def last_chunk(self, num_completion_tokens: int, version: int) -> dict[str, Any]:
+        return {**self._chunk([], version), "usage": usage(self._plan, num_completion_tokens)}
+
+    def _chunk(self, choices: list[dict[str, Any]], version: int) -> dict[str, Any]:
+        chunk = {**head(self._plan, CHUNK_KIND), "system_fingerprint": fingerprint(version), "choices": choices}
+        if self._plan.shape.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _whole_choice(self, place: int, piece: Piece) -> dict[str, Any]:
+        shape = self._plan.shape
+        choice: dict[str, Any] = {
+            "index": place,
+            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "logprobs": self._logprobs(piece) if shape.logprobs else None,
+            "finish_reason": piece.stop_reason,
+        }
+        if shape.token_ids:
+            choice["token_ids"] = piece.tokens
+        return choice
+
+    def _delta(self, place: int, delta: dict[str, Any], piece: Piece | None, ending: str | None) -> dict[str, Any]:
+        shape = self._plan.shape
+        choice: dict[str, Any] = {"index": place, "delta": delta, "logprobs": None, "finish_reason": ending}
+        if piece is not None and shape.logprobs:
+            choice["logprobs"] = self._logprobs(piece)
+        if piece is not None and shape.token_ids:
+            choice["token_ids"] = piece.tokens
+        return choice
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        content = []
+        for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
+            text = token_text(self._tokenizer, token)
+            content.append({"token": text, "logprob": logprob, "bytes": token_bytes(text), "top_logprobs": []})
+        return {"content": content, "refusal": None}

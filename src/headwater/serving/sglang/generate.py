@@ -1,0 +1,319 @@
+"""``POST /generate``: reading the body and formatting the reply."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headwater.core.protocols import Tokenizer
+from headwater.core.records import ModelRequest, SamplingParams, StopReason
+from headwater.serving.errors import ApiError, wrong
+from headwater.serving.fields import Fields, checked_text, is_integer
+from headwater.serving.output import Piece, TextRules, token_text
+from headwater.serving.prompt import ModelLimits
+from headwater.serving.sampling import read_min_p, read_stops, refuse_other_distributions, sample_keys
+
+DEFAULT_MAX_NEW_TOKENS = 128
+"""SGLang's default."""
+TOP_K_ALL = 1 << 30
+"""SGLang's other value for keeping all tokens."""
+
+_NO_GRAMMAR = "constrained decoding is not available"
+_ABORTED = "the request was aborted by a control call"
+_ONLY_SAMPLED = "only the log-probs of sampled tokens are available"
+_ONLY_TEXT = "this server accepts text or token ids"
+_ONE_MODEL = "the server has one model, without adapters"
+_ONE_SERVER = "this server is not part of a distributed deployment"
+_NOT_KEPT = "the engine returns only tokens and log-probs"
+
+_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("logprob_start_len", (-1,), _ONLY_SAMPLED),
+    ("top_logprobs_num", (0,), _ONLY_SAMPLED),
+    ("token_ids_logprob", ([],), _ONLY_SAMPLED),
+    ("return_sampling_mask", (False,), _ONLY_SAMPLED),
+    ("return_flat_raw_top_logprobs", (False,), _ONLY_SAMPLED),
+    ("return_flat_raw_top_logprobs_b64", (False,), _ONLY_SAMPLED),
+    ("return_entropy", (False,), _ONLY_SAMPLED),
+    ("input_embeds", ([],), _ONLY_TEXT),
+    ("positional_embed_overrides", ([],), _ONLY_TEXT),
+    ("image_data", ([], ""), _ONLY_TEXT),
+    ("video_data", ([], ""), _ONLY_TEXT),
+    ("audio_data", ([], ""), _ONLY_TEXT),
+    ("modalities", ([],), _ONLY_TEXT),
+    ("mm_hashes", ([],), _ONLY_TEXT),
+    ("session_params", ({},), "requests are independent; send the whole prompt"),
+    ("lora_path", ("",), _ONE_MODEL),
+    ("lora_id", ("",), _ONE_MODEL),
+    ("custom_logit_processor", ("",), "tokens are sampled from the model's own distribution"),
+    ("return_hidden_states", (False,), _NOT_KEPT),
+    ("return_routed_experts", (False,), _NOT_KEPT),
+    ("return_indexer_topk", (False,), _NOT_KEPT),
+    ("return_prompt_token_ids", (False,), "send input_ids instead of text"),
+    ("return_bytes", (False,), _NOT_KEPT),
+    ("bootstrap_host", ("",), _ONE_SERVER),
+    ("bootstrap_port", (), _ONE_SERVER),
+    ("bootstrap_room", (), _ONE_SERVER),
+    ("routed_dp_rank", (0,), _ONE_SERVER),
+    ("data_parallel_rank", (0,), _ONE_SERVER),
+    ("disagg_prefill_dp_rank", (0,), _ONE_SERVER),
+    ("background", (False,), "the reply is sent on the same connection"),
+    ("require_reasoning", (False,), "request it in the prompt"),
+    ("max_thinking_tokens", (), "use sampling_params.max_new_tokens"),
+    ("priority", (0,), "requests are served in the order of their arrival"),
+)
+_LABELS = (
+    "session_id",
+    "log_metrics",
+    "no_logs",
+    "custom_labels",
+    "conversation_id",
+    "routing_key",
+    "extra_key",
+    "cache_salt",
+    "external_trace_header",
+    "received_time",
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response: its request, and what its reply contains."""
+
+    name: str
+    """The reply's id: the client's ``rid``, with a number if there are several samples."""
+    request: ModelRequest
+    rules: TextRules
+    logprobs: bool
+    token_texts: bool
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    samples: tuple[Sample, ...]
+    """The samples of the first prompt, then those of the second."""
+    is_list: bool
+    """Whether the reply is a list, because there are several prompts or samples."""
+    stream: bool
+    names: Mapping[str, tuple[str, ...]]
+    """For ``ActiveRequests``: the names that ``/abort_request`` accepts."""
+
+    @property
+    def requests(self) -> tuple[ModelRequest, ...]:
+        return tuple(sample.request for sample in self.samples)
+
+
+def read_generate(body: Mapping[str, Any], limits: ModelLimits) -> GenerateCall:
+    fields = Fields(body)
+    is_batch, prompts = _prompts(fields, limits)
+    sampling = _per_prompt(fields, "sampling_params", len(prompts), {}, dict, "an object")
+    logprobs = _per_prompt(fields, "return_logprob", len(prompts), False, bool, "true or false")
+    token_texts = fields.flag("return_text_in_logprobs", False)
+    stream = fields.flag("stream", False)
+    rid = fields.raw("rid")
+    for field, neutral, reason in _UNSUPPORTED:
+        fields.neutral(field, neutral, reason)
+    fields.ignored(*_LABELS)
+    fields.done()
+
+    prompts_field = "input_ids" if body.get("text") is None else "text"
+    samples: list[Sample] = []
+    names: dict[str, tuple[str, ...]] = {}
+    for place, (rid_of_prompt, tokens) in enumerate(zip(_rids(rid, len(prompts), is_batch), prompts, strict=True)):
+        prompt_field = f"{prompts_field}[{place}]" if is_batch else prompts_field
+        read = SamplingFields.read(sampling[place], limits, num_prompt=len(tokens), prompt_field=prompt_field)
+        limits.check_count(len(samples) + read.num_samples, "sampling_params.n")
+        ids = tuple(_engine_id(rid_of_prompt) for _ in range(read.num_samples))
+        names[rid_of_prompt] = ids
+        for number, (request_id, key) in enumerate(zip(ids, sample_keys(read.seed, read.num_samples), strict=True)):
+            name = rid_of_prompt if read.num_samples == 1 else f"{rid_of_prompt}_{number}"
+            request = ModelRequest(request_id, tokens, read.params, key)
+            samples.append(Sample(name, request, read.rules, logprobs[place], token_texts))
+    if isinstance(rid, str) and is_batch:
+        names[rid] = tuple(sample.request.request_id for sample in samples)
+    return GenerateCall(tuple(samples), is_batch or len(samples) > 1, stream, names)
+
+
+def _prompts(fields: Fields, limits: ModelLimits) -> tuple[bool, list[tuple[int, ...]]]:
+    """Whether the prompts form a batch, and their tokens."""
+    text, ids = fields.raw("text"), fields.raw("input_ids")
+    if (text is None) == (ids is None):
+        given = "both are given" if text is not None else "neither is given"
+        raise ApiError(f"text, input_ids: {given}; give exactly one of the two", param="text")
+    if text is not None:
+        if not isinstance(text, list):
+            return False, [limits.tokens_of_text(text, "text")]
+        _refuse_no_prompts(text, "text")
+        limits.check_count(len(text), "text")
+        return True, [limits.tokens_of_text(each, f"text[{place}]") for place, each in enumerate(text)]
+    if not isinstance(ids, list):
+        raise wrong("input_ids", ids, "must be a list of token ids, or a list of such lists")
+    _refuse_no_prompts(ids, "input_ids")
+    if is_integer(ids[0]):
+        return False, [limits.tokens_of_ids(ids, "input_ids")]
+    limits.check_count(len(ids), "input_ids")
+    return True, [limits.tokens_of_ids(each, f"input_ids[{place}]") for place, each in enumerate(ids)]
+
+
+def _refuse_no_prompts(values: list[Any], field: str) -> None:
+    if not values:
+        raise ApiError(f"{field}: is an empty list; give at least one prompt", param=field)
+
+
+def _per_prompt(fields: Fields, field: str, num_prompts: int, default: Any, kind: type, rule: str) -> list[Any]:
+    """One value for all prompts, or a list with one value per prompt."""
+    value = fields.raw(field)
+    if value is None:
+        return [default] * num_prompts
+    values = value if isinstance(value, list) else [value] * num_prompts
+    if len(values) != num_prompts:
+        raise ApiError(
+            f"{field}: a list of {len(values)} for {num_prompts} prompts; give one per prompt, or one for all",
+            param=field,
+        )
+    for place, each in enumerate(values):
+        if not isinstance(each, kind):
+            name = f"{field}[{place}]" if isinstance(value, list) else field
+            raise wrong(name, each, f"must be {rule}")
+    return values
+
+
+def _rids(rid: Any, num_prompts: int, is_batch: bool) -> list[str]:
+    """The name of each prompt's request. A single name for a batch is the prefix of all names, as in SGLang."""
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(num_prompts)]
+    if isinstance(rid, list):
+        if len(rid) != num_prompts:
+            raise ApiError(f"rid: a list of {len(rid)} for {num_prompts} prompts; give one per prompt", param="rid")
+        names = [_name(each, f"rid[{place}]") for place, each in enumerate(rid)]
+        if len(set(names)) != len(names):
+            raise ApiError("rid: contains a name twice; give every prompt a different name", param="rid")
+        return names
+    name = _name(rid, "rid")
+    return [f"{name}_{place}" for place in range(num_prompts)] if is_batch else [name]
+
+
+def _engine_id(name: str) -> str:
+    """A unique id. The samples of ``a`` are shown as ``a_0``, which may be the name of another client's request."""
+    return f"{name}-{uuid.uuid4().hex}"
+
+
+def _name(value: Any, field: str) -> str:
+    name = checked_text(value, field)
+    if not name:
+        raise ApiError(f"{field}: is empty; give a name, or omit the field", param=field)
+    return name
+
+
+@dataclass(frozen=True)
+class SamplingFields:
+    """``sampling_params``, with SGLang's names and defaults."""
+
+    num_samples: int
+    seed: int | None
+    params: SamplingParams
+    rules: TextRules
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], limits: ModelLimits, num_prompt: int, prompt_field: str) -> SamplingFields:
+        fields = Fields(values, "sampling_params")
+        asked = fields.optional_integer("max_new_tokens", minimum=1)
+        max_new_tokens = limits.num_new_tokens(
+            num_prompt, asked, DEFAULT_MAX_NEW_TOKENS, fields.name("max_new_tokens"), prompt_field=prompt_field
+        )
+        min_new_tokens = fields.integer("min_new_tokens", 0, minimum=0)
+        if min_new_tokens > max_new_tokens:
+            rule = f"must be at most max_new_tokens = {max_new_tokens}"
+            raise wrong(fields.name("min_new_tokens"), min_new_tokens, rule)
+        stops = read_stops(fields)
+        stop_token_ids = fields.integers("stop_token_ids")
+        limits.check_ids(stop_token_ids, fields.name("stop_token_ids"))
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=fields.number("temperature", 1.0, minimum=0),
+            top_k=_top_k(fields),
+            top_p=fields.number("top_p", 1.0, minimum=0, maximum=1, open_minimum=True),
+            min_p=read_min_p(fields),
+            min_new_tokens=min_new_tokens,
+            stop_token_ids=stop_token_ids,
+            stop_strings=stops,
+            ignore_end=fields.flag("ignore_eos", False),
+        )
+        rules = TextRules(
+            stops=stops,
+            skip_special_tokens=fields.flag("skip_special_tokens", True),
+            keep_stop=fields.flag("no_stop_trim", False),
+        )
+        read = cls(fields.integer("n", 1, minimum=1), fields.optional_integer("sampling_seed"), params, rules)
+        _refuse_unsupported(fields)
+        fields.done()
+        return read
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    refuse_other_distributions(fields)
+    fields.neutral("json_schema", [""], _NO_GRAMMAR)
+    fields.neutral("regex", [""], _NO_GRAMMAR)
+    fields.neutral("ebnf", [""], _NO_GRAMMAR)
+    fields.neutral("structural_tag", [""], _NO_GRAMMAR)
+    fields.neutral("stop_regex", ["", []], "use stop, which accepts plain text")
+    fields.neutral("custom_params", [{}], "they have no effect")
+    # The spacing of special tokens and the interval of a stream do not change the generated tokens.
+    fields.ignored("spaces_between_special_tokens", "stream_interval")
+
+
+def _top_k(fields: Fields) -> int:
+    value = fields.integer("top_k", -1, minimum=-1)
+    if value == 0:
+        raise wrong(fields.name("top_k"), value, "must be >= 1, or -1 to keep all tokens")
+    return 0 if value == -1 or value >= TOP_K_ALL else value
+
+
+class GenerateReply:
+    """Collects the pieces of one response. Every event of a stream contains the response so far, as in SGLang."""
+
+    def __init__(self, sample: Sample, tokenizer: Tokenizer) -> None:
+        self._sample = sample
+        self._tokenizer = tokenizer
+        self._text = ""
+        self._tokens: list[int] = []
+        self._versions: list[int] = []
+        self._logprobs: list[tuple[float, int, str | None]] = []
+        self._finish: dict[str, Any] | None = None
+
+    def add(self, piece: Piece) -> None:
+        self._text += piece.text
+        self._tokens.extend(piece.tokens)
+        self._versions.extend(piece.versions)
+        if self._sample.logprobs:
+            for logprob, token in zip(piece.logprobs, piece.tokens, strict=True):
+                text = token_text(self._tokenizer, token) if self._sample.token_texts else None
+                self._logprobs.append((logprob, token, text))
+        if piece.stop_reason is not None:
+            self._finish = finish_reason(piece.stop_reason, piece.matched, self._sample.request.sampling)
+
+    def body(self, version: int, **extra: Any) -> dict[str, Any]:
+        """``version`` is the engine's version, for a response without tokens."""
+        request = self._sample.request
+        meta_info: dict[str, Any] = {
+            "id": self._sample.name,
+            "finish_reason": self._finish,
+            "prompt_tokens": len(request.input_tokens),
+            "completion_tokens": len(self._tokens),
+            "weight_version": str(self._versions[-1] if self._versions else version),
+            "output_versions": self._versions,
+        }
+        if self._sample.logprobs:
+            meta_info["output_token_logprobs"] = self._logprobs
+        return {"text": self._text, "output_ids": self._tokens, "meta_info": {**meta_info, **extra}}
+
+
+def finish_reason(
+    stop_reason: StopReason, matched: str | int | None, sampling: SamplingParams
+) -> dict[str, str | int | None]:
+    if stop_reason == "length":
+        return {"type": "length", "length": sampling.max_new_tokens}
+    if stop_reason == "abort":
+        return {"type": "abort", "message": _ABORTED}
+    return {"type": "stop", "matched": matched}
