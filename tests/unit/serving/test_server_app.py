@@ -1,4 +1,4 @@
-"""Whole calls to a server in this process, with an engine of random weights behind it."""
+"""Calls to a server in this process, over the embedded engine with random weights."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from headwater.serving.state import STATE
 
 NAME = "org/model:7b"
 PAGE_TOKENS, NUM_PAGES = 4, 12
-NUM_MOST = 45  # the last page is for the copy, and the last token is not fed back: 11 pages and 1
+NUM_MOST = 45  # 11 pages and 1 token: one page is reserved for a copy, and the last token is not fed back
 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Engine]:
-    """Its model takes 256 tokens, its cache far fewer."""
+    """Its model supports 256 tokens, its KV cache far fewer."""
     with running(num_pages=NUM_PAGES, page_tokens=PAGE_TOKENS, prefix_cache=False) as engine:
         yield engine
 
@@ -48,7 +48,7 @@ async def post(client: TestClient[Any, Any], path: str, body: dict[str, Any]) ->
         return reply.status, await reply.json()
 
 
-# How long an answer may be
+# The length of a response
 
 
 def ask(engine: Engine, path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -59,27 +59,24 @@ def ask(engine: Engine, path: str, body: dict[str, Any]) -> tuple[int, Any]:
     return run(scenario())
 
 
-def test_an_answer_of_no_given_length_is_no_longer_than_the_cache_holds(small):
+def test_a_response_without_a_given_length_fits_the_cache(small):
     assert small.limits.max_request_tokens == NUM_MOST < small.limits.max_model_tokens
     chat = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "temperature": 0}
     status, body = ask(small, "/v1/chat/completions", chat)
     assert (status, body["usage"]["total_tokens"]) == (200, NUM_MOST)
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
+def test_a_default_length_is_also_limited_by_the_cache(small):
+    for path, body in [
         ("/v1/completions", {"ignore_eos": True, "prompt": tokens_of(40)}),
         ("/generate", {"sampling_params": {"ignore_eos": True}, "input_ids": tokens_of(40)}),
-    ],
-)
-def test_so_is_one_of_the_usual_length(small, path, body):
-    status, answer = ask(small, path, body)
-    usage = answer["usage"] if "usage" in answer else answer["meta_info"]
-    assert (status, usage["completion_tokens"]) == (200, NUM_MOST - 40)
+    ]:
+        status, answer = ask(small, path, body)
+        usage = answer["usage"] if "usage" in answer else answer["meta_info"]
+        assert (status, usage["completion_tokens"]) == (200, NUM_MOST - 40), path
 
 
-def test_who_asks_for_more_than_the_cache_holds_is_refused(small):
+def test_a_request_that_exceeds_the_cache_is_refused(small):
     prompt = tokens_of(40)
     status, body = ask(small, "/v1/completions", {"prompt": prompt, "max_tokens": NUM_MOST - 40, "ignore_eos": True})
     assert (status, body["usage"]["total_tokens"]) == (200, NUM_MOST)
@@ -88,31 +85,35 @@ def test_who_asks_for_more_than_the_cache_holds_is_refused(small):
     assert "40 prompt tokens + 6 new tokens need 13 pages of the KV cache, which has 12" in body["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": tokens_of(300)}, "prompt"),
-        ("/v1/completions", {"prompt": [[5], tokens_of(300)]}, "prompt[1]"),
-        ("/v1/completions", {"prompt": "hi", "max_tokens": 300_000}, "max_tokens"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi" * 300}]}, "messages"),
-        ("/generate", {"text": "hi" * 300}, "text"),
-        ("/generate", {"input_ids": [[5], tokens_of(300)]}, "input_ids[1]"),
-        ("/headwater/generate", {"input_tokens": tokens_of(300), "sampling": {"max_new_tokens": 4}}, "input_tokens"),
-        (
-            "/headwater/generate",
-            {"input_tokens": [5], "sampling": {"max_new_tokens": 300_000}},
-            "sampling.max_new_tokens",
-        ),
-    ],
-)
-def test_what_is_too_long_is_named(roomy, path, body, param):
-    status, answer = ask(roomy, path, body | ({"rng_key": 1} if "headwater" in path else {}))
-    assert (status, answer["error"]["param"]) == (400, param)
-    assert answer["error"]["message"].startswith(param)
-    assert answer["error"]["code"] == "context_length_exceeded"
+TOO_LONG = [
+    ("/v1/completions", {"prompt": tokens_of(300)}, "prompt"),
+    ("/v1/completions", {"prompt": [[5], tokens_of(300)]}, "prompt[1]"),
+    ("/v1/completions", {"prompt": "hi", "max_tokens": 300_000}, "max_tokens"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi" * 300}]}, "messages"),
+    ("/generate", {"text": "hi" * 300}, "text"),
+    ("/generate", {"input_ids": [[5], tokens_of(300)]}, "input_ids[1]"),
+    (
+        "/headwater/generate",
+        {"input_tokens": tokens_of(300), "sampling": {"max_new_tokens": 4}, "rng_key": 1},
+        "input_tokens",
+    ),
+    (
+        "/headwater/generate",
+        {"input_tokens": [5], "sampling": {"max_new_tokens": 300_000}, "rng_key": 1},
+        "sampling.max_new_tokens",
+    ),
+]
 
 
-def test_what_is_in_force_is_told(small):
+def test_the_message_names_the_field_that_is_too_long(roomy):
+    for path, body, param in TOO_LONG:
+        status, answer = ask(roomy, path, body)
+        assert (status, answer["error"]["param"]) == (400, param), path
+        assert answer["error"]["message"].startswith(param), path
+        assert answer["error"]["code"] == "context_length_exceeded", path
+
+
+def test_the_limits_in_force_are_reported(small):
     async def scenario() -> tuple[Any, Any]:
         async with serving(small) as client, client.get("/get_server_info") as info, client.get("/v1/models") as models:
             return await info.json(), await models.json()
@@ -127,35 +128,27 @@ def test_what_is_in_force_is_told(small):
 MANY = [f"zz{number}q" for number in range(65)]
 
 
-@pytest.mark.parametrize(
-    ("path", "param", "make"),
-    [
-        ("/v1/completions", "stop", lambda stops: {"prompt": "hi", "n": 64, "stop": stops}),
-        (
-            "/v1/chat/completions",
-            "stop",
-            lambda stops: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stop": stops},
-        ),
-        ("/generate", "sampling_params.stop", lambda stops: {"text": "hi", "sampling_params": {"stop": stops}}),
-        (
-            "/headwater/generate",
-            "sampling.stop_strings",
-            lambda stops: {
-                "input_tokens": [5],
-                "rng_key": 1,
-                "sampling": {"max_new_tokens": 4, "stop_strings": stops},
-            },
-        ),
-    ],
-)
-def test_stop_texts_beyond_the_limits_are_refused_by_name(roomy, path, param, make):
+def with_stops(stops: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
+    """A request with ``stops`` in every API: its path, the field's name, its body."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stop": stops}
+    native = {"input_tokens": [5], "rng_key": 1, "sampling": {"max_new_tokens": 4, "stop_strings": stops}}
+    return [
+        ("/v1/completions", "stop", {"prompt": "hi", "n": 64, "stop": stops}),
+        ("/v1/chat/completions", "stop", chat),
+        ("/generate", "sampling_params.stop", {"text": "hi", "sampling_params": {"stop": stops}}),
+        ("/headwater/generate", "sampling.stop_strings", native),
+    ]
+
+
+def test_stop_texts_beyond_the_limits_are_refused_by_name(roomy):
     for stops, message in [
-        (MANY, f"{param}: holds 65 texts, and at most 64 are looked for; give fewer"),
-        (["a", "b" * 1_000_000], f"{param}[1] = '{'b' * 40}'...: has 1000000 characters, and at most 1024"),
+        (MANY, ": contains 65 texts, and the limit is 64; use fewer"),
+        (["a", "b" * 1_000_000], f"[1] = '{'b' * 40}'...: has 1000000 characters, and the limit is 1024"),
     ]:
-        status, body = ask(roomy, path, make(stops))
-        assert (status, body["error"]["param"]) == (400, param)
-        assert message in body["error"]["message"]
+        for path, param, asked in with_stops(stops):
+            status, body = ask(roomy, path, asked)
+            assert (status, body["error"]["param"]) == (400, param), path
+            assert f"{param}{message}" in body["error"]["message"], path
 
 
 def test_as_many_stop_texts_as_are_taken_are_served(roomy):
@@ -178,12 +171,12 @@ LONG = {"input_tokens": [5, 6], "sampling": {"max_new_tokens": 200, "ignore_end"
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110  the engine's counters tell nobody when they change
+        while not condition():  # noqa: ASYNC110  the engine's counters cannot be awaited
             await asyncio.sleep(0.005)
 
 
 async def ends_of(socket: ClientWebSocketResponse, count: int) -> dict[int, str]:
-    """How so many requests ended, by their numbers."""
+    """How ``count`` requests ended, by their numbers."""
     ends: dict[int, str] = {}
     while len(ends) < count:
         for line in await socket.receive_json(timeout=LIMIT_S):
@@ -195,7 +188,7 @@ async def ends_of(socket: ClientWebSocketResponse, count: int) -> dict[int, str]
 
 @pytest.fixture
 def paused(roomy: Engine) -> Iterator[Engine]:
-    """Paused: what is asked of it waits until it is aborted, however slow the test."""
+    """A paused engine: requests wait until they are aborted, even if the test is slow."""
     roomy.pause()
     yield roomy
     roomy.resume()
@@ -209,12 +202,12 @@ def num_waiting(engine: Engine) -> int:
 def test_a_request_of_a_connection_is_aborted_by_its_id(paused):
     async def scenario() -> None:
         async with serving(paused) as client, client.ws_connect("/headwater/connect") as socket:
-            for number, name in enumerate(["mine", "yours", "mine"]):  # two of one name: both are let in
+            for number, name in enumerate(["mine", "yours", "mine"]):  # two with the same name: both are accepted
                 await socket.send_json({"id": number, "request": {**LONG, "request_id": name}})
             await until(lambda: num_waiting(paused) == 3)
             assert await post(client, "/control/abort", {"request_id": "mine"}) == (200, {"num_aborted": 2})
             assert await ends_of(socket, 2) == {0: "abort", 2: "abort"}
-            # Over, so its name is free.
+            # Both have ended, so the name is free.
             assert await post(client, "/control/abort", {"request_id": "mine"}) == (200, {"num_aborted": 0})
             assert await post(client, "/control/abort", {"request_id": "yours"}) == (200, {"num_aborted": 1})
             assert await ends_of(socket, 1) == {1: "abort"}
@@ -233,7 +226,7 @@ def test_a_connection_that_drops_keeps_no_name_and_takes_none_from_others(paused
             await until(lambda: num_waiting(paused) == 1)
             assert await post(client, "/control/abort", {"request_id": "mine"}) == (200, {"num_aborted": 1})
             assert await ends_of(stays, 1) == {1: "abort"}
-            # One that its client gives up frees its name too.
+            # A request that its client ends frees its name too.
             await stays.send_json(request)
             await until(lambda: num_waiting(paused) == 1)
             await stays.send_json({"id": 1, "leave": True})
@@ -253,10 +246,10 @@ def test_the_model_by_its_name(small):
             async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as asks:
                 listed = [model async for model in asks.models.list()]
                 assert await asks.models.retrieve(NAME) == listed[0]
-                with pytest.raises(openai.NotFoundError, match=f"this server has '{NAME}'") as caught:
+                with pytest.raises(openai.NotFoundError, match=f"this server serves '{NAME}'") as caught:
                     await asks.models.retrieve("org/other")
                 assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-            # Not every client quotes a slash.
+            # Not every client escapes a slash.
             async with client.get(f"/v1/models/{NAME}") as reply:
                 assert (reply.status, (await reply.json())["id"]) == (200, NAME)
 

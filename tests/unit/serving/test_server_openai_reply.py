@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving.parts import NAME, limits
 from tiny import tokenizer
@@ -72,6 +72,7 @@ def test_the_token_after_a_broken_character_begins_behind_it():
     assert offsets_of([broken, end]) == (0, 1)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.one_of(st.integers(6, 511), st.sampled_from(EURO)), max_size=30))
 def test_every_token_has_the_offset_of_the_character_it_begins_in(tokens):
     of_character = {character: byte for byte, character in bytes_to_unicode().items()}

@@ -1,9 +1,8 @@
-"""SGLang's dialect: bodies and replies."""
+"""The SGLang API: bodies and replies."""
 
 from __future__ import annotations
 
-import pytest
-from serving.parts import limits, refusal
+from serving.parts import assert_refused, limits, refusal
 from tiny import tokenizer
 
 from headwater.core.records import ModelResponse, SamplingParams
@@ -17,7 +16,7 @@ def read(body, **bounds):
     return read_generate(body, limits(**bounds))
 
 
-def test_defaults_are_sglangs():
+def test_defaults_are_those_of_sglang():
     call = read({"text": "hi"}, max_model_tokens=1000)
     (sample,) = call.samples
     assert sample.request.sampling == SamplingParams(max_new_tokens=128)
@@ -72,8 +71,8 @@ def test_one_rid_for_a_batch_begins_the_names_of_its_prompts():
     assert call.is_list
 
 
-def test_names_that_look_alike_stand_for_requests_of_their_own():
-    """The samples of ``a`` are shown as ``a_0`` and ``a_1``; aborting somebody's ``a_0`` must not end them."""
+def test_similar_names_stand_for_different_requests():
+    """The samples of ``a`` are shown as ``a_0`` and ``a_1``. Aborting another client's ``a_0`` must not end them."""
     active = ActiveRequests()
     samples = read({"text": "hi", "rid": "a", "sampling_params": {"n": 2}})
     other = read({"text": ["hi", "ho"], "rid": ["a_0", "a_1"]})
@@ -88,41 +87,43 @@ def test_a_refusal_of_the_engine_names_the_rid():
     assert read({"text": "hi", "rid": "mine"}).requests[0].request_id.startswith("mine-")
 
 
-@pytest.mark.parametrize("top_k", [-1, 1 << 30, None])
-def test_all_tokens_are_kept(top_k):
-    assert read({"text": "hi", "sampling_params": {"top_k": top_k}}).requests[0].sampling.top_k == 0
+def test_three_values_of_top_k_keep_all_tokens():
+    for top_k in (-1, 1 << 30, None):
+        assert read({"text": "hi", "sampling_params": {"top_k": top_k}}).requests[0].sampling.top_k == 0, top_k
 
 
-@pytest.mark.parametrize(
-    ("body", "part"),
-    [
-        ({}, "text, input_ids: neither is given"),
-        ({"text": "hi", "input_ids": [1]}, "text, input_ids: both are given"),
-        ({"text": []}, "text: is an empty list"),
-        ({"text": ["hi", 5]}, "text[1] = 5: must be text"),
-        ({"input_ids": 5}, "input_ids = 5: must be a list of token ids"),
-        ({"input_ids": [[1], [600]]}, "input_ids[1][0] = 600: no such token"),
-        ({"text": "hi", "sampling_params": 5}, "sampling_params = 5: must be an object"),
-        ({"text": "hi", "sampling_params": [{}, {}]}, "sampling_params: a list of 2 for 1 prompts"),
-        ({"text": "hi", "sampling_params": {"top_k": 0}}, "sampling_params.top_k = 0: must be >= 1, or -1"),
-        ({"text": "hi", "sampling_params": {"max_tokens": 5}}, "did you mean max_new_tokens?"),
-        ({"text": "hi", "sampling_params": {"max_new_tokens": 99}}, "sampling_params.max_new_tokens = 99: the prompt"),
-        ({"text": "hi", "sampling_params": {"regex": "a+"}}, "not held to a format"),
-        ({"text": "hi", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 8}}, "at most max_new_tokens = 8"),
-        ({"text": "hi", "return_logprob": 1}, "return_logprob = 1: must be true or false"),
-        ({"text": "hi", "top_logprobs_num": 2}, "top_logprobs_num = 2: not supported: only the sampled"),
-        ({"text": "hi", "logprob_start_len": 0}, "logprob_start_len = 0: not supported"),
-        ({"text": "hi", "image_data": ["x.png"]}, "image_data"),
-        ({"text": "hi", "lora_path": "x"}, "without adapters"),
-        ({"text": "hi", "rid": ""}, "rid: is empty"),
-        ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: holds a name twice"),
-        ({"text": ["a", "b"], "rid": ["x"]}, "rid: a list of 1 for 2 prompts"),
-        ({"text": "hi", "retrun_logprob": True}, "did you mean return_logprob?"),
-        ({"text": "hi", "sampling_params": {"n": 33}}, "more than the queue holds (32)"),
-    ],
-)
-def test_refusals_name_field_value_and_remedy(body, part):
-    assert part in str(refusal(read, body))
+REFUSED = [
+    ({}, "text, input_ids: neither is given"),
+    ({"text": "hi", "input_ids": [1]}, "text, input_ids: both are given"),
+    ({"text": []}, "text: is an empty list"),
+    ({"text": ["hi", 5]}, "text[1] = 5: must be text"),
+    ({"input_ids": 5}, "input_ids = 5: must be a list of token ids"),
+    ({"input_ids": [[1], [600]]}, "input_ids[1][0] = 600: no such token"),
+    ({"text": "hi", "sampling_params": 5}, "sampling_params = 5: must be an object"),
+    ({"text": "hi", "sampling_params": [{}, {}]}, "sampling_params: a list of 2 for 1 prompts"),
+    ({"text": "hi", "sampling_params": {"top_k": 0}}, "sampling_params.top_k = 0: must be >= 1, or -1"),
+    ({"text": "hi", "sampling_params": {"max_tokens": 5}}, "did you mean max_new_tokens?"),
+    ({"text": "hi", "sampling_params": {"max_new_tokens": 99}}, "sampling_params.max_new_tokens = 99: the prompt"),
+    ({"text": "hi", "sampling_params": {"regex": "a+"}}, "constrained decoding is not available"),
+    ({"text": "hi", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 8}}, "at most max_new_tokens = 8"),
+    ({"text": "hi", "return_logprob": 1}, "return_logprob = 1: must be true or false"),
+    (
+        {"text": "hi", "top_logprobs_num": 2},
+        "top_logprobs_num = 2: not supported: only the log-probs",
+    ),
+    ({"text": "hi", "logprob_start_len": 0}, "logprob_start_len = 0: not supported"),
+    ({"text": "hi", "image_data": ["x.png"]}, "image_data"),
+    ({"text": "hi", "lora_path": "x"}, "without adapters"),
+    ({"text": "hi", "rid": ""}, "rid: is empty"),
+    ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: contains a name twice"),
+    ({"text": ["a", "b"], "rid": ["x"]}, "rid: a list of 1 for 2 prompts"),
+    ({"text": "hi", "retrun_logprob": True}, "did you mean return_logprob?"),
+    ({"text": "hi", "sampling_params": {"n": 33}}, "more than the queue can hold (32)"),
+]
+
+
+def test_refusals_name_field_value_and_remedy():
+    assert_refused(read, REFUSED)
 
 
 def reply(sampling, tokens, stop_reason, **options) -> dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import tokenizer
 
@@ -41,6 +41,7 @@ def first_stop(tokens: list[int], stops: list[str]) -> int | None:
     return None
 
 
+@settings(max_examples=50, deadline=None)
 @given(tokens=TOKENS, cuts=CUTS, skip=st.booleans())
 @example(tokens=[178, 259, 253, 230], cuts=[1, 2, 3], skip=True)  # one character in four tokens
 @example(tokens=[178, 1, 259, 253, 230], cuts=[1, 2, 3, 4], skip=True)  # a special token inside a character
@@ -50,6 +51,7 @@ def test_pieces_join_to_the_whole_text(tokens, cuts, skip):
     assert matched is None
 
 
+@settings(max_examples=50, deadline=None)
 @given(text=st.text(CHARACTERS, max_size=30), cuts=CUTS)
 def test_no_piece_holds_half_a_character(text, cuts):
     pieces, _ = stream(tokenizer().encode(text), cuts, TextRules(), "length")
@@ -57,6 +59,7 @@ def test_no_piece_holds_half_a_character(text, cuts):
     assert "".join(pieces) == text
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     tokens=st.one_of(TOKENS, st.text(CHARACTERS, max_size=30).map(lambda text: tokenizer().encode(text))),
     cuts=CUTS,
@@ -75,6 +78,7 @@ def test_the_text_ends_before_the_stop_text(tokens, cuts, stops):
     assert matched in stops
 
 
+@settings(max_examples=50, deadline=None)
 @given(text=st.text("ab", max_size=30), cuts=CUTS)
 def test_what_may_begin_a_stop_text_is_held_back_and_nothing_else(text, cuts):
     stop = "abba"
