@@ -29,9 +29,8 @@ from grpo_step_job import QUESTIONS, Job, Outcome
 from options import add_work, parser_of
 from record import write_record
 
-from headwater.models.cache import cache_dir
+from headwater.models.builtin.smollm2 import cache_dir, fetched_folder
 from headwater.models.load import load_model, load_tokenizer, save_model
-from headwater.models.smollm2 import fetched_folder
 
 TRL = "trl==1.16.*"
 HERE = Path(__file__).resolve().parent

@@ -14,7 +14,7 @@ from shapes import build_model, default_device, default_dtype, make_prompts, mak
 
 from headwater.config.schema import EngineConfig
 from headwater.engine.engine import Engine
-from headwater.models.tokenizer import build_tokenizer
+from headwater.models.builtin.tiny import build_tokenizer
 
 
 def main() -> None:

@@ -31,8 +31,8 @@ from vllm_side import VllmCase, VllmRuns, run_vllm
 from headwater.config.schema import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.model_spec import ModelSpec
+from headwater.models.builtin.tiny import build_tokenizer
 from headwater.models.load import load_tokenizer
-from headwater.models.tokenizer import build_tokenizer
 
 _GPU_BASELINE_TOKENS = 48
 

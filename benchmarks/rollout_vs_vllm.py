@@ -32,8 +32,8 @@ from shapes import make_prompts, make_requests
 
 from headwater.config.schema import EngineConfig
 from headwater.engine.engine import Engine
+from headwater.models.builtin.smollm2 import fetched_folder
 from headwater.models.load import load_model, load_tokenizer
-from headwater.models.smollm2 import fetched_folder
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 39, 32
 _START_LIMIT_S = 300

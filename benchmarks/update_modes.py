@@ -32,7 +32,7 @@ from headwater.config.schema import EngineConfig, UpdateMode
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import ModelRequest
 from headwater.engine.engine import Engine
-from headwater.models.tokenizer import build_tokenizer
+from headwater.models.builtin.tiny import build_tokenizer
 
 MODES: tuple[UpdateMode, ...] = ("in_flight", "interrupt", "drain")
 NONE = "no updates"

@@ -22,7 +22,7 @@ from shapes import build_model, default_device, default_dtype, make_prompts, mak
 from headwater.config.schema import EngineConfig, UpdateMode
 from headwater.core.protocols import WeightUpdate
 from headwater.engine.engine import Engine
-from headwater.models.tokenizer import build_tokenizer
+from headwater.models.builtin.tiny import build_tokenizer
 
 MODES: tuple[UpdateMode, ...] = ("interrupt", "in_flight")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from command import ROOT, headwater, metrics
 
+from headwater.models.builtin.smollm2 import fetch_smollm2, is_fetched
 from headwater.models.load import end_token_ids, load_model, load_processor, load_tokenizer
-from headwater.models.smollm2 import fetch_smollm2, is_fetched
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Names of devices and number types, as the config writes them, turned into torch's."""
+"""Devices and number types: from the names in the config to torch's objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` is the current CUDA device where there is one, otherwise the CPU."""
+    """``auto`` is the current CUDA device if there is one, otherwise the CPU."""
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:

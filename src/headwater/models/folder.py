@@ -1,8 +1,10 @@
-"""Checks of a model folder before transformers reads it, so that a damaged file is named and not guessed at."""
+"""Checks of a model folder before transformers reads it, so that the message names the damaged file."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ _TOKENIZER_PATTERNS = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.m
 
 
 def check_config(folder: Path) -> None:
-    """The folder is there and its config.json can be read."""
+    """Check that the folder exists and that its config.json can be read."""
     if not folder.exists():
         raise ModelError(f"model.path = {folder}: no such folder; check the path, or write org/name for a hub model")
     if not folder.is_dir():
-        raise ModelError(f"model.path = {folder}: is a file; give the folder that holds config.json and the weights")
+        raise ModelError(f"model.path = {folder}: is a file; give the folder that contains config.json and the weights")
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"model.path = {folder}: has no config.json; give a folder in the Hugging Face format (save_pretrained)"
@@ -30,20 +32,20 @@ def check_config(folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Every weight file that loading would need is there and complete."""
+    """Check that every weight file that loading needs exists and is complete."""
     for file in _weight_files(folder):
         if not file.is_file():
-            raise ModelError(f"{file}: missing, though {_WEIGHTS_INDEX} names it; copy the model folder again")
+            raise ModelError(f"{file}: is missing, but {_WEIGHTS_INDEX} lists it; copy the model folder again")
         try:
-            # Opening reads the header and compares the file's length with it; no weight is read yet.
+            # Opening reads the header and compares it with the file's length. No weight is read.
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file}: damaged or cut short ({error}); copy the model folder again") from error
+            raise ModelError(f"{file}: is damaged or truncated ({error}); copy the model folder again") from error
 
 
 def check_tokenizer(folder: Path) -> None:
-    """There is a tokenizer: without this check transformers makes up an empty one for some architectures."""
+    """Check that there is a tokenizer. Transformers would create an empty one for some architectures."""
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_PATTERNS):
         raise ModelError(
             f"model.path = {folder}: has no tokenizer; copy the tokenizer files (tokenizer.json and "
@@ -55,15 +57,31 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def is_self_described(folder: Path) -> bool:
-    """Whether tokenizer.json says all there is to know about the tokenizer.
+    """Whether tokenizer.json describes the tokenizer completely.
 
-    For some architectures (qwen2 among them) ``AutoTokenizer`` distrusts this and puts the architecture's own
-    pre-tokenizer in place of the saved one, so that the same text gets other tokens.
+    For some architectures, such as qwen2, ``AutoTokenizer`` would still replace the saved pre-tokenizer by the
+    architecture's own, which changes the tokens.
     """
     settings = folder / "tokenizer_config.json"
     if not (settings.is_file() and (folder / "tokenizer.json").is_file()):
         return False
     return read_json_object(settings).get("tokenizer_class") == "TokenizersBackend"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block transformers shows no progress bars and logs only errors. Problems become a ``ModelError``."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -72,7 +90,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ModelError(f"{file}: cannot be read as JSON ({error}); copy the model folder again") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{file}: holds a {type(value).__name__}, not an object; copy the model folder again")
+        raise ModelError(f"{file}: contains a {type(value).__name__}, not an object; copy the model folder again")
     return value
 
 
@@ -87,5 +105,5 @@ def _weight_files(folder: Path) -> list[Path]:
     if any((folder / name).is_file() for name in _PICKLED_WEIGHTS):
         return []
     raise ModelError(
-        f"model.path = {folder}: has no weights; {_WEIGHTS} or {_WEIGHTS_INDEX} must stand beside config.json"
+        f"model.path = {folder}: has no weights; {_WEIGHTS} or {_WEIGHTS_INDEX} must be next to config.json"
     )

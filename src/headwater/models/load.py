@@ -31,13 +31,12 @@ from transformers.models.auto.modeling_auto import (
 
 from headwater.core.errors import ModelError
 from headwater.models import folder as folder_checks
+from headwater.models.builtin.smollm2 import fetched_folder
+from headwater.models.builtin.tiny import build_model, build_tokenizer
 from headwater.models.device import resolve_device, resolve_dtype
-from headwater.models.quiet import quiet
+from headwater.models.folder import quiet
 from headwater.models.save import save_model
-from headwater.models.smollm2 import fetched_folder
 from headwater.models.source import ModelSource, resolve_model
-from headwater.models.tiny import build_model
-from headwater.models.tokenizer import build_tokenizer
 
 __all__ = [
     "ModelSource",

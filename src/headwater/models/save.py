@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ModelError
-from headwater.models.quiet import quiet
+from headwater.models.folder import quiet
 
 if TYPE_CHECKING:
     from torch import Tensor

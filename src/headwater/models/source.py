@@ -1,4 +1,4 @@
-"""What ``model.path`` means, decided without torch and without touching the network."""
+"""What kind of model ``model.path`` names. This needs neither torch nor the network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from headwater.core.errors import ModelError
-from headwater.models.presets import TINY_PREFIX, find_preset
+from headwater.models.builtin.tiny import TINY_PREFIX, find_preset
 
 SMOLLM2 = "smollm2"
 
@@ -28,14 +28,14 @@ class ModelSource:
 
     @property
     def folder(self) -> Path:
-        """The local folder; only a source of kind ``folder`` has one."""
+        """The local folder of a source of kind ``folder``."""
         if self.kind != "folder":
             raise ValueError(f"{self.path} is a {self.kind} model, not a folder")
         return Path(self.path).expanduser()
 
 
 def resolve_model(path: str) -> ModelSource:
-    """Tell folders, hub ids, presets and ``smollm2`` apart; the model itself is looked at when it is loaded."""
+    """Distinguish folders, hub ids, presets and ``smollm2``. The model itself is checked when it is loaded."""
     if path.startswith(TINY_PREFIX):
         find_preset(path)
         return ModelSource(path, "tiny")
@@ -46,7 +46,7 @@ def resolve_model(path: str) -> ModelSource:
     if _HUB_ID.fullmatch(path):
         return ModelSource(path, "hub")
     raise ModelError(
-        f"model.path = {path!r}: neither a folder nor a hub id; "
+        f"model.path = {path!r}: is neither a folder nor a hub id; "
         f"give ./folder, org/name, {TINY_PREFIX}<preset> or {SMOLLM2}"
     )
 

@@ -11,7 +11,7 @@ import torch
 from headwater.config.schema import EngineConfig
 from headwater.core.protocols import EpisodeInput
 from headwater.engine.engine import Engine
-from headwater.models.tokenizer import build_tokenizer
+from headwater.models.builtin.tiny import build_tokenizer
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import tiny
 
 from headwater.core.errors import RolloutFailed
 from headwater.data.next_turn import MODEL_TURN, tokens_until_next_turn
-from headwater.models.chat_template import CHATML_TEMPLATE
+from headwater.models.builtin.chat_template import CHATML_TEMPLATE
 from headwater.models.load import load_tokenizer
 
 END = 1

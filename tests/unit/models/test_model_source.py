@@ -10,9 +10,8 @@ from headwater.core.errors import ModelError
 from headwater.models.source import resolve_model
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
+def test_kinds() -> None:
+    for path, kind in (
         ("tiny:qwen3", "tiny"),
         ("smollm2", "smollm2"),
         ("Qwen/Qwen2.5-0.5B", "hub"),
@@ -23,10 +22,8 @@ from headwater.models.source import resolve_model
         ("~/models/mine", "folder"),
         ("/models/mine", "folder"),
         ("runs/quick/final", "folder"),
-    ],
-)
-def test_kinds(path: str, kind: str) -> None:
-    assert resolve_model(path).kind == kind
+    ):
+        assert resolve_model(path).kind == kind, path
 
 
 def test_an_existing_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,15 +45,15 @@ def test_only_folders_have_a_folder() -> None:
         _ = resolve_model("org/name").folder
 
 
-@pytest.mark.parametrize("path", ["", "two words", "tinyqwen3:", "org/na me", "-x/y"])
-def test_nonsense_is_refused_with_the_possible_forms(path: str) -> None:
-    with pytest.raises(ModelError, match=r"give \./folder, org/name, tiny:<preset> or smollm2"):
-        resolve_model(path)
+def test_nonsense_is_refused_with_the_possible_forms() -> None:
+    for path in ("", "two words", "tinyqwen3:", "org/na me", "-x/y"):
+        with pytest.raises(ModelError, match=r"give \./folder, org/name, tiny:<preset> or smollm2"):
+            resolve_model(path)
 
 
 def test_names_are_resolved_without_torch() -> None:
     code = (
-        "import sys; import headwater.models.source, headwater.models.smollm2, headwater.models.tokenizer; "
+        "import sys; import headwater.models.source, headwater.models.builtin.smollm2, headwater.models.builtin.tiny; "
         "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -40,20 +40,16 @@ SHAPE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_a_model_whose_log_probs_would_be_wrong_is_refused_by_name() -> None:
+    for config, message in (
         (GraniteConfig(**SHAPE, logits_scaling=8.0), r"granite: logits_scaling = 8\.0 changes the logits"),
         (CohereConfig(**SHAPE), r"cohere: logit_scale = 0\.0625 changes the logits"),
         (Gemma2Config(**SHAPE), r"gemma2: final_logit_softcapping = 30\.0 changes the logits"),
         (Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "lfm2: layer_types has .*conv"),
         (RecurrentGemmaConfig(**SHAPE), "recurrent_gemma: layers_block_type has recurrent"),
-    ],
-    ids=lambda value: getattr(value, "model_type", ""),
-)
-def test_a_model_whose_log_probs_would_be_wrong_is_refused_by_name(config: Any, message: str) -> None:
-    with pytest.raises(ModelError, match=f"{message}.*; use a model"):
-        use_packed_attention(AutoModelForCausalLM.from_config(config))
+    ):
+        with pytest.raises(ModelError, match=f"{message}.*; use a model"):
+            use_packed_attention(AutoModelForCausalLM.from_config(config))
 
 
 def test_what_changes_nothing_is_accepted() -> None:
@@ -65,18 +61,14 @@ def test_a_model_without_logits_is_not_asked_about_them() -> None:
     use_packed_attention(AutoModelForSequenceClassification.from_config(config))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_a_decoder_without_a_list_of_layers_is_refused_by_name() -> None:
+    for config in (
         GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2),
         GPTBigCodeConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2),
         ModernBertDecoderConfig(**SHAPE, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_a_decoder_without_a_list_of_layers_is_refused_by_name(config: Any) -> None:
-    with pytest.raises(ModelError, match=f"^{config.model_type}: .* a list named layers.*; use a Llama"):
-        PolicyModule(AutoModelForCausalLM.from_config(config), 1.0)
+    ):
+        with pytest.raises(ModelError, match=f"^{config.model_type}: .* a list named layers.*; use a Llama"):
+            PolicyModule(AutoModelForCausalLM.from_config(config), 1.0)
 
 
 @pytest.mark.parametrize(

