@@ -1,27 +1,67 @@
-"""Settings that are fine alone and wrong together. Each check yields what clashes, why, and what to do about it.
+"""Settings that are valid alone but not together. Each check yields what clashes, why, and what to do about it.
 
 A setting that nothing would read is an error as well: a run must not look configured when it is not.
 """
 
 from __future__ import annotations
 
+import glob
 import math
-from collections.abc import Iterator
-from pathlib import PurePath
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
 
-from headwater.config.algorithm_checks import ALGORITHM_CHECKS
-from headwater.config.clash import Check, Clash, Layers, given_in, unread
 from headwater.config.keys import settings, value_at
-from headwater.config.normalization_checks import NORMALIZATION_CHECKS
 from headwater.config.schema import Config
-from headwater.config.tree import show
+from headwater.config.tree import DEFAULT, show
 
 FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
 
+Layers = Mapping[str, int]
+"""The layer that decided each given key; a key that is missing has its default."""
 
-def find_clashes(config: Config, layers: Layers) -> list[Clash]:
-    """Every clash in ``config``; ``layers`` tells what was given from what is a default."""
-    return [clash for check in CHECKS for clash in check(config, layers)]
+
+@dataclass(frozen=True)
+class Clash:
+    keys: tuple[str, ...]
+    """The key to blame, then those it clashes with."""
+    reason: str
+    """What is wrong, and the remedy."""
+    argument: Any = None
+    """The value, if the first key is an argument inside a free-form mapping."""
+
+    def line(self, config: Config, origins: Mapping[str, str]) -> str:
+        key = self.keys[0]
+        value = value_at(config, key) if key in settings(Config) else self.argument
+        return f"{key} = {show(value)} ({_origin(key, origins)}): {self.reason}"
+
+
+Check = Callable[[Config, Layers], Iterator[Clash]]
+
+
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    """Where a key, or the mapping it is in, was written."""
+    while key not in origins and "." in key:
+        key = key.rpartition(".")[0]
+    return origins.get(key, DEFAULT)
+
+
+def unread(keys: Iterable[str], switches: tuple[str, ...], why: str, layers: Layers) -> Iterator[Clash]:
+    """Those of ``keys`` that were given for a feature that is off, unless it was turned off in the same layer or later.
+
+    The command line may turn off what the recipe sets up, but it may not configure what the recipe has turned off. One
+    file may do both, as resolved recipes do.
+    """
+    switched_off = max(layers.get(key, -1) for key in switches)
+    for key in keys:
+        if key not in switches and layers.get(key, -1) > switched_off:
+            yield Clash((key, *switches), f"nothing reads this, because {why}, or remove this")
+
+
+def given_in(section: str, layers: Layers) -> list[str]:
+    """The keys of a section that were given."""
+    return [key for key in layers if key.startswith(f"{section}.")]
 
 
 def minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -248,6 +288,63 @@ CHECKS: tuple[Check, ...] = (
     weight_transfer_is_read,
     learner_leaves_only_an_engine_that_waits,
     partial_groups_are_kept,
-    *ALGORITHM_CHECKS,
-    *NORMALIZATION_CHECKS,
 )
+
+
+def files_exist(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.data.dataset:
+        return  # what the names mean is for that class to say
+    for key in ("data.train", "data.eval"):
+        for name in value_at(config, key):
+            if is_file(name) and "://" not in name and not _find(name):
+                yield Clash((key,), f"no such file: {name} (looked in {Path.cwd()}); check the path, or name a task")
+
+
+def fits_checkpoint(before: Config, checkpoint: Path) -> Check:
+    """What ``checkpoint``, made by a run with the settings ``before``, has decided for good."""
+    start = [key for key in settings(Config) if key.startswith("warm_start.")]
+
+    def check(config: Config, layers: Layers) -> Iterator[Clash]:
+        for key in (*_DECIDED, *start):
+            was, now = value_at(before, key), value_at(config, key)
+            if was != now and not _is_gone(was):
+                why = _DECIDED.get(key, "the supervised start is behind it")
+                yield Clash(
+                    (key,),
+                    f"{checkpoint} was made with {show(was)}, and {why}; leave this out, or start a new run from its "
+                    f"model: headwater train RECIPE model.path={checkpoint / 'model'}",
+                )
+
+    return check
+
+
+_DATA = "its place in the data, and what it holds of unfinished rollouts, are of those rows"
+_DECIDED = {
+    "run.seed": "its place in the order of the data goes with it",
+    "model.path": "its weights are of that model",
+    "lora.rank": "its adapters are of that size",
+    "lora.alpha": "its adapters were trained at that scale",
+    "lora.targets": "its adapters are of those layers",
+    "critic.enabled": "its critic is kept or missing accordingly",
+    "critic.path": "its critic's weights are of that model",
+    "data.train": _DATA,
+    "data.task_args": _DATA,
+    "data.dataset": _DATA,
+    "data.num_train_rows": _DATA,
+    "data.shuffle": "its place in the order of the data goes with it",
+}
+
+
+def _find(name: str) -> list[str]:
+    path = Path(name).expanduser()
+    return [str(path)] if path.exists() else glob.glob(str(path), recursive=True)
+
+
+def _is_gone(value: Any) -> bool:
+    """Whether a path is no longer there: what was moved has to be named anew."""
+    names = value if isinstance(value, tuple) else (value,)
+    return any(_is_path(name) and not _find(name) for name in names)
+
+
+def _is_path(name: Any) -> bool:
+    return isinstance(name, str) and (is_file(name) or name.startswith((".", "/", "~")) or name.count("/") > 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -89,7 +89,7 @@ def convert(hint: Any, tree: Tree) -> Any:
         return value
     if origin in (Union, types.UnionType):
         return _optional(hint, tree)
-    if origin is tuple:
+    if origin in (tuple, list, Sequence):
         return _tuple(get_args(hint)[0], tree)
     if origin is Mapping or origin is dict:
         return _mapping(get_args(hint)[1], tree)
@@ -101,10 +101,35 @@ def convert(hint: Any, tree: Tree) -> Any:
 
 
 def convert_value(hint: Any, value: Any) -> Any:
-    """As ``convert``, for a value that was read as part of a free-form mapping."""
-    if hint is Any or isinstance(value, Mapping):
+    """As ``convert``, for an argument of an extension: a type that settings do not have is not checked."""
+    if isinstance(value, Mapping) or not _is_known(hint):
         return value
     return convert(hint, Leaf(value, Origin("", 0)))
+
+
+def _is_known(hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _is_known(inner[0])
+    if origin in (Union, types.UnionType):
+        options = [option for option in inner if option is not type(None)]
+        return len(options) == 1 < len(inner) and _is_known(options[0])
+    if origin in (tuple, list, Sequence):
+        return _is_known(inner[0]) and (origin is not tuple or inner[1:] == (...,))
+    return origin is Literal or hint in (str, int, float, bool)
+
+
+def allowed(hint: Any) -> str:
+    """The values that ``hint`` allows, in a few words; empty where its type says all."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        rules = [part.rule for part in inner[1:] if isinstance(part, Constraint)]
+        return " and ".join([*filter(None, [allowed(inner[0])]), *rules])
+    if origin in (Union, types.UnionType):
+        return " | ".join(allowed(option) or "a value" for option in inner if option is not type(None)) + " | null"
+    if origin in (tuple, list, Sequence):
+        return f"each {rule}" if (rule := allowed(inner[0])) else ""
+    return " | ".join(str(choice) for choice in inner) if origin is Literal else ""
 
 
 def _optional(hint: Any, tree: Tree) -> Any:

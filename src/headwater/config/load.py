@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headwater.config.checks import find_clashes
-from headwater.config.clash import Check
+from headwater.config.algorithm_checks import ALGORITHM_CHECKS
+from headwater.config.checks import CHECKS, Check
 from headwater.config.convert import Converter
 from headwater.config.keys import sections, settings
-from headwater.config.override import parse_override
-from headwater.config.recipe import RecipeReader, display
+from headwater.config.recipe import RecipeReader, display, parse_override
 from headwater.config.schema import Config
 from headwater.config.tree import COMMAND_LINE, DEFAULT, Branch, Origin, Tree, merge, origins, where
 from headwater.core.errors import ConfigError
@@ -67,7 +66,7 @@ def load_config(
     # What could not be read would stand in these checks as a default, and the user would be told of clashes with it.
     if not unread and not was_accepted:
         layers = {key: max(place.layer for place in origins(part)) for key, part in given.items()}
-        clashes = [*(clash for check in checks for clash in check(config, layers)), *find_clashes(config, layers)]
+        clashes = [clash for check in (*checks, *CHECKS, *ALGORITHM_CHECKS) for clash in check(config, layers)]
         problems.extend(
             clash.line(config, origins_by_key) for clash in clashes if converter.doubtful.isdisjoint(clash.keys)
         )

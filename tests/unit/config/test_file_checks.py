@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.config.file_checks import files_exist, fits_checkpoint
+from headwater.config.checks import files_exist, fits_checkpoint
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
 from headwater.algorithms.columns import require
 from headwater.algorithms.masked import keep, whiten
+from headwater.config.constraints import Within
+from headwater.config.traits import AdvantageTraits
 
 
-@ADVANTAGES.register
-def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whitened: bool = True) -> Advantages:
+@ADVANTAGES.register(AdvantageTraits(needs_values=True, varies_by_token=True, discount="gamma", whitens="whitened"))
+def gae(
+    inputs: AdvantageInputs,
+    *,
+    gamma: Annotated[float, Within(0, 1)] = 1.0,
+    lam: Annotated[float, Within(0, 1)] = 1.0,
+    whitened: bool = True,
+) -> Advantages:
     """``A = δ + gamma·lam·A'`` with ``δ = r + gamma·V' - V``; returns are ``A + V`` before whitening."""
     values = require(inputs.values, "values", "algorithm.advantage = gae", "it needs a critic")
     advantages = keep(gae_recursion(inputs.rewards, values, inputs.mask, gamma, lam), inputs.mask)

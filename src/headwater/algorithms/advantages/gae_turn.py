@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,18 @@ from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advanta
 from headwater.algorithms.advantages.gae import gae_recursion
 from headwater.algorithms.columns import require
 from headwater.algorithms.masked import keep, whiten
+from headwater.config.constraints import Within
+from headwater.config.traits import AdvantageTraits
 
 
-@ADVANTAGES.register
-def gae_turn(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whitened: bool = True) -> Advantages:
+@ADVANTAGES.register(AdvantageTraits(needs_values=True, varies_by_token=True, discount="gamma", whitens="whitened"))
+def gae_turn(
+    inputs: AdvantageInputs,
+    *,
+    gamma: Annotated[float, Within(0, 1)] = 1.0,
+    lam: Annotated[float, Within(0, 1)] = 1.0,
+    whitened: bool = True,
+) -> Advantages:
     """GAE with one step per turn; every token of a turn shares its advantage and its return.
 
     A turn's reward is the sum over its kept tokens, its value the critic's at its first kept token: what was expected

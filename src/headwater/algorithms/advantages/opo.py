@@ -6,9 +6,10 @@ import torch
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, outcome
 from headwater.algorithms.groups import Groups
+from headwater.config.traits import AdvantageTraits
 
 
-@ADVANTAGES.register
+@ADVANTAGES.register(AdvantageTraits(compares_groups=True, subtracts_group_mean=True))
 def opo(inputs: AdvantageInputs) -> Advantages:
     """``s - Σ(length·s)/Σ(length)`` over the group; a response that is alone keeps its score."""
     scores, groups = inputs.scores, Groups.of(inputs.groups)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -10,13 +12,19 @@ from headwater.algorithms.columns import require
 from headwater.algorithms.groups import Groups
 from headwater.algorithms.masked import keep
 from headwater.algorithms.returns import returns_to_go
+from headwater.config.constraints import MoreThan
+from headwater.config.traits import AdvantageTraits
 
 _USER = "algorithm.advantage = optimal_token_baseline"
 
 
-@ADVANTAGES.register
+@ADVANTAGES.register(AdvantageTraits(compares_groups=True, needs_recomputed_logprobs=True, varies_by_token=True))
 def optimal_token_baseline(
-    inputs: AdvantageInputs, *, skip_masked: bool = False, zero_tail: bool = True, epsilon: float = 1e-8
+    inputs: AdvantageInputs,
+    *,
+    skip_masked: bool = False,
+    zero_tail: bool = True,
+    epsilon: Annotated[float, MoreThan(0)] = 1e-8,
 ) -> Advantages:
     """``A_t = G_t - Σ(G_t·W_t) / Σ(W_t)`` over the group, ``W_t`` summing ``(1 - 2·p + Σp²)·w²`` up to ``t``.
 

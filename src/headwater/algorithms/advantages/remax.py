@@ -6,9 +6,15 @@ from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advanta
 from headwater.algorithms.columns import require
 from headwater.algorithms.masked import keep
 from headwater.algorithms.returns import returns_to_go
+from headwater.config.traits import AdvantageTraits
 
 
-@ADVANTAGES.register
+@ADVANTAGES.register(
+    AdvantageTraits(
+        needs_greedy_baseline=True,
+        scores_as_given="compares with the score of the greedy response, which is not normalised",
+    )
+)
 def remax(inputs: AdvantageInputs) -> Advantages:
     """Return-to-go minus the greedy response's score."""
     baselines = require(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs
+from headwater.config.constraints import MoreThan
 
 
 @CORRECTIONS.register
-def m2po(inputs: CorrectionInputs, *, threshold: float = 0.04) -> Correction:
+def m2po(inputs: CorrectionInputs, *, threshold: Annotated[float, MoreThan(0)] = 0.04) -> Correction:
     """Drop the tokens of largest ``(log r)²``, as few as leave a mean below ``threshold``; one token always stays."""
     kept_index = inputs.mask.flatten().nonzero()[:, 0]
     squares, order = inputs.log_ratio.flatten()[kept_index].square().sort()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -10,12 +10,14 @@ from torch import Tensor
 from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, ratios
 from headwater.algorithms.log_ratio import bounded
 from headwater.algorithms.masked import keep
+from headwater.config.constraints import AtLeast, NotBelow
+from headwater.config.traits import CorrectionTraits
 
 Metric = Literal["ratio", "k1", "k2", "k3", "k3_reverse"]
 Reduction = Literal["sum", "mean", "max"]
 
 
-@CORRECTIONS.register
+@CORRECTIONS.register(CorrectionTraits(weighs_by_ratio="weighted"))
 def reject(
     inputs: CorrectionInputs,
     *,
@@ -23,7 +25,7 @@ def reject(
     metric: Metric = "ratio",
     reduction: Reduction = "mean",
     lower: float | None = None,
-    upper: float = 2.0,
+    upper: Annotated[float, AtLeast(0, finite=False), NotBelow("lower")] = 2.0,
     weighted: bool = False,
 ) -> Correction:
     """Keep what has its metric in ``[lower, upper]``, bounds included.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from headwater.algorithms.columns import require
 from headwater.algorithms.corrections import Correction, CorrectionInputs
@@ -17,23 +17,25 @@ from headwater.algorithms.policy_losses import (
     dual_clip_bound,
     log_ratios,
 )
+from headwater.config.constraints import AtLeast, MoreThan, NotBelow
+from headwater.config.traits import LossTraits
 from headwater.core.errors import ConfigError
 
 
-@POLICY_LOSSES.register
+@POLICY_LOSSES.register(LossTraits(two_policies=True))
 def decoupled(
     inputs: PolicyLossInputs,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
+    clip_low: Annotated[float, AtLeast(0)] = 0.2,
+    clip_high: Annotated[float, AtLeast(0)] = 0.2,
+    dual_clip: Annotated[float, MoreThan(1)] | None = None,
     ratio_level: Literal["token", "sequence"] = "token",
     weight: Literal["none", "clamp", "mask"] = "mask",
     weight_level: Literal["token", "sequence"] = "token",
     metric: Metric = "ratio",
     reduction: Reduction = "mean",
     lower: float | None = None,
-    upper: float = 5.0,
+    upper: Annotated[float, AtLeast(0, finite=False), NotBelow("lower")] = 5.0,
 ) -> PolicyLoss:
     """``ppo(r)·w`` with ``r = exp(logp - proximal)`` and ``w = exp(proximal - behaviour)``.
 

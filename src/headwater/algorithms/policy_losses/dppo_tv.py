@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
 from headwater.algorithms.trust_region import inside_region_loss
+from headwater.config.constraints import MoreThan, Within
 
 
 @POLICY_LOSSES.register
 def dppo_tv(
-    inputs: PolicyLossInputs, *, bound_low: float = 0.15, bound_high: float = 0.15, max_ratio: float = 20.0
+    inputs: PolicyLossInputs,
+    *,
+    bound_low: Annotated[float, Within(0, 1)] = 0.15,
+    bound_high: Annotated[float, Within(0, 1)] = 0.15,
+    max_ratio: Annotated[float, MoreThan(0, finite=False)] = 20.0,
 ) -> PolicyLoss:
     """``-A·min(r, max_ratio)·logp`` with the ratio constant, on tokens that may still move the way ``A`` pushes them:
     up while ``p - p_old <= bound_high``, down while ``p_old - p <= bound_low``."""

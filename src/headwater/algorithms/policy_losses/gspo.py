@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from headwater.algorithms.masked import masked_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, clipped_surrogate
+from headwater.config.constraints import AtLeast
 
 _MAX_LOG_RATIO = 10.0
 
 
 @POLICY_LOSSES.register
-def gspo(inputs: PolicyLossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
+def gspo(
+    inputs: PolicyLossInputs,
+    *,
+    clip_low: Annotated[float, AtLeast(0)] = 3e-4,
+    clip_high: Annotated[float, AtLeast(0)] = 4e-4,
+) -> PolicyLoss:
     """PPO's clip on ``exp(mean of logp - old)``, with no dual clip; made for ``seq-mean-token-mean``.
 
     The bounds are far smaller than PPO's, because a mean over a sequence moves far less than one token.

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from headwater.algorithms.covariance import token_covariance
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
+from headwater.config.constraints import AtLeast, Within
+from headwater.config.traits import LossTraits
 
 
-@POLICY_LOSSES.register
-def kl_cov(inputs: PolicyLossInputs, *, fraction: float = 2e-4, coefficient: float = 1.0) -> PolicyLoss:
+@POLICY_LOSSES.register(LossTraits(needs_all_samples=True))
+def kl_cov(
+    inputs: PolicyLossInputs,
+    *,
+    fraction: Annotated[float, Within(0, 1)] = 2e-4,
+    coefficient: Annotated[float, AtLeast(0)] = 1.0,
+) -> PolicyLoss:
     """``-A·r``, plus ``coefficient·|log r|`` on the ``fraction`` of tokens of highest covariance (at least one).
 
     There is no clip: it is meant for nearly on-policy data. The covariance is that of the micro-batch.

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
+from headwater.algorithms.aggregate import Aggregation
 from headwater.algorithms.masked import row_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
+from headwater.config.constraints import MoreThan
+from headwater.config.traits import LossTraits
 
 
-@POLICY_LOSSES.register
+@POLICY_LOSSES.register(LossTraits(own_aggregation="seq-mean-token-mean"))
 def sapo(
     inputs: PolicyLossInputs,
     *,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
+    tau_positive: Annotated[float, MoreThan(0)] = 1.0,
+    tau_negative: Annotated[float, MoreThan(0)] = 1.05,
     ratio_level: Literal["token", "sequence"] = "token",
-    aggregation: str | None = "seq-mean-token-mean",
+    aggregation: Aggregation | None = "seq-mean-token-mean",
 ) -> PolicyLoss:
     """``-A·gate`` with ``gate = sigmoid(tau·(r - 1))·4/tau``, ``tau`` by the sign of ``A``.
 
