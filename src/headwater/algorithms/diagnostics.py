@@ -6,12 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from headwater.algorithms.log_ratio import bounded
-from headwater.algorithms.masked import keep, masked_mean
-from headwater.algorithms.ratio_histogram import PERCENTILES
-from headwater.algorithms.weights import effective_sample_size, weight_sums
+from headwater.algorithms.masked import MAX_LOG_RATIO, bounded, keep, masked_mean, masked_sum
+
+PERCENTILES = (1, 10, 50, 90, 99)
+
+# Bins are even in asinh(log ratio / FINE): as narrow as FINE * STEP around a ratio of 1, where an update lives, and in
+# proportion to the log ratio further out, so that a bin's middle is never off by more than half a per cent of it.
+_FINE = 1e-3
+_STEP = 0.01
+_REACH = math.ceil(math.asinh(MAX_LOG_RATIO / _FINE) / _STEP)
+NUM_BINS = 2 * _REACH + 1
 
 
 def offpolicy_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -80,3 +87,42 @@ def staleness_histogram(versions: Tensor, mask: Tensor, current_version: int) ->
     """How many trained tokens lag so many versions behind; tokens that were not sampled are left out."""
     sampled = versions[(mask != 0) & (versions >= 0)]
     return dict(sorted(Counter((current_version - sampled).tolist()).items()))
+
+
+def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
+    """``[3]``: how many weights the mask keeps, their sum, and that of their squares. Sums of parts add up."""
+    kept = weights.detach().double()
+    return torch.stack([(mask != 0).sum().double(), masked_sum(kept, mask), masked_sum(kept.square(), mask)])
+
+
+def effective_sample_size(count: float, total: float, squares: float) -> float:
+    """``mean(w)² / mean(w²)`` from ``weight_sums``: the share of the batch that counts.
+
+    1 where all weights are equal, however small; 0 where all are 0.
+    """
+    return total**2 / (count * squares) if squares else 0.0
+
+
+def count_ratios(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """``[NUM_BINS]``: how many kept tokens have their log ratio in each bin. One that is NaN is in none."""
+    counted = (mask != 0) & ~log_ratio.isnan()
+    kept = bounded(log_ratio.detach().masked_fill(~counted, 0.0))
+    bins = ((kept / _FINE).asinh() / _STEP).round().long() + _REACH
+    counts = torch.zeros(NUM_BINS, dtype=torch.float64, device=log_ratio.device)
+    # Not bincount, which waits for the device to learn how many bins there are.
+    return counts.index_add_(0, bins.flatten(), counted.flatten().double())
+
+
+def percentiles_of(counts: Tensor) -> dict[str, float]:
+    """``ratio_p01`` to ``ratio_p99``: the ratio below which so many per cent of the counted tokens lie."""
+    ends = counts.cumsum(dim=0)
+    num_tokens = int(ends[-1])
+    if num_tokens == 0:
+        return {}
+    ranks = torch.tensor([round((num_tokens - 1) * each / 100) for each in PERCENTILES], dtype=ends.dtype)
+    bins = torch.searchsorted(ends, ranks.to(ends.device), right=True).tolist()
+    return {f"ratio_p{each:02d}": _middle(number) for each, number in zip(PERCENTILES, bins, strict=True)}
+
+
+def _middle(number: int) -> float:
+    return math.exp(_FINE * math.sinh((number - _REACH) * _STEP))

@@ -27,7 +27,7 @@ class Explained:
     origin: str
     help: str
     limits: str
-    """A sentence on the values it may have, or on the arguments that the chosen algorithm takes; empty for any value."""
+    """A sentence on the allowed values, or on the arguments that the chosen algorithm takes; empty if any will do."""
 
     @property
     def text(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from headwater.algorithms.columns import required
+from headwater.algorithms.masked import required
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.algorithms.value_loss import value_loss
 from headwater.config.schema import AlgorithmConfig, CriticConfig

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.algorithms.diagnostics import ratio_percentiles
-from headwater.algorithms.ratio_histogram import count_ratios, percentiles_of
+from headwater.algorithms.diagnostics import count_ratios, percentiles_of, ratio_percentiles
 
 NAMES = ["ratio_p01", "ratio_p10", "ratio_p50", "ratio_p90", "ratio_p99"]
 

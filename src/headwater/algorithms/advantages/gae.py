@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
-from headwater.algorithms.columns import require
-from headwater.algorithms.masked import keep, whiten
+from headwater.algorithms.masked import keep, require, whiten
 from headwater.config.constraints import Within
 from headwater.config.traits import AdvantageTraits
 
@@ -29,16 +28,11 @@ def gae(
     return Advantages(whiten(advantages, inputs.mask) if whitened else advantages, returns)
 
 
-def gae_recursion(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: Tensor | None = None
-) -> Tensor:
-    """The raw advantages. At a masked token stands that of the next kept one: the recursion passes through it.
-
-    ``bootstrap`` ``[samples]`` is the value after the last column, for rows that were cut off there.
-    """
+def gae_recursion(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """The raw advantages. A masked token gets the advantage of the next kept one: the recursion passes through it."""
     rewards, values, kept = keep(rewards, mask), keep(values, mask), mask != 0
     advantage = torch.zeros_like(values[:, 0])
-    next_value = torch.zeros_like(advantage) if bootstrap is None else bootstrap
+    next_value = torch.zeros_like(advantage)
     columns = []
     for column in reversed(range(values.shape[1])):
         here = kept[:, column]

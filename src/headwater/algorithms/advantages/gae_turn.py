@@ -9,8 +9,7 @@ from torch import Tensor
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
 from headwater.algorithms.advantages.gae import gae_recursion
-from headwater.algorithms.columns import require
-from headwater.algorithms.masked import keep, whiten
+from headwater.algorithms.masked import keep, require, whiten
 from headwater.config.constraints import Within
 from headwater.config.traits import AdvantageTraits
 

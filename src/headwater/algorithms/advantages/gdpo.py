@@ -9,9 +9,8 @@ import torch
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, outcome
 from headwater.algorithms.advantages.grpo import group_relative
-from headwater.algorithms.columns import require
 from headwater.algorithms.groups import Groups
-from headwater.algorithms.masked import whiten
+from headwater.algorithms.masked import require, whiten
 from headwater.config.constraints import MoreThan
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import DataError

@@ -7,11 +7,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
-from headwater.algorithms.columns import require
+from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, returns_to_go
 from headwater.algorithms.groups import Groups
-from headwater.algorithms.masked import keep
-from headwater.algorithms.returns import returns_to_go
+from headwater.algorithms.masked import keep, require
 from headwater.config.constraints import MoreThan
 from headwater.config.traits import AdvantageTraits
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
+from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, returns_to_go
 from headwater.algorithms.masked import whiten
-from headwater.algorithms.returns import returns_to_go
 from headwater.config.constraints import Within
 from headwater.config.traits import AdvantageTraits
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
-from headwater.algorithms.columns import require
-from headwater.algorithms.masked import keep
-from headwater.algorithms.returns import returns_to_go
+from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, returns_to_go
+from headwater.algorithms.masked import keep, require
 from headwater.config.traits import AdvantageTraits
 
 

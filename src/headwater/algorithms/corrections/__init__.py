@@ -13,11 +13,10 @@ from functools import reduce
 from operator import mul
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from headwater.algorithms.columns import check_shapes
-from headwater.algorithms.log_ratio import bounded
-from headwater.algorithms.masked import keep
+from headwater.algorithms.masked import EPSILON, bounded, check_shapes, keep, masked_mean, masked_sum
 from headwater.core.registry import Registry
 
 CORRECTIONS = Registry("correction", "headwater.algorithms.corrections")
@@ -78,3 +77,16 @@ def combine(corrections: Mapping[str, Correction]) -> Correction:
             for diagnostic, values in each.diagnostics.items()
         },
     )
+
+
+def batch_normalize(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+    """Weights divided by their mean, over tokens or, where a sequence has one weight, over sequences."""
+    mean = mean_weight(weights, mask, level)
+    return torch.where(mean > EPSILON, weights / mean, weights)
+
+
+def mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+    if level == "token":
+        return masked_mean(weights, mask)
+    nonempty = (mask != 0).any(dim=-1)
+    return masked_sum(masked_mean(weights, mask, dim=-1), nonempty) / nonempty.sum().clamp(min=1)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, ratios
+from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, batch_normalize, ratios
 from headwater.algorithms.masked import keep
-from headwater.algorithms.weights import batch_normalize
 from headwater.config.constraints import AtLeast, MoreThan, NotBelow
 from headwater.config.traits import CorrectionTraits
 

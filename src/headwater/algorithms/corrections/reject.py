@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, ratios
-from headwater.algorithms.log_ratio import bounded
-from headwater.algorithms.masked import keep
+from headwater.algorithms.masked import bounded, keep
 from headwater.config.constraints import AtLeast, NotBelow
 from headwater.config.traits import CorrectionTraits
 

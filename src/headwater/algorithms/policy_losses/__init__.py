@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headwater.algorithms.columns import check_shapes
-from headwater.algorithms.log_ratio import bounded
-from headwater.algorithms.masked import keep, masked_mean
+from headwater.algorithms.masked import bounded, check_shapes, keep, masked_mean
 from headwater.core.registry import Registry
 
 POLICY_LOSSES = Registry("policy loss", "headwater.algorithms.policy_losses")
@@ -91,3 +89,10 @@ def dual_clip_bound(losses: Tensor, advantages: Tensor, bound: float) -> tuple[T
     limit = -advantages * bound
     decided = (advantages < 0) & (losses > limit)
     return torch.where(advantages < 0, torch.minimum(losses, limit), losses), decided.to(losses.dtype)
+
+
+def token_covariance(inputs: PolicyLossInputs) -> Tensor:
+    """``(A - mean A)·(logp - mean logp)`` over the kept tokens, without gradient."""
+    advantages, logprobs, mask = inputs.advantages, inputs.logprobs.detach(), inputs.mask
+    product = (advantages - masked_mean(advantages, mask)) * (logprobs - masked_mean(logprobs, mask))
+    return keep(product, mask)

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import torch
 
-from headwater.algorithms.covariance import token_covariance
 from headwater.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,
     PolicyLossInputs,
     clipped_surrogate,
     log_ratios,
+    token_covariance,
 )
 from headwater.config.constraints import AtLeast, NotBelow, Within
 from headwater.config.traits import LossTraits

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from headwater.algorithms.columns import require
 from headwater.algorithms.corrections import Correction, CorrectionInputs
 from headwater.algorithms.corrections.reject import Metric, Reduction, reject
 from headwater.algorithms.corrections.truncate import truncate
-from headwater.algorithms.masked import keep, row_mean
+from headwater.algorithms.masked import keep, require, row_mean
 from headwater.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
-from headwater.algorithms.trust_region import inside_region_loss
+from headwater.algorithms.policy_losses.dppo_tv import inside_region_loss
 from headwater.config.constraints import AtLeast, MoreThan
 
 _EPSILON = 1e-8

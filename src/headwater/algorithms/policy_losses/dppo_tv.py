@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
+from torch import Tensor
 
-from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
-from headwater.algorithms.trust_region import inside_region_loss
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
 from headwater.config.constraints import MoreThan, Within
 
 
@@ -25,3 +25,16 @@ def dppo_tv(
         rise = inputs.logprobs.exp() - inputs.old_logprobs.exp()
         inside = torch.where(inputs.advantages > 0, rise <= bound_high, rise >= -bound_low)
     return inside_region_loss(inputs, inside, max_ratio)
+
+
+def inside_region_loss(inputs: PolicyLossInputs, inside: Tensor, max_ratio: float) -> PolicyLoss:
+    """``-A·min(r, max_ratio)·logp`` where ``inside``, the ratio taken as a constant."""
+    log_ratio = log_ratios(inputs).detach()
+    ratio, allowed = log_ratio.exp(), inside.to(log_ratio.dtype)
+    losses = -inputs.advantages * ratio.clamp(max=max_ratio) * inputs.logprobs * allowed
+    diagnostics = {
+        "clip_fraction": 1 - allowed,
+        "truncated_fraction": (ratio > max_ratio).to(ratio.dtype) * allowed,
+        "approx_kl": -log_ratio,
+    }
+    return PolicyLoss(losses, diagnostics)

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import torch
 
-from headwater.algorithms.covariance import token_covariance
-from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios, token_covariance
 from headwater.config.constraints import AtLeast, Within
 from headwater.config.traits import LossTraits
 
