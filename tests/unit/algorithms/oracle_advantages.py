@@ -183,7 +183,7 @@ def run_compute_advantages(args, inputs):
     attention = tensor(inputs["attention_mask"])
     lengths, width = attention.sum(dim=1).long(), attention.shape[1]
     unfinished = lengths == width
-    rows, columns = torch.arange(len(attention)), torch.arange(width)
+    rows = torch.arange(len(attention))
     own_mask = tensor(inputs["loss_mask"])
     mask = own_mask.roll(-1, dims=1)
 
@@ -213,16 +213,11 @@ def run_compute_advantages(args, inputs):
     # AReaL bootstraps a response that was cut off with the critic's value in the last column. That is the same as a
     # last token whose reward is that value: its own advantage is 0.
     values = tensor(inputs["values"]) if "values" in inputs else torch.zeros_like(rewards)
-    end = torch.zeros_like(mask)
-    end[:, -1] = unfinished
-    raw = gae_recursion(
-        rewards.where(end == 0, values),
-        values,
-        mask.where(columns < width - 1, end),
-        args["discount"],
-        args["gae_lambda"],
-    )
-    raw = raw * (columns < width - 1)
+    is_last = torch.arange(width) == width - 1
+    bootstrapped = is_last & unfinished[:, None]
+    counted = mask.where(~is_last, bootstrapped.float())
+    raw = gae_recursion(rewards.where(~bootstrapped, values), values, counted, args["discount"], args["gae_lambda"])
+    raw = raw.masked_fill(is_last, 0.0)
     advantages = as_areal(raw, args["adv_norm"], mask) if args.get("adv_norm") else raw
     return {
         "advantages": advantages,
