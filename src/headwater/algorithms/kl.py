@@ -13,7 +13,7 @@ from headwater.core.errors import UnknownName
 from headwater.core.registry import nearest
 
 KINDS = ("k1", "abs", "k2", "k3")
-"""Each also with a ``+``: that estimator's value with the gradient of k2."""
+"""A ``+`` after a name keeps the value of the estimator and uses the gradient of k2."""
 
 _MAX_K3 = 10.0
 
@@ -21,8 +21,8 @@ _MAX_K3 = 10.0
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """``d = logp - ref``: k1 is ``d``, abs ``|d|``, k2 ``d²/2``, k3 ``exp(-d) + d - 1`` within ±10.
 
-    As a loss, k1 and k3 have the wrong gradient in expectation and k2 the right one: ``k3+`` reports the
-    low-variance value and learns from k2.
+    As a loss, k2 has the correct gradient in expectation, while k1 and k3 do not: ``k3+`` has the low-variance value of
+    k3 and the gradient of k2.
     """
     if kind.endswith("+"):
         value, slope = kl_penalty(logprobs, ref_logprobs, kind[:-1]), kl_penalty(logprobs, ref_logprobs, "k2")
@@ -46,7 +46,7 @@ class PenalizedRewards:
     rewards: Tensor
     """``[samples, tokens]``."""
     kl: float
-    """Mean over the samples of each one's mean over tokens: what a controller is updated with."""
+    """The mean over samples of their means over tokens; controllers are updated with it."""
 
 
 def penalize_rewards(
@@ -61,7 +61,7 @@ class KLController(Protocol):
     coefficient: float
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Take note of a step's mean KL."""
+        """Adjust the coefficient to the mean KL of a step."""
         ...
 
 
@@ -70,12 +70,12 @@ class FixedKL:
         self.coefficient = coefficient
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Nothing moves."""
+        """The coefficient never changes."""
 
 
 class AdaptiveKL:
-    """Raises the coefficient while the KL is above the target and lowers it below, by at most 20 % per ``horizon``
-    samples, and never to less than 0, which would reward divergence."""
+    """Raises the coefficient while the KL is above the target and lowers it while it is below, by at most 20 % per
+    ``horizon`` samples. It is never negative, which would reward divergence."""
 
     def __init__(self, coefficient: float, *, target: float, horizon: int) -> None:
         self.coefficient = coefficient
@@ -84,6 +84,6 @@ class AdaptiveKL:
 
     def update(self, kl: float, num_samples: int) -> None:
         if not math.isfinite(kl):
-            return  # its step is skipped too; a coefficient that is NaN once would stay so
+            return  # the step is skipped as well, and a coefficient of NaN would never recover
         error = min(max(kl / self._target - 1, -0.2), 0.2)
         self.coefficient *= max(0.0, 1 + error * num_samples / self._horizon)

@@ -24,7 +24,7 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` with 0 where ``mask`` is 0; unlike a product this also removes NaN, from the gradient too."""
+    """``values`` with 0 where ``mask`` is 0. Unlike a product, this also removes NaN, in the gradient as well."""
     return values.masked_fill(mask == 0, 0.0)
 
 
@@ -34,19 +34,19 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean where ``mask`` is 1; 0 where it keeps nothing."""
+    """The mean over kept entries; 0 if there are none."""
     count = mask.sum() if dim is None else mask.sum(dim=dim)
     return masked_sum(values, mask, dim) / (count + EPSILON)
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Each row's mean over its kept entries, on all of its entries."""
+    """The mean of each row over its kept entries, expanded to all of its entries."""
     count = mask.sum(dim=-1, keepdim=True).clamp(min=1)
     return (keep(values, mask).sum(dim=-1, keepdim=True) / count).expand_as(values)
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
-    """Unbiased variance; 0 where the mask keeps fewer than two entries."""
+    """Unbiased variance; 0 if fewer than two entries are kept."""
     count = mask.sum()
     biased = masked_mean((values - masked_mean(values, mask)).square(), mask)
     return biased * count / (count - 1).clamp(min=1)
@@ -67,19 +67,19 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def require(value: Tensor | None, column: str, needed_by: str, remedy: str) -> Tensor:
-    """``value``, or an error that names the column, who needs it and what provides it."""
+    """``value``, or an error that names the column, what needs it and what provides it."""
     if value is None:
         raise MissingColumn(f"{needed_by} needs the column {column!r}, which the batch does not have; {remedy}")
     return value
 
 
 def required(columns: Mapping[str, Tensor], column: str, needed_by: str, remedy: str) -> Tensor:
-    """The column of a batch, or the error of ``require``."""
+    """A column of a batch, or the error of ``require``."""
     return require(columns.get(column, None), column, needed_by, remedy)
 
 
 def check_shapes(shape: tuple[int, ...], **columns: Tensor | None) -> None:
-    """Every column that is given must have ``shape``."""
+    """Raise an error unless every given column has ``shape``."""
     for name, value in columns.items():
         if value is not None and tuple(value.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, the mask {shape}")

@@ -104,7 +104,7 @@ def warmup_ends_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
     key, learner = "learner.num_warmup_steps", config.learner
     waiting = config.critic.num_warmup_steps if config.critic.enabled else 0
     steps = (config.trainer.total_steps - waiting) * learner.num_minibatches * learner.num_epochs
-    # A critic that takes all steps is another clash.
+    # A critic whose warm-up takes all steps is reported by critic_warmup_ends.
     if steps > 0 and learner.num_warmup_steps >= steps and not _was_cut_short(key, layers):
         yield Clash(
             (key, "trainer.total_steps"),
@@ -114,7 +114,7 @@ def warmup_ends_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def _was_cut_short(key: str, layers: Layers) -> bool:
-    """A run cut short on the command line may keep what its recipe says about longer ones."""
+    """Whether the run was shortened on the command line, which does not require changing its recipe."""
     is_resolved = len(layers) == len(settings(Config))  # the recipe of a run, which must load again
     return is_resolved or layers.get("trainer.total_steps", -1) > layers.get(key, -1) >= 0
 
@@ -162,7 +162,7 @@ def files_have_no_task_settings(config: Config, layers: Layers) -> Iterator[Clas
             named = "data.eval" if key == "data.num_eval_rows" and config.data.eval else "data.train"
             yield Clash(
                 (key, named),
-                f"only a task reads this, and {named} = {show(list(value_at(config, named)))} is used whole; "
+                f"only a task reads this, and {named} = {show(list(value_at(config, named)))} is used in full; "
                 f"remove it, or set it back to {show(default)}",
             )
 
@@ -203,11 +203,11 @@ def engine_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
             )
 
 
-def own_process_runs_the_embedded_engine(config: Config, layers: Layers) -> Iterator[Clash]:
+def disaggregated_engine_is_embedded(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.rollout.placement == "disaggregated" and config.rollout.backend != "embedded":
         yield Clash(
             ("rollout.placement", "rollout.backend"),
-            f"a process of its own runs the embedded engine, not rollout.backend = {show(config.rollout.backend)}; "
+            f"a disaggregated engine is always the embedded one, not rollout.backend = {show(config.rollout.backend)}; "
             "use rollout.backend=embedded, or rollout.placement=colocated",
         )
 
@@ -223,14 +223,14 @@ def weight_transfer_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
-def learner_leaves_only_an_engine_that_waits(config: Config, layers: Layers) -> Iterator[Clash]:
+def offloading_learner_takes_turns(config: Config, layers: Layers) -> Iterator[Clash]:
     if not config.learner.offload_during_rollout:
         return
     remedy = "set it to false"
     if config.rollout.max_staleness > 0:
         yield Clash(
             ("learner.offload_during_rollout", "rollout.max_staleness"),
-            "learner and engine take turns on the device, and with rollout.max_staleness = "
+            "the learner and the engine must take turns on the device, but with rollout.max_staleness = "
             f"{config.rollout.max_staleness} both work at the same time; {remedy}, or use rollout.max_staleness=0",
         )
     if config.rollout.placement == "disaggregated":
@@ -257,7 +257,8 @@ def lengths_are_measured(config: Config, layers: Layers) -> Iterator[Clash]:
     if cut and config.data.num_filter_workers:
         yield Clash(
             ("data.num_filter_workers", "data.truncation"),
-            f"nothing is measured ahead with data.truncation = {config.data.truncation}; set it back to 0",
+            f"prompt lengths are not measured in advance with data.truncation = {config.data.truncation}; "
+            "set it back to 0",
         )
 
 
@@ -284,16 +285,16 @@ CHECKS: tuple[Check, ...] = (
     eval_settings_are_read,
     engine_settings_are_read,
     schedule_settings_are_read,
-    own_process_runs_the_embedded_engine,
+    disaggregated_engine_is_embedded,
     weight_transfer_is_read,
-    learner_leaves_only_an_engine_that_waits,
+    offloading_learner_takes_turns,
     partial_groups_are_kept,
 )
 
 
 def files_exist(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.data.dataset:
-        return  # what the names mean is for that class to say
+        return  # only that class knows what the names mean
     for key in ("data.train", "data.eval"):
         for name in value_at(config, key):
             if is_file(name) and "://" not in name and not _find(name):
@@ -301,37 +302,37 @@ def files_exist(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def fits_checkpoint(before: Config, checkpoint: Path) -> Check:
-    """What ``checkpoint``, made by a run with the settings ``before``, has decided for good."""
+    """Settings that a resumed run cannot change, because ``checkpoint`` depends on their values in ``before``."""
     start = [key for key in settings(Config) if key.startswith("warm_start.")]
 
     def check(config: Config, layers: Layers) -> Iterator[Clash]:
         for key in (*_DECIDED, *start):
             was, now = value_at(before, key), value_at(config, key)
             if was != now and not _is_gone(was):
-                why = _DECIDED.get(key, "the supervised start is behind it")
+                why = _DECIDED.get(key, "its warm start is already complete")
                 yield Clash(
                     (key,),
-                    f"{checkpoint} was made with {show(was)}, and {why}; leave this out, or start a new run from its "
-                    f"model: headwater train RECIPE model.path={checkpoint / 'model'}",
+                    f"{checkpoint} was made with {show(was)}, and {why}; remove this setting, or start a new run from "
+                    f"its model: headwater train RECIPE model.path={checkpoint / 'model'}",
                 )
 
     return check
 
 
-_DATA = "its place in the data, and what it holds of unfinished rollouts, are of those rows"
+_DATA = "its position in the data and its unfinished rollouts belong to those rows"
 _DECIDED = {
-    "run.seed": "its place in the order of the data goes with it",
-    "model.path": "its weights are of that model",
-    "lora.rank": "its adapters are of that size",
+    "run.seed": "its position in the order of the data depends on it",
+    "model.path": "its weights belong to that model",
+    "lora.rank": "its adapters have that rank",
     "lora.alpha": "its adapters were trained at that scale",
-    "lora.targets": "its adapters are of those layers",
-    "critic.enabled": "its critic is kept or missing accordingly",
-    "critic.path": "its critic's weights are of that model",
+    "lora.targets": "its adapters belong to those layers",
+    "critic.enabled": "its critic is stored or missing accordingly",
+    "critic.path": "the weights of its critic belong to that model",
     "data.train": _DATA,
     "data.task_args": _DATA,
     "data.dataset": _DATA,
     "data.num_train_rows": _DATA,
-    "data.shuffle": "its place in the order of the data goes with it",
+    "data.shuffle": "its position in the order of the data depends on it",
 }
 
 
@@ -341,7 +342,7 @@ def _find(name: str) -> list[str]:
 
 
 def _is_gone(value: Any) -> bool:
-    """Whether a path is no longer there: what was moved has to be named anew."""
+    """Whether a path no longer exists. A file that was moved has a new name in the resumed run."""
     names = value if isinstance(value, tuple) else (value,)
     return any(_is_path(name) and not _find(name) for name in names)
 

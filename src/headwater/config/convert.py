@@ -1,4 +1,4 @@
-"""From a tree of given values to frozen dataclasses, strictly by their type hints."""
+"""Converts a tree of values to frozen dataclasses, strictly by their type hints."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class WrongValue(Exception):
 class Converter:
     """Builds ``schema`` from a tree.
 
-    A wrong value becomes a line in ``problems`` and leaves the default in place, so that the rest can be read; its key,
-    or the key that was probably meant, goes into ``doubtful``.
+    A wrong value adds a line to ``problems`` and is replaced by the default, so that the rest can be read. Its key, or
+    the key that was probably meant, is added to ``doubtful``.
     """
 
     def __init__(self, schema: type) -> None:
@@ -77,7 +77,7 @@ class Converter:
 
 
 def convert(hint: Any, tree: Tree) -> Any:
-    """The value of ``tree`` as ``hint`` asks for it; WrongValue says what it must be."""
+    """The value of ``tree`` converted to ``hint``; raises WrongValue if it does not fit."""
     origin = get_origin(hint)
     if origin is Annotated:
         inner, *constraints = get_args(hint)
@@ -143,7 +143,7 @@ def _tuple(item_hint: Any, tree: Tree) -> tuple[Any, ...]:
         raise WrongValue(f"must be a list; {_instead_of(tree, '[]')}")
     if tree.value == "":
         raise WrongValue("must be a list; use [] for none")
-    # One item is a list of one: data.train=arithmetic.
+    # A single item is a list of one: data.train=arithmetic.
     items = tree.value if isinstance(tree.value, list) else [tree.value]
     return tuple(convert(item_hint, Leaf(item, tree.origin)) for item in items)
 
@@ -181,7 +181,7 @@ def _scalar(hint: Any, tree: Tree) -> Any:
         return _float(value)
     rules = {str: _str_rule, int: _int_rule, bool: _bool_rule}
     assert hint in rules, f"a setting of type {hint} is not supported"
-    # bool is a subclass of int, so isinstance would take true for 1.
+    # bool is a subclass of int, so isinstance would accept true as 1.
     if type(value) is hint:
         return value
     raise WrongValue(rules[hint](value))
@@ -194,7 +194,7 @@ def _float(value: Any) -> float:
         except OverflowError:
             raise WrongValue("is too large") from None
         if math.isnan(number):
-            raise WrongValue("must be a finite number; NaN is none")
+            raise WrongValue("must be a finite number, not NaN")
         return number
     rule = "must be a finite number" if _is_not_finite(value) else "must be a number"
     raise WrongValue(_join(rule, _numeric_remedy(value)))
@@ -224,7 +224,7 @@ def _str_rule(value: Any) -> str:
 
 
 def _is_not_finite(value: Any) -> bool:
-    """Whether ``value`` is a word such as nan or inf, which YAML takes for text."""
+    """Whether ``value`` is a word such as nan or inf, which YAML reads as text."""
     try:
         return isinstance(value, str) and not math.isfinite(float(value))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: a critic's surprises, token by token."""
+"""Generalised advantage estimation: discounted sums of the temporal-difference errors of a critic."""
 
 from __future__ import annotations
 

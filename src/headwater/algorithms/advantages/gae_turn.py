@@ -24,7 +24,7 @@ def gae_turn(
 ) -> Advantages:
     """GAE with one step per turn; every token of a turn shares its advantage and its return.
 
-    A turn's reward is the sum over its kept tokens, its value the critic's at its first kept token: what was expected
+    The reward of a turn is the sum over its kept tokens. Its value is that of its first kept token: the expectation
     when the turn began. Discounts count turns, so long messages are not discounted more than short ones.
     """
     values = require(inputs.values, "values", "algorithm.advantage = gae_turn", "it needs a critic")

@@ -1,4 +1,4 @@
-"""Several rewards at once, each compared within its group on its own scale."""
+"""GDPO: several rewards, each normalised within its group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def gdpo(
     normalize_by_std: bool = True,
     epsilon: Annotated[float, MoreThan(0)] = 1e-6,
 ) -> Advantages:
-    """The weighted sum of every reward's GRPO advantage, whitened over the batch's tokens; weights default to 1."""
+    """The weighted sum of the GRPO advantages of all rewards, whitened over the tokens of the batch; weights default
+    to 1."""
     parts = require(
         inputs.reward_parts, "reward_parts", "algorithm.advantage = gdpo", "use a reward that returns several scores"
     )

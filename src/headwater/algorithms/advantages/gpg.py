@@ -1,4 +1,4 @@
-"""Group policy gradient: centred scores, scaled up for the responses that teach nothing."""
+"""Group policy gradient: centred scores, scaled up to make up for responses that give no gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from headwater.config.traits import AdvantageTraits
     )
 )
 def gpg(inputs: AdvantageInputs, *, divisor: Annotated[float, MoreThan(0)] = 1.0) -> Advantages:
-    """``samples / max(nonzero scores, 1)·(s - mean) / divisor``; a response that is alone keeps its score."""
+    """``samples / max(nonzero scores, 1)·(s - mean) / divisor``; a response that is alone in
+    its group keeps its score."""
     scores = inputs.scores
     scale = len(scores) / (scores != 0).sum().clamp(min=1)
     return outcome(scale * Groups.of(inputs.groups).centre(scores) / divisor, inputs.mask)

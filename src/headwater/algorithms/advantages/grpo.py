@@ -1,4 +1,4 @@
-"""Group-relative advantages: how much better a response did than its siblings."""
+"""Group-relative advantages: how much better a response is than the others to the same prompt."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def grpo(
 ) -> Advantages:
     """``(s - mean) / (std + epsilon)`` within each group, on every token of the response.
 
-    ``s`` is a response's summed reward; the deviation is the unbiased one. A group of one is compared with mean 0 and
-    deviation 1. ``normalize_by_std=False`` leaves the division out (Dr. GRPO).
+    ``s`` is the sum of the rewards of a response; the deviation is the unbiased one. A group of one is compared with
+    mean 0 and deviation 1. ``normalize_by_std=False`` omits the division (Dr. GRPO).
     """
     groups = Groups.of(inputs.groups)
     return outcome(group_relative(inputs.scores, groups, normalize_by_std, epsilon), inputs.mask)

@@ -1,4 +1,4 @@
-"""Pass@k: only a group's best response is credited, with its lead over the second best."""
+"""Pass@k: only the best response of a group gets an advantage, its lead over the second best."""
 
 from __future__ import annotations
 

@@ -14,6 +14,6 @@ from headwater.config.traits import AdvantageTraits
 def reinforce_plus_plus(
     inputs: AdvantageInputs, *, gamma: Annotated[float, Within(0, 1)] = 1.0, whitened: bool = True
 ) -> Advantages:
-    """The return-to-go of every token, whitened over the batch; as it is with ``whitened=False``."""
+    """The return-to-go of every token, whitened over the batch unless ``whitened=False``."""
     returns = returns_to_go(inputs.rewards, inputs.mask, gamma)
     return Advantages(whiten(returns, inputs.mask) if whitened else returns, returns)

@@ -1,4 +1,4 @@
-"""ReMax: the baseline is what the same policy scores when it decodes greedily."""
+"""ReMax: the baseline is the score of a greedy response of the same policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwater.config.traits import AdvantageTraits
     )
 )
 def remax(inputs: AdvantageInputs) -> Advantages:
-    """Return-to-go minus the greedy response's score."""
+    """Return-to-go minus the score of the greedy response."""
     baselines = require(
         inputs.baselines, "baselines", "algorithm.advantage = remax", "it needs a greedy rollout of every prompt"
     )

@@ -1,4 +1,4 @@
-"""REINFORCE with a leave-one-out baseline: the mean of the group's other responses."""
+"""REINFORCE with a leave-one-out baseline: the mean of the other responses of the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""IcePop: a weight outside the bounds becomes 0 instead of being capped."""
+"""IcePop: weights outside the bounds become 0 instead of being clamped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def icepop(
     upper: Annotated[float, MoreThan(0, finite=False), NotBelow("lower")] = 5.0,
     normalize: bool = False,
 ) -> Correction:
-    """Weights are the ratios inside ``[lower, upper]`` and 0 outside; the mask stays, so averages still count all."""
+    """Weights are the ratios inside ``[lower, upper]`` and 0 outside. The mask stays, so averages count all tokens."""
     ratio = ratios(inputs.log_ratio, inputs.mask, level)
     inside = (ratio >= lower) & (ratio <= upper)
     weights = keep(ratio, inside)

@@ -1,4 +1,4 @@
-"""Rejection: tokens or whole sequences that have moved too far leave the loss."""
+"""Rejection: removes tokens or whole sequences from the loss whose ratio is too far from 1."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def reject(
     upper: Annotated[float, AtLeast(0, finite=False), NotBelow("lower")] = 2.0,
     weighted: bool = False,
 ) -> Correction:
-    """Keep what has its metric in ``[lower, upper]``, bounds included.
+    """Keep tokens or sequences whose metric is in ``[lower, upper]``, bounds included.
 
     With ``r = π_train / π_rollout`` the metrics are ``ratio`` r, ``k1`` log r, ``k2`` (log r)²/2, ``k3`` r - 1 - log r
-    (the unbiased KL of samples from the rollout) and ``k3_reverse`` 1/r - 1 + log r. A sequence's metric is the sum,
-    mean or maximum of its tokens'; of ``ratio`` it is taken in logs, so a mean is the geometric one. Weights are 1, or
-    with ``weighted`` the ratio: the geometric mean where sequences are judged by their ratio, else each token's own.
+    (the unbiased KL of samples from the rollout) and ``k3_reverse`` 1/r - 1 + log r. The metric of a
+    sequence is the sum, mean or maximum over its tokens. For ``ratio`` it is computed in logs, so a mean is the
+    geometric mean. Weights are 1, or with ``weighted`` the ratio: the geometric mean if sequences are judged by their
+    ratio, else that of each token.
     """
     log_ratio = bounded(inputs.log_ratio)
     measured = log_ratio if metric == "ratio" else _measure(log_ratio, metric)

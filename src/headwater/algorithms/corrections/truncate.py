@@ -1,4 +1,4 @@
-"""Truncated importance sampling: weights are capped, so that no sample counts more than so many times."""
+"""Truncated importance sampling: weights are clamped, which limits the influence of a single token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def truncate(
     lower: Annotated[float, AtLeast(0)] = 0.0,
     normalize: bool = False,
 ) -> Correction:
-    """Weights are the ratios clamped to ``[lower, upper]``; ``normalize`` divides them by the batch's mean."""
+    """Weights are the ratios clamped to ``[lower, upper]``; ``normalize`` divides them by their mean over the
+    batch."""
     ratio = ratios(inputs.log_ratio, inputs.mask, level)
     weights = keep(ratio.clamp(lower, upper), inputs.mask)
     diagnostics = {"truncated_fraction": (weights != ratio).to(ratio.dtype)}

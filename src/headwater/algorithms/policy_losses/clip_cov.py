@@ -1,4 +1,4 @@
-"""Clip-Cov: stop a few tokens whose log-prob and advantage rise together, which is what eats entropy."""
+"""Clip-Cov: removes a few tokens with a high covariance of log-prob and advantage, which reduce entropy most."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def clip_cov(
     upper: Annotated[float, NotBelow("lower")] = 5.0,
     seed: Annotated[int, AtLeast(0)] = 0,
 ) -> PolicyLoss:
-    """PPO's clip; besides, ``fraction`` of the tokens, drawn among those whose covariance is in ``(lower, upper)``, are
-    taken out. ``seed`` makes the draw a function of the inputs. The covariance is that of the micro-batch."""
+    """PPO's clip, without a ``fraction`` of the tokens that is drawn from those whose covariance is in
+    ``(lower, upper)``. ``seed`` makes the draw a function of the inputs. The covariance is computed per micro-batch."""
     log_ratio = log_ratios(inputs)
     losses, clipped = clipped_surrogate(log_ratio.exp(), inputs.advantages, clip_low, clip_high)
     kept = inputs.mask != 0

@@ -1,4 +1,4 @@
-"""DPPO with a binary KL: as ``dppo_tv``, measured by the KL between "this token" and "any other"."""
+"""DPPO with a binary KL: like ``dppo_tv``, but measured by the KL between "this token" and "any other token"."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dppo_kl(
     bound_high: Annotated[float, AtLeast(0)] = 0.05,
     max_ratio: Annotated[float, MoreThan(0, finite=False)] = 20.0,
 ) -> PolicyLoss:
-    """``-A·min(r, max_ratio)·logp`` with the ratio constant, unless the token has already moved the way ``A`` pushes it
+    """``-A·min(r, max_ratio)·logp`` with a constant ratio, unless the token has already moved in the direction of ``A``
     by more than the bound, in binary KL from the old policy."""
     with torch.no_grad():
         p, old = inputs.logprobs.exp(), inputs.old_logprobs.exp()

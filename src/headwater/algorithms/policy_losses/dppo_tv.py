@@ -1,4 +1,4 @@
-"""DPPO with total variation: the trust region is on the sampled token's probability, not on its ratio."""
+"""DPPO with total variation: the trust region bounds the probability of the sampled token, not its ratio."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def dppo_tv(
     bound_high: Annotated[float, Within(0, 1)] = 0.15,
     max_ratio: Annotated[float, MoreThan(0, finite=False)] = 20.0,
 ) -> PolicyLoss:
-    """``-A·min(r, max_ratio)·logp`` with the ratio constant, on tokens that may still move the way ``A`` pushes them:
+    """``-A·min(r, max_ratio)·logp`` with a constant ratio, on tokens that may still move in the direction of ``A``:
     up while ``p - p_old <= bound_high``, down while ``p_old - p <= bound_low``."""
     with torch.no_grad():
         rise = inputs.logprobs.exp() - inputs.old_logprobs.exp()
@@ -28,7 +28,7 @@ def dppo_tv(
 
 
 def inside_region_loss(inputs: PolicyLossInputs, inside: Tensor, max_ratio: float) -> PolicyLoss:
-    """``-A·min(r, max_ratio)·logp`` where ``inside``, the ratio taken as a constant."""
+    """``-A·min(r, max_ratio)·logp`` where ``inside``, with a constant ratio."""
     log_ratio = log_ratios(inputs).detach()
     ratio, allowed = log_ratio.exp(), inside.to(log_ratio.dtype)
     losses = -inputs.advantages * ratio.clamp(max=max_ratio) * inputs.logprobs * allowed

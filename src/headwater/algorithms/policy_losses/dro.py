@@ -1,4 +1,4 @@
-"""DRO: a policy gradient held to the old policy by a squared log ratio, for data of any policy."""
+"""DRO: a policy gradient with a squared log ratio as penalty, for samples of any policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of the tokens' clipped ratios, one loss per sequence."""
+"""GMPO: the geometric mean of clipped token ratios, one loss per sequence."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def geo_mean(
 ) -> PolicyLoss:
     """``-mean(A)·exp(mean of the log ratios)``, each **log** ratio clipped to ``[-low, high]`` on its adverse side.
 
-    Every token of a row carries the row's loss, so the aggregation is ``seq-mean-token-mean`` by definition, and a
-    correction weighs a row by the geometric mean of its tokens' weights.
+    Every token of a row has the loss of the row, so the aggregation is ``seq-mean-token-mean`` by definition. A
+    correction weighs a row by the geometric mean of its token weights.
     """
     log_ratio = log_ratios(inputs)
     clamped = log_ratio.clamp(-clip_low, clip_high)

@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate in place of the clip."""
+"""SAPO: a smooth gate instead of the clip."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def sapo(
 ) -> PolicyLoss:
     """``-A·gate`` with ``gate = sigmoid(tau·(r - 1))·4/tau``, ``tau`` by the sign of ``A``.
 
-    At sequence level ``r`` is the geometric mean of the row's ratios and ``A`` the row's mean. A larger tau forgets
-    tokens far from the old policy faster. verl fixes ``seq-mean-token-mean``, as here; AReaL averages over tokens:
-    pass ``aggregation: null`` to use the configured one.
+    At sequence level ``r`` is the geometric mean of the ratios of the row and ``A`` its mean. A larger tau reduces the
+    gradient of tokens far from the old policy faster. The default aggregation is that of verl; with
+    ``aggregation: null`` the configured one is used, as in AReaL.
     """
     log_ratio, advantages = log_ratios(inputs), inputs.advantages
     if ratio_level == "sequence":
