@@ -135,7 +135,7 @@ def test_rewards_that_always_fail_stop_the_run_under_drop_too(tmp_path):
         ("model.device=cuda:99", "model.device = cuda:99"),
         ("rollout.workflow=my.module:Missing", "cannot import 'my.module'"),
         ("rollout.workflow_args={turns: 3}", "rollout.workflow_args.turns = 3: no such argument"),
-        ("algorithm.policy_loss_args={clip: 0.3}", "algorithm.policy_loss_args.clip = 0.3: no such argument"),
+        ("algorithm.policy_loss_args={clip: 0.3}", "algorithm.policy_loss_args.clip = 0.3 (command line): no such"),
         ("algorithm.advantage=grop", "did you mean 'grpo'"),
         ("data.task_args.num_digit=3", "num_digit"),
         ("data.task_args.num_digits=1", "data.task_args.num_digits = 1"),
@@ -165,7 +165,7 @@ def test_settings_that_cannot_work(fails, setting, message):
         (["lora.rank=4", "lora.targets=[nothing]"], "lora.targets = ['nothing']"),
         (
             ["algorithm.corrections_args={truncate: {upper: 3}}"],
-            "algorithm.corrections_args.truncate: algorithm.corrections does not name it",
+            "algorithm.corrections_args.truncate = {upper: 3} (command line): algorithm.corrections does not name it",
         ),
         (
             [
@@ -173,7 +173,7 @@ def test_settings_that_cannot_work(fails, setting, message):
                 "algorithm.corrections=[m2po]",
                 "algorithm.corrections_args.m2po.low=3",
             ],
-            "algorithm.corrections_args.m2po.low = 3: no such argument; correction 'm2po' takes threshold",
+            "m2po.low = 3 (command line): no such argument; correction 'm2po' takes threshold",
         ),
         (
             [

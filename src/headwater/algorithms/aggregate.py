@@ -1,4 +1,4 @@
-"""From per-token losses to one number, so that splitting a batch never changes the gradient."""
+"""Combines token losses into one loss, independently of how a batch is split into micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What a loss is averaged over: the **whole** optimiser step, all micro-batches of all ranks."""
+    """The counts that a loss is divided by, over the whole optimiser step: all micro-batches of all ranks."""
 
     num_tokens: float
     num_sequences: float
     """Sequences with at least one trained token."""
     width: float
-    """What ``seq-mean-token-sum-norm`` divides a sequence's sum by; keep it constant over a run."""
+    """The length that ``seq-mean-token-sum-norm`` divides by; keep it constant over a run."""
     data_parallel_size: int = 1
-    """Gradients are averaged over so many ranks afterwards, so each rank's loss is multiplied by it."""
+    """The number of ranks. Gradients are averaged over them afterwards, so each loss is multiplied by it."""
 
     @classmethod
     def of(cls, mask: Tensor, *, width: float | None = None, data_parallel_size: int = 1) -> StepTotals:
-        """Of a step whose mask is all here; ``width`` defaults to the mask's."""
+        """The totals of a step with this mask; ``width`` defaults to that of the mask."""
         return cls(float(mask.sum()), float((mask != 0).any(dim=-1).sum()), width or mask.shape[-1], data_parallel_size)
 
 
 def aggregate(token_losses: Tensor, mask: Tensor, mode: str, totals: StepTotals) -> Tensor:
-    """One micro-batch's share of the step's loss: the shares of all micro-batches add up to the loss of the whole.
+    """The share of one micro-batch in the loss of the step; the shares of all micro-batches add up to that loss.
 
-    A sequence's share is divided by its own length in ``seq-mean-token-mean``, so a sequence must not be cut in two.
+    ``seq-mean-token-mean`` divides by the length of each sequence, so a sequence must not be split.
     """
     dp = totals.data_parallel_size
     if mode == "token-mean":

@@ -1,4 +1,8 @@
-"""Numbers that say whether a step was healthy. None of them changes training."""
+"""Metrics that show whether a step is healthy. None of them affects training.
+
+Percentiles of importance ratios can be counted in parts: the counts of micro-batches and ranks add up. Sorting all
+tokens of a step would require gathering them from all ranks; fixed bins do not, and stay on the device until the end.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,25 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from headwater.algorithms.log_ratio import bounded
-from headwater.algorithms.masked import keep, masked_mean
-from headwater.algorithms.ratio_histogram import PERCENTILES
-from headwater.algorithms.weights import effective_sample_size, weight_sums
+from headwater.algorithms.masked import MAX_LOG_RATIO, bounded, keep, masked_mean, masked_sum
+
+PERCENTILES = (1, 10, 50, 90, 99)
+
+# Bins are even in asinh(log ratio / FINE): FINE * STEP wide around a ratio of 1, where most tokens are, and
+# proportional to the log ratio further out, so that the error of a bin's middle is at most half a per cent.
+_FINE = 1e-3
+_STEP = 0.01
+_REACH = math.ceil(math.asinh(MAX_LOG_RATIO / _FINE) / _STEP)
+NUM_BINS = 2 * _REACH + 1
 
 
 def offpolicy_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far the training policy is from the one that sampled: KL, perplexities, chi-squared.
+    """The distance of the training policy from the one that sampled: KL, perplexities, chi-squared.
 
-    ``kl`` estimates KL(rollout ‖ training); ``k3_kl`` does so with less noise. The ``chi2`` values are
+    ``kl`` estimates KL(rollout ‖ training), and ``k3_kl`` does so with less variance. The ``chi2`` values are
     ``mean(ratio²) - 1``: the variance that importance weights would have.
     """
     old_logprobs, rollout_logprobs = keep(old_logprobs, mask), keep(rollout_logprobs, mask)
@@ -45,9 +56,9 @@ def offpolicy_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tens
 
 
 def weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, float]:
-    """The weights that corrections made: over the kept tokens, and of the means of sequences that have any.
+    """Statistics of the weights of corrections, over the kept tokens and over the means of sequences.
 
-    Nothing where no token is kept.
+    Empty if no token is kept.
     """
     count, total, squares = weight_sums(weights, mask).tolist()
     if count == 0:
@@ -68,7 +79,7 @@ def weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, float]:
 
 
 def ratio_percentiles(log_ratio: Tensor, mask: Tensor, percentiles: Sequence[int] = PERCENTILES) -> dict[str, float]:
-    """The importance ratio below which so many per cent of the kept tokens lie."""
+    """Percentiles of the importance ratio over the kept tokens."""
     ratio = bounded(log_ratio[mask != 0]).exp().float()
     if ratio.numel() == 0:
         return {}
@@ -77,6 +88,45 @@ def ratio_percentiles(log_ratio: Tensor, mask: Tensor, percentiles: Sequence[int
 
 
 def staleness_histogram(versions: Tensor, mask: Tensor, current_version: int) -> dict[int, int]:
-    """How many trained tokens lag so many versions behind; tokens that were not sampled are left out."""
+    """The number of trained tokens by their lag in versions; tokens that were not sampled are not counted."""
     sampled = versions[(mask != 0) & (versions >= 0)]
     return dict(sorted(Counter((current_version - sampled).tolist()).items()))
+
+
+def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
+    """``[3]``: the number of kept weights, their sum, and the sum of their squares. The sums of parts add up."""
+    kept = weights.detach().double()
+    return torch.stack([(mask != 0).sum().double(), masked_sum(kept, mask), masked_sum(kept.square(), mask)])
+
+
+def effective_sample_size(count: float, total: float, squares: float) -> float:
+    """``mean(w)² / mean(w²)`` from ``weight_sums``: the effective share of the batch.
+
+    1 if all weights are equal, 0 if all are 0.
+    """
+    return total**2 / (count * squares) if squares else 0.0
+
+
+def count_ratios(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """``[NUM_BINS]``: the number of kept tokens whose log ratio is in each bin. NaN is not counted."""
+    counted = (mask != 0) & ~log_ratio.isnan()
+    kept = bounded(log_ratio.detach().masked_fill(~counted, 0.0))
+    bins = ((kept / _FINE).asinh() / _STEP).round().long() + _REACH
+    counts = torch.zeros(NUM_BINS, dtype=torch.float64, device=log_ratio.device)
+    # bincount would wait for the device to find the number of bins.
+    return counts.index_add_(0, bins.flatten(), counted.flatten().double())
+
+
+def percentiles_of(counts: Tensor) -> dict[str, float]:
+    """``ratio_p01`` to ``ratio_p99``: percentiles of the ratio over the counted tokens."""
+    ends = counts.cumsum(dim=0)
+    num_tokens = int(ends[-1])
+    if num_tokens == 0:
+        return {}
+    ranks = torch.tensor([round((num_tokens - 1) * each / 100) for each in PERCENTILES], dtype=ends.dtype)
+    bins = torch.searchsorted(ends, ranks.to(ends.device), right=True).tolist()
+    return {f"ratio_p{each:02d}": _middle(number) for each, number in zip(PERCENTILES, bins, strict=True)}
+
+
+def _middle(number: int) -> float:
+    return math.exp(_FINE * math.sinh((number - _REACH) * _STEP))

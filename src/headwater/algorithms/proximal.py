@@ -1,4 +1,4 @@
-"""The proximal policy between the one that sampled and the current one, without a forward pass of its own."""
+"""Approximates the proximal policy between the one that sampled and the current one, without a forward pass."""
 
 from __future__ import annotations
 
@@ -22,14 +22,8 @@ def loglinear(rollout_logprobs: Tensor, logprobs: Tensor, versions: Tensor, curr
     return rollout_logprobs + alpha * (logprobs - rollout_logprobs)
 
 
-def linear(rollout_logprobs: Tensor, logprobs: Tensor, versions: Tensor, current_version: int) -> Tensor:
-    """The log of the mixture ``(1-alpha)·behaviour + alpha·current``."""
-    alpha = progress(versions, current_version)
-    return ((1 - alpha) * rollout_logprobs.exp() + alpha * logprobs.exp() + 1e-10).log()
-
-
 def approximation_metrics(approximate: Tensor, recomputed: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far an approximation is from the recomputed proximal policy, over the kept tokens."""
+    """The error of an approximation of the recomputed proximal policy, over the kept tokens."""
     error = approximate - recomputed
     return {
         "proximal_error_mean": float(masked_mean(error, mask)),

@@ -1,4 +1,4 @@
-"""The critic's loss, clipped around its old values."""
+"""The loss of the critic, clipped around its old values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HUBER_DELTA = 10.0
 @dataclass(frozen=True)
 class ValueLoss:
     token_losses: Tensor
-    """The factor ½ is in them."""
+    """They include the factor ½."""
     diagnostics: Mapping[str, Tensor]
 
 

@@ -79,7 +79,7 @@ def _table(section: str, rows: list[Explained], *, wide: bool) -> Table:
         cells = [
             Text(value, style="bold green" if given else "dim"),
             Text(row.origin, style="green" if given else "dim"),
-            Text(row.help, style="" if given else "dim"),
+            Text(row.text, style="" if given else "dim"),
         ]
         if not wide:
             cells = [Text.assemble(cells[0], "  ", cells[1], "\n", cells[2])]

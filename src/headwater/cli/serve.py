@@ -16,7 +16,7 @@ from typing import get_args
 
 from headwater.config.convert import Converter
 from headwater.config.keys import sections
-from headwater.config.override import parse_override
+from headwater.config.recipe import parse_override
 from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError

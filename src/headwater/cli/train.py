@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start(recipe: Path, overrides: list[str]) -> int:
-    from headwater.config.file_checks import files_exist
+    from headwater.config.checks import files_exist
     from headwater.config.load import load_config
 
     loaded = load_config(recipe, overrides, [files_exist])
@@ -53,7 +53,7 @@ def _start(recipe: Path, overrides: list[str]) -> int:
 
 
 def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
-    from headwater.config.file_checks import files_exist, fits_checkpoint
+    from headwater.config.checks import files_exist, fits_checkpoint
     from headwater.config.load import load_config
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.checkpoint import Checkpoints, step_of

@@ -1,62 +1,102 @@
-"""Settings of algorithms, rewards, the critic and adapters that are fine alone and wrong together.
+"""Settings of algorithms, rewards, the critic and adapters that are valid alone but not together.
 
-Only built-in names are judged: what an extension of one's own needs is its author's to say.
+What a check must know about an algorithm is in its traits (``traits.py``), for built-in names and extensions alike. An
+extension whose source cannot be found is not judged here; the run fails when it resolves the name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from headwater.config.clash import Check, Clash, Layers, given_in, unread
+from headwater.config.checks import Check, Clash, Layers, given_in, unread
+from headwater.config.declared import Declared, T, WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.schema import Config
+from headwater.config.traits import AdvantageTraits, CorrectionTraits, LossTraits
 from headwater.core.registry import is_path
 
-# Alone in its group a response has no baseline, or is its own.
-GROUP_ADVANTAGES = frozenset(
-    {"grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline"}
-)
-VALUE_ADVANTAGES = frozenset({"gae", "gae_turn"})
-
-# These push on a sample whose advantage is zero, or choose their tokens by looking at all samples.
-LOSSES_OF_ALL_SAMPLES = frozenset({"dro", "kl_cov", "clip_cov"})
-
-LOSSES_WITH_AN_AGGREGATION = frozenset({"geo_mean", "sapo"})
-OWN_AGGREGATION = "seq-mean-token-mean"
-
-# What reads the scorer's values themselves, and not the sum to which others may be added.
-READS_THE_SCORES_ALONE = {
-    "gdpo": "compares the parts of the scorer's reward, and {key} is in none of them",
-    "gpg": "counts the scores that are not 0, and with {key} none is",
-}
-
 RECOMPUTED = ("recompute", "metrics")
+REWARDS, ADVANTAGES = "algorithm.normalize_rewards", "algorithm.normalize_advantages"
 
-WEIGHTING_CORRECTIONS = frozenset({"truncate", "icepop"})
+
+def _read(traits: type[T], name: str) -> Declared[T] | None:
+    try:
+        return read_declared(traits, name)
+    except WrongDeclaration:
+        return None  # declarations_are_readable reports it
+
+
+def _advantage(config: Config) -> Declared[AdvantageTraits] | None:
+    return _read(AdvantageTraits, config.algorithm.advantage)
+
+
+def _loss(config: Config) -> Declared[LossTraits] | None:
+    return _read(LossTraits, config.algorithm.policy_loss)
+
+
+def _chosen(config: Config) -> Iterator[tuple[type[Any], str, str, Any]]:
+    """The traits, name, key of the arguments and arguments of every algorithm that the config names."""
+    algorithm = config.algorithm
+    yield AdvantageTraits, algorithm.advantage, "algorithm.advantage_args", algorithm.advantage_args
+    yield LossTraits, algorithm.policy_loss, "algorithm.policy_loss_args", algorithm.policy_loss_args
+    for name in algorithm.corrections:
+        arguments = algorithm.corrections_args.get(name, {})
+        yield CorrectionTraits, name, f"algorithm.corrections_args.{name}", arguments
+
+
+def declarations_are_readable(config: Config, layers: Layers) -> Iterator[Clash]:
+    for traits, name, _, _ in _chosen(config):
+        try:
+            read_declared(traits, name)
+        except WrongDeclaration as error:
+            yield Clash((traits.key,), str(error))
+
+
+def arguments_fit(config: Config, layers: Layers) -> Iterator[Clash]:
+    for traits, name, key, arguments in _chosen(config):
+        declared, setting = _read(traits, name), ".".join(key.split(".")[:2])
+        if not isinstance(arguments, Mapping):
+            yield Clash((key, setting), "must be a mapping; write it as {argument: value}", arguments)
+        elif declared is not None:
+            for argument, reason in declared.problems(arguments):
+                value = declared.value(argument, arguments)
+                yield Clash((f"{key}.{argument}", traits.key, setting), reason, value)
+
+
+def arguments_have_a_correction(config: Config, layers: Layers) -> Iterator[Clash]:
+    for name, arguments in config.algorithm.corrections_args.items():
+        if name not in config.algorithm.corrections:
+            reason = "algorithm.corrections does not name it; add it there, or remove this"
+            keys = (f"algorithm.corrections_args.{name}", "algorithm.corrections", "algorithm.corrections_args")
+            yield Clash(keys, reason, arguments)
 
 
 def group_has_baseline(config: Config, layers: Layers) -> Iterator[Clash]:
-    advantage, samples = config.algorithm.advantage, config.rollout.num_samples_per_prompt
-    if advantage in GROUP_ADVANTAGES and samples < 2:
+    advantage = _advantage(config)
+    if advantage is not None and advantage.traits.compares_groups and config.rollout.num_samples_per_prompt < 2:
         yield Clash(
             ("rollout.num_samples_per_prompt", "algorithm.advantage"),
-            f"algorithm.advantage = {advantage} compares the responses to one prompt, and a group of one has no "
+            f"algorithm.advantage = {advantage.name} compares the responses to one prompt, and a group of one has no "
             "baseline; use at least 2",
         )
 
 
 def critic_serves_the_advantage(config: Config, layers: Layers) -> Iterator[Clash]:
-    advantage = config.algorithm.advantage
-    if advantage in VALUE_ADVANTAGES and not config.critic.enabled:
+    advantage = _advantage(config)
+    if advantage is None:
+        return
+    if advantage.traits.needs_values and not config.critic.enabled:
         yield Clash(
             ("algorithm.advantage", "critic.enabled"),
             "needs the values of a critic; set critic.enabled=true, or use an advantage without one, such as grpo",
         )
-    if config.critic.enabled and advantage not in VALUE_ADVANTAGES and not is_path(advantage):
+    if config.critic.enabled and not advantage.traits.needs_values:
+        declare = ", or declare needs_values=True in its AdvantageTraits" if is_path(advantage.name) else ""
         yield Clash(
             ("critic.enabled", "algorithm.advantage"),
-            f"algorithm.advantage = {advantage} reads no values, so the critic would learn for nothing; "
-            "set it to false, or use algorithm.advantage=gae",
+            f"algorithm.advantage = {advantage.name} reads no values, so training the critic would have no effect; "
+            f"set it to false, or use algorithm.advantage=gae{declare}",
         )
 
 
@@ -82,27 +122,27 @@ def lora_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def adapters_start_at_the_reference(config: Config, layers: Layers) -> Iterator[Clash]:
-    """The reference of adapters is the model without them, and a supervised start would train them before it counts."""
+    """With adapters the reference is the base model, but a warm start trains the adapters before the first step."""
     measured = config.algorithm.kl_in_reward > 0 or config.algorithm.kl_in_loss > 0
     if config.lora.rank and config.warm_start.num_steps and measured:
         yield Clash(
             ("lora.rank", "warm_start.num_steps", "algorithm.kl_in_reward", "algorithm.kl_in_loss"),
-            "the reference is then the model without adapters, which is not where the supervised start ends; "
-            "use warm_start.num_steps=0, or no divergence from a reference",
+            "the reference is the model without adapters, which is not the policy that the warm start ends with; "
+            "use warm_start.num_steps=0, or set algorithm.kl_in_reward and algorithm.kl_in_loss to 0",
         )
 
 
 def every_gradient_is_computed(config: Config, layers: Layers) -> Iterator[Clash]:
     if not config.learner.skip_zero_advantages:
         return
-    algorithm = config.algorithm
     reasons = [
         f"{key} has a gradient there"
         for key in ("algorithm.entropy_bonus", "algorithm.kl_in_loss")
         if value_at(config, key) > 0
     ]
-    if algorithm.policy_loss in LOSSES_OF_ALL_SAMPLES:
-        reasons.append(f"algorithm.policy_loss = {algorithm.policy_loss} depends on them")
+    loss = _loss(config)
+    if loss is not None and loss.traits.needs_all_samples:
+        reasons.append(f"algorithm.policy_loss = {loss.name} depends on them")
     if reasons:
         yield Clash(
             ("learner.skip_zero_advantages", *(reason.split(" ")[0] for reason in reasons)),
@@ -125,13 +165,13 @@ def kl_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def kl_steering_is_slow(config: Config, layers: Layers) -> Iterator[Clash]:
-    """Over less than a step the coefficient would jump by more than 20 %, down to nothing within one."""
+    """With a shorter horizon the coefficient could change by more than 20 % in one step, even to 0."""
     samples = config.trainer.num_prompts_per_step * config.rollout.num_samples_per_prompt
     if config.algorithm.kl_target > 0 and config.algorithm.kl_horizon < samples:
         yield Clash(
             ("algorithm.kl_horizon", "trainer.num_prompts_per_step", "rollout.num_samples_per_prompt"),
             f"a step has {samples} samples (trainer.num_prompts_per_step · rollout.num_samples_per_prompt), so the "
-            f"coefficient would move by more than 20 % in each; use at least {samples}",
+            f"coefficient could change by more than 20 % in each; use at least {samples}",
         )
 
 
@@ -146,42 +186,44 @@ def kl_gradient_is_used(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def corrections_have_something_to_correct(config: Config, layers: Layers) -> Iterator[Clash]:
-    algorithm = config.algorithm
+    algorithm, loss = config.algorithm, _loss(config)
     if not algorithm.corrections:
         return
-    if algorithm.policy_loss == "decoupled":
+    if loss is not None and loss.traits.two_policies:
         yield Clash(
             ("algorithm.corrections", "algorithm.policy_loss"),
-            "algorithm.policy_loss = decoupled already weighs by the same ratio; use [], or policy_loss=ppo",
+            f"algorithm.policy_loss = {loss.name} already weighs by the same ratio; use [], or policy_loss=ppo",
         )
     elif algorithm.old_logprobs not in RECOMPUTED:
         yield Clash(
             ("algorithm.corrections", "algorithm.old_logprobs"),
-            f"algorithm.old_logprobs = {algorithm.old_logprobs} takes the engine's log-probs for the learner's, so "
+            f"algorithm.old_logprobs = {algorithm.old_logprobs} uses the engine's log-probs as the learner's, so "
             "every ratio is 1; use algorithm.old_logprobs=recompute, or []",
         )
 
 
 def corrections_weigh_once(config: Config, layers: Layers) -> Iterator[Clash]:
-    algorithm = config.algorithm
-    names = algorithm.corrections
+    names, arguments = config.algorithm.corrections, config.algorithm.corrections_args
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         yield Clash(("algorithm.corrections",), f"names {repeated} twice; once is enough")
         return
-    rejection = algorithm.corrections_args.get("reject", {})
-    weighted = isinstance(rejection, Mapping) and rejection.get("weighted") is True
-    weighting = [name for name in names if name in WEIGHTING_CORRECTIONS or (name == "reject" and weighted)]
+    weighting = []
+    for name in names:
+        declared, given = _read(CorrectionTraits, name), arguments.get(name, {})
+        if declared is not None and isinstance(given, Mapping):
+            weighting += [name] if declared.is_on(declared.traits.weighs_by_ratio, given) else []
     if len(weighting) > 1:
         yield Clash(
             ("algorithm.corrections", "algorithm.corrections_args"),
-            f"{' and '.join(weighting)} each weigh by the ratio, so that it would be squared; use one of them, and "
-            "reject or m2po to leave tokens out",
+            f"{' and '.join(weighting)} each weigh by the ratio, which would square it; use one of them, and "
+            "reject or m2po to remove tokens",
         )
 
 
-def decoupled_has_two_policies(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.algorithm.policy_loss == "decoupled" and config.algorithm.old_logprobs == "rollout":
+def two_policies_differ(config: Config, layers: Layers) -> Iterator[Clash]:
+    loss = _loss(config)
+    if loss is not None and loss.traits.two_policies and config.algorithm.old_logprobs == "rollout":
         yield Clash(
             ("algorithm.policy_loss", "algorithm.old_logprobs"),
             "algorithm.old_logprobs = rollout makes the proximal policy the one that sampled, so every weight is 1; "
@@ -190,23 +232,24 @@ def decoupled_has_two_policies(config: Config, layers: Layers) -> Iterator[Clash
 
 
 def recomputed_where_needed(config: Config, layers: Layers) -> Iterator[Clash]:
-    advantage, old = config.algorithm.advantage, config.algorithm.old_logprobs
-    if advantage == "optimal_token_baseline" and old not in RECOMPUTED:
+    advantage = _advantage(config)
+    needed = advantage is not None and advantage.traits.needs_recomputed_logprobs
+    if needed and config.algorithm.old_logprobs not in RECOMPUTED:
         yield Clash(
             ("algorithm.advantage", "algorithm.old_logprobs"),
-            "needs the sums of squared probabilities that a forward pass gives; use algorithm.old_logprobs=recompute",
+            "needs statistics that only a forward pass gives; use algorithm.old_logprobs=recompute",
         )
 
 
 def truncated_sampling_needs_recomputed_logprobs(config: Config, layers: Layers) -> Iterator[Clash]:
-    """The engine's log-probs are of the cut distribution, the learner's of the full one: their ratio would be wrong."""
+    """The engine's log-probs are of the truncated distribution and the learner's of the full one."""
     if config.algorithm.old_logprobs in RECOMPUTED:
         return
     for key, keeps_all in (("rollout.top_k", 0), ("rollout.top_p", 1.0)):
         if value_at(config, key) != keeps_all:
             yield Clash(
                 (key, "algorithm.old_logprobs"),
-                "samples from a cut distribution, whose log-probs the learner's full one cannot be compared with; "
+                "samples from a truncated distribution, whose log-probs cannot be compared with the learner's; "
                 f"use {keeps_all}, or algorithm.old_logprobs=recompute",
             )
 
@@ -214,11 +257,13 @@ def truncated_sampling_needs_recomputed_logprobs(config: Config, layers: Layers)
 def aggregation_is_used(config: Config, layers: Layers) -> Iterator[Clash]:
     # Compared with the default, not with what was given: a resolved recipe gives every key, and must load again.
     algorithm, default = config.algorithm, settings(Config)["algorithm.aggregation"].default()
-    fixed = algorithm.policy_loss in LOSSES_WITH_AN_AGGREGATION and "aggregation" not in algorithm.policy_loss_args
-    if fixed and not config.critic.enabled and algorithm.aggregation not in (OWN_AGGREGATION, default):
+    loss = _loss(config)
+    own = loss.traits.own_aggregation if loss is not None else ""
+    fixed = own and "aggregation" not in algorithm.policy_loss_args
+    if fixed and not config.critic.enabled and algorithm.aggregation not in (own, default):
         yield Clash(
             ("algorithm.aggregation", "algorithm.policy_loss"),
-            f"algorithm.policy_loss = {algorithm.policy_loss} always takes {OWN_AGGREGATION}; use that",
+            f"algorithm.policy_loss = {algorithm.policy_loss} always uses {own}; use that",
         )
 
 
@@ -230,18 +275,26 @@ def filtering_can_accept(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.rollout.num_samples_per_prompt < 2:
         yield Clash(
             ("algorithm.filter_groups", "rollout.num_samples_per_prompt"),
-            "one sample always scores the same as itself, so every group would be dropped; "
+            "a single sample has nothing to differ from, so every group would be dropped; "
             "use rollout.num_samples_per_prompt=2 or more, or false",
         )
     if config.reward.model:
         yield Clash(
             ("algorithm.filter_groups", "reward.model"),
-            "groups are compared before reward.model scores them, so it would drop some that differ; use false",
+            "groups are compared before reward.model scores them, so groups that differ would be dropped; use false",
+        )
+    advantage = _advantage(config)
+    if advantage is not None and advantage.traits.reads_reward_parts:
+        yield Clash(
+            ("algorithm.filter_groups", "algorithm.advantage"),
+            f"compares whole scores, but algorithm.advantage = {advantage.name} can learn from groups whose scores "
+            "agree if their parts differ; use false",
         )
 
 
 def greedy_baseline_is_whole(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.algorithm.advantage != "remax":
+    advantage = _advantage(config)
+    if advantage is None or not advantage.traits.needs_greedy_baseline:
         return
     lacking = {
         "reward.model": "does not score the greedy response",
@@ -256,23 +309,16 @@ def greedy_baseline_is_whole(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def scores_are_read_alone(config: Config, layers: Layers) -> Iterator[Clash]:
-    advantage = config.algorithm.advantage
-    why = READS_THE_SCORES_ALONE.get(advantage)
-    if why is None:
+    advantage = _advantage(config)
+    if advantage is None or not advantage.traits.scores_alone:
         return
     for key in ("algorithm.kl_in_reward", "reward.model", "reward.overlong_tokens"):
         if value_at(config, key):
             instead = ", or algorithm.kl_in_loss" if key == "algorithm.kl_in_reward" else ""
             yield Clash(
                 ("algorithm.advantage", key),
-                f"{why.format(key=key)}; use another advantage, such as grpo{instead}",
+                f"{advantage.traits.scores_alone.replace('{key}', key)}; use another advantage, such as grpo{instead}",
             )
-    if advantage == "gdpo" and config.algorithm.filter_groups:
-        yield Clash(
-            ("algorithm.filter_groups", "algorithm.advantage"),
-            "compares whole scores, so it would drop groups of which algorithm.advantage = gdpo can learn, because "
-            "their parts differ; use false",
-        )
 
 
 def reward_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -293,7 +339,107 @@ def overlong_tokens_fit(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def normalization_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    for section in (REWARDS, ADVANTAGES):
+        for level, readers in (("mean_level", ("leave_one_out",)), ("std_level", ("unbiased", "epsilon"))):
+            switch = f"{section}.{level}"
+            if value_at(config, switch) == "none":
+                why = f"{switch} = none; use batch or group"
+                yield from unread([f"{section}.{reader}" for reader in readers], (switch,), why, layers)
+
+
+def group_has_statistics(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.rollout.num_samples_per_prompt > 1:
+        return
+    keys = [f"{REWARDS}.mean_level", f"{REWARDS}.std_level"]
+    if not _varies_within_a_response(config):
+        keys.append(f"{ADVANTAGES}.mean_level")
+    for key in keys:
+        if value_at(config, key) == "group":
+            yield Clash(
+                (key, "rollout.num_samples_per_prompt"),
+                "a group of one score has neither a mean nor a deviation to compare with; use batch, or "
+                "rollout.num_samples_per_prompt=2 or more",
+            )
+
+
+def _varies_within_a_response(config: Config) -> bool:
+    advantage = _advantage(config)
+    if advantage is None or config.algorithm.kl_in_reward > 0:
+        return True
+    return advantage.traits.varies_by_token or _discounts(advantage, config)
+
+
+def _discounts(advantage: Declared[AdvantageTraits], config: Config) -> bool:
+    discount = advantage.traits.discount
+    return bool(discount) and advantage.value(discount, config.algorithm.advantage_args) != 1
+
+
+def normalized_rewards_reach_the_advantage(config: Config, layers: Layers) -> Iterator[Clash]:
+    """With a divergence in the reward every normalisation has an effect, because it changes their proportion."""
+    algorithm, advantage = config.algorithm, _advantage(config)
+    normalization = algorithm.normalize_rewards
+    if advantage is None or not normalization.is_on:
+        return
+    traits, arguments, name = advantage.traits, algorithm.advantage_args, f"algorithm.advantage = {advantage.name}"
+    whitens = advantage.is_on(traits.whitens, arguments)
+    key = f"{REWARDS}.{'mean_level' if normalization.mean_level != 'none' else 'std_level'}"
+    keys, plain = (key, "algorithm.advantage"), "algorithm.advantage_args.whitened=false"
+    off = f"use none, or algorithm.advantage=reinforce_plus_plus with {plain}"
+    if traits.scores_as_given:
+        yield Clash(keys, f"{name} {traits.scores_as_given}; {off}")
+    elif algorithm.kl_in_reward > 0:
+        return
+    elif advantage.is_on(traits.divides_by_group_std, arguments):
+        yield Clash(keys, f"{name} already normalises scores within the group, so this would change nothing; {off}")
+    elif traits.subtracts_group_mean and whitens and normalization.std_level != "group":
+        yield Clash(
+            keys,
+            f"{name} subtracts the mean of the group and whitens over the batch, so only a deviation of the group "
+            f"could change anything; use none, {REWARDS}.std_level=group, or another advantage",
+        )
+    elif whitens and not traits.needs_values and _whitening_undoes(advantage, config):
+        remedy = f", or algorithm.advantage_args.{traits.whitens}=false" if isinstance(traits.whitens, str) else ""
+        yield Clash(
+            keys,
+            f"{name} whitens over the batch, which undoes what is done to all its returns alike; use none, the level "
+            f"group{remedy}",
+        )
+    elif traits.subtracts_group_mean and normalization.std_level == "none" and not normalization.leave_one_out:
+        yield Clash(
+            keys,
+            f"{name} already subtracts the mean of the group, so only a deviation could change anything; {off}",
+        )
+
+
+def _whitening_undoes(advantage: Declared[AdvantageTraits], config: Config) -> bool:
+    """A scale of the whole batch is always undone, a mean only if every return contains it without a discount."""
+    normalization = config.algorithm.normalize_rewards
+    shifts_alike = normalization.mean_level == "none" or not _discounts(advantage, config)
+    return shifts_alike and "group" not in (normalization.mean_level, normalization.std_level)
+
+
+def advantages_are_normalized_once(config: Config, layers: Layers) -> Iterator[Clash]:
+    algorithm, advantage = config.algorithm, _advantage(config)
+    normalization = algorithm.normalize_advantages
+    if advantage is None or not normalization.is_on:
+        return
+    switch = advantage.traits.whitens
+    if advantage.is_on(switch, algorithm.advantage_args):
+        key = f"{ADVANTAGES}.{'mean_level' if normalization.mean_level != 'none' else 'std_level'}"
+        instead = (
+            f"algorithm.advantage_args.{switch}=false" if isinstance(switch, str) else "another advantage, such as grpo"
+        )
+        yield Clash(
+            (key, "algorithm.advantage_args", "algorithm.advantage"),
+            f"algorithm.advantage = {advantage.name} already whitens over the batch; use none, or {instead}",
+        )
+
+
 ALGORITHM_CHECKS: tuple[Check, ...] = (
+    declarations_are_readable,
+    arguments_fit,
+    arguments_have_a_correction,
     group_has_baseline,
     critic_serves_the_advantage,
     critic_settings_are_read,
@@ -306,7 +452,7 @@ ALGORITHM_CHECKS: tuple[Check, ...] = (
     kl_gradient_is_used,
     corrections_have_something_to_correct,
     corrections_weigh_once,
-    decoupled_has_two_policies,
+    two_policies_differ,
     recomputed_where_needed,
     truncated_sampling_needs_recomputed_logprobs,
     aggregation_is_used,
@@ -315,4 +461,8 @@ ALGORITHM_CHECKS: tuple[Check, ...] = (
     scores_are_read_alone,
     reward_settings_are_read,
     overlong_tokens_fit,
+    normalization_settings_are_read,
+    group_has_statistics,
+    normalized_rewards_reach_the_advantage,
+    advantages_are_normalized_once,
 )

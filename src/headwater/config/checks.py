@@ -1,27 +1,67 @@
-"""Settings that are fine alone and wrong together. Each check yields what clashes, why, and what to do about it.
+"""Settings that are valid alone but not together. Each check yields what clashes, why, and what to do about it.
 
 A setting that nothing would read is an error as well: a run must not look configured when it is not.
 """
 
 from __future__ import annotations
 
+import glob
 import math
-from collections.abc import Iterator
-from pathlib import PurePath
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
 
-from headwater.config.algorithm_checks import ALGORITHM_CHECKS
-from headwater.config.clash import Check, Clash, Layers, given_in, unread
 from headwater.config.keys import settings, value_at
-from headwater.config.normalization_checks import NORMALIZATION_CHECKS
 from headwater.config.schema import Config
-from headwater.config.tree import show
+from headwater.config.tree import DEFAULT, show
 
 FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
 
+Layers = Mapping[str, int]
+"""The layer that decided each given key; a key that is missing has its default."""
 
-def find_clashes(config: Config, layers: Layers) -> list[Clash]:
-    """Every clash in ``config``; ``layers`` tells what was given from what is a default."""
-    return [clash for check in CHECKS for clash in check(config, layers)]
+
+@dataclass(frozen=True)
+class Clash:
+    keys: tuple[str, ...]
+    """The key to blame, then those it clashes with."""
+    reason: str
+    """What is wrong, and the remedy."""
+    argument: Any = None
+    """The value, if the first key is an argument inside a free-form mapping."""
+
+    def line(self, config: Config, origins: Mapping[str, str]) -> str:
+        key = self.keys[0]
+        value = value_at(config, key) if key in settings(Config) else self.argument
+        return f"{key} = {show(value)} ({_origin(key, origins)}): {self.reason}"
+
+
+Check = Callable[[Config, Layers], Iterator[Clash]]
+
+
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    """Where a key, or the mapping it is in, was written."""
+    while key not in origins and "." in key:
+        key = key.rpartition(".")[0]
+    return origins.get(key, DEFAULT)
+
+
+def unread(keys: Iterable[str], switches: tuple[str, ...], why: str, layers: Layers) -> Iterator[Clash]:
+    """Those of ``keys`` that were given for a feature that is off, unless it was turned off in the same layer or later.
+
+    The command line may turn off what the recipe sets up, but it may not configure what the recipe has turned off. One
+    file may do both, as resolved recipes do.
+    """
+    switched_off = max(layers.get(key, -1) for key in switches)
+    for key in keys:
+        if key not in switches and layers.get(key, -1) > switched_off:
+            yield Clash((key, *switches), f"nothing reads this, because {why}, or remove this")
+
+
+def given_in(section: str, layers: Layers) -> list[str]:
+    """The keys of a section that were given."""
+    return [key for key in layers if key.startswith(f"{section}.")]
 
 
 def minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -64,7 +104,7 @@ def warmup_ends_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
     key, learner = "learner.num_warmup_steps", config.learner
     waiting = config.critic.num_warmup_steps if config.critic.enabled else 0
     steps = (config.trainer.total_steps - waiting) * learner.num_minibatches * learner.num_epochs
-    # A critic that takes all steps is another clash.
+    # A critic whose warm-up takes all steps is reported by critic_warmup_ends.
     if steps > 0 and learner.num_warmup_steps >= steps and not _was_cut_short(key, layers):
         yield Clash(
             (key, "trainer.total_steps"),
@@ -74,7 +114,7 @@ def warmup_ends_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def _was_cut_short(key: str, layers: Layers) -> bool:
-    """A run cut short on the command line may keep what its recipe says about longer ones."""
+    """Whether the run was shortened on the command line, which does not require changing its recipe."""
     is_resolved = len(layers) == len(settings(Config))  # the recipe of a run, which must load again
     return is_resolved or layers.get("trainer.total_steps", -1) > layers.get(key, -1) >= 0
 
@@ -122,7 +162,7 @@ def files_have_no_task_settings(config: Config, layers: Layers) -> Iterator[Clas
             named = "data.eval" if key == "data.num_eval_rows" and config.data.eval else "data.train"
             yield Clash(
                 (key, named),
-                f"only a task reads this, and {named} = {show(list(value_at(config, named)))} is used whole; "
+                f"only a task reads this, and {named} = {show(list(value_at(config, named)))} is used in full; "
                 f"remove it, or set it back to {show(default)}",
             )
 
@@ -163,11 +203,11 @@ def engine_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
             )
 
 
-def own_process_runs_the_embedded_engine(config: Config, layers: Layers) -> Iterator[Clash]:
+def disaggregated_engine_is_embedded(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.rollout.placement == "disaggregated" and config.rollout.backend != "embedded":
         yield Clash(
             ("rollout.placement", "rollout.backend"),
-            f"a process of its own runs the embedded engine, not rollout.backend = {show(config.rollout.backend)}; "
+            f"a disaggregated engine is always the embedded one, not rollout.backend = {show(config.rollout.backend)}; "
             "use rollout.backend=embedded, or rollout.placement=colocated",
         )
 
@@ -183,14 +223,14 @@ def weight_transfer_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
-def learner_leaves_only_an_engine_that_waits(config: Config, layers: Layers) -> Iterator[Clash]:
+def offloading_learner_takes_turns(config: Config, layers: Layers) -> Iterator[Clash]:
     if not config.learner.offload_during_rollout:
         return
     remedy = "set it to false"
     if config.rollout.max_staleness > 0:
         yield Clash(
             ("learner.offload_during_rollout", "rollout.max_staleness"),
-            "learner and engine take turns on the device, and with rollout.max_staleness = "
+            "the learner and the engine must take turns on the device, but with rollout.max_staleness = "
             f"{config.rollout.max_staleness} both work at the same time; {remedy}, or use rollout.max_staleness=0",
         )
     if config.rollout.placement == "disaggregated":
@@ -217,7 +257,8 @@ def lengths_are_measured(config: Config, layers: Layers) -> Iterator[Clash]:
     if cut and config.data.num_filter_workers:
         yield Clash(
             ("data.num_filter_workers", "data.truncation"),
-            f"nothing is measured ahead with data.truncation = {config.data.truncation}; set it back to 0",
+            f"prompt lengths are not measured in advance with data.truncation = {config.data.truncation}; "
+            "set it back to 0",
         )
 
 
@@ -244,10 +285,67 @@ CHECKS: tuple[Check, ...] = (
     eval_settings_are_read,
     engine_settings_are_read,
     schedule_settings_are_read,
-    own_process_runs_the_embedded_engine,
+    disaggregated_engine_is_embedded,
     weight_transfer_is_read,
-    learner_leaves_only_an_engine_that_waits,
+    offloading_learner_takes_turns,
     partial_groups_are_kept,
-    *ALGORITHM_CHECKS,
-    *NORMALIZATION_CHECKS,
 )
+
+
+def files_exist(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.data.dataset:
+        return  # only that class knows what the names mean
+    for key in ("data.train", "data.eval"):
+        for name in value_at(config, key):
+            if is_file(name) and "://" not in name and not _find(name):
+                yield Clash((key,), f"no such file: {name} (looked in {Path.cwd()}); check the path, or name a task")
+
+
+def fits_checkpoint(before: Config, checkpoint: Path) -> Check:
+    """Settings that a resumed run cannot change, because ``checkpoint`` depends on their values in ``before``."""
+    start = [key for key in settings(Config) if key.startswith("warm_start.")]
+
+    def check(config: Config, layers: Layers) -> Iterator[Clash]:
+        for key in (*_DECIDED, *start):
+            was, now = value_at(before, key), value_at(config, key)
+            if was != now and not _is_gone(was):
+                why = _DECIDED.get(key, "its warm start is already complete")
+                yield Clash(
+                    (key,),
+                    f"{checkpoint} was made with {show(was)}, and {why}; remove this setting, or start a new run from "
+                    f"its model: headwater train RECIPE model.path={checkpoint / 'model'}",
+                )
+
+    return check
+
+
+_DATA = "its position in the data and its unfinished rollouts belong to those rows"
+_DECIDED = {
+    "run.seed": "its position in the order of the data depends on it",
+    "model.path": "its weights belong to that model",
+    "lora.rank": "its adapters have that rank",
+    "lora.alpha": "its adapters were trained at that scale",
+    "lora.targets": "its adapters belong to those layers",
+    "critic.enabled": "its critic is stored or missing accordingly",
+    "critic.path": "the weights of its critic belong to that model",
+    "data.train": _DATA,
+    "data.task_args": _DATA,
+    "data.dataset": _DATA,
+    "data.num_train_rows": _DATA,
+    "data.shuffle": "its position in the order of the data depends on it",
+}
+
+
+def _find(name: str) -> list[str]:
+    path = Path(name).expanduser()
+    return [str(path)] if path.exists() else glob.glob(str(path), recursive=True)
+
+
+def _is_gone(value: Any) -> bool:
+    """Whether a path no longer exists. A file that was moved has a new name in the resumed run."""
+    names = value if isinstance(value, tuple) else (value,)
+    return any(_is_path(name) and not _find(name) for name in names)
+
+
+def _is_path(name: Any) -> bool:
+    return isinstance(name, str) and (is_file(name) or name.startswith((".", "/", "~")) or name.count("/") > 1)

@@ -1,6 +1,7 @@
-"""What a config value may be, written beside its type: ``Annotated[int, AtLeast(1)]``.
+"""What a value may be, written beside its type: ``Annotated[int, AtLeast(1)]``.
 
-A constraint answers with the rule that was broken and the remedy, or with nothing.
+The types of settings (``schema.py``) and the arguments of algorithms use the same constraints. A constraint states its
+rule, and answers with the broken rule and the remedy if a value breaks it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ from headwater.core.registry import is_path, known_names, nearest
 
 
 class Constraint:
+    @property
+    def rule(self) -> str:
+        """The rule in a few words, for example ``>= 0``."""
+        raise AssertionError("a constraint defines its rule")
+
     def broken_by(self, value: Any) -> str | None:
-        """The rule and remedy if ``value`` breaks it, else None."""
+        """The rule and the remedy if ``value`` breaks it, else None."""
         raise AssertionError("a constraint defines broken_by")
 
 
@@ -22,22 +28,34 @@ class Constraint:
 class AtLeast(Constraint):
     minimum: float
     remedy: str = ""
+    finite: bool = True
+    """Whether infinity is refused."""
+
+    @property
+    def rule(self) -> str:
+        return f">= {self.minimum}"
 
     def broken_by(self, value: Any) -> str | None:
-        if _is_finite(value) and value >= self.minimum:
+        if value >= self.minimum and (_is_finite(value) or not self.finite):
             return None
-        return _with_remedy(f"must be >= {self.minimum}{_finite_rule(value)}", self.remedy)
+        return _with_remedy(f"must be {self.rule}{_finite_rule(value)}", self.remedy)
 
 
 @dataclass(frozen=True)
 class MoreThan(Constraint):
     minimum: float
     remedy: str = ""
+    finite: bool = True
+    """Whether infinity is refused."""
+
+    @property
+    def rule(self) -> str:
+        return f"> {self.minimum}"
 
     def broken_by(self, value: Any) -> str | None:
-        if _is_finite(value) and value > self.minimum:
+        if value > self.minimum and (_is_finite(value) or not self.finite):
             return None
-        return _with_remedy(f"must be > {self.minimum}{_finite_rule(value)}", self.remedy)
+        return _with_remedy(f"must be {self.rule}{_finite_rule(value)}", self.remedy)
 
 
 @dataclass(frozen=True)
@@ -48,15 +66,40 @@ class Within(Constraint):
     maximum: float
     remedy: str = ""
 
+    @property
+    def rule(self) -> str:
+        return f"in [{self.minimum}, {self.maximum}]"
+
     def broken_by(self, value: Any) -> str | None:
         if self.minimum <= value <= self.maximum:
             return None
-        return _with_remedy(f"must be in [{self.minimum}, {self.maximum}]", self.remedy)
+        return _with_remedy(f"must be {self.rule}", self.remedy)
+
+
+@dataclass(frozen=True)
+class NotBelow(Constraint):
+    """At least the value of another argument of the same algorithm, unless that is None.
+
+    ``Declared.problems`` checks it, because it needs both values.
+    """
+
+    argument: str
+
+    @property
+    def rule(self) -> str:
+        return f">= {self.argument}"
+
+    def broken_by(self, value: Any) -> str | None:
+        return None
 
 
 @dataclass(frozen=True)
 class NotEmpty(Constraint):
     remedy: str = ""
+
+    @property
+    def rule(self) -> str:
+        return "not empty"
 
     def broken_by(self, value: Any) -> str | None:
         return None if value else _with_remedy("must not be empty", self.remedy)
@@ -66,10 +109,14 @@ class NotEmpty(Constraint):
 class PlainName(Constraint):
     """The name of one file or folder, not a path."""
 
+    @property
+    def rule(self) -> str:
+        return "a plain name without slashes"
+
     def broken_by(self, value: Any) -> str | None:
         if value and value not in (".", "..") and not set(value) & set("/\\\0"):
             return None
-        return "must be a plain name without slashes, for example 'quickstart'"
+        return f"must be {self.rule}, for example 'quickstart'"
 
 
 @dataclass(frozen=True)
@@ -77,6 +124,10 @@ class Extension(Constraint):
     """The name of a file in a registry folder, or a ``module:Thing`` path."""
 
     package: str
+
+    @property
+    def rule(self) -> str:
+        return f"{' | '.join(known_names(self.package))} | package.module:Thing | path/to/file.py:Thing"
 
     def broken_by(self, value: Any) -> str | None:
         known = known_names(self.package)

@@ -1,10 +1,10 @@
-"""From a tree of given values to frozen dataclasses, strictly by their type hints."""
+"""Converts a tree of values to frozen dataclasses, strictly by their type hints."""
 
 from __future__ import annotations
 
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -21,8 +21,8 @@ class WrongValue(Exception):
 class Converter:
     """Builds ``schema`` from a tree.
 
-    A wrong value becomes a line in ``problems`` and leaves the default in place, so that the rest can be read; its key,
-    or the key that was probably meant, goes into ``doubtful``.
+    A wrong value adds a line to ``problems`` and is replaced by the default, so that the rest can be read. Its key, or
+    the key that was probably meant, is added to ``doubtful``.
     """
 
     def __init__(self, schema: type) -> None:
@@ -77,7 +77,7 @@ class Converter:
 
 
 def convert(hint: Any, tree: Tree) -> Any:
-    """The value of ``tree`` as ``hint`` asks for it; WrongValue says what it must be."""
+    """The value of ``tree`` converted to ``hint``; raises WrongValue if it does not fit."""
     origin = get_origin(hint)
     if origin is Annotated:
         inner, *constraints = get_args(hint)
@@ -89,7 +89,7 @@ def convert(hint: Any, tree: Tree) -> Any:
         return value
     if origin in (Union, types.UnionType):
         return _optional(hint, tree)
-    if origin is tuple:
+    if origin in (tuple, list, Sequence):
         return _tuple(get_args(hint)[0], tree)
     if origin is Mapping or origin is dict:
         return _mapping(get_args(hint)[1], tree)
@@ -101,10 +101,35 @@ def convert(hint: Any, tree: Tree) -> Any:
 
 
 def convert_value(hint: Any, value: Any) -> Any:
-    """As ``convert``, for a value that was read as part of a free-form mapping."""
-    if hint is Any or isinstance(value, Mapping):
+    """As ``convert``, for an argument of an extension: a type that settings do not have is not checked."""
+    if isinstance(value, Mapping) or not _is_known(hint):
         return value
     return convert(hint, Leaf(value, Origin("", 0)))
+
+
+def _is_known(hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _is_known(inner[0])
+    if origin in (Union, types.UnionType):
+        options = [option for option in inner if option is not type(None)]
+        return len(options) == 1 < len(inner) and _is_known(options[0])
+    if origin in (tuple, list, Sequence):
+        return _is_known(inner[0]) and (origin is not tuple or inner[1:] == (...,))
+    return origin is Literal or hint in (str, int, float, bool)
+
+
+def allowed(hint: Any) -> str:
+    """The values that ``hint`` allows, in a few words; empty where its type says all."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        rules = [part.rule for part in inner[1:] if isinstance(part, Constraint)]
+        return " and ".join([*filter(None, [allowed(inner[0])]), *rules])
+    if origin in (Union, types.UnionType):
+        return " | ".join(allowed(option) or "a value" for option in inner if option is not type(None)) + " | null"
+    if origin in (tuple, list, Sequence):
+        return f"each {rule}" if (rule := allowed(inner[0])) else ""
+    return " | ".join(str(choice) for choice in inner) if origin is Literal else ""
 
 
 def _optional(hint: Any, tree: Tree) -> Any:
@@ -118,7 +143,7 @@ def _tuple(item_hint: Any, tree: Tree) -> tuple[Any, ...]:
         raise WrongValue(f"must be a list; {_instead_of(tree, '[]')}")
     if tree.value == "":
         raise WrongValue("must be a list; use [] for none")
-    # One item is a list of one: data.train=arithmetic.
+    # A single item is a list of one: data.train=arithmetic.
     items = tree.value if isinstance(tree.value, list) else [tree.value]
     return tuple(convert(item_hint, Leaf(item, tree.origin)) for item in items)
 
@@ -156,7 +181,7 @@ def _scalar(hint: Any, tree: Tree) -> Any:
         return _float(value)
     rules = {str: _str_rule, int: _int_rule, bool: _bool_rule}
     assert hint in rules, f"a setting of type {hint} is not supported"
-    # bool is a subclass of int, so isinstance would take true for 1.
+    # bool is a subclass of int, so isinstance would accept true as 1.
     if type(value) is hint:
         return value
     raise WrongValue(rules[hint](value))
@@ -169,7 +194,7 @@ def _float(value: Any) -> float:
         except OverflowError:
             raise WrongValue("is too large") from None
         if math.isnan(number):
-            raise WrongValue("must be a finite number; NaN is none")
+            raise WrongValue("must be a finite number, not NaN")
         return number
     rule = "must be a finite number" if _is_not_finite(value) else "must be a number"
     raise WrongValue(_join(rule, _numeric_remedy(value)))
@@ -199,7 +224,7 @@ def _str_rule(value: Any) -> str:
 
 
 def _is_not_finite(value: Any) -> bool:
-    """Whether ``value`` is a word such as nan or inf, which YAML takes for text."""
+    """Whether ``value`` is a word such as nan or inf, which YAML reads as text."""
     try:
         return isinstance(value, str) and not math.isfinite(float(value))
     except ValueError:

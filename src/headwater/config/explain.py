@@ -1,4 +1,4 @@
-"""A config for people: every value with its origin and the line under its field, and the recipe it amounts to."""
+"""A config for people: every value with its origin, its explanation and what it may be, and the resolved recipe."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from functools import cache
 from typing import Any
 
 from headwater.config import yaml12
+from headwater.config.convert import allowed
+from headwater.config.declared import Declared, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.load import LoadedConfig
-from headwater.config.schema import Config
+from headwater.config.schema import AlgorithmConfig, Config
+from headwater.config.traits import AdvantageTraits, CorrectionTraits, LossTraits
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,26 @@ class Explained:
     value: Any
     origin: str
     help: str
+    limits: str
+    """A sentence on the allowed values, or on the arguments that the chosen algorithm takes; empty if any will do."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.help} {self.limits}".strip()
 
 
 def explain(loaded: LoadedConfig) -> list[Explained]:
     """Every setting, in the order of the schema."""
+    taken = _arguments(loaded.config.algorithm)
     return [
-        Explained(key, value_at(loaded.config, key), loaded.origins[key], explanation(key)) for key in settings(Config)
+        Explained(
+            key,
+            value_at(loaded.config, key),
+            loaded.origins[key],
+            explanation(key),
+            taken.get(key) or _sentence("Allowed: ", allowed(setting.hint)),
+        )
+        for key, setting in settings(Config).items()
     ]
 
 
@@ -36,6 +53,20 @@ def explanation(key: str) -> str:
     """The line under the field of ``key``; empty if the schema has none."""
     setting = settings(Config)[key]
     return _field_texts(setting.owner).get(setting.field.name, "")
+
+
+def _arguments(algorithm: AlgorithmConfig) -> dict[str, str]:
+    """What the chosen algorithms take, by the key of their arguments."""
+    chosen: dict[str, list[Declared[Any] | None]] = {
+        "algorithm.advantage_args": [read_declared(AdvantageTraits, algorithm.advantage)],
+        "algorithm.policy_loss_args": [read_declared(LossTraits, algorithm.policy_loss)],
+        "algorithm.corrections_args": [read_declared(CorrectionTraits, name) for name in algorithm.corrections],
+    }
+    return {key: " ".join(_sentence("", each.describe()) for each in found if each) for key, found in chosen.items()}
+
+
+def _sentence(start: str, text: str) -> str:
+    return f"{start}{text}." if text else ""
 
 
 def to_yaml(config: Config, section: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The known keys, read off the dataclasses of the schema, and the nearest one to a mistyped key."""
+"""The known keys, derived from the dataclasses of the schema, and the nearest one to a mistyped key."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def value_at(config: Any, key: str) -> Any:
 
 
 def nearest_keys(unknown: str, schema: type) -> list[str]:
-    """Keys the user may have meant: the same name in another section, then alike names, nearest section first."""
+    """Keys the user may have meant: the same name in another section, then similar names, nearest section first."""
     known = list(settings(schema))
     section, _, name = unknown.rpartition(".")
     near_section = _alike(section, sorted(sections(schema) - {""}), 0.7)
     if near_section and f"{near_section[0]}.{name}" in known:
         return [f"{near_section[0]}.{name}"]
     own = {_name(key): key for key in known if key.rpartition(".")[0] == section}
-    # In its own section a typo is likelier than a wrong section, but only if it is a near one.
+    # A close name in the same section is more likely than the same name in another one.
     if close := _alike(name, list(own), 0.8):
         return [own[close[0]]]
     if elsewhere := [key for key in known if _name(key) == name]:

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headwater.config.checks import find_clashes
-from headwater.config.clash import Check
+from headwater.config.algorithm_checks import ALGORITHM_CHECKS
+from headwater.config.checks import CHECKS, Check
 from headwater.config.convert import Converter
 from headwater.config.keys import sections, settings
-from headwater.config.override import parse_override
-from headwater.config.recipe import RecipeReader, display
+from headwater.config.recipe import RecipeReader, display, parse_override
 from headwater.config.schema import Config
 from headwater.config.tree import COMMAND_LINE, DEFAULT, Branch, Origin, Tree, merge, origins, where
 from headwater.core.errors import ConfigError
@@ -26,9 +25,9 @@ from headwater.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config, and for each dotted key where its value was written.
+    """A config, and where the value of each dotted key was written.
 
-    Keys inside a free-form mapping have origins of their own; the mapping itself lists all of theirs.
+    Keys inside a free-form mapping have their own origins; the mapping lists all of them.
     """
 
     config: Config
@@ -43,10 +42,10 @@ class LoadedConfig:
 def load_config(
     recipe: Path | None, overrides: Sequence[str] = (), checks: Sequence[Check] = (), *, was_accepted: bool = False
 ) -> LoadedConfig:
-    """Read ``recipe`` (None: all defaults) and what it extends, put ``overrides`` on top, and check the whole.
+    """Read ``recipe`` (None: all defaults) and what it extends, apply ``overrides``, and check the result.
 
-    ``checks`` are made besides those of every config, and their findings are told first. What a run recorded
-    ``was_accepted`` when it started: no clashes are looked for, as there may be checks that came later.
+    ``checks`` run in addition to those of every config, and their problems are reported first. ``was_accepted`` skips
+    all checks: a recorded run passed those of its version, and later versions may have more.
     """
     known_sections = sections(Config)
     reader = RecipeReader(known_sections)
@@ -64,10 +63,10 @@ def load_config(
     problems.extend(converter.problems)
     given = _given(tree)
     origins_by_key = _origins(given)
-    # What could not be read would stand in these checks as a default, and the user would be told of clashes with it.
+    # A value that could not be read has its default here, and the checks would report clashes with that.
     if not unread and not was_accepted:
         layers = {key: max(place.layer for place in origins(part)) for key, part in given.items()}
-        clashes = [*(clash for check in checks for clash in check(config, layers)), *find_clashes(config, layers)]
+        clashes = [clash for check in (*checks, *CHECKS, *ALGORITHM_CHECKS) for clash in check(config, layers)]
         problems.extend(
             clash.line(config, origins_by_key) for clash in clashes if converter.doubtful.isdisjoint(clash.keys)
         )

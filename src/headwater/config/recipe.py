@@ -1,4 +1,7 @@
-"""Reads recipe files and what they extend into one tree. Problems are collected, so a user sees all of them at once."""
+"""Reads recipe files, the recipes they extend, and overrides on the command line into trees of values.
+
+Problems are collected, so that a user sees all of them at once.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,21 @@ from pathlib import Path
 import yaml
 
 from headwater.config import yaml12
-from headwater.config.tree import Branch, Leaf, Origin, Tree, merge, plain
+from headwater.config.tree import COMMAND_LINE, Branch, Leaf, Origin, Tree, merge, plain
 
 EXTENDS = "extends"
+FORM = "write it as section.key=value, for example learner.learning_rate=1e-5"
 
 
 def display(path: Path) -> str:
-    """A path as messages show it: from the working directory if it lies below it."""
+    """A path for messages: relative to the working directory if it is below it."""
     resolved = path.expanduser().resolve()
     cwd = Path.cwd()
     return str(resolved.relative_to(cwd)) if resolved.is_relative_to(cwd) else str(resolved)
 
 
 class RecipeReader:
-    """Reads one recipe after another; ``problems`` says what was wrong with any of them.
+    """Reads one recipe after another and collects their ``problems``.
 
     Files are numbered in the order they are merged: a recipe's layer is above those of the recipes it extends.
     """
@@ -44,7 +48,7 @@ class RecipeReader:
             return Branch({}, Origin(display(path), self.next_layer))
         node = self._node(path, chain)
         merged: Tree = Branch({}, Origin(display(path), self.next_layer))
-        # What it extends is read first, and so gets the lower layers.
+        # The recipes it extends are read first, so that they get the lower layers.
         for base in self._bases(node, path):
             merged = merge(merged, self._read(base, (*chain, path)), self._sections)
         builder = TreeBuilder(Origin(display(path), self.next_layer))
@@ -59,7 +63,7 @@ class RecipeReader:
         try:
             node = yaml12.compose(path.read_text(encoding="utf-8"))
             if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == f"{yaml12.TAG_PREFIX}null"):
-                # It would train the defaults, which nobody asked for.
+                # Without this error, an empty file would train with the defaults.
                 self.problems.append(f"{display(path)}{by}: is empty; write settings into it, or name another recipe")
             return node
         except FileNotFoundError:
@@ -90,13 +94,13 @@ class RecipeReader:
 
 
 class TreeBuilder:
-    """Turns YAML nodes of one origin into a tree; ``problems`` says what in them no recipe can have, and where."""
+    """Turns YAML nodes of one origin into a tree and collects what recipes do not support in ``problems``."""
 
     def __init__(self, origin: Origin, *, lines: bool = True) -> None:
         self.problems: list[tuple[Origin, str]] = []
         self._source = origin
         self._lines = lines
-        # An anchor may contain its own alias; such a value has no end.
+        # The nodes that are being built: an anchor may contain its own alias, and would never end.
         self._open: set[int] = set()
 
     def root(self, node: yaml.Node | None) -> Branch:
@@ -108,7 +112,7 @@ class TreeBuilder:
         return Branch({name: child for name, child in tree.children.items() if name != EXTENDS}, tree.origin)
 
     def tree(self, node: yaml.Node, line_node: yaml.Node | None = None) -> Tree:
-        """``line_node`` is the key in front of the value: its line is the one a reader looks for."""
+        """``line_node`` is the key of the value, whose line is reported."""
         origin = self._origin(line_node or node)
         if isinstance(node, yaml.ScalarNode):
             try:
@@ -157,3 +161,49 @@ class TreeBuilder:
 
     def _problem(self, node: yaml.Node | None, text: str) -> None:
         self.problems.append((self._origin(node), text))
+
+
+def parse_override(text: str, layer: int, problems: list[str]) -> Branch | None:
+    """The tree of one override; None, and a line in ``problems``, if it is malformed."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals:
+        problems.append(f"{text!r} ({COMMAND_LINE}): an override needs a value; {FORM}")
+        return None
+    names = key.split(".")
+    if key.startswith("-"):
+        problems.append(f"{text!r} ({COMMAND_LINE}): an override has no dashes in front; write {text.lstrip('-')}")
+        return None
+    if not all(name and name == name.strip() for name in names):
+        problems.append(f"{text!r} ({COMMAND_LINE}): {key!r} is not a dotted key; {FORM}")
+        return None
+    if names == [EXTENDS]:
+        problems.append(f"{text!r} ({COMMAND_LINE}): {EXTENDS} belongs in a recipe; write a recipe that extends both")
+        return None
+    tree = _value(key, value, Origin(COMMAND_LINE, layer), problems)
+    if tree is None:
+        return None
+    for name in reversed(names):
+        tree = Branch({name: tree}, tree.origin)
+    assert isinstance(tree, Branch)
+    return tree
+
+
+def _value(key: str, text: str, origin: Origin, problems: list[str]) -> Tree | None:
+    try:
+        node = yaml12.compose(text)
+    except yaml.YAMLError as error:
+        _, why = yaml12.reason(error)
+        remedy = f"""if it is text, put it in quotes twice: {key}='"..."'"""
+        problems.append(f"{key} = {text!r} ({COMMAND_LINE}): not valid YAML: {why}; {remedy}")
+        return None
+    if node is None:
+        # A shell turns key='' into key=, so a missing value is empty text.
+        return Leaf("", origin)
+    if isinstance(node, yaml.ScalarNode) and node.style is None and node.value != text.strip():
+        # YAML would cut at ' #' and fold line breaks, which is not intended on a command line.
+        return Leaf(text, origin)
+    builder = TreeBuilder(origin, lines=False)
+    tree = builder.tree(node)
+    problems.extend(f"{key} = {text!r} ({origin}): {problem}" for _, problem in builder.problems)
+    return None if builder.problems else tree

@@ -1,6 +1,6 @@
-"""Every setting, stated once: its type, its default, what it may be, and one line that explains it.
+"""Every setting, stated once: its type, its default, its allowed values, and an explanation.
 
-The text under a field is what ``headwater config`` prints beside its value. Reading this file needs no torch.
+``headwater config`` prints the text under a field beside its value. Importing this file does not import torch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 @dataclass(frozen=True)
 class RunConfig:
     name: Annotated[str, PlainName()] = "run"
-    """Name of the run directory; a second run of the same name gets a number of its own."""
+    """Name of the run directory. If it exists, a number is appended."""
     root: Annotated[str, NotEmpty()] = "runs"
     """Folder that holds the run directories."""
     seed: Annotated[int, AtLeast(0)] = 0
-    """Decides initial weights, data order and every sampled token."""
+    """Seed of initial weights, data order and every sampled token."""
 
 
 @dataclass(frozen=True)
@@ -30,55 +30,57 @@ class ModelConfig:
     path: Annotated[str, NotEmpty("give a folder, a hub id, 'tiny:<preset>' or 'smollm2'")] = "tiny:qwen3"
     """A local folder, a hub id, tiny:<preset> (built offline), or smollm2 (see `headwater fetch smollm2`)."""
     dtype: Dtype = "float32"
-    """Number type of generation and of training's passes (its weights stay float32); CPUs are fast in float32."""
+    """Number type of generation and of the learner's passes; trained weights stay float32. Use float32 on a CPU."""
     device: str = "auto"
-    """Where the model runs: auto (CUDA when there is one), cpu, cuda or cuda:N."""
+    """Device of the model: auto (CUDA if available), cpu, cuda or cuda:N."""
 
 
 @dataclass(frozen=True)
 class WarmStartConfig:
     num_steps: Annotated[int, AtLeast(0, "use 0 for no warm start")] = 0
-    """Supervised steps on the training rows' demonstrations before the first policy update; 0 turns it off."""
+    """Supervised steps on the demonstrations of the training rows before the first policy update; 0 means none."""
     num_sequences_per_step: Annotated[int, AtLeast(1)] = 64
     """Demonstrations in each supervised step."""
     learning_rate: Annotated[float, MoreThan(0)] = 1e-3
     """Learning rate of the supervised steps."""
     until_reward: Annotated[float, AtLeast(0, "use 0 to take all num_steps")] = 0.0
-    """Stop early once sampled responses to training prompts reach this mean reward; 0 takes all steps."""
+    """Stop early when sampled responses to training prompts reach this mean reward; 0 takes all steps."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     train: Annotated[tuple[str, ...], NotEmpty("name a task or at least one file")] = ("arithmetic",)
-    """Source of prompts: tasks (see headwater/data/tasks, and reasoning_gym:<name>) or .parquet/.json/.jsonl files."""
+    """Training prompts: tasks (see headwater/data/tasks, or reasoning_gym:<name>) or .parquet, .json or .jsonl
+    files."""
     eval: tuple[str, ...] = ()
-    """Held-out prompts, named like data.train; empty means the held-out split of the same task."""
+    """Held-out prompts, given like data.train; empty means the held-out split of the same task."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the task, for example {max_operand: 99}; gsm8k takes {folder: ...}."""
     dataset: str = ""
     """Your own dataset class, as 'package.module:Class' or 'path/to/file.py:Class'; empty means RLHFDataset."""
     num_train_rows: Annotated[int, AtLeast(1)] = 2048
-    """Rows a generated task makes for training; files are used whole."""
+    """Number of training rows that a task generates; files are used in full."""
     num_eval_rows: Annotated[int, AtLeast(1)] = 256
-    """Rows a generated task makes for evaluation; files are used whole."""
+    """Number of evaluation rows that a task generates; files are used in full."""
     prompt_key: Annotated[str, NotEmpty()] = "prompt"
-    """Column that holds the chat (a list of messages) or a plain string."""
+    """Column with the chat (a list of messages) or a plain string."""
     image_key: Annotated[str, NotEmpty()] = "images"
-    """Column that holds the images behind <image> placeholders."""
+    """Column with the images for <image> placeholders."""
     video_key: Annotated[str, NotEmpty()] = "videos"
-    """Column that holds the videos behind <video> placeholders."""
+    """Column with the videos for <video> placeholders."""
     system_prompt: str = ""
-    """Put before every chat that has no system message; empty adds none."""
+    """System message for chats that have none; empty adds none."""
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template, for example {enable_thinking: false}."""
     max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
-    """Longest prompt, in tokens, after the chat template."""
+    """Longest prompt in tokens, after the chat template is applied."""
     truncation: Literal["filter", "left", "right", "middle", "error"] = "filter"
-    """A longer prompt is filtered out, cut on the left, right or in the middle, or stops the run with an error."""
+    """What to do with a longer prompt: `filter` drops it, `left`, `right` and `middle` cut it there, `error` stops
+    the run."""
     num_filter_workers: Annotated[int, AtLeast(0, "use 0 to choose by the number of rows and cores")] = 0
     """Processes that measure prompt lengths; 0 chooses by the number of rows and cores."""
     shuffle: bool = True
-    """Visit the rows in a new random order every epoch; false keeps the file order."""
+    """Visit the rows in a new random order in every epoch; false keeps the file order."""
 
 
 WeightTransfer = Literal["shared_memory", "file"]
@@ -87,91 +89,96 @@ WeightTransfer = Literal["shared_memory", "file"]
 @dataclass(frozen=True)
 class RolloutConfig:
     backend: Annotated[str, Extension("headwater.backends")] = "embedded"
-    """The inference engine that generates responses."""
+    """Inference engine that generates responses."""
     workflow: Annotated[str, Extension("headwater.workflows")] = "rlvr"
     """How one episode runs, from prompt to scored trajectory."""
     workflow_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the workflow class."""
     num_samples_per_prompt: Annotated[int, AtLeast(1)] = 8
-    """Responses drawn for each prompt: the group that advantages compare."""
+    """Responses sampled for each prompt. They form a group, which advantages compare."""
     max_new_tokens: Annotated[int, AtLeast(1)] = 256
-    """Longest response, in tokens; all turns of an episode and what stands between them share it."""
+    """Longest response in tokens. All turns of an episode share it, together with the text between them."""
     temperature: Annotated[float, MoreThan(0, "training needs randomness; greedy decoding is for eval.temperature")] = (
         1.0
     )
     """Sampling temperature; the learner applies the same one."""
     top_k: Annotated[int, AtLeast(0, "use 0 to keep all tokens")] = 0
-    """Sample among the k likeliest tokens; 0 keeps all."""
+    """Sample from the k most likely tokens; 0 keeps all."""
     top_p: Annotated[float, MoreThan(0, "use 1.0 to keep all tokens"), Within(0, 1)] = 1.0
-    """Sample among the likeliest tokens that hold this much probability; 1.0 keeps all."""
+    """Sample from the most likely tokens that together have this probability; 1.0 keeps all."""
     max_staleness: Annotated[int, AtLeast(0, "use 0 for synchronous training")] = 0
-    """How many policy versions a trained token may lag behind; 0 is synchronous."""
+    """How many policy versions old a trained token may be; 0 means synchronous training."""
     on_stale: Literal["mask", "drop", "wait"] = "mask"
-    """Tokens older than that: out of the loss; their group dropped, its prompt drawn again once; or updates wait."""
+    """What to do with tokens older than max_staleness: `mask` removes them from the loss, `drop` discards the group
+    and retries its prompt once, `wait` delays the update until no group can become stale."""
     max_concurrent_groups: Annotated[int, AtLeast(0, "use 0 for as many as max_staleness allows")] = 0
-    """Most prompt groups that run at a time; 0 means as many as max_staleness allows."""
+    """Prompt groups that may run at the same time; 0 means as many as max_staleness allows."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
-    """Where generation runs: colocated shares this process and device with training; disaggregated has its own."""
+    """Where generation runs: `colocated` shares the process and device of the learner, `disaggregated` uses a
+    separate process."""
     weight_transfer: WeightTransfer = "shared_memory"
-    """How new weights reach a disaggregated engine."""
+    """How new weights are sent to a disaggregated engine."""
     episode_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
-    """Longest time the episodes of one prompt may take, rewards and tools included; longer is a failure."""
+    """Time limit for the episodes of one prompt, including rewards and tools; exceeding it is a failure."""
     timeout_s: Annotated[float, MoreThan(0)] = 1800.0
-    """Hard limit on the wait for one batch of rollouts."""
+    """Time limit for one batch of rollouts; exceeding it stops the run."""
     on_failure: Literal["stop", "drop"] = "stop"
-    """When an episode or its reward fails: stop the run with the cause, or drop its group, count it, draw another."""
+    """What to do if an episode or its reward fails: `stop` ends the run with the cause, `drop` discards the group,
+    counts it and draws another prompt."""
     max_retries: Annotated[int, AtLeast(0)] = 0
-    """How often a group whose episode or reward failed is tried again before that."""
+    """How often a failed group is retried before on_failure applies."""
     allow_partial_groups: bool = False
-    """With on_failure=drop, go on without the samples that failed, where at least two are left to compare."""
+    """With on_failure=drop, keep a group without its failed samples if at least two are left."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     max_sequences: Annotated[int, AtLeast(0, "use 0 for 256 on a CPU and 1024 on a GPU")] = 0
-    """Most sequences generated at a time; 0 means 256 on a CPU and 1024 on a GPU."""
+    """Sequences generated at the same time; 0 means 256 on a CPU and 1024 on a GPU."""
     max_queue: Annotated[int, AtLeast(1)] = 65536
-    """Requests that may wait or run; one more is refused."""
+    """Requests that may wait or run; more are refused."""
     max_prefill_tokens: Annotated[int, AtLeast(0, "use 0 for 1024 on a CPU and 16384 on a GPU")] = 0
-    """Prompt tokens computed at a time; longer ones in chunks; 0 means 1024 on a CPU, 16384 on a GPU."""
+    """Prompt tokens computed in one pass; longer prompts are split. 0 means 1024 on a CPU and 16384 on a GPU."""
     decode_steps: Annotated[int, AtLeast(1)] = 8
-    """Tokens made for every sequence between two looks at what has finished or arrived."""
+    """Tokens generated per sequence before the scheduler looks for finished and new requests."""
     overlap: bool = True
-    """On a GPU, queue the next steps before reading the last ones; turn off to follow the engine in a debugger."""
+    """On a GPU, launch the next steps before reading the results of the last ones; turn off to debug the engine."""
     page_tokens: Annotated[int, AtLeast(0, "use 0 for 16 on a CPU and 64 on a GPU")] = 0
     """Tokens in one page of the KV cache; 0 means 16 on a CPU and 64 on a GPU."""
     kv_cache_gib: Annotated[float, AtLeast(0, "use 0 to size it from free memory")] = 0.0
-    """Size of the KV cache; 0 sizes it from what is free, and never larger than all sequences could fill."""
+    """Size of the KV cache in GiB; 0 derives it from free memory, and never more than all sequences could fill."""
     memory_fraction: Annotated[float, AtLeast(0, "use 0 for the default"), Within(0, 1)] = 0.0
-    """Share of free memory for the KV cache; 0 means 0.85 for a server on a GPU, 0.4 beside a learner or on a CPU."""
+    """Share of free memory for the KV cache; 0 means 0.85 for a server on a GPU, and 0.4 beside a learner or on a
+    CPU."""
     prefix_cache: bool = True
-    """Keep the pages of finished sequences, so that a prompt that starts alike is not computed again."""
+    """Keep the pages of finished sequences, so that prompts with the same beginning are not computed again."""
     update_mode: UpdateMode = "interrupt"
-    """New weights: running requests start again from their tokens, go on with their KV (in_flight), or end first."""
+    """What running requests do when new weights arrive: `interrupt` recomputes their KV cache, `in_flight` keeps it
+    and continues, `drain` finishes them first."""
     deterministic: bool = False
-    """A request's tokens and log-probs do not depend on what else runs, to the last bit; slower."""
+    """Make the tokens and log-probs of a request bitwise independent of other requests; slower."""
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     manager: Annotated[str, Extension("headwater.rewards.managers")] = "naive"
-    """How responses are handed to the scorer."""
+    """How responses are passed to the scorer."""
     function: str = ""
-    """A scorer's name or your own compute_score, as 'file.py:function'; empty chooses by the row's data_source."""
+    """Name of a scorer, or your own compute_score as 'file.py:function'; empty chooses by the row's data_source."""
     function_args: Mapping[str, Any] = field(default_factory=dict)
     """Extra keyword arguments of the scoring function."""
     timeout_s: Annotated[float, MoreThan(0)] = 60.0
-    """Longest time one response may take to score; longer is a failure."""
+    """Time limit for scoring one response; exceeding it is a failure."""
     max_concurrent: Annotated[int, AtLeast(1)] = 8
-    """Scoring calls at a time, each in a thread of its own; functions that are async have no limit."""
+    """Scoring calls that run at the same time, each in a separate thread; async functions have no limit."""
     model: str = ""
-    """A reward model (a transformers sequence classifier with one label): a folder or hub id; empty means none."""
+    """Reward model (a transformers sequence classifier with one label): a folder or hub id; empty means none."""
     model_weight: float = 1.0
-    """The reward model's score is added to the reward with this weight."""
+    """Weight of the reward model's score, which is added to the reward."""
     overlong_tokens: Annotated[int, AtLeast(0, "use 0 for no penalty")] = 0
-    """Last tokens of rollout.max_new_tokens over which a penalty for length grows (DAPO); 0 is none."""
+    """Number of tokens before rollout.max_new_tokens over which a length penalty grows (DAPO); 0 means no penalty."""
     overlong_penalty: Annotated[float, AtLeast(0)] = 1.0
-    """The penalty of a response that uses all its tokens."""
+    """Penalty of a response that uses all its tokens."""
 
 
 OldLogprobs = Literal["rollout", "recompute", "loglinear", "metrics"]
@@ -181,15 +188,15 @@ StatisticsLevel = Literal["none", "batch", "group"]
 @dataclass(frozen=True)
 class NormalizationConfig:
     mean_level: StatisticsLevel = "none"
-    """The mean that is taken off: of the whole batch, of the responses to the same prompt, or none."""
+    """Which mean to subtract: that of the whole `batch`, of the `group` of responses to one prompt, or `none`."""
     std_level: StatisticsLevel = "none"
-    """The deviation that is divided by: of the whole batch, of the responses to the same prompt, or none."""
+    """Which standard deviation to divide by: that of the whole `batch`, of the `group`, or `none`."""
     leave_one_out: bool = False
-    """The mean that is taken off a value is that of all the others."""
+    """Subtract the mean of the other values (leave-one-out)."""
     unbiased: bool = True
-    """The deviation is that of a sample (n - 1); false is that of a population (n)."""
+    """Use the sample deviation (n - 1); false uses the population deviation (n)."""
     epsilon: Annotated[float, MoreThan(0)] = 1e-5
-    """Added to the deviation, so that values that are all the same are not divided by zero."""
+    """Added to the deviation, so that equal values are not divided by zero."""
 
     @property
     def is_on(self) -> bool:
@@ -203,9 +210,9 @@ class AlgorithmConfig:
     advantage_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the advantage estimator, for example {normalize_by_std: false}."""
     normalize_rewards: NormalizationConfig = field(default_factory=NormalizationConfig)
-    """Of every response's score, before a divergence is taken off and advantages are estimated."""
+    """Normalisation of scores, before a divergence is subtracted and advantages are estimated."""
     normalize_advantages: NormalizationConfig = field(default_factory=NormalizationConfig)
-    """Of every trained token's advantage; what a critic learns stays as it was."""
+    """Normalisation of the advantages of trained tokens; the returns that a critic learns are not changed."""
     policy_loss: Annotated[str, Extension("headwater.algorithms.policy_losses")] = "ppo"
     """Policy loss."""
     policy_loss_args: Mapping[str, Any] = field(default_factory=dict)
@@ -213,29 +220,32 @@ class AlgorithmConfig:
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
     ] = "token-mean"
-    """How the losses of tokens become the loss of a step; the last but one divides by rollout.max_new_tokens."""
+    """How token losses are combined into the loss of a step; seq-mean-token-sum-norm divides by
+    rollout.max_new_tokens."""
     old_logprobs: OldLogprobs = "rollout"
-    """The policy that updates are measured from: the one that sampled, a forward pass, or a guess between the two."""
+    """The policy that an update is measured from: `rollout` is the one that sampled, `recompute` runs a forward
+    pass, `loglinear` interpolates between the two, `metrics` recomputes and reports the error of loglinear."""
     corrections: tuple[Annotated[str, Extension("headwater.algorithms.corrections")], ...] = ()
-    """What is done about samples that the engine drew from another policy than the learner's, in order."""
+    """Corrections for samples whose log-probs differ between engine and learner; all of them are applied."""
     corrections_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments by correction, for example {truncate: {upper: 2.0}}."""
+    """Keyword arguments of each correction, for example {truncate: {upper: 2.0}}."""
     kl_in_reward: Annotated[float, AtLeast(0)] = 0.0
-    """Coefficient of the divergence from the reference policy, taken off every token's reward; 0 is none."""
+    """Coefficient of the divergence from the reference policy that is subtracted from each token's reward; 0 means
+    none."""
     kl_in_loss: Annotated[float, AtLeast(0)] = 0.0
-    """Coefficient of the divergence from the reference policy, added to every token's loss; 0 is none."""
+    """Coefficient of the divergence from the reference policy that is added to each token's loss; 0 means none."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k3"
-    """How a divergence is estimated from the sampled tokens; + keeps the value and takes the gradient of k2."""
+    """Estimator of the divergence from sampled tokens; a + keeps its value and uses the gradient of k2."""
     kl_target: Annotated[float, AtLeast(0, "use 0 for a fixed coefficient")] = 0.0
-    """Steer kl_in_reward so that the mean divergence stays near this; 0 keeps it fixed."""
+    """Adjust kl_in_reward to keep the mean divergence near this value; 0 keeps it fixed."""
     kl_horizon: Annotated[int, AtLeast(1)] = 10000
-    """Samples over which the steering acts: larger is slower; at least those of a step."""
+    """Number of samples over which kl_in_reward is adjusted; a larger number adjusts more slowly."""
     entropy_bonus: Annotated[float, AtLeast(0)] = 0.0
-    """Coefficient of the entropy, taken off every token's loss; 0 is none."""
+    """Coefficient of the entropy that is subtracted from each token's loss; 0 means none."""
     filter_groups: bool = False
-    """Draw new prompts in place of groups whose samples all scored the same: they have nothing to teach (DAPO)."""
+    """Replace groups whose samples all have the same score by new prompts, because they give no gradient (DAPO)."""
     max_filter_rounds: Annotated[int, AtLeast(1)] = 10
-    """With filter_groups, rounds of new prompts before a step goes on with the groups it has."""
+    """With filter_groups, rounds of new prompts before a step continues with the groups it has."""
 
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -248,77 +258,81 @@ class LearnerConfig:
     num_warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Optimiser steps over which the learning rate rises from zero."""
     schedule: Schedule = "constant"
-    """The rate from the warm-up to the last step; steps that teach nothing do not count, and may end it too high."""
+    """Course of the learning rate from the warm-up to the last step. Steps without a gradient do not advance it."""
     lowest_learning_rate_fraction: Annotated[float, Within(0, 1)] = 0.0
-    """Where a linear or cosine schedule ends, as a fraction of the peak."""
+    """Final learning rate of a linear or cosine schedule, as a fraction of the peak."""
     weight_decay: Annotated[float, AtLeast(0)] = 0.0
     """Decoupled weight decay."""
     adam_beta1: Annotated[float, Within(0, 0.9999)] = 0.9
-    """AdamW's decay of the gradient average."""
+    """Decay of AdamW's average of gradients."""
     adam_beta2: Annotated[float, Within(0, 0.9999)] = 0.95
-    """AdamW's decay of the squared-gradient average."""
+    """Decay of AdamW's average of squared gradients."""
     max_grad_norm: Annotated[float, MoreThan(0)] = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients with a larger norm are scaled down to this norm."""
     max_bad_steps: Annotated[int, AtLeast(1)] = 3
-    """Optimiser steps in a row with a loss or gradient that is not finite before the run stops; each is skipped."""
+    """Consecutive optimiser steps with a non-finite loss or gradient before the run stops; each of them is skipped."""
     num_minibatches: Annotated[int, AtLeast(1)] = 1
-    """Optimiser steps per pass over a batch; must divide the prompts of a step."""
+    """Optimiser steps per pass over a batch; must divide trainer.num_prompts_per_step."""
     num_epochs: Annotated[int, AtLeast(1)] = 1
     """Passes over each batch."""
     skip_zero_advantages: bool = True
-    """Spend nothing on samples whose advantage is zero; turn off for a loss that has terms without the advantage."""
+    """Do not compute samples whose advantage is zero; turn off for a loss with terms that do not depend on the
+    advantage."""
     max_tokens_per_microbatch: Annotated[int, AtLeast(1)] = 16384
-    """Tokens in a pass, 4 times as many for log-probs or values alone; lower it for memory, gradients stay the same."""
+    """Tokens per pass, and 4 times as many without gradients. Lower it to save memory; gradients stay the same."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its samples, forward and backward."""
     checkpoint_activations: bool = False
-    """Keep only each layer's input and compute the rest again in the backward pass: less memory, a third more work."""
+    """Keep only the input of each layer and recompute the rest in the backward pass: less memory, a third more work."""
     fused_layers: bool = True
-    """On a GPU, use liger-kernel's norms, rotary embeddings and gated products, where it is installed."""
+    """On a GPU, use the norms, rotary embeddings and gated products of liger-kernel if it is installed."""
     compile: bool = False
-    """Compile the layers with torch.compile instead: a minute at the start, then a few per cent faster on a GPU."""
+    """Compile the layers with torch.compile instead: takes a minute at the start, then a few per cent faster on a
+    GPU."""
     offload_optimizer: bool = False
-    """On a GPU, keep AdamW's averages in main memory and stream them through the device at each step."""
+    """On a GPU, keep AdamW's averages in main memory and stream them through the device in each step."""
     offload_during_rollout: bool = False
-    """On a GPU, the learner waits in main memory while responses are generated; the KV cache goes while it trains."""
+    """On a GPU, move the learner to main memory during generation, and free the KV cache during training."""
 
 
 @dataclass(frozen=True)
 class CriticConfig:
     enabled: bool = False
-    """Train a critic beside the policy; the advantages gae and gae_turn need one."""
+    """Train a critic beside the policy. Advantages that use values, such as gae, need one."""
     path: str = ""
-    """The model the critic starts from; empty means the policy's, with a new value head."""
+    """Model that the critic starts from; empty means the policy's model with a new value head."""
     learning_rate: Annotated[float, MoreThan(0)] = 1e-5
     """Peak learning rate of the critic."""
     clip: Annotated[float, MoreThan(0)] = 0.5
-    """A value may move so far from the one before the update before the loss stops rewarding it."""
+    """Clip range of the value loss: how far a value may move from its old one before the loss stops rewarding it."""
+    loss: Literal["mse", "huber"] = "mse"
+    """Value loss: `mse` is half the squared error, `huber` is linear for errors above 10."""
     num_warmup_steps: Annotated[int, AtLeast(0)] = 0
-    """Training steps in which only the critic learns, before the policy begins."""
+    """Training steps at the start in which only the critic learns."""
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     rank: Annotated[int, AtLeast(0, "use 0 to train all weights")] = 0
-    """Rank of the trained adapters; 0 trains all weights. The model without adapters is then the reference."""
+    """Rank of the trained adapters; 0 trains all weights. With adapters, the reference is the model without them."""
     alpha: Annotated[int, AtLeast(1)] = 32
     """Adapters are scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter; empty means all but the output layer."""
+    """Names of the linear layers that get an adapter; empty means all except the output layer."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     every_steps: Annotated[int, AtLeast(0, "use 0 to evaluate only before and after training")] = 0
-    """Evaluate on held-out prompts every so many steps, besides before and after; 0 means only those two."""
+    """Evaluate on held-out prompts every N steps, in addition to eval.before and eval.after; 0 means only those."""
     before: bool = True
     """Evaluate before the first step."""
     after: bool = True
     """Evaluate after the last step."""
     num_prompts: Annotated[int, AtLeast(1)] = 256
-    """Held-out prompts to evaluate, at most."""
+    """Maximum number of held-out prompts."""
     num_samples_per_prompt: Annotated[int, AtLeast(1)] = 1
-    """Responses drawn for each held-out prompt."""
+    """Responses sampled for each held-out prompt."""
     temperature: Annotated[float, AtLeast(0)] = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
 
@@ -328,17 +342,17 @@ class TrainerConfig:
     total_steps: Annotated[int, AtLeast(1)] = 100
     """Training steps of the run."""
     num_prompts_per_step: Annotated[int, AtLeast(1)] = 32
-    """Prompts, and so groups, trained on in each step."""
+    """Prompts, and therefore groups, in each training step."""
     checkpoint_every_steps: Annotated[int, AtLeast(0, "use 0 to save only at the end")] = 0
-    """Save a checkpoint every so many steps, besides the one at the end or at Ctrl-C; 0 means only that one."""
+    """Save a checkpoint every N steps, in addition to the one at the end or at Ctrl-C; 0 means only that one."""
     keep_checkpoints: Annotated[int, AtLeast(1)] = 2
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     save_rollouts_every_steps: Annotated[int, AtLeast(0, "use 0 to save none")] = 1
-    """Write all rollouts of every so many steps to rollouts/*.parquet; 0 writes none."""
+    """Write the rollouts of every Nth step to rollouts/*.parquet; 0 writes none."""
     num_threads: Annotated[int, AtLeast(0, "use 0 for torch's choice")] = 0
-    """CPU threads of torch; 0 leaves the choice to torch."""
+    """Number of CPU threads that torch uses; 0 leaves the choice to torch."""
     trace: bool = False
-    """Write trace.json: what ran when, generation beside training; open it in Perfetto (ui.perfetto.dev)."""
+    """Write trace.json, a timeline of generation and training; open it in Perfetto (ui.perfetto.dev)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What recipes and the command line gave: a tree of values that remember where they were written.
+"""The values of recipes and the command line, as a tree that records where each value was written.
 
 Trees are stacked with ``merge``: the later one wins, mappings join by key.
 """
@@ -17,7 +17,7 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Origin:
-    """A place where a value was written. A higher layer was merged later, so it had the last word."""
+    """A place where a value was written. A higher layer was merged later and takes precedence."""
 
     source: str
     layer: int
@@ -63,7 +63,7 @@ def merge(base: Tree, top: Tree, sections: frozenset[str], key: str = "") -> Tre
 
 
 def plain(tree: Tree) -> Any:
-    """The value without its origins; a copy down to the scalars."""
+    """A deep copy of the value, without its origins."""
     if isinstance(tree, Branch):
         return {name: plain(child) for name, child in tree.children.items()}
     return _copy(tree.value)
@@ -79,7 +79,7 @@ def leaves(tree: Tree, key: str) -> Iterator[tuple[str, Tree]]:
 
 
 def origins(tree: Tree) -> list[Origin]:
-    """Where the parts of a value were written, each place once, in order of merging."""
+    """Where the parts of a value were written, without duplicates, in the order of merging."""
     if isinstance(tree, Leaf) or not tree.children:
         return [tree.origin]
     found = {origin for child in tree.children.values() for origin in origins(child)}
@@ -91,7 +91,7 @@ def where(tree: Tree) -> str:
 
 
 def show(value: Any) -> str:
-    """A value for a message: text quoted, the rest as YAML on one line, never long."""
+    """A value for a message: quoted text, or YAML on one line; long values are shortened."""
     text = repr(value) if isinstance(value, str) else yaml12.dump(value, flow=True)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

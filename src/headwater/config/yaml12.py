@@ -33,14 +33,14 @@ class RecipeLoader(yaml.SafeLoader):
 
 
 class RecipeDumper(yaml.SafeDumper):
-    """Writes text so that both YAML 1.1 and 1.2 readers see text: the 1.1 rules stay, the 1.2 rules are added."""
+    """Writes text so that readers of YAML 1.1 and of 1.2 both read it as text: it follows the rules of both."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 for _tag, _pattern, _first in _IMPLICIT:
-    # The empty string is what PyYAML looks up for an empty scalar.
+    # PyYAML looks up the empty string for an empty scalar.
     _starts = [*_first, ""] if _tag == "null" else [*_first]
     _regexp = re.compile(f"^(?:{_pattern})$")
     RecipeLoader.add_implicit_resolver(TAG_PREFIX + _tag, _regexp, _starts)
@@ -49,7 +49,7 @@ for _tag, _pattern, _first in _IMPLICIT:
 
 def _represent_text(dumper: RecipeDumper, text: str) -> yaml.ScalarNode:
     style = "|" if "\n" in text else None
-    # PyYAML folds these rarer line breaks away in every style but double quotes.
+    # PyYAML drops these line breaks in every style except double quotes.
     if any(mark in text for mark in "\x85\u2028\u2029"):
         style = '"'
     return dumper.represent_scalar(f"{TAG_PREFIX}str", text, style=style)

@@ -1,18 +1,19 @@
-"""Extensions by name: one file in a folder, or a dotted path.
+"""Extensions by name: a file in a registry folder, or a dotted path.
 
-A folder such as ``headwater/algorithms/advantages`` is a registry: the config name ``grpo`` refers to its file
-``grpo.py``, which registers one function or class:
+A folder such as ``headwater/algorithms/advantages`` is a registry. The config name ``grpo`` refers to its file
+``grpo.py``, and that file registers the function or class it offers:
 
     ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages")
 
-    @ADVANTAGES.register          # in headwater/algorithms/advantages/grpo.py
+    @ADVANTAGES.register(AdvantageTraits(compares_groups=True))    # in headwater/algorithms/advantages/grpo.py
     def grpo(...): ...
 
     ADVANTAGES.resolve("grpo")
     ADVANTAGES.resolve("my_package.my_module:my_advantage")
     ADVANTAGES.resolve("path/to/file.py:my_advantage")
 
-Nothing is imported before it is resolved, so names can be checked without importing torch.
+Nothing is imported before it is resolved. Names, and the traits given to ``register`` (``config/traits.py``), can
+therefore be checked without loading torch.
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from headwater.core.errors import HeadwaterError, UnknownName
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 T = TypeVar("T")
+
+
+class Traits:
+    """Base of the records that state, at a registration, what the config checks must know about an extension."""
 
 
 def is_path(name: str) -> bool:
@@ -123,13 +128,24 @@ class Registry:
         self.package = package
         self._objects: dict[str, Any] = {}
 
-    def register(self, thing: T) -> T:
-        """Register ``thing`` under the name of its file."""
-        module: str = thing.__module__
-        name = module.rpartition(".")[2]
-        if name in self._objects and self._objects[name] is not thing:
-            raise ValueError(f"{module} registers two {self.kind}s; a file may register one")
-        self._objects[name] = thing
+    @overload
+    def register(self, thing: Traits) -> Callable[[T], T]: ...
+
+    @overload
+    def register(self, thing: T) -> T: ...
+
+    def register(self, thing: Any) -> Any:
+        """Register ``thing`` under the name of its file; use it as a decorator, with or without traits.
+
+        A file outside the registry's folder is found by its path, so its objects are returned unchanged.
+        """
+        if isinstance(thing, Traits):
+            return self.register
+        package, _, name = str(thing.__module__).rpartition(".")
+        if package == self.package:
+            if name in self._objects and self._objects[name] is not thing:
+                raise ValueError(f"{thing.__module__} registers two {self.kind}s; a file may register one")
+            self._objects[name] = thing
         return thing
 
     def names(self) -> list[str]:

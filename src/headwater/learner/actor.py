@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from headwater.algorithms.columns import required
-from headwater.algorithms.kl.penalty import kl_penalty
+from headwater.algorithms.kl import kl_penalty
+from headwater.algorithms.masked import required
 from headwater.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from headwater.algorithms.proximal import loglinear
 from headwater.config.schema import AlgorithmConfig

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from headwater.algorithms.columns import required
+from headwater.algorithms.masked import required
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.algorithms.value_loss import value_loss
 from headwater.config.schema import AlgorithmConfig, CriticConfig
@@ -49,5 +49,5 @@ class Critic:
         values, mask = outputs["values"], tensors["response_mask"]
         old = required(tensors, "values", _USER, "Critic.values gives it, before the update")
         returns = required(tensors, "returns", _USER, "ExperienceMaker.make gives it, by algorithm.advantage")
-        loss = value_loss(values, old, returns, mask, clip=self._config.clip)
+        loss = value_loss(values, old, returns, mask, clip=self._config.clip, kind=self._config.loss)
         return PolicyLoss(loss.token_losses, {**loss.diagnostics, "value": values.detach()})

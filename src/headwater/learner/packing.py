@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.algorithms.columns import required
+from headwater.algorithms.masked import required
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError
 from headwater.learner import first_fit

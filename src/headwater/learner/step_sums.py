@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from headwater.algorithms.diagnostics import NUM_BINS, count_ratios, effective_sample_size, percentiles_of, weight_sums
 from headwater.algorithms.masked import masked_sum
-from headwater.algorithms.ratio_histogram import NUM_BINS, count_ratios, percentiles_of
-from headwater.algorithms.weights import effective_sample_size, weight_sums
 from headwater.learner.ranks import Ranks
 
 

@@ -18,7 +18,7 @@ def with_arguments(registry: Registry, name: str, arguments: Mapping[str, Any], 
         thing = registry.resolve(name)
     if not callable(thing):
         raise ConfigError([f"{setting}: not callable; name a function or a class"])
-    hints = get_type_hints(thing.__init__ if inspect.isclass(thing) else thing)
+    hints = get_type_hints(thing.__init__ if inspect.isclass(thing) else thing, include_extras=True)
     parameters = inspect.signature(thing).parameters.values()
     known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)

@@ -12,8 +12,7 @@ from torch import Tensor
 from headwater.algorithms.advantages import AdvantageInputs, Advantages
 from headwater.algorithms.corrections import Correction, CorrectionInputs, combine
 from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram, weight_metrics
-from headwater.algorithms.kl.controllers import KLController
-from headwater.algorithms.kl.reward import penalize_rewards
+from headwater.algorithms.kl import KLController, penalize_rewards
 from headwater.algorithms.masked import masked_mean
 from headwater.algorithms.normalize import normalize, normalize_rewards
 from headwater.algorithms.proximal import approximation_metrics, loglinear

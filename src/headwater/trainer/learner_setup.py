@@ -13,7 +13,7 @@ import torch
 
 from headwater.algorithms.advantages import ADVANTAGES
 from headwater.algorithms.corrections import CORRECTIONS
-from headwater.algorithms.kl.controllers import AdaptiveKL, FixedKL, KLController
+from headwater.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from headwater.algorithms.policy_losses import POLICY_LOSSES
 from headwater.config.schema import AlgorithmConfig, Config
 from headwater.core.errors import ConfigError, ModelError

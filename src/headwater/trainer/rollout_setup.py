@@ -9,7 +9,9 @@ from typing import Any
 
 from headwater.backends import BackendContext, make_engine
 from headwater.backends.served.engine import ServedEngine
+from headwater.config.declared import read_declared
 from headwater.config.schema import Config
+from headwater.config.traits import AdvantageTraits
 from headwater.core.protocols import InferenceEngine, MemoryTag, RolloutWorkflow
 from headwater.core.records import SamplingParams
 from headwater.core.registry import blaming
@@ -128,8 +130,8 @@ def build_rollout(config: Config, model_path: str, schedule: Schedule | None = N
         )
         return made
 
-    # ReMax compares a response with the greedy one to the same prompt.
-    needs_greedy = config.algorithm.advantage == "remax"
+    advantage = read_declared(AdvantageTraits, config.algorithm.advantage)
+    needs_greedy = advantage is not None and advantage.traits.needs_greedy_baseline
     greedy = replace(train_sampling, temperature=0.0, top_k=0, top_p=1.0) if needs_greedy else None
     train_groups = group_runner(
         train_sampling,

@@ -1,4 +1,4 @@
-"""What docs/algorithms.md says of each algorithm, item by item."""
+"""What docs/algorithms.md says about each algorithm, item by item."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def turn_on(chapter: str, name: str) -> list[str]:
 
 
 def metrics(chapter: str, name: str) -> set[str]:
-    """Those reported with the settings as they are; what others add stands behind a semicolon."""
+    """Those reported with the default settings; metrics of other settings come after a semicolon."""
     return set(re.findall(r"`(\w+)`", item(chapter, name, "Metrics").partition(";")[0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from algorithms.oracle import family, tensor
+from algorithms.oracle_only import scale_scores, whiten_around_the_mean
 
 from headwater.algorithms.advantages import AdvantageInputs
 from headwater.algorithms.advantages.gae import gae, gae_recursion
@@ -17,9 +18,9 @@ from headwater.algorithms.advantages.reinforce_plus_plus import reinforce_plus_p
 from headwater.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from headwater.algorithms.advantages.remax import remax
 from headwater.algorithms.advantages.rloo import rloo
-from headwater.algorithms.kl.penalty import kl_penalty
+from headwater.algorithms.kl import kl_penalty
 from headwater.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
-from headwater.algorithms.reward_shaping import overlong_penalty, scale_scores, zero_unfinished
+from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.config.schema import NormalizationConfig
 from headwater.trainer.experience import normalized
 
@@ -137,7 +138,7 @@ def run_masked_stats(args, inputs):
         "sum": masked_sum(values, mask, axis),
         "mean": masked_mean(values, mask, axis),
         "var": masked_var(values, mask),
-        "whiten": whiten(values, mask, shift_mean=bool(args["shift_mean"])),
+        "whiten": (whiten if args["shift_mean"] else whiten_around_the_mean)(values, mask),
     }
 
 
@@ -198,7 +199,7 @@ def run_compute_advantages(args, inputs):
     if args.get("reward_norm"):
         scores = as_areal(scores, args["reward_norm"])
     if args["mask_no_eos_with_zero"]:
-        scores = zero_unfinished(scores, ~unfinished)
+        scores = scores * ~unfinished
 
     recomputed = not args["use_decoupled_loss"] and args["recompute_logprob"]
     logprobs = tensor(inputs["prox_logp"]) if recomputed else tensor(inputs["logprobs"]).roll(-1, dims=1)
@@ -209,16 +210,14 @@ def run_compute_advantages(args, inputs):
     rewards[rows, lengths - 1] = 0
     rewards[rows, (lengths - 2).clamp(min=0)] += scores
 
+    # AReaL bootstraps a response that was cut off with the critic's value in the last column. That is the same as a
+    # last token whose reward is that value: its own advantage is 0.
     values = tensor(inputs["values"]) if "values" in inputs else torch.zeros_like(rewards)
-    raw = gae_recursion(
-        rewards[:, :-1],
-        values[:, :-1],
-        mask[:, :-1],
-        args["discount"],
-        args["gae_lambda"],
-        bootstrap=values[:, -1] * unfinished,
-    )
-    raw = torch.nn.functional.pad(raw, (0, 1))
+    is_last = torch.arange(width) == width - 1
+    bootstrapped = is_last & unfinished[:, None]
+    counted = mask.where(~is_last, bootstrapped.float())
+    raw = gae_recursion(rewards.where(~bootstrapped, values), values, counted, args["discount"], args["gae_lambda"])
+    raw = raw.masked_fill(is_last, 0.0)
     advantages = as_areal(raw, args["adv_norm"], mask) if args.get("adv_norm") else raw
     return {
         "advantages": advantages,

@@ -5,22 +5,21 @@ from __future__ import annotations
 import torch
 from algorithms.oracle import family, tensor
 from algorithms.oracle_losses import bounds, importance, rejection
+from algorithms.oracle_only import areal_value_clip_mask, dpo, ipo, linear_proximal, verl_ratio_metrics
 
 from headwater.algorithms.aggregate import StepTotals, aggregate
-from headwater.algorithms.corrections import CorrectionInputs, ratios
+from headwater.algorithms.corrections import CorrectionInputs, mean_weight
 from headwater.algorithms.corrections.m2po import m2po
 from headwater.algorithms.corrections.reject import reject
 from headwater.algorithms.corrections.truncate import truncate
 from headwater.algorithms.diagnostics import offpolicy_metrics, weight_metrics
-from headwater.algorithms.kl.penalty import kl_penalty
+from headwater.algorithms.kl import kl_penalty
 from headwater.algorithms.masked import keep, masked_mean
 from headwater.algorithms.policy_losses import PolicyLossInputs
 from headwater.algorithms.policy_losses.decoupled import decoupled
 from headwater.algorithms.policy_losses.sapo import sapo
-from headwater.algorithms.preference import dpo, ipo
-from headwater.algorithms.proximal import linear, loglinear
+from headwater.algorithms.proximal import loglinear
 from headwater.algorithms.value_loss import value_loss
-from headwater.algorithms.weights import mean_weight
 
 
 def as_rollout(inputs) -> CorrectionInputs:
@@ -40,27 +39,6 @@ VERL_METRICS = {
     "sequence_weight_max": "seq_max",
     "sequence_weight_min": "seq_min",
 }
-
-
-def verl_ratio_metrics(given: CorrectionInputs, level, lower: float | None, upper: float) -> dict[str, torch.Tensor]:
-    """What verl tells of the ratios before they are bounded; our runs have ``rollout_gap/*`` for that.
-
-    Where a sequence has one ratio, its ``max`` and ``min`` are of these, and one without tokens has ratio 1.
-    """
-    low, mask = 1 / upper if lower is None else lower, given.mask
-    ratio = ratios(given.log_ratio, mask, level)
-    by_sequence = masked_mean(ratio, mask, dim=-1)
-    counted = ratio[mask != 0]
-    extremes = {}
-    if level != "token":
-        counted = ratio.amax(dim=-1) + (mask == 0).all(dim=-1)
-        extremes = {"max": counted.max(), "min": counted.min()}
-    return extremes | {
-        "ratio_fraction_high": (counted > upper).float().mean(),
-        "ratio_fraction_low": (counted < low).float().mean(),
-        "seq_fraction_high": (by_sequence > upper).float().mean(),
-        "seq_fraction_low": (by_sequence < low).float().mean(),
-    }
 
 
 @family("verl_rollout_is_weights")
@@ -244,30 +222,22 @@ def run_kl_estimator(args, inputs):
 def run_proximal(args, inputs):
     columns = tensor(inputs["old_logp"]), tensor(inputs["logprobs"]), torch.tensor(inputs["versions"])
     version = args["current_version"]
-    return {"loglinear": loglinear(*columns, version), "linear": linear(*columns, version), "rollout": columns[0]}
+    return {
+        "loglinear": loglinear(*columns, version),
+        "linear": linear_proximal(*columns, version),
+        "rollout": columns[0],
+    }
 
 
 @family("areal_critic_loss")
 def run_critic_loss(args, inputs):
     values, mask = tensor(inputs["value"]).requires_grad_(), tensor(inputs["loss_mask"])
-    loss = value_loss(
-        values,
-        tensor(inputs["old_value"]),
-        tensor(inputs["target_value"]),
-        mask,
-        clip=args["value_eps_clip"],
-        kind=args["loss_fn_type"],
-    )
+    old, target = tensor(inputs["old_value"]), tensor(inputs["target_value"])
+    loss = value_loss(values, old, target, mask, clip=args["value_eps_clip"], kind=args["loss_fn_type"])
     total = aggregate(loss.token_losses, mask, "token-mean", StepTotals.of(mask))
     total.backward()
-    # AReaL clips by old + clamp(v - old), whose rounding can count a value as clipped that was left as it is.
-    old, target = tensor(inputs["old_value"]), tensor(inputs["target_value"])
-    near_old = old + (values - old).clamp(-args["value_eps_clip"], args["value_eps_clip"])
-    plain, clipped = (
-        value_loss(each, old, target, mask, clip=torch.inf, kind=args["loss_fn_type"]).token_losses
-        for each in (values, near_old)
-    )
-    return {"loss": total, "grad_value": values.grad, "clip_mask": keep((clipped > plain).float(), mask)}
+    clipped = areal_value_clip_mask(values, old, target, mask, args["value_eps_clip"], args["loss_fn_type"])
+    return {"loss": total, "grad_value": values.grad, "clip_mask": clipped}
 
 
 @family("areal_dpo_loss")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import torch
 from algorithms.oracle import family, tensor
+from algorithms.oracle_only import response_mask
 
 from headwater.algorithms.aggregate import StepTotals, aggregate
 from headwater.algorithms.corrections import CorrectionInputs, combine
 from headwater.algorithms.corrections.icepop import icepop
 from headwater.algorithms.corrections.reject import reject
 from headwater.algorithms.corrections.truncate import truncate
-from headwater.algorithms.kl.controllers import AdaptiveKL, FixedKL
-from headwater.algorithms.kl.penalty import kl_penalty
-from headwater.algorithms.kl.reward import penalize_rewards
+from headwater.algorithms.kl import AdaptiveKL, FixedKL, kl_penalty, penalize_rewards
 from headwater.algorithms.masked import masked_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from headwater.algorithms.response_mask import response_mask
 from headwater.algorithms.value_loss import value_loss
 from headwater.learner.token_logprobs import TokenStatistics, token_logprobs
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError
 
@@ -39,13 +40,27 @@ def problems() -> Problems:
 
 
 @pytest.fixture
-def assert_clash(problems: Problems) -> Callable[[list[str], str, list[str]], None]:
-    """Overrides give one problem, which blames a key and its value and mentions all that is expected."""
+def assert_clashes(problems: Problems) -> Callable[[list[tuple[list[str], str, list[str]]]], None]:
+    """The overrides of each case give one problem, which blames a key and its value and has every expected part."""
 
-    def check(overrides: list[str], blamed: str, mentions: list[str]) -> None:
-        (line,) = problems(None, *overrides)
-        assert line.startswith(blamed)
-        for mention in mentions:
-            assert mention in line
+    def check(cases: list[tuple[list[str], str, list[str]]]) -> None:
+        for overrides, blamed, mentions in cases:
+            lines = problems(None, *overrides)
+            assert len(lines) == 1, f"{overrides}: {lines}"
+            assert lines[0].startswith(blamed), f"{overrides}: {lines[0]}"
+            for mention in mentions:
+                assert mention in lines[0], f"{overrides}: {mention!r} is not in {lines[0]!r}"
+
+    return check
+
+
+@pytest.fixture
+def assert_loads_again(write: Write) -> Callable[[list[list[str]]], None]:
+    """The overrides of each case load, and so does the recipe that they resolve to."""
+
+    def check(cases: list[list[str]]) -> None:
+        for overrides in cases:
+            config = load_config(None, overrides).config
+            assert load_config(write("resolved.yaml", to_yaml(config))).config == config, overrides
 
     return check

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
 
@@ -106,7 +104,7 @@ CLASHES = [
             (
                 "truncate, icepop",
                 (),
-                "truncate and icepop each weigh by the ratio, so that it would be squared; use one",
+                "truncate and icepop each weigh by the ratio, which would square it; use one",
             ),
             (
                 "truncate, reject",
@@ -141,7 +139,7 @@ CLASHES = [
         (
             [f"algorithm.policy_loss={name}", "algorithm.aggregation=token-sum"],
             "algorithm.aggregation = 'token-sum'",
-            [f"algorithm.policy_loss = {name} always takes seq-mean-token-mean"],
+            [f"algorithm.policy_loss = {name} always uses seq-mean-token-mean"],
         )
         for name in ("geo_mean", "sapo")
     ),
@@ -204,9 +202,8 @@ CLASHES = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "blamed", "mentions"), CLASHES)
-def test_a_clash_names_both_keys_and_the_remedy(assert_clash, overrides, blamed, mentions):
-    assert_clash(overrides, blamed, mentions)
+def test_a_clash_names_both_keys_and_the_remedy(assert_clashes):
+    assert_clashes(CLASHES)
 
 
 FITTING = [
@@ -238,10 +235,8 @@ FITTING = [
 ]
 
 
-@pytest.mark.parametrize("overrides", FITTING)
-def test_settings_that_go_together_load_and_load_again_when_resolved(overrides, write):
-    config = load_config(None, overrides).config
-    assert load_config(write("resolved.yaml", to_yaml(config))).config == config
+def test_settings_that_go_together_load_and_load_again_when_resolved(assert_loads_again):
+    assert_loads_again(FITTING)
 
 
 SET_UP = """

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Optional
 
-import pytest
-
 from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, Within
 from headwater.config.convert import Converter
 from headwater.config.load import load_config
@@ -58,96 +56,96 @@ def part(text: str) -> Part:
     return built
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "expected"),
-    [
-        ("text: no", "text", "no"),
-        ("text: '3'", "text", "3"),
-        ("count: -7", "count", -7),
-        ("count: 0x10", "count", 16),
-        ("count: 0o17", "count", 15),
-        ("rate: 1e-6", "rate", 1e-6),
-        ("rate: 2.", "rate", 2.0),
-        ("rate: .5", "rate", 0.5),
-        ("rate: 3", "rate", 3.0),
-        ("rate: -.inf", "rate", float("-inf")),
-        ("flag: True", "flag", True),
-        ("choice: off", "choice", "off"),
-        ("names: one", "names", ("one",)),
-        ("names: []", "names", ()),
-        ("sizes: [1, 2]", "sizes", (1, 2)),
-        ("limit: null", "limit", None),
-        ("limit: 3", "limit", 3),
-        ("old_limit: ~", "old_limit", None),
-        ("old_limit: 2", "old_limit", 2.0),
-        ("free: {a: {b: [1, no, 1e3, null]}}", "free", {"a": {"b": [1, "no", 1000.0, None]}}),
-        ("weights: {a: 1}", "weights", {"a": 1.0}),
-        ("plugin: my.module:Thing", "plugin", "my.module:Thing"),
-        ("plugin: checks", "plugin", "checks"),
-        ("inner: {depth: 2}", "inner", Inner(2)),
-    ],
-)
-def test_values_by_type(text, name, expected):
-    value = getattr(part(text), name)
-    assert value == expected
-    assert type(value) is type(expected)
+VALUES = [
+    ("text: no", "text", "no"),
+    ("text: '3'", "text", "3"),
+    ("count: -7", "count", -7),
+    ("count: 0x10", "count", 16),
+    ("count: 0o17", "count", 15),
+    ("rate: 1e-6", "rate", 1e-6),
+    ("rate: 2.", "rate", 2.0),
+    ("rate: .5", "rate", 0.5),
+    ("rate: 3", "rate", 3.0),
+    ("rate: -.inf", "rate", float("-inf")),
+    ("flag: True", "flag", True),
+    ("choice: off", "choice", "off"),
+    ("names: one", "names", ("one",)),
+    ("names: []", "names", ()),
+    ("sizes: [1, 2]", "sizes", (1, 2)),
+    ("limit: null", "limit", None),
+    ("limit: 3", "limit", 3),
+    ("old_limit: ~", "old_limit", None),
+    ("old_limit: 2", "old_limit", 2.0),
+    ("free: {a: {b: [1, no, 1e3, null]}}", "free", {"a": {"b": [1, "no", 1000.0, None]}}),
+    ("weights: {a: 1}", "weights", {"a": 1.0}),
+    ("plugin: my.module:Thing", "plugin", "my.module:Thing"),
+    ("plugin: checks", "plugin", "checks"),
+    ("inner: {depth: 2}", "inner", Inner(2)),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("count: '3'", "part.count = '3' (r.yaml:1): must be a whole number; remove the quotes"),
-        ("count: 1_000", "part.count = '1_000' (r.yaml:1): must be a whole number; write it without underscores"),
-        ("count: 1e3", "part.count = 1000.0 (r.yaml:1): must be a whole number; write 1000"),
-        ("count: 2.5", "part.count = 2.5 (r.yaml:1): must be a whole number"),
-        ("count: true", "part.count = true (r.yaml:1): must be a whole number"),
-        ("count: null", "part.count = null (r.yaml:1): must be a whole number; remove it for the default"),
-        ("count: [1]", "part.count = [1] (r.yaml:1): must be a whole number"),
-        ("count: {a: 1}", "part.count = {a: 1} (r.yaml:1): must be a whole number"),
-        ("rate: nan", "part.rate = 'nan' (r.yaml:1): must be a finite number"),
-        ("rate: -Inf", "part.rate = '-Inf' (r.yaml:1): must be a finite number"),
-        ("count: nan", "part.count = 'nan' (r.yaml:1): must be a whole number"),
-        ("rate: '1e-6'", "part.rate = '1e-6' (r.yaml:1): must be a number; remove the quotes"),
-        ("rate: fast", "part.rate = 'fast' (r.yaml:1): must be a number"),
-        ("rate: false", "part.rate = false (r.yaml:1): must be a number"),
-        ("rate: .nan", "part.rate = .nan (r.yaml:1): must be a finite number; NaN is none"),
-        ("flag: yes", "part.flag = 'yes' (r.yaml:1): must be true or false; write true"),
-        ("flag: 0", "part.flag = 0 (r.yaml:1): must be true or false; write false"),
-        ("flag: maybe", "part.flag = 'maybe' (r.yaml:1): must be true or false"),
-        ("text: null", "part.text = null (r.yaml:1): must be text; use '' for empty text, or remove it"),
-        ("text: 3", "part.text = 3 (r.yaml:1): must be text; put it in quotes"),
-        ("text: true", "part.text = true (r.yaml:1): must be text; put it in quotes"),
-        ("choice: offf", "part.choice = 'offf' (r.yaml:1): no such choice; did you mean 'off'? known: on, off, auto"),
-        ("choice: true", "part.choice = true (r.yaml:1): no such choice; known: on, off, auto"),
-        ("names: [a, 3]", "part.names = [a, 3] (r.yaml:1): must be text; put it in quotes"),
-        ("names: null", "part.names = null (r.yaml:1): must be a list; use [] for none"),
-        ("names: {a: 1}", "part.names = {a: 1} (r.yaml:1): must be a list; write it as [first, second]"),
-        ("names: ''", "part.names = '' (r.yaml:1): must be a list; use [] for none"),
-        ("sizes: [1, 0]", "part.sizes = [1, 0] (r.yaml:1): must be >= 1"),
-        ("limit: x", "part.limit = 'x' (r.yaml:1): must be a whole number"),
-        ("old_limit: 0", "part.old_limit = 0 (r.yaml:1): must be > 0"),
-        ("free: 3", "part.free = 3 (r.yaml:1): must be a mapping; write it as {key: value}"),
-        ("free: null", "part.free = null (r.yaml:1): must be a mapping; use {} for none"),
-        ("weights: {a: x}", "part.weights = {a: x} (r.yaml:1): a: must be a number"),
-        ("share: 0", "part.share = 0 (r.yaml:1): must be > 0; use 1.0 for all"),
-        ("share: 1.5", "part.share = 1.5 (r.yaml:1): must be in [0, 1]"),
-        ("plugin: lod", "part.plugin = 'lod' (r.yaml:1): no such name; did you mean 'load'? known: "),
-        ("title: ''", "part.title = '' (r.yaml:1): must not be empty; name it"),
-        ("inner: {depth: 0}", "part.inner.depth = 0 (r.yaml:1): must be >= 1"),
-        ("inner: 3", "part.inner = 3 (r.yaml:1): this is a section; give its keys below it, such as part.inner.depth"),
-        ("old_limit: .inf", "part.old_limit = .inf (r.yaml:1): must be > 0 and finite"),
-    ],
-)
-def test_wrong_values_say_what_they_must_be(text, expected):
-    built, found = build(f"part: {{{text}}}")
-    assert built == Part()
-    (line,) = found
-    assert line.startswith(expected)
+def test_values_by_type():
+    for text, name, expected in VALUES:
+        value = getattr(part(text), name)
+        assert value == expected, text
+        assert type(value) is type(expected), text
 
 
-@pytest.mark.parametrize("name", ["rate", "old_limit", "count", "inner"])
-def test_a_number_beyond_all_floats_is_a_problem_or_a_value_but_no_crash(name):
-    build(f"part: {{{name}: {10**400}}}")
+WRONG_VALUES = [
+    ("count: '3'", "part.count = '3' (r.yaml:1): must be a whole number; remove the quotes"),
+    ("count: 1_000", "part.count = '1_000' (r.yaml:1): must be a whole number; write it without underscores"),
+    ("count: 1e3", "part.count = 1000.0 (r.yaml:1): must be a whole number; write 1000"),
+    ("count: 2.5", "part.count = 2.5 (r.yaml:1): must be a whole number"),
+    ("count: true", "part.count = true (r.yaml:1): must be a whole number"),
+    ("count: null", "part.count = null (r.yaml:1): must be a whole number; remove it for the default"),
+    ("count: [1]", "part.count = [1] (r.yaml:1): must be a whole number"),
+    ("count: {a: 1}", "part.count = {a: 1} (r.yaml:1): must be a whole number"),
+    ("rate: nan", "part.rate = 'nan' (r.yaml:1): must be a finite number"),
+    ("rate: -Inf", "part.rate = '-Inf' (r.yaml:1): must be a finite number"),
+    ("count: nan", "part.count = 'nan' (r.yaml:1): must be a whole number"),
+    ("rate: '1e-6'", "part.rate = '1e-6' (r.yaml:1): must be a number; remove the quotes"),
+    ("rate: fast", "part.rate = 'fast' (r.yaml:1): must be a number"),
+    ("rate: false", "part.rate = false (r.yaml:1): must be a number"),
+    ("rate: .nan", "part.rate = .nan (r.yaml:1): must be a finite number, not NaN"),
+    ("flag: yes", "part.flag = 'yes' (r.yaml:1): must be true or false; write true"),
+    ("flag: 0", "part.flag = 0 (r.yaml:1): must be true or false; write false"),
+    ("flag: maybe", "part.flag = 'maybe' (r.yaml:1): must be true or false"),
+    ("text: null", "part.text = null (r.yaml:1): must be text; use '' for empty text, or remove it"),
+    ("text: 3", "part.text = 3 (r.yaml:1): must be text; put it in quotes"),
+    ("text: true", "part.text = true (r.yaml:1): must be text; put it in quotes"),
+    ("choice: offf", "part.choice = 'offf' (r.yaml:1): no such choice; did you mean 'off'? known: on, off, auto"),
+    ("choice: true", "part.choice = true (r.yaml:1): no such choice; known: on, off, auto"),
+    ("names: [a, 3]", "part.names = [a, 3] (r.yaml:1): must be text; put it in quotes"),
+    ("names: null", "part.names = null (r.yaml:1): must be a list; use [] for none"),
+    ("names: {a: 1}", "part.names = {a: 1} (r.yaml:1): must be a list; write it as [first, second]"),
+    ("names: ''", "part.names = '' (r.yaml:1): must be a list; use [] for none"),
+    ("sizes: [1, 0]", "part.sizes = [1, 0] (r.yaml:1): must be >= 1"),
+    ("limit: x", "part.limit = 'x' (r.yaml:1): must be a whole number"),
+    ("old_limit: 0", "part.old_limit = 0 (r.yaml:1): must be > 0"),
+    ("free: 3", "part.free = 3 (r.yaml:1): must be a mapping; write it as {key: value}"),
+    ("free: null", "part.free = null (r.yaml:1): must be a mapping; use {} for none"),
+    ("weights: {a: x}", "part.weights = {a: x} (r.yaml:1): a: must be a number"),
+    ("share: 0", "part.share = 0 (r.yaml:1): must be > 0; use 1.0 for all"),
+    ("share: 1.5", "part.share = 1.5 (r.yaml:1): must be in [0, 1]"),
+    ("plugin: lod", "part.plugin = 'lod' (r.yaml:1): no such name; did you mean 'load'? known: "),
+    ("title: ''", "part.title = '' (r.yaml:1): must not be empty; name it"),
+    ("inner: {depth: 0}", "part.inner.depth = 0 (r.yaml:1): must be >= 1"),
+    ("inner: 3", "part.inner = 3 (r.yaml:1): this is a section; give its keys below it, such as part.inner.depth"),
+    ("old_limit: .inf", "part.old_limit = .inf (r.yaml:1): must be > 0 and finite"),
+]
+
+
+def test_wrong_values_say_what_they_must_be():
+    for text, expected in WRONG_VALUES:
+        built, found = build(f"part: {{{text}}}")
+        assert built == Part(), text
+        assert len(found) == 1, text
+        assert found[0].startswith(expected), text
+
+
+def test_a_number_beyond_all_floats_is_a_problem_or_a_value_but_no_crash():
+    for name in ("rate", "old_limit", "count", "inner"):
+        build(f"part: {{{name}: {10**400}}}")
 
 
 def test_all_problems_are_reported_and_the_rest_is_kept():
@@ -170,25 +168,25 @@ def test_free_form_values_are_copies_that_pickle():
     assert load_config(None).config.data.task_args is not load_config(None).config.data.task_args
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("trainer.total_step=3", "trainer.total_step (command line): no such key; did you mean trainer.total_steps?"),
-        ("rollout.weight_decay=3", "rollout.weight_decay (command line): no such key; did you mean learner.weight_"),
-        ("rollout.learning_rate=3", "rollout.learning_rate (command line): no such key; did you mean "),
-        ("weight_decay=3", "weight_decay (command line): no such key; did you mean learner.weight_decay?"),
-        ("rolout.top_k=3", "rolout.top_k (command line): no such key; did you mean rollout.top_k?"),
-        ("rolout.topk=3", "rolout.topk (command line): no such key; did you mean rollout.top_k?"),
-        ("optimiser.weight_deca=3", "optimiser.weight_deca (command line): no such key; did you mean learner.weight_"),
-        ("trainer.wieght_decay=3", "trainer.wieght_decay (command line): no such key; did you mean learner.weight_d"),
-        ("rolout={top_k: 3, top_p: 1.0}", "rolout (command line): no such section; did you mean rollout?"),
-        ("qqq.zzz=3", "qqq.zzz (command line): no such key; known sections: run, model, "),
-        ("run.zzzz=3", "run.zzzz (command line): no such key; known keys of run: name, root, seed"),
-    ],
-)
-def test_an_unknown_key_gets_the_nearest_known_one(problems, override, expected):
-    (line,) = problems(None, override)
-    assert line.startswith(expected)
+UNKNOWN_KEYS = [
+    ("trainer.total_step=3", "trainer.total_step (command line): no such key; did you mean trainer.total_steps?"),
+    ("rollout.weight_decay=3", "rollout.weight_decay (command line): no such key; did you mean learner.weight_"),
+    ("rollout.learning_rate=3", "rollout.learning_rate (command line): no such key; did you mean "),
+    ("weight_decay=3", "weight_decay (command line): no such key; did you mean learner.weight_decay?"),
+    ("rolout.top_k=3", "rolout.top_k (command line): no such key; did you mean rollout.top_k?"),
+    ("rolout.topk=3", "rolout.topk (command line): no such key; did you mean rollout.top_k?"),
+    ("optimiser.weight_deca=3", "optimiser.weight_deca (command line): no such key; did you mean learner.weight_"),
+    ("trainer.wieght_decay=3", "trainer.wieght_decay (command line): no such key; did you mean learner.weight_d"),
+    ("rolout={top_k: 3, top_p: 1.0}", "rolout (command line): no such section; did you mean rollout?"),
+    ("qqq.zzz=3", "qqq.zzz (command line): no such key; known sections: run, model, "),
+    ("run.zzzz=3", "run.zzzz (command line): no such key; known keys of run: name, root, seed"),
+]
+
+
+def test_an_unknown_key_gets_the_nearest_known_one(problems):
+    for override, expected in UNKNOWN_KEYS:
+        (line,) = problems(None, override)
+        assert line.startswith(expected), override
 
 
 def test_a_name_in_several_sections_suggests_each(problems):

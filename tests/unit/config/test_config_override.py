@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from headwater.config.load import load_config
 
 
@@ -37,42 +35,42 @@ def test_a_whole_section_can_be_given():
     assert value("run={name: x, seed: 4}").run.seed == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", ""),
-        ("no", "no"),
-        ("2024-01-01", "2024-01-01"),
-        ("a=b", "a=b"),
-        ("tiny:qwen3", "tiny:qwen3"),
-        ("one # two", "one # two"),
-        ("one\ntwo", "one\ntwo"),
-        ("'quoted'", "quoted"),
-        ('"3"', "3"),
-        ("Ünï 漢字", "Ünï 漢字"),
-    ],
-)
-def test_text_stays_as_it_was_written(text, expected):
-    assert value(f"data.system_prompt={text}").data.system_prompt == expected
+TEXTS = [
+    ("", ""),
+    ("no", "no"),
+    ("2024-01-01", "2024-01-01"),
+    ("a=b", "a=b"),
+    ("tiny:qwen3", "tiny:qwen3"),
+    ("one # two", "one # two"),
+    ("one\ntwo", "one\ntwo"),
+    ("'quoted'", "quoted"),
+    ('"3"', "3"),
+    ("Ünï 漢字", "Ünï 漢字"),
+]
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("run.seed", "'run.seed' (command line): an override needs a value; write it as section.key=value"),
-        ("recipe.yaml", "'recipe.yaml' (command line): an override needs a value; write it as section.key=value"),
-        ("=3", "'=3' (command line): '' is not a dotted key; write it as section.key=value"),
-        ("run..seed=3", "'run..seed=3' (command line): 'run..seed' is not a dotted key"),
-        ("--run.seed=3", "'--run.seed=3' (command line): an override has no dashes in front; write run.seed=3"),
-        ("extends=a.yaml", "'extends=a.yaml' (command line): extends belongs in a recipe"),
-        ("data.train=[a", "data.train = '[a' (command line): not valid YAML: expected ',' or ']'"),
-        ("data.task_args={a: 1, a: 2}", "data.task_args = '{a: 1, a: 2}' (command line): 'a' is given twice"),
-        ("data.train.x=1", "data.train = {x: 1} (command line): must be a list"),
-    ],
-)
-def test_a_malformed_override_says_how_to_write_it(problems, override, expected):
-    (line,) = problems(None, override)
-    assert line.startswith(expected)
+def test_text_stays_as_it_was_written():
+    for text, expected in TEXTS:
+        assert value(f"data.system_prompt={text}").data.system_prompt == expected, text
+
+
+MALFORMED = [
+    ("run.seed", "'run.seed' (command line): an override needs a value; write it as section.key=value"),
+    ("recipe.yaml", "'recipe.yaml' (command line): an override needs a value; write it as section.key=value"),
+    ("=3", "'=3' (command line): '' is not a dotted key; write it as section.key=value"),
+    ("run..seed=3", "'run..seed=3' (command line): 'run..seed' is not a dotted key"),
+    ("--run.seed=3", "'--run.seed=3' (command line): an override has no dashes in front; write run.seed=3"),
+    ("extends=a.yaml", "'extends=a.yaml' (command line): extends belongs in a recipe"),
+    ("data.train=[a", "data.train = '[a' (command line): not valid YAML: expected ',' or ']'"),
+    ("data.task_args={a: 1, a: 2}", "data.task_args = '{a: 1, a: 2}' (command line): 'a' is given twice"),
+    ("data.train.x=1", "data.train = {x: 1} (command line): must be a list"),
+]
+
+
+def test_a_malformed_override_says_how_to_write_it(problems):
+    for override, expected in MALFORMED:
+        (line,) = problems(None, override)
+        assert line.startswith(expected), override
 
 
 def test_text_that_yaml_takes_for_something_else_says_quote_it(problems):

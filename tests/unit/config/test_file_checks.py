@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.config.file_checks import files_exist, fits_checkpoint
+from headwater.config.checks import files_exist, fits_checkpoint
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError
 
@@ -57,7 +57,7 @@ def test_reading_a_recipe_needs_no_files(write):
         ("data.task_args.max_operand=99", "data.task_args = {{max_operand: 99}} (command line): {} was made with {{}}"),
         (
             "warm_start.num_steps=5",
-            "warm_start.num_steps = 5 (command line): {} was made with 0, and the supervised st",
+            "warm_start.num_steps = 5 (command line): {} was made with 0, and its warm st",
         ),
     ],
 )

@@ -11,7 +11,6 @@ import torch
 from headwater.algorithms.advantages import ADVANTAGES as ADVANTAGES_BY_NAME
 from headwater.algorithms.advantages import AdvantageInputs
 from headwater.algorithms.normalize import normalize_rewards
-from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError
 
@@ -63,17 +62,17 @@ CLASHES = [
         ([f"algorithm.advantage={name}", f"{REWARDS}.std_level=batch"], f"{REWARDS}.std_level = 'batch'", [reason])
         for name, reason in (
             ("gpg", "counts the samples whose score is not 0; use none, or"),
-            ("remax", "the greedy response's score, which is not normalised"),
+            ("remax", "the score of the greedy response, which is not normalised"),
             ("gdpo", "reward_parts"),
-            ("grpo", "algorithm.advantage = grpo normalises scores within the group anyway, so nothing would change"),
-            ("grpo_passk", "nothing would change; use none, or algorithm.advantage=reinforce_plus_plus"),
+            ("grpo", "algorithm.advantage = grpo already normalises scores within the group"),
+            ("grpo_passk", "so this would change nothing; use none, or algorithm.advantage=reinforce_plus_plus"),
         )
     ),
     *(
         (
             [f"algorithm.advantage={name}", *more, f"{REWARDS}.mean_level=group"],
             f"{REWARDS}.mean_level = 'group'",
-            [f"{name} compares with a mean of the group anyway, so only a deviation could change anything"],
+            [f"{name} already subtracts the mean of the group, so only a deviation could change anything"],
         )
         for name, more in (
             ("grpo", ["algorithm.advantage_args.normalize_by_std=false"]),
@@ -98,9 +97,8 @@ CLASHES = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "blamed", "mentions"), CLASHES)
-def test_a_clash_names_both_keys_and_the_remedy(assert_clash, overrides, blamed, mentions):
-    assert_clash(overrides, blamed, mentions)
+def test_a_clash_names_both_keys_and_the_remedy(assert_clashes):
+    assert_clashes(CLASHES)
 
 
 FITTING = [
@@ -121,10 +119,8 @@ FITTING = [
 ]
 
 
-@pytest.mark.parametrize("overrides", FITTING)
-def test_settings_that_go_together_load_and_load_again_when_resolved(overrides, write):
-    config = load_config(None, overrides).config
-    assert load_config(write("resolved.yaml", to_yaml(config))).config == config
+def test_settings_that_go_together_load_and_load_again_when_resolved(assert_loads_again):
+    assert_loads_again(FITTING)
 
 
 ADVANTAGES_OF_SCORES = [
@@ -184,7 +180,7 @@ def changes_something(name: str, args: dict, chosen: dict, num_turns: int) -> bo
 
 @pytest.mark.parametrize(("name", "args"), ADVANTAGES_OF_SCORES)
 def test_what_is_refused_changes_nothing_and_what_loads_does(name, args):
-    """Every combination, held against what comes of it."""
+    """Every combination, compared with its effect."""
     overrides = [f"algorithm.advantage={name}", "rollout.num_samples_per_prompt=4"]
     overrides += [f"algorithm.advantage_args.{key}={str(value).lower()}" for key, value in args.items()]
     overrides += ["critic.enabled=true"] if "gae" in name else []

@@ -1,16 +1,16 @@
 """Advantage estimators, one file each: ``f(inputs: AdvantageInputs, **settings) -> Advantages``.
 
-Masked tokens get advantage 0 in all of them, whatever stands there in the inputs.
+Masked tokens get advantage 0 in all of them, whatever the inputs contain there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from headwater.algorithms.columns import check_shapes
-from headwater.algorithms.masked import keep
+from headwater.algorithms.masked import check_shapes, keep
 from headwater.core.registry import Registry
 
 ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages")
@@ -18,25 +18,25 @@ ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages")
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may use, ``[samples, tokens]`` unless said otherwise. What this run lacks is None.
+    """What an estimator may use, ``[samples, tokens]`` unless stated otherwise; None where a run does not provide it.
 
-    All but ``rewards`` are set to 0 where ``mask`` is 0.
+    All columns except ``rewards`` are set to 0 where ``mask`` is 0.
     """
 
     rewards: Tensor
-    """A sample's score is the sum of its row, masked tokens too: an untrained sample still counts in its group."""
+    """The score of a sample is the sum of its row, including masked tokens, so that untrained samples count too."""
     mask: Tensor
     """1 on the tokens that are trained."""
     groups: Tensor
     """``[samples]``: equal within a group."""
     values: Tensor | None = None
-    """The critic's."""
+    """The values of the critic."""
     baselines: Tensor | None = None
     """``[samples]``: the score of the greedy response to the same prompt."""
     turns: Tensor | None = None
-    """The number of the turn each token belongs to; -1 outside."""
+    """The number of the turn that each token belongs to; -1 for tokens outside of turns."""
     reward_parts: Tensor | None = None
-    """``[samples, parts]``: the scores that make up the reward, where a reward has several."""
+    """``[samples, parts]``: the scores that make up the reward, if it has several."""
     old_logprobs: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     """The sum over the vocabulary of the squared probabilities, at each token."""
@@ -63,10 +63,26 @@ class Advantages:
 
     advantages: Tensor
     returns: Tensor
-    """What a critic is trained towards."""
+    """The targets of the critic."""
 
 
 def outcome(advantages: Tensor, mask: Tensor) -> Advantages:
     """One advantage per sample ``[samples]``, or per token, as both advantage and return."""
     per_token = keep((advantages[:, None] if advantages.dim() == 1 else advantages).expand_as(mask), mask)
     return Advantages(per_token, per_token)
+
+
+def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """``G = r + gamma·G'`` backwards over the kept tokens, 0 at the others.
+
+    A masked token passes the running return on without a discount.
+    """
+    rewards, kept = keep(rewards, mask), mask != 0
+    if gamma == 1.0:
+        return keep(rewards.flip(-1).cumsum(-1).flip(-1), mask)
+    running = torch.zeros_like(rewards[:, 0])
+    columns = []
+    for column in reversed(range(rewards.shape[1])):
+        running = torch.where(kept[:, column], rewards[:, column] + gamma * running, running)
+        columns.append(running)
+    return keep(torch.stack(columns[::-1], dim=1), mask)

@@ -1,17 +1,26 @@
-"""Generalised advantage estimation: a critic's surprises, token by token."""
+"""Generalised advantage estimation: discounted sums of the temporal-difference errors of a critic."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
-from headwater.algorithms.columns import require
-from headwater.algorithms.masked import keep, whiten
+from headwater.algorithms.masked import keep, require, whiten
+from headwater.config.constraints import Within
+from headwater.config.traits import AdvantageTraits
 
 
-@ADVANTAGES.register
-def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whitened: bool = True) -> Advantages:
+@ADVANTAGES.register(AdvantageTraits(needs_values=True, varies_by_token=True, discount="gamma", whitens="whitened"))
+def gae(
+    inputs: AdvantageInputs,
+    *,
+    gamma: Annotated[float, Within(0, 1)] = 1.0,
+    lam: Annotated[float, Within(0, 1)] = 1.0,
+    whitened: bool = True,
+) -> Advantages:
     """``A = δ + gamma·lam·A'`` with ``δ = r + gamma·V' - V``; returns are ``A + V`` before whitening."""
     values = require(inputs.values, "values", "algorithm.advantage = gae", "it needs a critic")
     advantages = keep(gae_recursion(inputs.rewards, values, inputs.mask, gamma, lam), inputs.mask)
@@ -19,16 +28,11 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whiten
     return Advantages(whiten(advantages, inputs.mask) if whitened else advantages, returns)
 
 
-def gae_recursion(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: Tensor | None = None
-) -> Tensor:
-    """The raw advantages. At a masked token stands that of the next kept one: the recursion passes through it.
-
-    ``bootstrap`` ``[samples]`` is the value after the last column, for rows that were cut off there.
-    """
+def gae_recursion(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """The raw advantages. A masked token gets the advantage of the next kept one: the recursion passes through it."""
     rewards, values, kept = keep(rewards, mask), keep(values, mask), mask != 0
     advantage = torch.zeros_like(values[:, 0])
-    next_value = torch.zeros_like(advantage) if bootstrap is None else bootstrap
+    next_value = torch.zeros_like(advantage)
     columns = []
     for column in reversed(range(values.shape[1])):
         here = kept[:, column]

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
 from headwater.algorithms.advantages.gae import gae_recursion
-from headwater.algorithms.columns import require
-from headwater.algorithms.masked import keep, whiten
+from headwater.algorithms.masked import keep, require, whiten
+from headwater.config.constraints import Within
+from headwater.config.traits import AdvantageTraits
 
 
-@ADVANTAGES.register
-def gae_turn(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whitened: bool = True) -> Advantages:
+@ADVANTAGES.register(AdvantageTraits(needs_values=True, varies_by_token=True, discount="gamma", whitens="whitened"))
+def gae_turn(
+    inputs: AdvantageInputs,
+    *,
+    gamma: Annotated[float, Within(0, 1)] = 1.0,
+    lam: Annotated[float, Within(0, 1)] = 1.0,
+    whitened: bool = True,
+) -> Advantages:
     """GAE with one step per turn; every token of a turn shares its advantage and its return.
 
-    A turn's reward is the sum over its kept tokens, its value the critic's at its first kept token: what was expected
+    The reward of a turn is the sum over its kept tokens. Its value is that of its first kept token: the expectation
     when the turn began. Discounts count turns, so long messages are not discounted more than short ones.
     """
     values = require(inputs.values, "values", "algorithm.advantage = gae_turn", "it needs a critic")

@@ -1,28 +1,39 @@
-"""Several rewards at once, each compared within its group on its own scale."""
+"""GDPO: several rewards, each normalised within its group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, outcome
 from headwater.algorithms.advantages.grpo import group_relative
-from headwater.algorithms.columns import require
 from headwater.algorithms.groups import Groups
-from headwater.algorithms.masked import whiten
+from headwater.algorithms.masked import require, whiten
+from headwater.config.constraints import MoreThan
+from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import DataError
 
 
-@ADVANTAGES.register
+@ADVANTAGES.register(
+    AdvantageTraits(
+        compares_groups=True,
+        reads_reward_parts=True,
+        scores_alone="compares the parts of the scorer's reward, and {key} is in none of them",
+        scores_as_given="reads the scorer's reward_parts instead of the rewards",
+        whitens=True,
+    )
+)
 def gdpo(
     inputs: AdvantageInputs,
     *,
     reward_weights: Sequence[float] | None = None,
     normalize_by_std: bool = True,
-    epsilon: float = 1e-6,
+    epsilon: Annotated[float, MoreThan(0)] = 1e-6,
 ) -> Advantages:
-    """The weighted sum of every reward's GRPO advantage, whitened over the batch's tokens; weights default to 1."""
+    """The weighted sum of the GRPO advantages of all rewards, whitened over the tokens of the batch; weights default
+    to 1."""
     parts = require(
         inputs.reward_parts, "reward_parts", "algorithm.advantage = gdpo", "use a reward that returns several scores"
     )

@@ -1,16 +1,24 @@
-"""Pass@k: only a group's best response is credited, with its lead over the second best."""
+"""Pass@k: only the best response of a group gets an advantage, its lead over the second best."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import torch
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, outcome
 from headwater.algorithms.groups import Groups
+from headwater.config.constraints import MoreThan
+from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import DataError
 
 
-@ADVANTAGES.register
-def grpo_passk(inputs: AdvantageInputs, *, normalize_by_std: bool = True, epsilon: float = 1e-6) -> Advantages:
+@ADVANTAGES.register(
+    AdvantageTraits(compares_groups=True, subtracts_group_mean=True, divides_by_group_std="normalize_by_std")
+)
+def grpo_passk(
+    inputs: AdvantageInputs, *, normalize_by_std: bool = True, epsilon: Annotated[float, MoreThan(0)] = 1e-6
+) -> Advantages:
     """``(best - second) / (std + epsilon)`` on the best response of each group, 0 on the others; a tie gives 0."""
     scores, groups = inputs.scores, Groups.of(inputs.groups)
     if bool(groups.single.any()):

@@ -1,4 +1,4 @@
-"""The optimal baseline of a policy gradient whose variance grows with length: the length-weighted mean score."""
+"""OPO: the length-weighted mean score, the optimal baseline if the variance of the gradient grows with length."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import torch
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, outcome
 from headwater.algorithms.groups import Groups
+from headwater.config.traits import AdvantageTraits
 
 
-@ADVANTAGES.register
+@ADVANTAGES.register(AdvantageTraits(compares_groups=True, subtracts_group_mean=True))
 def opo(inputs: AdvantageInputs) -> Advantages:
-    """``s - Σ(length·s)/Σ(length)`` over the group; a response that is alone keeps its score."""
+    """``s - Σ(length·s)/Σ(length)`` over the group; a response that is alone in its group keeps its score."""
     scores, groups = inputs.scores, Groups.of(inputs.groups)
     lengths = inputs.mask.sum(dim=-1)
-    # Counted from the lowest score, so that equal scores give exactly 0.
+    # Measured from the lowest score, so that equal scores give exactly 0.
     above = scores - groups.min(scores)
     baseline = groups.sum(lengths * above) / groups.sum(lengths).clamp(min=1)
     return outcome(torch.where(groups.single, scores, above - baseline), inputs.mask)

@@ -1,30 +1,36 @@
-"""A baseline for every position: the group's return-to-go, weighted by how noisy each sample's gradient is so far."""
+"""A baseline for every position: the mean return-to-go of the group, weighted by the gradient noise of each sample."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages
-from headwater.algorithms.columns import require
+from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, returns_to_go
 from headwater.algorithms.groups import Groups
-from headwater.algorithms.masked import keep
-from headwater.algorithms.returns import returns_to_go
+from headwater.algorithms.masked import keep, require
+from headwater.config.constraints import MoreThan
+from headwater.config.traits import AdvantageTraits
 
 _USER = "algorithm.advantage = optimal_token_baseline"
 
 
-@ADVANTAGES.register
+@ADVANTAGES.register(AdvantageTraits(compares_groups=True, needs_recomputed_logprobs=True, varies_by_token=True))
 def optimal_token_baseline(
-    inputs: AdvantageInputs, *, skip_masked: bool = False, zero_tail: bool = True, epsilon: float = 1e-8
+    inputs: AdvantageInputs,
+    *,
+    skip_masked: bool = False,
+    zero_tail: bool = True,
+    epsilon: Annotated[float, MoreThan(0)] = 1e-8,
 ) -> Advantages:
     """``A_t = G_t - Σ(G_t·W_t) / Σ(W_t)`` over the group, ``W_t`` summing ``(1 - 2·p + Σp²)·w²`` up to ``t``.
 
     Position ``t`` is a column; with ``skip_masked`` it counts trained tokens only, so that multi-turn samples are
-    compared at equal progress. ``zero_tail`` gives no baseline where only the longest sample is left, which would
-    otherwise be its own baseline. Importance weights ``w`` are used where the run has them.
+    compared at equal progress. ``zero_tail`` uses no baseline where only the longest sample is left, which would
+    otherwise be its own baseline. Importance weights ``w`` are used if the run has them.
 
-    Returns that are all the same have exactly themselves for a baseline.
+    Equal returns have a baseline of exactly their value.
     """
     old_logprobs = require(inputs.old_logprobs, "old_logprobs", _USER, "set algorithm.old_logprobs")
     sum_pi_squared = require(inputs.sum_pi_squared, "sum_pi_squared", _USER, "the learner must compute it")
@@ -37,7 +43,7 @@ def optimal_token_baseline(
     position = _positions(mask, skip_masked)
     lengths = mask.sum(dim=-1).long()
 
-    # Counted from the group's lowest return, equal ones are 0 before any rounding happens.
+    # Measured from the lowest return of the group, equal returns are 0 before any rounding.
     lowest = _lowest(returns, mask, groups)
     above = keep(returns - lowest, mask)
     numerator = _group_sum(keep(above * path_noise, mask), position, groups)
@@ -56,7 +62,7 @@ def _positions(mask: Tensor, skip_masked: bool) -> Tensor:
 
 
 def _group_sum(values: Tensor, position: Tensor, groups: Groups) -> Tensor:
-    """The sum over the group of what stands at the same position, looked up at every token."""
+    """The sum over the group of the values at the same position, for every token."""
     by_position = torch.zeros_like(values).scatter_add_(1, position, values)
     return groups.sum(by_position).gather(1, position)
 
@@ -68,7 +74,7 @@ def _lowest(returns: Tensor, mask: Tensor, groups: Groups) -> Tensor:
 
 
 def _shared_length(lengths: Tensor, groups: Groups) -> Tensor:
-    """``[samples]``: the group's second longest for the one sample that is longest; longer than any for the others."""
+    """``[samples]``: for the longest sample of a group, the second largest length; for the others, no limit."""
     longest = lengths == groups.max(lengths)
     alone = longest & (groups.sum(longest.long()) == 1)
     second = groups.max(lengths.masked_fill(longest, 0))

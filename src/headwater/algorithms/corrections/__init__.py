@@ -1,8 +1,8 @@
-"""Corrections for data that an older or differently computed policy sampled, one file each:
+"""Corrections for samples of an older policy, or of an engine with other numerics, one file each:
 ``f(inputs: CorrectionInputs, **settings) -> Correction``.
 
-Every bound is on the ratio ``π_train / π_rollout``. A correction depends on no gradient, so it is computed once for
-a batch; its weights multiply the token losses and its mask replaces the loss mask.
+Every bound is on the ratio ``π_train / π_rollout``. A correction has no gradient, so it is computed once per batch. Its
+weights multiply the token losses, and its mask replaces the loss mask.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from functools import reduce
 from operator import mul
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from headwater.algorithms.columns import check_shapes
-from headwater.algorithms.log_ratio import bounded
-from headwater.algorithms.masked import keep
+from headwater.algorithms.masked import EPSILON, bounded, check_shapes, keep, masked_mean, masked_sum
 from headwater.core.registry import Registry
 
 CORRECTIONS = Registry("correction", "headwater.algorithms.corrections")
@@ -30,7 +29,7 @@ class CorrectionInputs:
     """All ``[samples, tokens]``."""
 
     old_logprobs: Tensor
-    """Of the policy that trains, when the batch was taken: the proximal policy."""
+    """Of the learner's policy at the start of the step: the proximal policy."""
     rollout_logprobs: Tensor
     """Of the policy that sampled, as the engine recorded them."""
     mask: Tensor
@@ -47,15 +46,15 @@ class CorrectionInputs:
 @dataclass(frozen=True)
 class Correction:
     weights: Tensor
-    """``[samples, tokens]``: what the token losses are multiplied by; 0 at tokens that do not count."""
+    """``[samples, tokens]``: the factors of the token losses; 0 at tokens that do not count."""
     mask: Tensor
-    """``[samples, tokens]``: the tokens left in the loss."""
+    """``[samples, tokens]``: the tokens that stay in the loss."""
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Per-token values worth a masked mean over the original mask."""
+    """Values per token whose mean over the original mask is reported."""
 
 
 def ratios(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """The ratio of each token, or of its whole sequence: the product of its tokens' or their geometric mean."""
+    """The ratio of each token, or that of its sequence: the product of the token ratios, or their geometric mean."""
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(mask)
     elif level == "geometric":
@@ -65,9 +64,9 @@ def ratios(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
 
 
 def combine(corrections: Mapping[str, Correction]) -> Correction:
-    """Several corrections of the same batch as one: weights multiply, and a token must be kept by all.
+    """Combine corrections of the same batch: weights are multiplied, and a token must be kept by all.
 
-    Their diagnostics go by ``<name of the correction>/<name of the value>``.
+    Diagnostics are named ``<correction>/<diagnostic>``.
     """
     return Correction(
         reduce(mul, (each.weights for each in corrections.values())),
@@ -78,3 +77,16 @@ def combine(corrections: Mapping[str, Correction]) -> Correction:
             for diagnostic, values in each.diagnostics.items()
         },
     )
+
+
+def batch_normalize(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+    """Weights divided by their mean, which is over tokens, or over sequences if each has one weight."""
+    mean = mean_weight(weights, mask, level)
+    return torch.where(mean > EPSILON, weights / mean, weights)
+
+
+def mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+    if level == "token":
+        return masked_mean(weights, mask)
+    nonempty = (mask != 0).any(dim=-1)
+    return masked_sum(masked_mean(weights, mask, dim=-1), nonempty) / nonempty.sum().clamp(min=1)

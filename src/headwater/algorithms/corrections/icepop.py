@@ -1,22 +1,25 @@
-"""IcePop: a weight outside the bounds becomes 0 instead of being capped."""
+"""IcePop: weights outside the bounds become 0 instead of being clamped."""
 
 from __future__ import annotations
 
-from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, ratios
+from typing import Annotated
+
+from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, batch_normalize, ratios
 from headwater.algorithms.masked import keep
-from headwater.algorithms.weights import batch_normalize
+from headwater.config.constraints import AtLeast, MoreThan, NotBelow
+from headwater.config.traits import CorrectionTraits
 
 
-@CORRECTIONS.register
+@CORRECTIONS.register(CorrectionTraits(weighs_by_ratio=True))
 def icepop(
     inputs: CorrectionInputs,
     *,
     level: Level = "token",
-    lower: float = 0.5,
-    upper: float = 5.0,
+    lower: Annotated[float, AtLeast(0)] = 0.5,
+    upper: Annotated[float, MoreThan(0, finite=False), NotBelow("lower")] = 5.0,
     normalize: bool = False,
 ) -> Correction:
-    """Weights are the ratios inside ``[lower, upper]`` and 0 outside; the mask stays, so averages still count all."""
+    """Weights are the ratios inside ``[lower, upper]`` and 0 outside. The mask stays, so averages count all tokens."""
     ratio = ratios(inputs.log_ratio, inputs.mask, level)
     inside = (ratio >= lower) & (ratio <= upper)
     weights = keep(ratio, inside)

@@ -1,21 +1,22 @@
-"""Rejection: tokens or whole sequences that have moved too far leave the loss."""
+"""Rejection: removes tokens or whole sequences from the loss whose ratio is too far from 1."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, ratios
-from headwater.algorithms.log_ratio import bounded
-from headwater.algorithms.masked import keep
+from headwater.algorithms.masked import bounded, keep
+from headwater.config.constraints import AtLeast, NotBelow
+from headwater.config.traits import CorrectionTraits
 
 Metric = Literal["ratio", "k1", "k2", "k3", "k3_reverse"]
 Reduction = Literal["sum", "mean", "max"]
 
 
-@CORRECTIONS.register
+@CORRECTIONS.register(CorrectionTraits(weighs_by_ratio="weighted"))
 def reject(
     inputs: CorrectionInputs,
     *,
@@ -23,15 +24,16 @@ def reject(
     metric: Metric = "ratio",
     reduction: Reduction = "mean",
     lower: float | None = None,
-    upper: float = 2.0,
+    upper: Annotated[float, AtLeast(0, finite=False), NotBelow("lower")] = 2.0,
     weighted: bool = False,
 ) -> Correction:
-    """Keep what has its metric in ``[lower, upper]``, bounds included.
+    """Keep tokens or sequences whose metric is in ``[lower, upper]``, bounds included.
 
     With ``r = π_train / π_rollout`` the metrics are ``ratio`` r, ``k1`` log r, ``k2`` (log r)²/2, ``k3`` r - 1 - log r
-    (the unbiased KL of samples from the rollout) and ``k3_reverse`` 1/r - 1 + log r. A sequence's metric is the sum,
-    mean or maximum of its tokens'; of ``ratio`` it is taken in logs, so a mean is the geometric one. Weights are 1, or
-    with ``weighted`` the ratio: the geometric mean where sequences are judged by their ratio, else each token's own.
+    (the unbiased KL of samples from the rollout) and ``k3_reverse`` 1/r - 1 + log r. The metric of a
+    sequence is the sum, mean or maximum over its tokens. For ``ratio`` it is computed in logs, so a mean is the
+    geometric mean. Weights are 1, or with ``weighted`` the ratio: the geometric mean if sequences are judged by their
+    ratio, else that of each token.
     """
     log_ratio = bounded(inputs.log_ratio)
     measured = log_ratio if metric == "ratio" else _measure(log_ratio, metric)

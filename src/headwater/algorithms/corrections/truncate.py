@@ -1,22 +1,26 @@
-"""Truncated importance sampling: weights are capped, so that no sample counts more than so many times."""
+"""Truncated importance sampling: weights are clamped, which limits the influence of a single token."""
 
 from __future__ import annotations
 
-from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, ratios
+from typing import Annotated
+
+from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, batch_normalize, ratios
 from headwater.algorithms.masked import keep
-from headwater.algorithms.weights import batch_normalize
+from headwater.config.constraints import AtLeast, MoreThan, NotBelow
+from headwater.config.traits import CorrectionTraits
 
 
-@CORRECTIONS.register
+@CORRECTIONS.register(CorrectionTraits(weighs_by_ratio=True))
 def truncate(
     inputs: CorrectionInputs,
     *,
     level: Level = "token",
-    upper: float = 2.0,
-    lower: float = 0.0,
+    upper: Annotated[float, MoreThan(0, finite=False), NotBelow("lower")] = 2.0,
+    lower: Annotated[float, AtLeast(0)] = 0.0,
     normalize: bool = False,
 ) -> Correction:
-    """Weights are the ratios clamped to ``[lower, upper]``; ``normalize`` divides them by the batch's mean."""
+    """Weights are the ratios clamped to ``[lower, upper]``; ``normalize`` divides them by their mean over the
+    batch."""
     ratio = ratios(inputs.log_ratio, inputs.mask, level)
     weights = keep(ratio.clamp(lower, upper), inputs.mask)
     diagnostics = {"truncated_fraction": (weights != ratio).to(ratio.dtype)}

@@ -1,7 +1,7 @@
 """Policy losses, one file each: ``f(inputs: PolicyLossInputs, **settings) -> PolicyLoss``.
 
-They return one loss per token and know nothing of micro-batches or ranks; aggregation is the training engine's. The
-weights of a correction come afterwards, by ``PolicyLoss.weighted``.
+They return one loss per token and do not depend on micro-batches or ranks; the learner aggregates them. The weights of
+a correction are applied afterwards, by ``PolicyLoss.weighted``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headwater.algorithms.columns import check_shapes
-from headwater.algorithms.log_ratio import bounded
-from headwater.algorithms.masked import keep, masked_mean
+from headwater.algorithms.masked import bounded, check_shapes, keep, masked_mean
 from headwater.core.registry import Registry
 
 POLICY_LOSSES = Registry("policy loss", "headwater.algorithms.policy_losses")
 
 _SMALLEST_WEIGHT = 1e-10
-"""Added before the logarithm, as verl does, so that a weight of 0 among others is not minus infinity."""
+"""Added before the logarithm, as in verl, so that the logarithm of a weight of 0 is finite."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +26,12 @@ class PolicyLossInputs:
     """What a loss may use, all ``[samples, tokens]`` and set to 0 where ``mask`` is 0."""
 
     logprobs: Tensor
-    """Of the policy being trained; with ``entropy`` the only one with a gradient."""
+    """Of the policy being trained. Only these and ``entropy`` have a gradient."""
     old_logprobs: Tensor
-    """Of the policy that updates are measured from: the proximal policy where it differs from the one that sampled."""
+    """Of the policy that updates are measured from: the proximal policy if it differs from the one that sampled."""
     advantages: Tensor
     mask: Tensor
-    """1 on the tokens that are trained. A loss of one token need not apply it."""
+    """1 on the tokens that are trained. Losses do not need to apply it to their token losses."""
     rollout_logprobs: Tensor | None = None
     """Of the policy that sampled, as the engine recorded them."""
     entropy: Tensor | None = None
@@ -42,7 +40,7 @@ class PolicyLossInputs:
         names = ("logprobs", "old_logprobs", "advantages", "rollout_logprobs", "entropy")
         columns = {name: getattr(self, name) for name in names}
         check_shapes(tuple(self.mask.shape), **columns)
-        # Masking the sum of the losses would not do: the gradient of a NaN token is NaN however small its share.
+        # Masking the losses is not enough: the gradient of a NaN stays NaN when it is multiplied by 0.
         for name, value in columns.items():
             if value is not None:
                 object.__setattr__(self, name, keep(value, self.mask))
@@ -51,23 +49,23 @@ class PolicyLossInputs:
 @dataclass(frozen=True)
 class PolicyLoss:
     token_losses: Tensor
-    """0 where the loss removes a token. Averages still count it, so that the others do not count more."""
+    """0 where the loss removes a token. Averages still count such tokens, so that the others do not weigh more."""
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Per-token values worth a masked mean in the metrics."""
+    """Values per token whose masked mean is reported."""
     aggregation: str | None = None
-    """Set by a loss that is defined only under one aggregation; it goes before the configured one."""
+    """Set by a loss that is defined for one aggregation only; it replaces the configured one."""
     per_sequence: bool = False
-    """Whether a row has one loss, a product over its tokens' ratios, that all of its tokens repeat."""
+    """Whether a row has one loss, made of the product of its ratios, which is repeated for all of its tokens."""
     weights: Tensor | None = None
-    """What a loss weighs its tokens by because another policy sampled them; worth an effective sample size."""
+    """The importance weights that the loss applied; their effective sample size is reported."""
     log_ratios: Tensor | None = None
-    """``logprobs - old_logprobs``, worth percentiles; the actor sets it for every loss."""
+    """``logprobs - old_logprobs``, whose percentiles are reported; the actor sets it for every loss."""
 
     def weighted(self, weights: Tensor, mask: Tensor) -> PolicyLoss:
-        """Times a correction's ``weights`` ``[samples, tokens]``.
+        """The loss multiplied by the ``weights`` ``[samples, tokens]`` of a correction.
 
-        The one loss of a row takes one weight. It stands for a geometric mean of ratios, so its weight is the geometric
-        mean of its tokens' weights; multiplying token by token would make that an arithmetic one.
+        A loss per sequence takes one weight per row. It contains a geometric mean of ratios, so its weight is the
+        geometric mean of the token weights.
         """
         if self.per_sequence:
             logs = (weights + _SMALLEST_WEIGHT).log()
@@ -80,14 +78,21 @@ def log_ratios(inputs: PolicyLossInputs) -> Tensor:
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """``max(-A·r, -A·clip(r, 1-low, 1+high))``, and where the clip decided."""
+    """``max(-A·r, -A·clip(r, 1-low, 1+high))``, and where the clip took effect."""
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(plain, clipped), (clipped > plain).to(ratio.dtype)
 
 
 def dual_clip_bound(losses: Tensor, advantages: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """At most ``-A·bound`` where ``A < 0``, and where that decided: one runaway ratio must not own the batch."""
+    """At most ``-A·bound`` where ``A < 0``, and where that took effect: it limits the influence of a single ratio."""
     limit = -advantages * bound
     decided = (advantages < 0) & (losses > limit)
     return torch.where(advantages < 0, torch.minimum(losses, limit), losses), decided.to(losses.dtype)
+
+
+def token_covariance(inputs: PolicyLossInputs) -> Tensor:
+    """``(A - mean A)·(logp - mean logp)`` over the kept tokens, without gradient."""
+    advantages, logprobs, mask = inputs.advantages, inputs.logprobs.detach(), inputs.mask
+    product = (advantages - masked_mean(advantages, mask)) * (logprobs - masked_mean(logprobs, mask))
+    return keep(product, mask)

@@ -1,32 +1,36 @@
-"""Clip-Cov: stop a few tokens whose log-prob and advantage rise together, which is what eats entropy."""
+"""Clip-Cov: removes a few tokens with a high covariance of log-prob and advantage, which reduce entropy most."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
-from headwater.algorithms.covariance import token_covariance
 from headwater.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,
     PolicyLossInputs,
     clipped_surrogate,
     log_ratios,
+    token_covariance,
 )
+from headwater.config.constraints import AtLeast, NotBelow, Within
+from headwater.config.traits import LossTraits
 
 
-@POLICY_LOSSES.register
+@POLICY_LOSSES.register(LossTraits(needs_all_samples=True))
 def clip_cov(
     inputs: PolicyLossInputs,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    fraction: float = 2e-4,
+    clip_low: Annotated[float, AtLeast(0)] = 0.2,
+    clip_high: Annotated[float, AtLeast(0)] = 0.2,
+    fraction: Annotated[float, Within(0, 1)] = 2e-4,
     lower: float = 1.0,
-    upper: float = 5.0,
-    seed: int = 0,
+    upper: Annotated[float, NotBelow("lower")] = 5.0,
+    seed: Annotated[int, AtLeast(0)] = 0,
 ) -> PolicyLoss:
-    """PPO's clip; besides, ``fraction`` of the tokens, drawn among those whose covariance is in ``(lower, upper)``, are
-    taken out. ``seed`` makes the draw a function of the inputs. The covariance is that of the micro-batch."""
+    """PPO's clip, without a ``fraction`` of the tokens that is drawn from those whose covariance is in
+    ``(lower, upper)``. ``seed`` makes the draw a function of the inputs. The covariance is computed per micro-batch."""
     log_ratio = log_ratios(inputs)
     losses, clipped = clipped_surrogate(log_ratio.exp(), inputs.advantages, clip_low, clip_high)
     kept = inputs.mask != 0

@@ -1,14 +1,13 @@
-"""PPO around a proximal policy, on data that an older policy sampled (AReaL)."""
+"""Decoupled PPO (AReaL): clips around a proximal policy, on samples of an older policy."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from headwater.algorithms.columns import require
 from headwater.algorithms.corrections import Correction, CorrectionInputs
 from headwater.algorithms.corrections.reject import Metric, Reduction, reject
 from headwater.algorithms.corrections.truncate import truncate
-from headwater.algorithms.masked import keep, row_mean
+from headwater.algorithms.masked import keep, require, row_mean
 from headwater.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -17,30 +16,32 @@ from headwater.algorithms.policy_losses import (
     dual_clip_bound,
     log_ratios,
 )
+from headwater.config.constraints import AtLeast, MoreThan, NotBelow
+from headwater.config.traits import LossTraits
 from headwater.core.errors import ConfigError
 
 
-@POLICY_LOSSES.register
+@POLICY_LOSSES.register(LossTraits(two_policies=True))
 def decoupled(
     inputs: PolicyLossInputs,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
+    clip_low: Annotated[float, AtLeast(0)] = 0.2,
+    clip_high: Annotated[float, AtLeast(0)] = 0.2,
+    dual_clip: Annotated[float, MoreThan(1)] | None = None,
     ratio_level: Literal["token", "sequence"] = "token",
     weight: Literal["none", "clamp", "mask"] = "mask",
     weight_level: Literal["token", "sequence"] = "token",
     metric: Metric = "ratio",
     reduction: Reduction = "mean",
     lower: float | None = None,
-    upper: float = 5.0,
+    upper: Annotated[float, AtLeast(0, finite=False), NotBelow("lower")] = 5.0,
 ) -> PolicyLoss:
     """``ppo(r)·w`` with ``r = exp(logp - proximal)`` and ``w = exp(proximal - behaviour)``.
 
-    ``old_logprobs`` are the proximal policy's and ``rollout_logprobs`` the behaviour's. Where ``w`` (or ``metric``)
-    leaves ``[lower, upper]``, bounds included, it is clamped, or its tokens leave the loss (``mask``); at sequence
-    level ``w`` is the geometric mean over the sequence. ``weight="none"`` leaves ``w`` out: plain PPO around the
-    proximal policy. ``ratio_level="sequence"`` clips the sequence's geometric-mean ratio (GSPO), with the row's mean
+    ``old_logprobs`` are those of the proximal policy and ``rollout_logprobs`` those of the behaviour policy. If ``w``
+    (or ``metric``) is outside ``[lower, upper]``, ``clamp`` clamps it and ``mask`` removes its tokens from the loss. At
+    sequence level ``w`` is the geometric mean over the sequence. ``weight="none"`` omits ``w``: plain PPO around the
+    proximal policy. ``ratio_level="sequence"`` clips the geometric mean of a sequence's ratios (GSPO), with its mean
     advantage.
     """
     correction = None
@@ -58,10 +59,10 @@ def decoupled(
     moved = log_ratio.detach()
     if ratio_level == "sequence":
         log_ratio, advantages = row_mean(log_ratio, mask), row_mean(advantages, mask)
-        # A rejected token has no part in its sequence's ratio, and is shown with the ratio it would have had.
+        # A rejected token does not contribute to the ratio of its sequence, but the metrics show the ratio it had.
         moved = log_ratio.detach().where(mask != 0, row_mean(moved, inputs.mask))
     losses, clipped = clipped_surrogate(keep(log_ratio.exp(), mask), advantages, clip_low, clip_high)
-    # A rejected token enters as ratio 0, outside every clip, but it was not the clip that took it out.
+    # A rejected token has ratio 0 here, outside of the clip range, but it was not removed by the clip.
     diagnostics = {"approx_kl": -moved, "ratio": moved.exp(), "clip_fraction": keep(clipped, mask)}
     if dual_clip is not None:
         losses, bounded = dual_clip_bound(losses, advantages, dual_clip)

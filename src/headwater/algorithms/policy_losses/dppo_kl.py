@@ -1,20 +1,27 @@
-"""DPPO with a binary KL: as ``dppo_tv``, measured by the KL between "this token" and "any other"."""
+"""DPPO with a binary KL: like ``dppo_tv``, but measured by the KL between "this token" and "any other token"."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import torch
 
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
-from headwater.algorithms.trust_region import inside_region_loss
+from headwater.algorithms.policy_losses.dppo_tv import inside_region_loss
+from headwater.config.constraints import AtLeast, MoreThan
 
 _EPSILON = 1e-8
 
 
 @POLICY_LOSSES.register
 def dppo_kl(
-    inputs: PolicyLossInputs, *, bound_low: float = 0.05, bound_high: float = 0.05, max_ratio: float = 20.0
+    inputs: PolicyLossInputs,
+    *,
+    bound_low: Annotated[float, AtLeast(0)] = 0.05,
+    bound_high: Annotated[float, AtLeast(0)] = 0.05,
+    max_ratio: Annotated[float, MoreThan(0, finite=False)] = 20.0,
 ) -> PolicyLoss:
-    """``-A·min(r, max_ratio)·logp`` with the ratio constant, unless the token has already moved the way ``A`` pushes it
+    """``-A·min(r, max_ratio)·logp`` with a constant ratio, unless the token has already moved in the direction of ``A``
     by more than the bound, in binary KL from the old policy."""
     with torch.no_grad():
         p, old = inputs.logprobs.exp(), inputs.old_logprobs.exp()

@@ -1,20 +1,40 @@
-"""DPPO with total variation: the trust region is on the sampled token's probability, not on its ratio."""
+"""DPPO with total variation: the trust region bounds the probability of the sampled token, not its ratio."""
 
 from __future__ import annotations
 
-import torch
+from typing import Annotated
 
-from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
-from headwater.algorithms.trust_region import inside_region_loss
+import torch
+from torch import Tensor
+
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
+from headwater.config.constraints import MoreThan, Within
 
 
 @POLICY_LOSSES.register
 def dppo_tv(
-    inputs: PolicyLossInputs, *, bound_low: float = 0.15, bound_high: float = 0.15, max_ratio: float = 20.0
+    inputs: PolicyLossInputs,
+    *,
+    bound_low: Annotated[float, Within(0, 1)] = 0.15,
+    bound_high: Annotated[float, Within(0, 1)] = 0.15,
+    max_ratio: Annotated[float, MoreThan(0, finite=False)] = 20.0,
 ) -> PolicyLoss:
-    """``-A·min(r, max_ratio)·logp`` with the ratio constant, on tokens that may still move the way ``A`` pushes them:
+    """``-A·min(r, max_ratio)·logp`` with a constant ratio, on tokens that may still move in the direction of ``A``:
     up while ``p - p_old <= bound_high``, down while ``p_old - p <= bound_low``."""
     with torch.no_grad():
         rise = inputs.logprobs.exp() - inputs.old_logprobs.exp()
         inside = torch.where(inputs.advantages > 0, rise <= bound_high, rise >= -bound_low)
     return inside_region_loss(inputs, inside, max_ratio)
+
+
+def inside_region_loss(inputs: PolicyLossInputs, inside: Tensor, max_ratio: float) -> PolicyLoss:
+    """``-A·min(r, max_ratio)·logp`` where ``inside``, with a constant ratio."""
+    log_ratio = log_ratios(inputs).detach()
+    ratio, allowed = log_ratio.exp(), inside.to(log_ratio.dtype)
+    losses = -inputs.advantages * ratio.clamp(max=max_ratio) * inputs.logprobs * allowed
+    diagnostics = {
+        "clip_fraction": 1 - allowed,
+        "truncated_fraction": (ratio > max_ratio).to(ratio.dtype) * allowed,
+        "approx_kl": -log_ratio,
+    }
+    return PolicyLoss(losses, diagnostics)

@@ -1,19 +1,28 @@
-"""GMPO: the geometric mean of the tokens' clipped ratios, one loss per sequence."""
+"""GMPO: the geometric mean of clipped token ratios, one loss per sequence."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import torch
 
 from headwater.algorithms.masked import masked_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
+from headwater.config.constraints import AtLeast
+from headwater.config.traits import LossTraits
 
 
-@POLICY_LOSSES.register
-def geo_mean(inputs: PolicyLossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> PolicyLoss:
+@POLICY_LOSSES.register(LossTraits(own_aggregation="seq-mean-token-mean"))
+def geo_mean(
+    inputs: PolicyLossInputs,
+    *,
+    clip_low: Annotated[float, AtLeast(0)] = 0.4,
+    clip_high: Annotated[float, AtLeast(0)] = 0.4,
+) -> PolicyLoss:
     """``-mean(A)·exp(mean of the log ratios)``, each **log** ratio clipped to ``[-low, high]`` on its adverse side.
 
-    Every token of a row carries the row's loss, so the aggregation is ``seq-mean-token-mean`` by definition, and a
-    correction weighs a row by the geometric mean of its tokens' weights.
+    Every token of a row has the loss of the row, so the aggregation is ``seq-mean-token-mean`` by definition. A
+    correction weighs a row by the geometric mean of its token weights.
     """
     log_ratio = log_ratios(inputs)
     clamped = log_ratio.clamp(-clip_low, clip_high)

@@ -7,5 +7,5 @@ from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Policy
 
 @POLICY_LOSSES.register
 def gpg(inputs: PolicyLossInputs) -> PolicyLoss:
-    """``-A·logp``; on data of the current policy only, as nothing corrects for an older one."""
+    """``-A·logp``; only for samples of the current policy, because nothing corrects for an older one."""
     return PolicyLoss(-inputs.advantages * inputs.logprobs)

@@ -1,18 +1,26 @@
-"""KL-Cov: hold back the few tokens whose log-prob and advantage rise together most."""
+"""KL-Cov: penalises the tokens with the highest covariance of log-prob and advantage, which reduce entropy most."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
-from headwater.algorithms.covariance import token_covariance
-from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios, token_covariance
+from headwater.config.constraints import AtLeast, Within
+from headwater.config.traits import LossTraits
 
 
-@POLICY_LOSSES.register
-def kl_cov(inputs: PolicyLossInputs, *, fraction: float = 2e-4, coefficient: float = 1.0) -> PolicyLoss:
+@POLICY_LOSSES.register(LossTraits(needs_all_samples=True))
+def kl_cov(
+    inputs: PolicyLossInputs,
+    *,
+    fraction: Annotated[float, Within(0, 1)] = 2e-4,
+    coefficient: Annotated[float, AtLeast(0)] = 1.0,
+) -> PolicyLoss:
     """``-A·r``, plus ``coefficient·|log r|`` on the ``fraction`` of tokens of highest covariance (at least one).
 
-    There is no clip: it is meant for nearly on-policy data. The covariance is that of the micro-batch.
+    There is no clip: it is intended for nearly on-policy samples. The covariance is computed per micro-batch.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     kept = inputs.mask != 0
@@ -20,6 +28,6 @@ def kl_cov(inputs: PolicyLossInputs, *, fraction: float = 2e-4, coefficient: flo
     num_held = min(max(int(fraction * num_kept), 1), num_kept)
     covariance = token_covariance(inputs).masked_fill(~kept, -torch.inf).flatten()
     held = torch.zeros_like(covariance).index_fill_(0, covariance.topk(num_held).indices, 1.0).view_as(log_ratio)
-    # Only the ratio is bounded: a held token that is far off must still be pulled back.
+    # Only the ratio is bounded, so that the penalty has a gradient for a token that is far off.
     losses = -inputs.advantages * log_ratios(inputs).exp() + coefficient * held * log_ratio.abs()
     return PolicyLoss(losses, {"held_fraction": held, "approx_kl": log_ratio.detach().abs()})

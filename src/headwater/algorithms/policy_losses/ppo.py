@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from headwater.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -10,15 +12,16 @@ from headwater.algorithms.policy_losses import (
     dual_clip_bound,
     log_ratios,
 )
+from headwater.config.constraints import AtLeast, MoreThan
 
 
 @POLICY_LOSSES.register
 def ppo(
     inputs: PolicyLossInputs,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float = 3.0,
+    clip_low: Annotated[float, AtLeast(0)] = 0.2,
+    clip_high: Annotated[float, AtLeast(0)] = 0.2,
+    dual_clip: Annotated[float, MoreThan(1, finite=False)] = 3.0,
 ) -> PolicyLoss:
     """``max(-A·r, -A·clip(r, 1-low, 1+high))``; for ``A < 0`` at most ``-A·dual_clip``."""
     log_ratio = log_ratios(inputs)

@@ -1,4 +1,4 @@
-"""REINFORCE, meant to be weighted by a correction when the data is not the current policy's."""
+"""REINFORCE; use it with a correction if the samples are not of the current policy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Policy
 
 @POLICY_LOSSES.register
 def reinforce(inputs: PolicyLossInputs) -> PolicyLoss:
-    """``-A·logp``, times the correction's weight; with ``approx_kl`` to watch how far the policy has moved."""
+    """``-A·logp``; reports ``approx_kl``, which shows how far the policy has moved."""
     approx_kl = (inputs.old_logprobs - inputs.logprobs).detach()
     return PolicyLoss(-inputs.advantages * inputs.logprobs, {"approx_kl": approx_kl})

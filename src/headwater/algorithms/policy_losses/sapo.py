@@ -1,29 +1,32 @@
-"""SAPO: a smooth gate in place of the clip."""
+"""SAPO: a smooth gate instead of the clip."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
+from headwater.algorithms.aggregate import Aggregation
 from headwater.algorithms.masked import row_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
+from headwater.config.constraints import MoreThan
+from headwater.config.traits import LossTraits
 
 
-@POLICY_LOSSES.register
+@POLICY_LOSSES.register(LossTraits(own_aggregation="seq-mean-token-mean"))
 def sapo(
     inputs: PolicyLossInputs,
     *,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
+    tau_positive: Annotated[float, MoreThan(0)] = 1.0,
+    tau_negative: Annotated[float, MoreThan(0)] = 1.05,
     ratio_level: Literal["token", "sequence"] = "token",
-    aggregation: str | None = "seq-mean-token-mean",
+    aggregation: Aggregation | None = "seq-mean-token-mean",
 ) -> PolicyLoss:
     """``-A·gate`` with ``gate = sigmoid(tau·(r - 1))·4/tau``, ``tau`` by the sign of ``A``.
 
-    At sequence level ``r`` is the geometric mean of the row's ratios and ``A`` the row's mean. A larger tau forgets
-    tokens far from the old policy faster. verl fixes ``seq-mean-token-mean``, as here; AReaL averages over tokens:
-    pass ``aggregation: null`` to use the configured one.
+    At sequence level ``r`` is the geometric mean of the ratios of the row and ``A`` its mean. A larger tau reduces the
+    gradient of tokens far from the old policy faster. The default aggregation is that of verl; with
+    ``aggregation: null`` the configured one is used, as in AReaL.
     """
     log_ratio, advantages = log_ratios(inputs), inputs.advantages
     if ratio_level == "sequence":

@@ -1,0 +1,74 @@
+"""Traits: what the checks must know about an algorithm, stated where the algorithm is registered.
+
+    @ADVANTAGES.register(AdvantageTraits(needs_values=True, whitens="whitened"))
+    def my_advantage(inputs: AdvantageInputs, *, gamma: Annotated[float, Within(0, 1)] = 1.0, ...): ...
+
+``declared.py`` reads traits and argument ranges from the source text, without importing the file, so both must be
+written as literals. An algorithm that is registered without traits has the defaults below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from headwater.core.registry import Traits
+
+Switch = bool | str
+"""True, False, or the name of a boolean argument of the algorithm that decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageTraits(Traits):
+    key: ClassVar[str] = "algorithm.advantage"
+    package: ClassVar[str] = "headwater.algorithms.advantages"
+    kind: ClassVar[str] = "advantage"
+
+    needs_values: bool = False
+    """It reads a critic's values, and a critic learns the returns it computes."""
+    compares_groups: bool = False
+    """It compares the responses to one prompt, so that a group needs at least two."""
+    needs_greedy_baseline: bool = False
+    """It reads the score of a greedy response to every prompt."""
+    needs_recomputed_logprobs: bool = False
+    """It reads what only a forward pass of the learner gives, such as sums of squared probabilities."""
+    varies_by_token: bool = False
+    """Tokens of one response can get different advantages even if only its last token has a reward."""
+    discount: str = ""
+    """The argument that is a discount per token; 1 means no discount."""
+    reads_reward_parts: bool = False
+    """It reads the parts of a reward instead of their sum."""
+    scores_alone: str = ""
+    """Why nothing may be added to the scorer's reward; ``{key}`` stands for the setting that would add something."""
+    scores_as_given: str = ""
+    """Why the scores must not be normalised first."""
+    subtracts_group_mean: bool = False
+    """A constant added to all scores of a group changes nothing."""
+    divides_by_group_std: Switch = False
+    """It divides by the deviation of the group, so that neither a constant nor a factor per group changes anything."""
+    whitens: Switch = False
+    """It normalises its advantages over the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTraits(Traits):
+    key: ClassVar[str] = "algorithm.policy_loss"
+    package: ClassVar[str] = "headwater.algorithms.policy_losses"
+    kind: ClassVar[str] = "policy loss"
+
+    needs_all_samples: bool = False
+    """Samples whose advantage is 0 have a gradient, or decide which tokens of the others count."""
+    own_aggregation: str = ""
+    """The only aggregation the loss is defined for, unless an argument ``aggregation`` is given."""
+    two_policies: bool = False
+    """It weighs tokens by the ratio between the proximal policy and the one that sampled, as corrections do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionTraits(Traits):
+    key: ClassVar[str] = "algorithm.corrections"
+    package: ClassVar[str] = "headwater.algorithms.corrections"
+    kind: ClassVar[str] = "correction"
+
+    weighs_by_ratio: Switch = False
+    """Its weights contain the ratio between the two policies; two such corrections would square it."""

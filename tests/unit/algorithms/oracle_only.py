@@ -1,0 +1,80 @@
+"""Parts of verl and AReaL that no setting of Headwater reaches. The vectors cover them, so they are kept here.
+
+Everything else that the adapters call is code of ``src``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from headwater.algorithms.corrections import CorrectionInputs, Level, ratios
+from headwater.algorithms.masked import keep, masked_mean, whiten
+from headwater.algorithms.proximal import progress
+from headwater.algorithms.value_loss import value_loss
+
+
+def dpo(margin: Tensor, *, beta: float = 0.1) -> Tensor:
+    """``-log sigmoid(beta·margin)``. The margin is chosen minus rejected log-probs, policy minus reference."""
+    return -logsigmoid(beta * margin)
+
+
+def ipo(margin: Tensor, *, beta: float = 0.1) -> Tensor:
+    """``(margin - 1/(2·beta))²``, with margins of log-probs averaged per token."""
+    return (margin - 1 / (2 * beta)).square()
+
+
+def response_mask(tokens: Tensor, end_tokens: Sequence[int]) -> Tensor:
+    """1 up to and including the first end token of each row; Headwater knows where a response ends."""
+    ends = torch.isin(tokens, torch.tensor(list(end_tokens))).long()
+    return (ends.cumsum(dim=-1) - ends == 0).long()
+
+
+def whiten_around_the_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """verl's ``shift_mean=False``: unit variance around the old mean."""
+    return keep(whiten(values, mask) + masked_mean(values, mask), mask)
+
+
+def scale_scores(scores: Tensor, *, bias: float, scale: float, clip: float | None) -> Tensor:
+    """AReaL's ``(s + reward_bias)·reward_scaling``, clipped to ``±reward_clip``."""
+    scaled = (scores + bias) * scale
+    return scaled if clip is None else scaled.clamp(-clip, clip)
+
+
+def linear_proximal(rollout_logprobs: Tensor, logprobs: Tensor, versions: Tensor, current_version: int) -> Tensor:
+    """AReaL's other approximation: the log of the mixture ``(1-alpha)·behaviour + alpha·current``."""
+    alpha = progress(versions, current_version)
+    return ((1 - alpha) * rollout_logprobs.exp() + alpha * logprobs.exp() + 1e-10).log()
+
+
+def areal_value_clip_mask(values: Tensor, old: Tensor, target: Tensor, mask: Tensor, clip: float, kind: str) -> Tensor:
+    """AReaL clips by ``old + clamp(v - old)``, whose rounding can count a value as clipped that was not changed."""
+    near_old = old + (values - old).clamp(-clip, clip)
+    plain, clipped = (
+        value_loss(each, old, target, mask, clip=torch.inf, kind=kind).token_losses for each in (values, near_old)
+    )
+    return keep((clipped > plain).float(), mask)
+
+
+def verl_ratio_metrics(given: CorrectionInputs, level: Level, lower: float | None, upper: float) -> dict[str, Tensor]:
+    """verl's metrics of the ratios before they are bounded; our runs report ``rollout_gap/*`` instead.
+
+    Where a sequence has one ratio, ``max`` and ``min`` are of these, and a sequence without tokens has ratio 1.
+    """
+    low, mask = 1 / upper if lower is None else lower, given.mask
+    ratio = ratios(given.log_ratio, mask, level)
+    by_sequence = masked_mean(ratio, mask, dim=-1)
+    counted = ratio[mask != 0]
+    extremes = {}
+    if level != "token":
+        counted = ratio.amax(dim=-1) + (mask == 0).all(dim=-1)
+        extremes = {"max": counted.max(), "min": counted.min()}
+    return extremes | {
+        "ratio_fraction_high": (counted > upper).float().mean(),
+        "ratio_fraction_low": (counted < low).float().mean(),
+        "seq_fraction_high": (by_sequence > upper).float().mean(),
+        "seq_fraction_low": (by_sequence < low).float().mean(),
+    }
