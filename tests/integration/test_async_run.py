@@ -23,7 +23,7 @@ from headwater.cli.main import main
 from headwater.config.load import load_config
 from headwater.data.sampler import ShufflingSampler
 from headwater.observe.run_directory import RunDirectory
-from headwater.rollout.prompt_stream import PromptStream
+from headwater.rollout.source import PromptStream
 from headwater.trainer.learner_setup import build_training
 from headwater.trainer.rollout_setup import build_rollout
 from headwater.weights.publish import publish

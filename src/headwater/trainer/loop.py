@@ -15,7 +15,7 @@ from headwater.observe.rollout_file import write_rollouts
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
 from headwater.rollout.group import RolloutBatch
-from headwater.rollout.prompt_stream import PromptStream
+from headwater.rollout.source import PromptStream
 from headwater.trainer.checkpoint import Checkpoints, TrainerState, read_state
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience

@@ -19,13 +19,12 @@ from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
-from headwater.rollout.admission import Admission
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import Group
 from headwater.rollout.group_runner import GroupRunner
-from headwater.rollout.replay import ReplayedRollouts
-from headwater.rollout.schedule import Schedule
+from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
+from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
 from headwater.trainer.arguments import with_arguments
 from headwater.workflows import WORKFLOWS, WorkflowContext
@@ -73,7 +72,7 @@ class RolloutParts:
             self.engine.close()
 
 
-def build_rollout(config: Config, model_path: str, schedule: Schedule | None = None) -> RolloutParts:
+def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | None = None) -> RolloutParts:
     """``schedule`` is that of a run to replay; without one, rollouts are made as they come."""
     trace = Trace() if config.trainer.trace else None
     spans = Spans(trace)
@@ -118,7 +117,7 @@ def build_rollout(config: Config, model_path: str, schedule: Schedule | None = N
             episode_timeout_s=config.rollout.episode_timeout_s,
         )
 
-    def replayed(groups: GroupRunner, schedule: Schedule) -> ReplayedRollouts:
+    def replayed(groups: GroupRunner, schedule: RecordedSchedule) -> ReplayedRollouts:
         max_staleness, timeout_s = config.rollout.max_staleness, config.rollout.timeout_s
         return ReplayedRollouts(engine, groups, tasks, schedule, max_staleness=max_staleness, timeout_s=timeout_s)
 

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+import headwater.rollout.flights as flights_module
 import pytest
 from rollout.executor_parts import Rows, Scripted, executor_of, ok, uids
 
-import headwater.rollout.flights as flights_module
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
 from headwater.observe.spans import Spans

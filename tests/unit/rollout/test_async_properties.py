@@ -25,13 +25,13 @@ import headwater.rollout.executor as executor_module
 from headwater.core.errors import RewardFailed
 from headwater.core.protocols import EpisodeInput
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams, Score, Trajectory
-from headwater.rollout.admission import Admission
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.flight import Dispatch, Flight
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.ledger import LedgerCounts
 from headwater.rollout.snapshot import RolloutSnapshot
+from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
 
 STALE = "older than rollout.max_staleness when it was to be trained on"

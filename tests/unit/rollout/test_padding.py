@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from headwater.rollout.stale_tokens import without_older
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from headwater.core.records import ModelResponse
 from headwater.core.transcript import Transcript
 from headwater.rollout.group import Group
 from headwater.rollout.padding import add_to_scores, pad_trajectories
-from headwater.rollout.stale_tokens import without_older
 
 
 @settings(deadline=None, max_examples=40)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rollout.stale_parts import finished
 
-from headwater.rollout.selection import Selection, all_come_in_time, select
+from headwater.rollout.buffer import Selection, all_come_in_time, select
 
 
 def pick(groups, num_groups=2, *, version=5, max_staleness=1, on_stale="mask", untaken=None, **options) -> Selection:

@@ -8,9 +8,9 @@ import pytest
 from rollout.executor_parts import Scripted, draw_of
 from rollout.held_engine import HeldEngine
 
+from headwater.rollout.executor import held_engine
 from headwater.rollout.flight import Dispatch, Flight
 from headwater.rollout.group_runner import GroupRunner
-from headwater.rollout.held_engine import held_engine
 from headwater.rollout.side_by_side import SideBySide
 from headwater.rollout.task_runner import AsyncTaskRunner
 

@@ -12,9 +12,9 @@ from rollout.executor_parts import Rows, draw_of
 from rollout.stale_parts import finished
 
 from headwater.core.records import Trajectory
+from headwater.rollout.buffer import Finished
 from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import Group, PromptDraw
-from headwater.rollout.selection import Finished
 from headwater.rollout.snapshot import RolloutSnapshot
 
 

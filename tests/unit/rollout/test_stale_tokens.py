@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from headwater.rollout.stale_tokens import oldest_version, without_older
 from rollout.executor_parts import draw_of
 from rollout.stale_parts import group_of, row
 
 from headwater.rollout.group import Group
-from headwater.rollout.stale_tokens import oldest_version, without_older
 
 
 def test_a_group_is_as_old_as_its_oldest_trained_token():

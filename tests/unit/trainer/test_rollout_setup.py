@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwater.config.load import load_config
-from headwater.rollout.prompt_stream import PromptStream
+from headwater.rollout.source import PromptStream
 from headwater.trainer.rollout_setup import build_rollout
 
 ROOT = Path(__file__).parents[3]
