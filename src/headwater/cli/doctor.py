@@ -73,7 +73,7 @@ def _sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
 
 
 def _progress(diagnosis: Diagnosis) -> list[str]:
-    from headwater.observe.duration import show_duration
+    from headwater.observe.life import show_duration
 
     total = f" of {diagnosis.total_steps}" if diagnosis.total_steps is not None else ""
     version = f", policy version {diagnosis.version}" if diagnosis.version is not None else ""
@@ -93,7 +93,7 @@ def _progress(diagnosis: Diagnosis) -> list[str]:
 def _waits(diagnosis: Diagnosis) -> list[str]:
     from math import isinf
 
-    from headwater.observe.duration import show_duration
+    from headwater.observe.life import show_duration
 
     return [
         f"{each.kind}, {show_duration(each.seconds)} of "
@@ -103,7 +103,7 @@ def _waits(diagnosis: Diagnosis) -> list[str]:
 
 
 def _groups(diagnosis: Diagnosis) -> list[str]:
-    from headwater.observe.duration import show_duration
+    from headwater.observe.life import show_duration
 
     runs = "ran" if diagnosis.life.is_over else "runs"
     lines = [

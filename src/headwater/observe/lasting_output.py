@@ -1,4 +1,4 @@
-"""Output of work that goes on when nobody reads it any more."""
+"""Console output that does not stop the work when its reader disappears."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 class LastingOutput:
-    """A text file that can always be written: once its reader or its terminal is gone, what is written is lost.
+    """A text stream that never fails. Once its reader or terminal is gone, further output is discarded.
 
-    ``| head`` closes a pipe, a dropped connection takes its terminal along; what the work has to keep is in files.
+    For example, ``| head`` closes a pipe, and a lost connection closes a terminal. Everything important is in files.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -50,15 +50,15 @@ class LastingOutput:
 
     def _give_up(self, error: OSError) -> None:
         self._is_gone = True
-        logger.info("output is given up: %s", error)
+        logger.info("standard output is closed, output is discarded: %s", error)
         discard(self._file)
 
 
 def discard(file: TextIO) -> None:
-    """Let ``file`` go nowhere: what is in its buffer, and what others print to it, would fail once more."""
+    """Redirect ``file`` to the null device, because its buffer and later output of others would fail again."""
     try:
         descriptor = file.fileno()
-    except (OSError, ValueError):  # it is in memory
+    except (OSError, ValueError):  # not a real file
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
@@ -66,9 +66,9 @@ def discard(file: TextIO) -> None:
 
 
 def lasting_console() -> Console:
-    """Standard output, for commands that do more than print."""
+    """Standard output, for commands whose work must continue without it."""
     from rich.console import Console
 
-    if sys.stdout is None:  # it was closed before we began
+    if sys.stdout is None:  # it was closed before the process started
         return Console(quiet=True)
     return Console(file=cast(TextIO, LastingOutput(sys.stdout)))

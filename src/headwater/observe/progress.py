@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live bar in a terminal, a line now and then in a log."""
+"""Progress output of a run: a live bar in a terminal, or a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from headwater.observe.lasting_output import lasting_console
-from headwater.observe.stage_progress import StageProgress
+from headwater.observe.status_file import StageProgress
 
 _LOG_EVERY_S = 10.0
 
@@ -26,15 +26,15 @@ class Reporter(Protocol):
 
 
 class Display:
-    """Prints to one console; stages of work show their own bar, one at a time.
+    """Prints to one console. Each stage of work has a progress bar, one at a time.
 
-    A run outlives whoever watches it: when standard output breaks, it goes on without a display.
+    If standard output breaks, the run continues without a display.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or lasting_console()
         self.stage_now: StageProgress | None = None
-        """The stage that goes on, for other threads to read."""
+        """The current stage, for other threads to read."""
 
     def say(self, message: str) -> None:
         self.console.print(message, highlight=False, soft_wrap=True)
@@ -71,7 +71,7 @@ def _join(shown: Mapping[str, str]) -> str:
 
 
 class _Noted:
-    """Hands reports on, and notes on the display how far they are."""
+    """Forwards progress, and records it in ``Display.stage_now``."""
 
     def __init__(self, display: Display, shown: Reporter) -> None:
         self._display = display
@@ -84,7 +84,7 @@ class _Noted:
 
 
 class _Bar:
-    """A bar, and below it the numbers, so that both fit a narrow terminal."""
+    """A bar with the numbers below it, so that both fit a narrow terminal."""
 
     def __init__(self, progress: Progress, name: str, total: int, start: int) -> None:
         self._progress = progress
@@ -100,7 +100,7 @@ class _Bar:
 
 
 class _Lines:
-    """For logs and CI: the first step, the last, and one every few seconds between."""
+    """For logs and CI: the first step, the last step, and one line every few seconds."""
 
     def __init__(self, console: Console, name: str, total: int, start: int) -> None:
         self._console = console

@@ -13,7 +13,7 @@ from headwater.core.records import Prompt, Trajectory
 
 
 def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
-    """Texts for people, tokens with log-probs, masks and versions for tools."""
+    """Write texts for people, and tokens with log-probs, masks and versions for programs."""
     rows = [
         {
             "step": step,

@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 class BatchTaskDispatcher(Generic[Job, Result]):
     """A producer on the event loop and a consumer on the caller's thread. ``capacity`` limits the producer.
 
-    The producer starts as many jobs as ``capacity`` allows: submitted jobs first, then jobs from ``draw``. It checks the
-    capacity whenever a job ends and after ``notify``. The consumer waits for results. An error of a job or of ``draw``
-    is raised in the consumer, and no job starts after an error.
+    The producer starts as many jobs as ``capacity`` allows: submitted jobs first, then jobs from ``draw``. It checks
+    the capacity whenever a job ends and after ``notify``. The consumer waits for results. An error of a job or of
+    ``draw`` is raised in the consumer, and no job starts after an error.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class BatchTaskDispatcher(Generic[Job, Result]):
     # The producer
 
     def open(self, draw: Callable[[int], Sequence[Job]]) -> None:
-        """Take jobs from ``draw`` from now on. It returns the requested number of jobs, or fewer if there are no more."""
+        """Take jobs from ``draw`` from now on. It returns fewer jobs than requested if there are no more."""
         self._draw, self._is_exhausted = draw, False
         self.notify()
 

@@ -29,8 +29,8 @@ GREEDY = -1
 class GroupRunner:
     """Runs ``num_samples`` episodes per prompt, concurrently.
 
-    The whole group is dropped if the workflow rejects an episode (``None``), if ``should_accept`` refuses the group, or,
-    with ``on_failure="drop"``, if an episode fails. A group that fails is first retried ``max_retries`` times. With
+    The whole group is dropped if the workflow rejects an episode (``None``), if ``should_accept`` refuses the group,
+    or, with ``on_failure="drop"``, if an episode fails. A group that fails is first retried ``max_retries`` times. With
     ``allow_partial_groups``, a group continues without the samples that failed, as long as two or more are left.
     ``greedy`` runs one more episode per prompt, for its reward.
     """
