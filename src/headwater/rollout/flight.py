@@ -62,8 +62,8 @@ class Flight:
     """See ``Requests``."""
     task: asyncio.Task[Any] | None = None
     has_timed_out: bool = False
-    engine_error: RolloutFailed | None = None
-    """The last error that the engine raised for one of the episodes."""
+    engine_errors: list[RolloutFailed] = field(default_factory=list)
+    """The errors that the engine raised for the episodes."""
 
     @property
     def seconds(self) -> float:
@@ -104,7 +104,7 @@ class WatchedEngine:
         try:
             response = await self.engine.agenerate(request)
         except RolloutFailed as error:
-            flight.engine_error = error
+            flight.engine_errors.append(error)
             raise
         finally:
             flight.num_generating -= 1

@@ -169,7 +169,8 @@ def _kind_of(error: RewardFailed | RolloutFailed, flight: Flight) -> DropKind:
         return DropKind.TIMED_OUT
     if isinstance(error, RewardFailed):
         return DropKind.REWARD_TIMED_OUT if isinstance(error, RewardTimedOut) else DropKind.REWARD_FAILED
-    return DropKind.ENGINE_FAILED if error is flight.engine_error else DropKind.FAILED
+    is_engine = any(error is each for each in flight.engine_errors)
+    return DropKind.ENGINE_FAILED if is_engine else DropKind.FAILED
 
 
 def _is_cancelled() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headwater.rollout.stale_tokens import oldest_version
 from rollout.executor_parts import draw_of
 
 from headwater.core.records import Trajectory
@@ -29,6 +28,6 @@ def group_of(number: int, *responses: tuple[int, ...]) -> Group:
 def finished(number: int, *responses: tuple[int, ...], version: int | None = None) -> Finished:
     """Dispatch ``number``, started at ``version``: where nothing is said, that of its oldest token."""
     group = group_of(number, *responses)
-    oldest = oldest_version(group)
+    oldest = group.oldest_version()
     started = version if version is not None else (oldest or 0)
     return Finished(Dispatch(number, draw_of(number)), group, started, oldest, {})

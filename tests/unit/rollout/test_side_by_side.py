@@ -44,5 +44,5 @@ def test_what_is_called_off_does_not_run_on(is_held):
         )
         tasks.start(call_off()).result(10)
         assert (num_begun, num_ended) == (6, 6)
-        assert side_by_side._flights.describe() == "nothing runs"
+        assert side_by_side._flights.describe() == "no group is running"
         assert engine.calls == ["pause", "resume"]
