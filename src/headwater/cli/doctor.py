@@ -56,7 +56,7 @@ def _print(console: Console, diagnosis: Diagnosis) -> None:
     if not diagnosis.findings:
         console.print("[green]✓[/] nothing is wrong")
     if diagnosis.resume:
-        console.print(f"Go on with:  {escape(diagnosis.resume)}")
+        console.print(f"Resume with:  {escape(diagnosis.resume)}")
 
 
 def _sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:

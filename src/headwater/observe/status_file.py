@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from headwater.core.errors import RunError
 from headwater.core.records import DropKind
@@ -223,6 +223,8 @@ def read_status(path: Path) -> RunStatus | None:
 
 
 def _parse(content: dict[str, Any]) -> RunStatus:
+    if content["state"] not in get_args(RunState):
+        raise ValueError(f"state = {content['state']!r}")
     return RunStatus(
         pid=int(content["pid"]),
         host=str(content["host"]),
