@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 
-from headwater.core.records import DropKind
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headwater.core.records import DropKind, Prompt, Trajectory
 from headwater.observe.progress import Display, Reporter
-from headwater.observe.rollout_file import write_rollouts
 from headwater.observe.run_directory import MetricsRecord, RunDirectory, Tracker
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
@@ -165,3 +169,30 @@ def shown_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
         "tok/s": f"{metrics['throughput/generated_tokens_per_s']:.0f}",
         "gen/rew/train": f"{split} s",
     }
+
+
+def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
+    """One Parquet row per trajectory: texts for people, and tokens, log-probs, masks and versions for programs."""
+    rows = [
+        {
+            "step": step,
+            "uid": trajectory.uid,
+            "sample": trajectory.sample,
+            "data_source": prompt.data_source,
+            "prompt": prompt.text,
+            "response": str(trajectory.info.get("response_text", "")),
+            "ground_truth": json.dumps(prompt.ground_truth, default=str),
+            "reward": trajectory.reward,
+            "stop_reason": trajectory.stop_reason,
+            "prompt_length": trajectory.prompt_length,
+            "tokens": list(trajectory.tokens),
+            "loss_mask": list(trajectory.loss_mask),
+            "logprobs": list(trajectory.logprobs),
+            "versions": list(trajectory.versions),
+            "info": json.dumps(dict(trajectory.info), default=str),
+        }
+        for prompt, trajectory in rollouts
+    ]
+    temporary = path.with_name(f".{path.name}")
+    pq.write_table(pa.Table.from_pylist(rows), temporary)
+    temporary.replace(path)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pyarrow.parquet as pq
 import pytest
-import tiny
 
 from headwater.core.errors import RunError
-from headwater.observe.rollout_file import write_rollouts
 from headwater.observe.run_directory import RunDirectory
 
 
@@ -70,19 +67,6 @@ def test_files_are_never_overwritten(tmp_path):
     assert {path.name: path.read_text() for path in (run.path / "eval").iterdir()} == {
         "step_1.txt": "one", "step_1-2.txt": "two", "step_1-3.txt": "three",
     }  # fmt: skip
-
-
-def test_rollouts_can_be_read_back(tmp_path):
-    trajectories = [tiny.trajectory(seed, uid="row", sample=seed) for seed in range(3)]
-    write_rollouts(tmp_path / "r.parquet", 4, [(tiny.prompt(), each) for each in trajectories])
-    rows = pq.read_table(tmp_path / "r.parquet").to_pylist()
-    for row, each in zip(rows, trajectories, strict=True):
-        assert (row["step"], row["uid"], row["sample"]) == (4, "row", each.sample)
-        assert row["tokens"] == list(each.tokens)
-        assert row["loss_mask"] == list(each.loss_mask)
-        assert row["versions"] == list(each.versions)
-        assert row["logprobs"] == pytest.approx(each.logprobs)
-        assert row["reward"] == each.reward
 
 
 def test_the_end_of_a_long_file_is_read_alone(tmp_path):

@@ -18,7 +18,7 @@ from headwater.rollout.group import Dropped, Group, RolloutBatch
 from headwater.rollout.ledger import LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.trainer.evaluate import Evaluation
-from headwater.trainer.recorder import Recorder
+from headwater.trainer.recorder import Recorder, write_rollouts
 from headwater.trainer.warm_start import WarmStartResult
 
 COUNTS = LedgerCounts(12, 8, 2, buffered=1, in_flight=1)
@@ -130,3 +130,16 @@ def test_progress_is_shown_while_training(recorder, output):
         recorder.begin_step()
         recorder.step(1, a_batch(), {}, COUNTS)
     assert "train 1/2  reward" in output.getvalue()
+
+
+def test_rollouts_can_be_read_back(tmp_path):
+    trajectories = [tiny.trajectory(seed, uid="row", sample=seed) for seed in range(3)]
+    write_rollouts(tmp_path / "r.parquet", 4, [(tiny.prompt(), each) for each in trajectories])
+    rows = pq.read_table(tmp_path / "r.parquet").to_pylist()
+    for row, each in zip(rows, trajectories, strict=True):
+        assert (row["step"], row["uid"], row["sample"]) == (4, "row", each.sample)
+        assert row["tokens"] == list(each.tokens)
+        assert row["loss_mask"] == list(each.loss_mask)
+        assert row["versions"] == list(each.versions)
+        assert row["logprobs"] == pytest.approx(each.logprobs)
+        assert row["reward"] == each.reward
