@@ -129,7 +129,7 @@ def _ledger(diagnosis: Diagnosis) -> list[str]:
 def _checkpoints(diagnosis: Diagnosis) -> str:
     if diagnosis.checkpoint_steps:
         return "step " + ", ".join(map(str, diagnosis.checkpoint_steps))
-    return "none: resuming would start anew" if diagnosis.resume else "none yet"
+    return "none: resuming would start again" if diagnosis.resume else "none yet"
 
 
 def _clock(seconds: float) -> str:
