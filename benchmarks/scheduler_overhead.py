@@ -31,10 +31,10 @@ from record import write_record
 
 from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.records import ModelRequest, ModelResponse, Prompt, SamplingParams, Score, Trajectory
-from headwater.rollout.admission import Admission
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import PromptDraw
 from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
 
 NUM_PROMPT_TOKENS = 16

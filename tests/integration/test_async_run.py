@@ -23,7 +23,7 @@ from headwater.cli.main import main
 from headwater.config.load import load_config
 from headwater.data.sampler import ShufflingSampler
 from headwater.observe.run_directory import RunDirectory
-from headwater.rollout.prompt_stream import PromptStream
+from headwater.rollout.source import PromptStream
 from headwater.trainer.learner_setup import build_training
 from headwater.trainer.rollout_setup import build_rollout
 from headwater.weights.publish import publish
@@ -103,7 +103,7 @@ def test_what_is_too_old_is_dropped_and_drawn_once_more(tmp_path):
     [(step, dropped)] = [(line["step"], each) for line in lines for each in line["dropped"]]
     assert step >= 4
     assert dropped["id"] == 0
-    assert "rollout.max_staleness" in dropped["reason"]
+    assert dropped["kind"] == "stale"
     [again] = [each for line in lines for each in line["trained"] if each["uid"] == dropped["uid"]]
     assert again["id"] > 0
     assert lines[-1]["counts"] == {"dispatched": 25, "trained": 24, "dropped": 1, "buffered": 0, "in_flight": 0}

@@ -257,4 +257,4 @@ def test_debug_shows_the_traceback(tmp_path, place):
 def test_a_folder_that_is_no_run(arguments):
     result = headwater(*arguments)
     assert result.code == 2
-    assert "no run there" in result.stderr
+    assert "not a run directory" in result.stderr

@@ -119,7 +119,7 @@ def test_ctrl_c_ends_cleanly_and_resumes(tmp_path):
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     done = metrics(run, "train")[-1]["step"]
-    assert f"everything up to step {done} is kept. Go on with:  headwater train --resume {run}" in output
+    assert f"everything up to step {done} is saved. Resume with:  headwater train --resume {run}" in output
     assert "Reward barely moved" not in output
     assert (run / "checkpoints" / f"step_{done:06d}" / "state.json").exists()
     assert (run / "reward.png").exists()
@@ -143,7 +143,7 @@ def test_ctrl_c_during_the_supervised_start_begins_anew(tmp_path):
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=PROCESS_LIMIT_S)
     assert process.returncode == 130, errors
-    assert f"Interrupted before the first checkpoint. Begin anew with:  headwater train --resume {run}" in output
+    assert f"Interrupted before the first checkpoint. Start again with:  headwater train --resume {run}" in output
     assert not (run / "checkpoints").exists()
     resumed = headwater("train", "--resume", run, "warm_start.num_steps=2", "trainer.total_steps=1")
     assert resumed.code == 0, resumed.stderr

@@ -56,7 +56,7 @@ def _print(console: Console, diagnosis: Diagnosis) -> None:
     if not diagnosis.findings:
         console.print("[green]✓[/] nothing is wrong")
     if diagnosis.resume:
-        console.print(f"Go on with:  {escape(diagnosis.resume)}")
+        console.print(f"Resume with:  {escape(diagnosis.resume)}")
 
 
 def _sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
@@ -73,7 +73,7 @@ def _sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
 
 
 def _progress(diagnosis: Diagnosis) -> list[str]:
-    from headwater.observe.duration import show_duration
+    from headwater.observe.life import show_duration
 
     total = f" of {diagnosis.total_steps}" if diagnosis.total_steps is not None else ""
     version = f", policy version {diagnosis.version}" if diagnosis.version is not None else ""
@@ -93,7 +93,7 @@ def _progress(diagnosis: Diagnosis) -> list[str]:
 def _waits(diagnosis: Diagnosis) -> list[str]:
     from math import isinf
 
-    from headwater.observe.duration import show_duration
+    from headwater.observe.life import show_duration
 
     return [
         f"{each.kind}, {show_duration(each.seconds)} of "
@@ -103,7 +103,7 @@ def _waits(diagnosis: Diagnosis) -> list[str]:
 
 
 def _groups(diagnosis: Diagnosis) -> list[str]:
-    from headwater.observe.duration import show_duration
+    from headwater.observe.life import show_duration
 
     runs = "ran" if diagnosis.life.is_over else "runs"
     lines = [
@@ -129,7 +129,7 @@ def _ledger(diagnosis: Diagnosis) -> list[str]:
 def _checkpoints(diagnosis: Diagnosis) -> str:
     if diagnosis.checkpoint_steps:
         return "step " + ", ".join(map(str, diagnosis.checkpoint_steps))
-    return "none: resuming would start anew" if diagnosis.resume else "none yet"
+    return "none: resuming would start again" if diagnosis.resume else "none yet"
 
 
 def _clock(seconds: float) -> str:

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
     from headwater.config.load import load_config
     from headwater.core.errors import HeadwaterError, RunError
-    from headwater.observe.lasting_output import lasting_console
+    from headwater.observe.progress import lasting_console
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.checkpoint import Checkpoints, step_of
     from headwater.trainer.evaluate import evaluate

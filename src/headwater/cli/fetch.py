@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from headwater.models.builtin.smollm2 import fetch_smollm2
-    from headwater.observe.lasting_output import lasting_console
+    from headwater.observe.progress import lasting_console
 
     console = lasting_console()
     with console.status("fetching smollm2") as status:

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError as error:
         if not _is_of_our_output(error):
             raise
-        from headwater.observe.lasting_output import discard
+        from headwater.observe.progress import discard
 
         discard(sys.stdout)
         return EXIT_NO_READER

@@ -12,7 +12,7 @@ from headwater.core.errors import HeadwaterError, RunError
 
 if TYPE_CHECKING:
     from headwater.config.schema import Config
-    from headwater.rollout.schedule import Schedule
+    from headwater.rollout.replay import RecordedSchedule
 
 HELP = (
     "Run a recorded run again. Which groups each step took, and which policy version made each token, is read from "
@@ -29,13 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from headwater.config.load import load_config
     from headwater.observe.run_directory import RunDirectory
-    from headwater.rollout.schedule import Schedule
+    from headwater.rollout.replay import RecordedSchedule
 
     if args.steps is not None and args.steps < 1:
         raise HeadwaterError(f"--steps = {args.steps}: must be >= 1")
     recorded = RunDirectory.open(args.run)
     config = load_config(recorded.config_file, was_accepted=True).config
-    schedule = Schedule.read(recorded.read_ledger(), str(recorded.ledger_file))
+    schedule = RecordedSchedule.read(recorded.read_ledger(), str(recorded.ledger_file))
     if args.steps is not None:
         schedule = schedule.first(args.steps)
     _check(config, schedule, args.run)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     return _replay(_for_replay(config, args.run), schedule, args.run)
 
 
-def _check(config: Config, schedule: Schedule, path: Path) -> None:
+def _check(config: Config, schedule: RecordedSchedule, path: Path) -> None:
     if config.rollout.backend != "embedded" or not config.engine.deterministic:
         raise RunError(
             f"{path}: was made with rollout.backend = {config.rollout.backend} and engine.deterministic = "
@@ -83,7 +83,7 @@ def _for_replay(config: Config, path: Path) -> Config:
     )
 
 
-def _replay(config: Config, schedule: Schedule, path: Path) -> int:
+def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
     import torch
 
     from headwater.config.explain import to_yaml

@@ -21,7 +21,7 @@ from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
 from headwater.core.protocols import InferenceEngine
-from headwater.observe.lasting_output import discard
+from headwater.observe.progress import discard
 from headwater.observe.run_directory import RunDirectory
 from headwater.serving.options import DEFAULT_MAX_BODY_MIB, DEFAULT_PORT, KEY_VARIABLE, ServerOptions
 

@@ -92,7 +92,7 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout, describe
-    from headwater.trainer.summary import how_to_go_on, summarise
+    from headwater.trainer.summary import how_to_resume, summarise
 
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
@@ -127,7 +127,7 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
             summarise(run, display, is_finished=finished)
         except KeyboardInterrupt:
             # Once more, while the run was being brought to its end.
-            display.say(how_to_go_on(run, config.trainer.total_steps))
+            display.say(how_to_resume(run, config.trainer.total_steps))
             return EXIT_INTERRUPTED
     return 0 if finished else EXIT_INTERRUPTED
 

@@ -47,6 +47,10 @@ class RewardFailed(HeadwaterError):
     """A reward could not be computed. A failure is never converted to a number."""
 
 
+class RewardTimedOut(RewardFailed):
+    """A reward function took longer than ``reward.timeout_s``."""
+
+
 class RolloutFailed(HeadwaterError):
     """A rollout could not be completed."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import groupby
 from typing import Any, Literal
 
@@ -22,6 +23,32 @@ MAX_STOP_CHARACTERS = 1024
 """Searching for the stop strings of one request delays all others, so a request may not have too many of them."""
 
 _NUM_CHARACTERS_SHOWN = 40
+
+
+class DropKind(StrEnum):
+    """Why a group of samples is not trained on. Ledger, metrics and doctor use this value, never the message."""
+
+    FAILED = "failed"
+    """The workflow raised an error or returned something that is not a trajectory."""
+    ENGINE_FAILED = "engine_failed"
+    """The engine could not answer a request."""
+    REWARD_FAILED = "reward_failed"
+    """The reward raised an error or returned something that is not a number."""
+    REWARD_TIMED_OUT = "reward_timed_out"
+    """A reward took longer than ``reward.timeout_s``."""
+    TIMED_OUT = "timed_out"
+    """The episodes took longer than ``rollout.episode_timeout_s``."""
+    REJECTED = "rejected"
+    """The workflow returned None."""
+    FILTERED = "filtered"
+    """All samples have the same reward, so there is nothing to learn (``algorithm.filter_groups``)."""
+    STALE = "stale"
+    """The group is older than ``rollout.max_staleness`` allows."""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether something went wrong. Filtered and stale groups are an expected part of training."""
+        return self not in (DropKind.FILTERED, DropKind.STALE)
 
 
 @dataclass(frozen=True, slots=True)

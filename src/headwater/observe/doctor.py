@@ -1,4 +1,4 @@
-"""What is the matter with a run: read from its directory alone, while it lives or after it has died."""
+"""Diagnoses a run from its directory alone, while it runs or after it has ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from headwater.core.waits import OpenWait
 from headwater.observe.evidence import Evidence, gather
 from headwater.observe.findings import Finding, current_waits, findings, missing_from
 from headwater.observe.life import Life, life_of
-from headwater.observe.recent_log import LogLine
 from headwater.observe.run_directory import RunDirectory
-from headwater.observe.run_status import RunningGroup
-from headwater.observe.stage_progress import StageProgress
+from headwater.observe.status_file import LogLine, RunningGroup, StageProgress
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class LastMetrics:
 class LedgerReport:
     counts: Mapping[str, int]
     missing: int
-    """Dispatches without an end; 0 where the ledger balances."""
+    """Dispatches that the ledger has lost; 0 if it balances."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +39,14 @@ class Diagnosis:
     version: int | None
     last_metrics: LastMetrics | None
     step_s: float | None
-    """How long one of the last steps took."""
+    """The median duration of the last steps."""
     earlier_step_s: float | None
-    """How long one took before those."""
+    """The median duration of the steps before those."""
     stage: StageProgress | None
-    """What goes on outside the steps, such as the supervised start."""
+    """Progress outside the training steps, such as the supervised warm start."""
     waits: tuple[OpenWait, ...]
     oldest_groups: tuple[RunningGroup, ...]
-    """Of a run that was killed: those that ran last."""
+    """The groups that have run longest; for a killed run, at its last heartbeat."""
     capacity: int | None
     ledger: LedgerReport | None
     findings: tuple[Finding, ...]
@@ -56,7 +54,7 @@ class Diagnosis:
     log: tuple[LogLine, ...]
     checkpoint_steps: tuple[int, ...]
     resume: str
-    """The command that goes on with a run that is over and not finished; empty otherwise."""
+    """The command that resumes a run that ended early; empty otherwise."""
 
     @property
     def is_healthy(self) -> bool:
@@ -89,11 +87,11 @@ def examine(run: RunDirectory) -> Diagnosis:
         error=status.error if status else "",
         log=status.log if status else (),
         checkpoint_steps=evidence.checkpoint_steps,
-        resume=f"headwater train --resume {run.path}" if _can_go_on(life) else "",
+        resume=f"headwater train --resume {run.path}" if _can_resume(life) else "",
     )
 
 
-def _can_go_on(life: Life) -> bool:
+def _can_resume(life: Life) -> bool:
     return life.state in ("killed", "failed", "interrupted", "unknown")
 
 

@@ -1,4 +1,4 @@
-"""All that a run directory tells of its run, gathered once."""
+"""Everything that a run directory says about its run, read once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import shutil
 import socket
 import statistics
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 from headwater.config.load import load_config
 from headwater.config.schema import Config
 from headwater.core.errors import HeadwaterError, RunError
-from headwater.observe.json_lines import last_records
+from headwater.core.records import DropKind
 from headwater.observe.process import process_start
-from headwater.observe.run_directory import RunDirectory
-from headwater.observe.run_status import RunStatus, read_counts, read_status
+from headwater.observe.run_directory import RunDirectory, last_records
+from headwater.observe.status_file import Drops, RunStatus, read_counts, read_status
 
 _METRICS_LINES = 100
 _LEDGER_LINES = 20
@@ -25,16 +24,16 @@ _FEW_STEPS = 10
 
 
 @dataclass(frozen=True)
-class LedgerLine:
-    """The books of the last steps."""
+class LedgerTail:
+    """The last lines of the ledger."""
 
     step: int
     time: float
     counts: Mapping[str, int]
     num_trained: int
     """Groups that were trained on in the last few steps."""
-    reasons: Mapping[str, int]
-    """Why groups were dropped in the last few steps."""
+    drops: Mapping[DropKind, Drops]
+    """Groups that were dropped in the last few steps."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,14 @@ class Evidence:
     now: float
     status: RunStatus | None
     process_is_there: bool | None
-    """Whether the run's process exists; None where that cannot be seen from here."""
+    """Whether the run's process exists; None if this machine cannot tell."""
     damage: tuple[str, ...]
-    """Files that cannot be read, and why."""
+    """One message for each file that cannot be read."""
     metrics: tuple[dict[str, Any], ...]
     """The newest records, oldest first."""
-    ledger: LedgerLine | None
+    ledger: LedgerTail | None
     config: Config | None
-    """None where the settings cannot be read by this version."""
+    """None if this version cannot read the settings."""
     checkpoint_steps: tuple[int, ...]
     checkpoint_bytes: int
     """Size of the newest checkpoint."""
@@ -62,9 +61,9 @@ class Evidence:
 
     @property
     def step(self) -> int:
-        """Steps done."""
-        told = self.status.step if self.status else None
-        return told if told is not None else max((record["step"] for record in self.train_metrics), default=0)
+        """The number of completed steps."""
+        reported = self.status.step if self.status else None
+        return reported if reported is not None else max((record["step"] for record in self.train_metrics), default=0)
 
     @property
     def total_steps(self) -> int | None:
@@ -78,28 +77,28 @@ class Evidence:
 
     @property
     def counts(self) -> Mapping[str, int] | None:
-        """The ledger's counts, the newest that there are."""
+        """The newest counts of the ledger."""
         if self.status is not None and self.status.counts is not None:
             return self.status.counts
         return self.ledger.counts if self.ledger else None
 
     def step_s(self) -> float | None:
-        """How long one of the last steps took."""
+        """The median duration of the last steps."""
         return _median([record["time/step_s"] for record in self.train_metrics[-_FEW_STEPS:]])
 
     def earlier_step_s(self) -> float | None:
-        """How long one of the steps before those took."""
+        """The median duration of the steps before those."""
         return _median([record["time/step_s"] for record in self.train_metrics[:-_FEW_STEPS]])
 
     def share(self, name: str) -> float | None:
-        """The share of the last steps' time that went into ``name``; None where that was not measured."""
+        """The share of the last steps' time that was spent on ``name``; None if it was not measured."""
         spent = [record[f"time/{name}_s"] for record in self.train_metrics[-_FEW_STEPS:] if f"time/{name}_s" in record]
         step_s = [record["time/step_s"] for record in self.train_metrics[-_FEW_STEPS:]]
         return sum(spent) / sum(step_s) if spent and sum(step_s) > 0 else None
 
 
 def gather(run: RunDirectory) -> Evidence:
-    """Read everything; what cannot be read is noted and does not keep the rest from being told."""
+    """Read everything. A file that cannot be read is reported in ``damage``; the others are still used."""
     damage: list[str] = []
     status = ledger = None
     try:
@@ -138,19 +137,23 @@ def _process_is_there(status: RunStatus) -> bool | None:
     return process_start(status.pid) == status.process_start
 
 
-def _read_ledger(run: RunDirectory) -> LedgerLine | None:
+def _read_ledger(run: RunDirectory) -> LedgerTail | None:
     path = run.ledger_file
     try:
         records = [each for each in run.last_ledger(_LEDGER_LINES) if each["kind"] == "step"]
         if not records:
-            # A resume may have gone back behind all of them; then nothing is known, and nothing is wrong.
+            # A resume may have made all of these lines invalid. Then nothing is known, and nothing is wrong.
             if path.exists() and path.stat().st_size > 0 and not last_records(path, 1):
-                raise RunError(f"{path} cannot be read: none of its last lines is whole")
+                raise RunError(f"{path} cannot be read: none of its last lines is complete")
             return None
-        reasons = Counter(str(each["reason"]) for record in records for each in record.get("dropped", ()))
+        drops: dict[DropKind, Drops] = {}
+        for each in (each for record in records for each in record.get("dropped", ())):
+            kind = DropKind(each["kind"])
+            count = drops[kind].count if kind in drops else 0
+            drops[kind] = Drops(count + 1, str(each["message"]))
         num_trained = sum(len(record.get("trained", ())) for record in records)
         last = records[-1]
-        return LedgerLine(int(last["step"]), float(last["time"]), read_counts(last["counts"]), num_trained, reasons)
+        return LedgerTail(int(last["step"]), float(last["time"]), read_counts(last["counts"]), num_trained, drops)
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {type(error).__name__}: {error} in its last lines") from error
 

@@ -1,32 +1,48 @@
-"""What is wrong with a run, or could be better: each finding with a remedy."""
+"""Findings about a run: problems and hints, each with a kind, the evidence and a remedy."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from headwater.core.records import DropKind
 from headwater.core.waits import OpenWait
-from headwater.observe.duration import show_duration
 from headwater.observe.evidence import Evidence
-from headwater.observe.life import Life
-from headwater.observe.remedies import remedy_for, remedy_for_drop
+from headwater.observe.life import Life, show_duration
+from headwater.observe.status_file import Drops, RunningGroup
 
 _GIB = 2**30
 _LOW_DISK_BYTES = 2 * _GIB
 _FEW_DROPS = 0.02
 _MANY_DROPS = 0.3
-_FILTERED = "algorithm.filter_groups"
+
+FindingKind = Literal[
+    "damaged_file",
+    "killed",
+    "failed",
+    "unresponsive",
+    "unknown_state",
+    "ledger_unbalanced",
+    "long_wait",
+    "long_step",
+    "drops",
+    "engine_restarts",
+    "slower_steps",
+    "learner_waits",
+    "generation_ahead",
+    "low_disk",
+]
 
 
 @dataclass(frozen=True)
 class Finding:
+    kind: FindingKind
     severity: Literal["problem", "hint"]
-    """A problem is something wrong; a hint is something that could be better."""
+    """A problem is an error; a hint is a possible improvement."""
     what: str
+    """The evidence, in words."""
     remedy: str = ""
 
 
@@ -37,7 +53,7 @@ def findings(evidence: Evidence, life: Life) -> list[Finding]:
         *_of_damage(evidence),
         *_of_life(life),
         *_of_ledger(evidence),
-        *(waits or _of_silence(evidence, life)),
+        *(waits or _of_long_step(evidence, life)),
         *_of_drops(evidence),
         *_of_engine(evidence),
         *_of_balance(evidence, life),
@@ -48,32 +64,33 @@ def findings(evidence: Evidence, life: Life) -> list[Finding]:
 
 def _of_damage(evidence: Evidence) -> Iterator[Finding]:
     for text in evidence.damage:
-        yield Finding(
-            "problem", text, "a full disk or an edit by hand may have done it; the run's other files still count"
-        )
+        remedy = "a full disk or a manual edit is the usual cause; the run's other files are still used"
+        yield Finding("damaged_file", "problem", text, remedy)
 
 
 def _of_life(life: Life) -> Iterator[Finding]:
     if life.state == "killed":
         yield Finding(
+            "killed",
             "problem",
-            "the run did not end by itself: it was killed",
-            "`dmesg | grep -i oom` or the scheduler's log says by whom; memory is the usual cause",
+            "the run was killed: its process ended without reporting an end",
+            "`dmesg | grep -i oom` or the scheduler's log shows what killed it; lack of memory is the usual cause",
         )
     elif life.state == "failed":
-        yield Finding("problem", f"the run failed: {life.text}", "mend the cause, then resume")
+        yield Finding("failed", "problem", f"the run failed: {life.text}", "fix the cause, then resume")
     elif life.state == "unresponsive":
         yield Finding(
+            "unresponsive",
             "problem",
-            f"no sign of life: {life.text}",
-            "a process that is suspended, swaps, or waits for a hung device or file system; `py-spy dump` shows where",
+            f"no heartbeat: {life.text}",
+            "the process is suspended, swapping, or waiting for a device or file system; `py-spy dump` shows where",
         )
     elif life.state == "unknown":
-        yield Finding("problem", life.text, "if nothing runs any more, resume")
+        yield Finding("unknown_state", "problem", life.text, "if the process no longer runs, resume")
 
 
 def _of_ledger(evidence: Evidence) -> Iterator[Finding]:
-    """Both books count: what the run says now, and the last line on disk."""
+    """Check both the current counts and the last line on disk."""
     status = evidence.status
     for where, counts in (
         ("ledger.jsonl", evidence.ledger.counts if evidence.ledger else None),
@@ -81,16 +98,35 @@ def _of_ledger(evidence: Evidence) -> Iterator[Finding]:
     ):
         if counts is not None and (missing := missing_from(counts)):
             yield Finding(
+                "ledger_unbalanced",
                 "problem",
                 f"the ledger does not balance in {where}: {abs(missing)} dispatched prompts "
                 + ("are neither trained, dropped, buffered nor in flight" if missing > 0 else "are counted twice"),
-                "this is a bug: please report it, with ledger.jsonl; do not trust this run's data order",
+                "this is a bug: please report it, with ledger.jsonl; do not rely on the data order of this run",
             )
 
 
 def missing_from(counts: Mapping[str, int]) -> int:
-    """Dispatches that the ledger has lost; negative where some are counted twice."""
+    """Dispatches that the ledger has lost; negative if some are counted twice."""
     return counts["dispatched"] - sum(counts[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+
+
+# Waits
+
+WAIT_REMEDIES = {
+    "batch": "generation is slower than the learner: lower rollout.max_new_tokens, raise engine.max_sequences or "
+    "rollout.max_concurrent_groups, or let generation run further ahead with rollout.max_staleness",
+    "rollouts": "an evaluation or a probe of the warm start is running: lower eval.num_prompts, or wait",
+    "weights": "the engine loads new weights between two of its rounds; with engine.update_mode=drain it first "
+    "finishes all running requests, with interrupt it does not; if the engine hangs, stop the process and resume",
+    "engine_start": "the engine is loading its model: if that never ends, lack of memory is the usual cause "
+    "(engine.memory_fraction, engine.kv_cache_gib); the engine's output says more",
+    "engine_call": "the engine's process does not answer: it is being restarted, or a long round keeps it busy; with "
+    "engine.update_mode=drain it first finishes all running requests",
+    "rollout_thread": "an episode blocks the thread that runs all episodes: run slow code of a workflow, tool or "
+    "reward in asyncio.to_thread",
+}
+"""By the ``kind`` of a wait (core/waits.py)."""
 
 
 def _of_waits(evidence: Evidence, life: Life) -> Iterator[Finding]:
@@ -99,13 +135,13 @@ def _of_waits(evidence: Evidence, life: Life) -> Iterator[Finding]:
     for wait in current_waits(evidence, life):
         severity = _severity(wait, evidence.step_s())
         if severity is not None:
-            did = "waited" if life.is_over else "has waited"
-            what = f"{wait.kind}: {wait.thread_name} {did} {show_duration(wait.seconds)}"
-            yield Finding(severity, what, remedy_for(wait, evidence))
+            verb = "waited" if life.is_over else "has waited"
+            what = f"{wait.kind}: {wait.thread_name} {verb} {show_duration(wait.seconds)}"
+            yield Finding("long_wait", severity, what, _remedy_for(wait, evidence))
 
 
-def _of_silence(evidence: Evidence, life: Life) -> Iterator[Finding]:
-    """A step that takes far longer than usual. No single wait need be long: each group that arrives ends one."""
+def _of_long_step(evidence: Evidence, life: Life) -> Iterator[Finding]:
+    """A step that takes far longer than usual, although no single wait is long: every group that arrives ends one."""
     last, usual_s, waits = evidence.last_metrics_time, evidence.step_s(), current_waits(evidence, life)
     is_evaluating = any(each.kind == "rollouts" for each in waits)
     if life.state != "running" or last is None or usual_s is None or is_evaluating:
@@ -113,15 +149,16 @@ def _of_silence(evidence: Evidence, life: Life) -> Iterator[Finding]:
     silent_s = evidence.now - last
     if silent_s > max(30.0, 10 * usual_s):
         yield Finding(
+            "long_step",
             "problem" if silent_s > max(300.0, 20 * usual_s) else "hint",
             f"no step has ended for {show_duration(silent_s)}; the last ones took {show_duration(usual_s)} each",
-            next((remedy for each in waits if (remedy := remedy_for(each, evidence))), "")
-            or "nobody waits, so something computes: `py-spy dump` shows what",
+            next((remedy for each in waits if (remedy := _remedy_for(each, evidence))), "")
+            or "no thread is waiting, so the process is computing: `py-spy dump` shows what",
         )
 
 
 def current_waits(evidence: Evidence, life: Life) -> list[OpenWait]:
-    """The waits of the last status. Where no heartbeat came since, though there should have, they have gone on."""
+    """The waits of the last status. If heartbeats are missing, the waits are assumed to have continued since then."""
     if evidence.status is None:
         return []
     since_s = evidence.now - evidence.status.time if life.state == "unresponsive" else 0.0
@@ -133,43 +170,88 @@ def current_waits(evidence: Evidence, life: Life) -> list[OpenWait]:
 
 def _severity(wait: OpenWait, usual_step_s: float | None) -> Literal["problem", "hint"] | None:
     if math.isinf(wait.hard_limit_s):
-        return None  # it may last as long as it likes
+        return None  # it has no limit
     is_unusual = usual_step_s is not None and wait.seconds > max(120.0, 10 * usual_step_s)
-    # Evaluations are rare and long; the length of a step says nothing about them.
+    # Evaluations are rare and long, so they are not compared with the duration of a step.
     if wait.seconds >= 0.5 * wait.hard_limit_s or (is_unusual and wait.kind != "rollouts"):
         return "problem"
     return "hint" if wait.seconds > 60 else None
 
 
+def _remedy_for(wait: OpenWait, evidence: Evidence) -> str:
+    """By the state of the rollouts, otherwise by the kind of the wait; empty if no remedy is known."""
+    usual = WAIT_REMEDIES.get(wait.kind, "")
+    if wait.kind == "batch":
+        return _why_nothing_runs(evidence) or _why_groups_are_slow(evidence) or usual
+    if wait.kind == "rollouts":
+        return _why_groups_are_slow(evidence) or usual
+    return usual
+
+
+def _why_nothing_runs(evidence: Evidence) -> str:
+    status, counts = evidence.status, evidence.counts
+    if status is None or counts is None or counts["in_flight"] > 0:
+        return ""
+    if status.capacity is not None and status.capacity <= 0:
+        return (
+            "no group is running and none may start, because the buffered groups are too far ahead; raise "
+            "rollout.max_staleness or rollout.max_concurrent_groups, and please report it, with status.json"
+        )
+    return "no group is running although there is capacity: data.train has no more prompts, or rollouts are paused"
+
+
+def _why_groups_are_slow(evidence: Evidence) -> str:
+    oldest = evidence.status.oldest_groups if evidence.status else ()
+    if oldest and all(_waits_outside(each) for each in oldest):
+        return (
+            "the oldest groups wait for a reward or a tool, not for the engine: make it faster or raise its "
+            "concurrency; lower reward.timeout_s so that a call that hangs fails; see reward.manager"
+        )
+    return ""
+
+
+def _waits_outside(group: RunningGroup) -> bool:
+    return group.num_waiting > 0 and group.num_generating == 0
+
+
+# Drops
+
+DROP_REMEDIES = {
+    DropKind.FAILED: "the message names the cause; run the workflow on that row by itself",
+    DropKind.ENGINE_FAILED: "the engine fails on these requests; see the last log lines",
+    DropKind.REWARD_FAILED: "call the reward function on that row by itself: it raises or returns no number",
+    DropKind.REWARD_TIMED_OUT: "make the reward faster, or raise reward.timeout_s",
+    DropKind.TIMED_OUT: "raise rollout.episode_timeout_s, or make rewards, tools and responses shorter",
+    DropKind.REJECTED: "the workflow returns None for these: check its conditions",
+    DropKind.FILTERED: "the prompts have become too easy or too hard: change their difficulty, or turn the filter off",
+    DropKind.STALE: "use rollout.on_stale=mask, raise rollout.max_staleness, or lower rollout.max_new_tokens",
+}
+
+
 def _of_drops(evidence: Evidence) -> Iterator[Finding]:
-    reasons, num_trained, span = _recent_drops(evidence)
-    for reason, count in alike(reasons).most_common(3):
-        share = count / max(1, num_trained + sum(reasons.values()))
+    drops, num_trained, span = _recent_drops(evidence)
+    num_dropped = sum(each.count for each in drops.values())
+    for kind, each in sorted(drops.items(), key=lambda item: -item[1].count)[:3]:
+        share = each.count / max(1, num_trained + num_dropped)
         if share > _FEW_DROPS:
-            is_failure = not any(wanted in reason for wanted in (_FILTERED, "rollout.max_staleness"))
-            severity: Literal["problem", "hint"] = "problem" if is_failure and share >= _MANY_DROPS else "hint"
             yield Finding(
-                severity, f"{count} groups ({share:.0%}) were dropped {span}: {reason}", remedy_for_drop(reason)
+                "drops",
+                "problem" if kind.is_failure and share >= _MANY_DROPS else "hint",
+                f"{each.count} groups ({share:.0%}) were dropped {span} ({kind.value}), for example: {each.message}",
+                DROP_REMEDIES[kind],
             )
 
 
-def _recent_drops(evidence: Evidence) -> tuple[Mapping[str, int], int, str]:
-    """Of the last steps where the ledger tells them; else of the whole run."""
+def _recent_drops(evidence: Evidence) -> tuple[Mapping[DropKind, Drops], int, str]:
+    """Drops of the last steps if the ledger has them, otherwise of the whole run."""
     if evidence.ledger is not None and evidence.ledger.num_trained:
-        return evidence.ledger.reasons, evidence.ledger.num_trained, "in the last steps"
-    if evidence.status is not None and evidence.status.drop_reasons and evidence.counts is not None:
-        return evidence.status.drop_reasons, evidence.counts["trained"], "so far"
+        return evidence.ledger.drops, evidence.ledger.num_trained, "in the last steps"
+    if evidence.status is not None and evidence.counts is not None:
+        return evidence.status.drops, evidence.counts["trained"], "so far"
     return {}, 0, ""
 
 
-def alike(reasons: Mapping[str, int]) -> Counter[str]:
-    """Reasons that differ only in their row or numbers, counted together under the most frequent of them."""
-    name_of: dict[str, str] = {}
-    counted: Counter[str] = Counter()
-    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        pattern = re.sub(r"\d+", "#", re.sub(r"\brow \S+", "row", reason))
-        counted[name_of.setdefault(pattern, reason)] += count
-    return counted
+# Engine, balance and disk
 
 
 def _of_engine(evidence: Evidence) -> Iterator[Finding]:
@@ -177,42 +259,47 @@ def _of_engine(evidence: Evidence) -> Iterator[Finding]:
     if restarts:
         times = "once" if restarts == 1 else f"{restarts} times"
         yield Finding(
+            "engine_restarts",
             "problem" if restarts >= 3 else "hint",
             f"the engine was restarted {times}",
-            f"the warnings in {evidence.run.status_file} say how each process ended. By SIGKILL: a person or a "
-            "scheduler killed it, or the system for want of memory (`dmesg | grep -i oom`); then lower "
-            "engine.memory_fraction, engine.kv_cache_gib or engine.max_sequences. By another signal or "
-            "an exit status: an error of its own",
+            f"the warnings in {evidence.run.status_file} say how each process ended. SIGKILL: a person, a scheduler or "
+            "the out-of-memory killer (`dmesg | grep -i oom`) ended it; for lack of memory, lower "
+            "engine.memory_fraction, engine.kv_cache_gib or engine.max_sequences. Another signal or an exit status: an "
+            "error in the engine",
         )
 
 
 def _of_balance(evidence: Evidence, life: Life) -> Iterator[Finding]:
-    """Who waits for whom, where the last steps show it."""
+    """Whether the learner or generation is the bottleneck, from the last steps."""
     usual_s, earlier_s = evidence.step_s(), evidence.earlier_step_s()
     if usual_s is not None and earlier_s is not None and usual_s > 1.5 * earlier_s:
         yield Finding(
+            "slower_steps",
             "hint",
-            f"steps have become slower: {show_duration(earlier_s)} before, now {show_duration(usual_s)}",
-            "responses that grow are the usual cause (response_length/mean in metrics.jsonl)",
+            f"steps have become slower: {show_duration(earlier_s)} before, {show_duration(usual_s)} now",
+            "growing responses are the usual cause (response_length/mean in metrics.jsonl)",
         )
     if life.state != "running" or evidence.config is None:
         return
     waiting, settings = evidence.share("wait"), evidence.config.rollout
     if waiting is not None and waiting > 0.5:
         yield Finding(
+            "learner_waits",
             "hint",
             f"the learner waits for rollouts {waiting:.0%} of the time",
-            "raise rollout.max_staleness, so that generation goes on while it trains, or engine.max_sequences"
+            "raise rollout.max_staleness, so that generation continues during training, or engine.max_sequences"
             if settings.max_staleness < 2
-            else "give generation more: engine.max_sequences, rollout.max_concurrent_groups, shorter responses",
+            else "speed up generation: engine.max_sequences, rollout.max_concurrent_groups, shorter responses",
         )
     batch = evidence.config.trainer.num_prompts_per_step
-    is_full = evidence.counts is not None and evidence.counts["buffered"] >= settings.max_staleness * batch
+    num_buffered = evidence.counts["buffered"] if evidence.counts else 0
+    is_full = evidence.counts is not None and num_buffered >= settings.max_staleness * batch
     if settings.max_staleness > 0 and is_full and waiting is not None and waiting < 0.05:
         yield Finding(
+            "generation_ahead",
             "hint",
-            f"generation is ahead: {evidence.counts['buffered'] if evidence.counts else 0} groups wait for the learner",
-            "the learner sets the pace, and a lower rollout.max_staleness would be as fast, on fresher samples",
+            f"generation is ahead: {num_buffered} groups wait for the learner",
+            "the learner is the bottleneck; a lower rollout.max_staleness would be as fast, with fresher samples",
         )
 
 
@@ -222,8 +309,9 @@ def _of_disk(evidence: Evidence, life: Life) -> Iterator[Finding]:
     needed = max(_LOW_DISK_BYTES, 2 * evidence.checkpoint_bytes)
     if evidence.free_bytes < needed:
         yield Finding(
+            "low_disk",
             "problem" if evidence.free_bytes < max(_GIB // 4, evidence.checkpoint_bytes) else "hint",
             f"{evidence.free_bytes / _GIB:.1f} GiB are left on the disk of {evidence.run.path}; a checkpoint takes "
             f"{evidence.checkpoint_bytes / _GIB:.1f} GiB",
-            "make room, or lower trainer.keep_checkpoints and raise trainer.save_rollouts_every_steps",
+            "free disk space, or lower trainer.keep_checkpoints and raise trainer.save_rollouts_every_steps",
         )

@@ -1,4 +1,4 @@
-"""Telling one process from another that later got its number."""
+"""Identifies a process, also when its id is reused later."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _ENDED = {"Z", "X", "x"}
 
 
 def process_start(pid: int) -> str | None:
-    """When process ``pid`` began, in words that only compare equal for the same process; None where there is none.
+    """A string that identifies the start of process ``pid``, different for every process; None if it does not exist.
 
-    A process that has ended and whose parent has not looked yet counts as gone.
+    A process that has ended counts as gone, even if its parent has not collected its exit status.
     """
     if not Path("/proc/self/stat").exists():
         return _start_by_ps(pid)
@@ -19,14 +19,14 @@ def process_start(pid: int) -> str | None:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The second field is the name of the program, in brackets, and may hold anything; the third is the state.
+    # The second field is the program name in brackets, which may contain anything; the third is the state.
     fields = stat.rpartition(")")[2].split()
     state, ticks_since_boot = fields[0], fields[19]
     return None if state in _ENDED else f"{_boot()}+{ticks_since_boot}"
 
 
 def _boot() -> str:
-    """Names this boot of the machine: ticks are counted from it."""
+    """Identifies the current boot of the machine, from which ticks are counted."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
@@ -34,7 +34,7 @@ def _boot() -> str:
 
 
 def _start_by_ps(pid: int) -> str | None:
-    """Where there is no /proc, as on macOS."""
+    """For systems without /proc, such as macOS."""
     answer = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
     state, _, began = answer.stdout.strip().partition(" ")
     return None if not began or state[0] in _ENDED else began.strip()

@@ -1,20 +1,26 @@
-"""What a person sees while a run trains: a live bar in a terminal, a line now and then in a log."""
+"""Console output: the progress of a run, and output that does not stop the work when its reader disappears.
+
+Rich is imported only when something is shown, because every command imports this file.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
+from headwater.observe.status_file import StageProgress
 
-from headwater.observe.lasting_output import lasting_console
-from headwater.observe.stage_progress import StageProgress
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 10.0
 
@@ -26,15 +32,15 @@ class Reporter(Protocol):
 
 
 class Display:
-    """Prints to one console; stages of work show their own bar, one at a time.
+    """Prints to one console. Each stage of work has a progress bar, one at a time.
 
-    A run outlives whoever watches it: when standard output breaks, it goes on without a display.
+    If standard output breaks, the run continues without a display.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or lasting_console()
         self.stage_now: StageProgress | None = None
-        """The stage that goes on, for other threads to read."""
+        """The current stage, for other threads to read."""
 
     def say(self, message: str) -> None:
         self.console.print(message, highlight=False, soft_wrap=True)
@@ -51,6 +57,16 @@ class Display:
     @contextmanager
     def _shown(self, name: str, total: int, start: int) -> Iterator[Reporter]:
         if self.console.is_terminal:
+            from rich.live import Live
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+
             columns = (
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=24),
@@ -71,7 +87,7 @@ def _join(shown: Mapping[str, str]) -> str:
 
 
 class _Noted:
-    """Hands reports on, and notes on the display how far they are."""
+    """Forwards progress, and records it in ``Display.stage_now``."""
 
     def __init__(self, display: Display, shown: Reporter) -> None:
         self._display = display
@@ -84,23 +100,26 @@ class _Noted:
 
 
 class _Bar:
-    """A bar, and below it the numbers, so that both fit a narrow terminal."""
+    """A bar with the numbers below it, so that both fit a narrow terminal."""
 
     def __init__(self, progress: Progress, name: str, total: int, start: int) -> None:
         self._progress = progress
         self._task = progress.add_task(name, total=total, completed=start)
-        self._numbers = Text("")
+        self._numbers = ""
 
     def update(self, done: int, shown: Mapping[str, str]) -> None:
         self._progress.update(self._task, completed=done)
-        self._numbers = Text("  " + _join(shown))
+        self._numbers = "  " + _join(shown)
 
     def __rich__(self) -> Group:
-        return Group(self._progress, self._numbers)
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self._progress, Text(self._numbers))
 
 
 class _Lines:
-    """For logs and CI: the first step, the last, and one every few seconds between."""
+    """For logs and CI: the first step, the last step, and one line every few seconds."""
 
     def __init__(self, console: Console, name: str, total: int, start: int) -> None:
         self._console = console
@@ -114,3 +133,64 @@ class _Lines:
         if done in (self._first, self._total) or now - self._last_printed >= _LOG_EVERY_S:
             self._last_printed = now
             self._console.print(f"{self._name} {done}/{self._total}  {_join(shown)}", highlight=False, soft_wrap=True)
+
+
+class LastingOutput:
+    """A text stream that never fails. Once its reader or terminal is gone, further output is discarded.
+
+    For example, ``| head`` closes a pipe, and a lost connection closes a terminal. Everything important is in files.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._is_gone = False
+
+    @property
+    def encoding(self) -> str:
+        return self._file.encoding
+
+    def isatty(self) -> bool:
+        return self._file.isatty()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def write(self, text: str) -> int:
+        if not self._is_gone:
+            try:
+                self._file.write(text)
+            except OSError as error:
+                self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._is_gone:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_gone = True
+        logger.info("standard output is closed, output is discarded: %s", error)
+        discard(self._file)
+
+
+def discard(file: TextIO) -> None:
+    """Redirect ``file`` to the null device, because its buffer and later output of others would fail again."""
+    try:
+        descriptor = file.fileno()
+    except (OSError, ValueError):  # not a real file
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def lasting_console() -> Console:
+    """Standard output, for commands whose work must continue without it."""
+    from rich.console import Console
+
+    if sys.stdout is None:  # it was closed before the process started
+        return Console(quiet=True)
+    return Console(file=cast(TextIO, LastingOutput(sys.stdout)))

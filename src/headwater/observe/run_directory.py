@@ -1,4 +1,4 @@
-"""The folder of one run: everything it writes, and nothing it overwrites."""
+"""The directory of one run. A run never overwrites what an earlier part of it wrote."""
 
 from __future__ import annotations
 
@@ -6,26 +6,51 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from headwater.core.errors import RunError
-from headwater.observe.json_lines import last_records
-from headwater.observe.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class MetricsRecord:
+    """One line of ``metrics.jsonl``, and what a tracker receives."""
+
+    kind: Literal["train", "eval", "warm_start", "resume"]
+    """``resume`` means that records after ``step`` are no longer valid."""
+    step: int
+    """Training steps done; -1 for a resume that begins again."""
+    time: float
+    """Seconds since the epoch."""
+    values: Mapping[str, float]
+    """The metrics by name, such as ``reward/mean``."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "step": self.step, "time": self.time, **self.values}
+
+
+class Tracker(Protocol):
+    """Receives every metrics record of a run, in addition to ``metrics.jsonl``."""
+
+    def log(self, record: MetricsRecord) -> None: ...
+    def close(self) -> None: ...
 
 
 class RunDirectory:
     """``runs/<name>/``: config.yaml, metrics.jsonl, ledger.jsonl, status.json, reward.png, the folders rollouts, eval
-    and checkpoints, and trace.json where it was asked for."""
+    and checkpoints, and trace.json if ``trainer.trace`` is set."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDirectory:
-        """A new folder: ``name``, or ``name-2``, ``name-3``, ... where that exists."""
+        """Create a new directory: ``name``, or ``name-2``, ``name-3``, ... if that exists."""
         try:
             root.mkdir(parents=True, exist_ok=True)
             number = 1
@@ -43,30 +68,30 @@ class RunDirectory:
     def open(cls, path: Path) -> RunDirectory:
         if not (path / "config.yaml").is_file():
             raise RunError(
-                f"{path}: no run there (config.yaml is missing); give a folder that `headwater train` made, "
-                "for example runs/quickstart"
+                f"{path}: not a run directory (config.yaml is missing); give a directory that `headwater train` "
+                "created, for example runs/quickstart"
             )
         return cls(path)
 
     @property
     def config_files(self) -> list[Path]:
-        """``config.yaml``, and those that a resume with other settings wrote beside it, oldest first."""
+        """``config.yaml``, and the files that later resumes with other settings added, oldest first."""
         later = sorted(self.path.glob("config-*.yaml"), key=lambda path: int(path.stem.partition("-")[2]))
         return [self.path / "config.yaml", *later]
 
     @property
     def config_file(self) -> Path:
-        """The settings the run goes by now."""
+        """The current settings of the run."""
         return self.config_files[-1]
 
     def write_config(self, text: str) -> None:
-        """Keep ``text`` as the run's settings; earlier ones stay beside it."""
+        """Store ``text`` as the run's settings. Files with earlier settings are kept."""
         if not self.config_file.exists() or self.config_file.read_text(encoding="utf-8") != text:
             write_whole(self.free_file(".", "config", ".yaml"), text)
 
     @property
     def reference(self) -> Path:
-        """The policy that training is kept near, where a supervised start came before it."""
+        """The reference policy, if the run began with a supervised warm start."""
         return self.path / "reference"
 
     @property
@@ -75,16 +100,16 @@ class RunDirectory:
 
     @property
     def ledger_file(self) -> Path:
-        """What became of every prompt that was dispatched, one line per step."""
+        """The outcome of every dispatched prompt, one line per step."""
         return self.path / "ledger.jsonl"
 
     @property
     def status_file(self) -> Path:
-        """What the run does at this moment, or did last."""
+        """The state of the run at this moment, or when it ended."""
         return self.path / "status.json"
 
     def free_trace_file(self) -> Path:
-        """``trace.json``, or another name where an earlier part of the run has left one."""
+        """``trace.json``, or a numbered name if an earlier part of the run has written one."""
         return self.free_file(".", "trace", ".json")
 
     @property
@@ -96,7 +121,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that can be resumed, oldest first."""
+        """Steps that have a checkpoint, oldest first."""
         names = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -104,11 +129,11 @@ class RunDirectory:
         return self.checkpoints / f"step_{step:06d}"
 
     def model(self, step: int) -> Path:
-        """The model after ``step``, in Hugging Face format, where a checkpoint keeps it."""
+        """The model after ``step``, in Hugging Face format, inside its checkpoint."""
         return self.checkpoint(step) / "model"
 
     def free_file(self, folder: str, stem: str, suffix: str) -> Path:
-        """A path in ``folder`` that does not exist yet; a second file of the same stem gets a number."""
+        """A path in ``folder`` that does not exist yet. A second file with the same stem gets a number."""
         parent = self.path / folder
         parent.mkdir(exist_ok=True)
         path, number = parent / f"{stem}{suffix}", 1
@@ -124,27 +149,27 @@ class RunDirectory:
         _append(self.ledger_file, record)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The records of the run as it stands: what a resume went back behind is left out."""
-        return _as_it_stands(_read(self.metrics_file))
+        """The valid records of the run. Records after the step from which the run was resumed are left out."""
+        return _valid(_read(self.metrics_file))
 
     def read_ledger(self) -> list[dict[str, Any]]:
-        """As ``read_metrics``: one record per step, and what ended in it."""
-        return _as_it_stands(_read(self.ledger_file))
+        """Like ``read_metrics``: one record per step, with the dispatches that ended in it."""
+        return _valid(_read(self.ledger_file))
 
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
-        """``read_metrics`` of the last ``count`` lines alone, however long the file is."""
-        return _as_it_stands(last_records(self.metrics_file, count))
+        """Like ``read_metrics``, but only for the last ``count`` lines. The rest of the file is not read."""
+        return _valid(last_records(self.metrics_file, count))
 
     def last_ledger(self, count: int) -> list[dict[str, Any]]:
-        """``read_ledger`` of the last ``count`` lines alone."""
-        return _as_it_stands(last_records(self.ledger_file, count))
+        """Like ``read_ledger``, but only for the last ``count`` lines."""
+        return _valid(last_records(self.ledger_file, count))
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
-    """One line, written at once, so that a run that is killed loses none of its history."""
+    """Append one line and write it immediately, so that a killed run loses no history."""
     line = json.dumps(record) + "\n"
     with path.open("a+b") as file:
-        # A process killed in mid-line leaves it open; the next record must not be glued to it.
+        # A process that was killed while writing leaves an incomplete line; the next record starts a new line.
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else "\n" + line
@@ -159,11 +184,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
-            logger.warning("%s:%d is cut off, as a killed process leaves it; skipped", path, number)
+            logger.warning("%s:%d is incomplete, probably because the process was killed; skipped", path, number)
     return records
 
 
-def _as_it_stands(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _valid(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     latest: dict[tuple[str, int], dict[str, Any]] = {}
     for record in records:
         if record["kind"] == "resume":
@@ -171,3 +196,39 @@ def _as_it_stands(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             latest[record["kind"], record["step"]] = record
     return list(latest.values())
+
+
+def last_records(path: Path, count: int) -> list[dict[str, Any]]:
+    """The last ``count`` complete lines of a JSON-lines file, oldest first; an empty list if there is no file.
+
+    Only the end of the file is read. An incomplete line is skipped: a process was killed while writing it, or is
+    writing it now.
+    """
+    if count < 1 or not path.exists():
+        return []
+    with path.open("rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        read = b""
+        while start > 0 and read.count(b"\n") <= count:
+            length = min(_BLOCK_BYTES, start)
+            start = file.seek(start - length)
+            read = file.read(length) + read
+    lines = read.splitlines()
+    if start > 0:
+        lines = lines[1:]  # the first line is incomplete
+    return [record for record in map(_parse, lines) if record is not None][-count:]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a temporary file and rename it to ``path``, so that a reader never sees an incomplete file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

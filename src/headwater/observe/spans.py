@@ -1,4 +1,4 @@
-"""Where the time goes: named spans, overlapping ones counted once."""
+"""Measures where time is spent, as named spans. Overlapping spans of one name count once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Spans:
     """Wall-clock seconds during which at least one span of a name was open.
 
     A hundred episodes that wait for their rewards at the same time spend one second of "reward" per second, not a
-    hundred. With a ``trace``, each span is drawn there too, with what is said about it.
+    hundred. With a ``trace``, each span is also drawn there, with its arguments.
 
         with spans.span("generate", version=3):
             ...
-        seconds = spans.drain()      # {"generate": 1.2}; starts anew
+        seconds = spans.drain()      # {"generate": 1.2}, and reset
     """
 
     def __init__(self, trace: Trace | None = None) -> None:
@@ -47,7 +47,7 @@ class Spans:
                     self._total[name] = self._total.get(name, 0.0) + time.perf_counter() - self._since.pop(name)
 
     def drain(self) -> dict[str, float]:
-        """Seconds per name since the last call. A span that is still open counts up to now, and from now on again."""
+        """Seconds per name since the last call. A span that is still open counts up to now; the rest counts later."""
         with self._lock:
             now = time.perf_counter()
             for name, since in self._since.items():

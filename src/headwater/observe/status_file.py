@@ -1,4 +1,4 @@
-"""What a run does at this moment, in a file that others read: ``headwater doctor``, or you."""
+"""``status.json``: what a run is doing at this moment. The run writes it, ``headwater doctor`` reads it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,111 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, get_args
 
-from headwater.core.waits import open_waits
+from headwater.core.errors import RunError
+from headwater.core.records import DropKind
+from headwater.core.waits import OpenWait, open_waits
 from headwater.observe.process import process_start
-from headwater.observe.recent_log import RecentLog
-from headwater.observe.whole_file import write_whole
+from headwater.observe.run_directory import write_whole
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 _MAX_ERROR_CHARACTERS = 4000
+_MAX_LOG_CHARACTERS = 500
 _LAST_READ_LIMIT_S = 5.0
+
+RunState = Literal["running", "finished", "interrupted", "failed"]
+COUNTS = ("dispatched", "trained", "dropped", "buffered", "in_flight")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    time: float
+    level: str
+    message: str
+
+
+@dataclass(frozen=True)
+class StageProgress:
+    """The progress of a stage outside the training steps, such as the supervised warm start."""
+
+    name: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class RunningGroup:
+    id: int
+    uid: str
+    seconds: float
+    num_generating: int
+    """Episodes that wait for the engine."""
+    num_waiting: int
+    """Episodes that wait for something else, such as a reward or a tool."""
+    doing: str
+    """The same in words, for people."""
+
+
+@dataclass(frozen=True)
+class Drops:
+    """Groups that were dropped for one kind of reason."""
+
+    count: int
+    message: str
+    """The message of one of them."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The content of ``status.json``: the state of a run at ``time``."""
+
+    pid: int
+    host: str
+    process_start: str | None
+    started: float
+    time: float
+    state: RunState
+    error: str
+    waits: tuple[OpenWait, ...]
+    log: tuple[LogLine, ...]
+    read_error: str = ""
+    """Why the fields below could not be updated at ``time``. They are then older."""
+    step: int | None = None
+    total_steps: int | None = None
+    version: int | None = None
+    counts: Mapping[str, int] | None = None
+    oldest_groups: tuple[RunningGroup, ...] = ()
+    capacity: int | None = None
+    drops: Mapping[DropKind, Drops] = field(default_factory=dict)
+    engine_restarts: int = 0
+    stage: StageProgress | None = None
+
+
+class RecentLog(logging.Handler):
+    """Keeps the newest log records of level warning and above."""
+
+    def __init__(self, count: int = 20) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: deque[LogLine] = deque(maxlen=count)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError):  # the caller's arguments do not fit its message
+            message = str(record.msg)
+        self._lines.append(LogLine(record.created, record.levelname, message[:_MAX_LOG_CHARACTERS]))
+
+    def lines(self) -> list[LogLine]:
+        """Oldest first."""
+        return list(self._lines)
 
 
 class StatusFile:
@@ -34,16 +123,15 @@ class StatusFile:
             if not trainer.fit():
                 status.state = "interrupted"
 
-    If nobody sets it, the state at the end is "finished", "interrupted" after Ctrl-C or "failed: ..." after an error.
-    ``read`` is called from the writing thread and answers what JSON can hold. The doctor knows ``step``,
-    ``total_steps``, ``version``, ``ledger`` (counts), ``oldest`` (groups: ``id``, ``uid``, ``seconds``, ``doing``),
-    ``capacity``, ``drop_reasons`` (with their counts), ``engine_restarts`` and ``stage`` (what goes on outside the
-    steps: ``name``, ``done``, ``total``); each may be missing. A ``read`` that raises costs nothing but news: the
-    file keeps what was read last.
+    Unless it was set, the final state is "finished", "interrupted" after Ctrl-C, or "failed" after an error.
+    ``read`` is called on the writing thread and returns values that JSON can hold. The doctor uses ``step``,
+    ``total_steps``, ``version``, ``ledger`` (counts), ``oldest`` (see ``RunningGroup``), ``capacity``, ``drops`` (kind
+    to count and message), ``engine_restarts`` and ``stage`` (see ``StageProgress``). All of them are optional. If
+    ``read`` raises, the file keeps the values of the last successful call.
     """
 
     def __init__(self, path: Path, read: Callable[[], Mapping[str, Any]], every_s: float = HEARTBEAT_S) -> None:
-        self.state = "running"
+        self.state: RunState = "running"
         self._path = path
         self._read = read
         self._every_s = every_s
@@ -67,7 +155,7 @@ class StatusFile:
     ) -> None:
         logging.getLogger("headwater").removeHandler(self._log)
         self._ending.set()
-        # A reading that hangs must not keep the run from ending; then the last one that came through is written.
+        # If ``read`` hangs, the run must still end. Then the values of the last successful call are written.
         self._thread.join(_LAST_READ_LIMIT_S)
         if self.state == "running":
             self.state = _state_after(error)
@@ -86,7 +174,7 @@ class StatusFile:
     def _take_reading(self) -> None:
         try:
             self._last_read = {**self._read(), "read_error": ""}
-        except Exception as error:  # noqa: BLE001  what is read changes meanwhile; the heartbeat matters more
+        except Exception as error:  # noqa: BLE001  the state may change while it is read; the heartbeat matters more
             self._last_read["read_error"] = f"{type(error).__name__}: {error}"
 
     def _write(self) -> None:
@@ -116,10 +204,55 @@ class StatusFile:
         }
 
 
-def _state_after(error: BaseException | None) -> str:
+def _state_after(error: BaseException | None) -> RunState:
     if error is None:
         return "finished"
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    first_line = str(error).partition("\n")[0] or type(error).__name__
-    return f"failed: {first_line}"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+def read_status(path: Path) -> RunStatus | None:
+    """None if there is no such file, because the run has not begun."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        return _parse(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _parse(content: dict[str, Any]) -> RunStatus:
+    if content["state"] not in get_args(RunState):
+        raise ValueError(f"state = {content['state']!r}")
+    return RunStatus(
+        pid=int(content["pid"]),
+        host=str(content["host"]),
+        process_start=content["process_start"],
+        started=float(content["started"]),
+        time=float(content["time"]),
+        state=content["state"],
+        error=str(content["error"]),
+        waits=tuple(_wait(**each) for each in content["waits"]),
+        log=tuple(LogLine(**each) for each in content["log"]),
+        read_error=str(content.get("read_error", "")),
+        step=content.get("step"),
+        total_steps=content.get("total_steps"),
+        version=content.get("version"),
+        counts=read_counts(content["ledger"]) if content.get("ledger") else None,
+        oldest_groups=tuple(RunningGroup(**each) for each in content.get("oldest", ())),
+        capacity=content.get("capacity"),
+        drops={DropKind(kind): Drops(**each) for kind, each in content.get("drops", {}).items()},
+        engine_restarts=int(content.get("engine_restarts", 0)),
+        stage=StageProgress(**content["stage"]) if content.get("stage") else None,
+    )
+
+
+def _wait(hard_limit_s: float | None, **rest: Any) -> OpenWait:
+    # JSON has no infinity.
+    return OpenWait(hard_limit_s=math.inf if hard_limit_s is None else hard_limit_s, **rest)
+
+
+def read_counts(content: Mapping[str, Any]) -> dict[str, int]:
+    """The five counts of the ledger. Other keys are ignored."""
+    return {name: int(content[name]) for name in COUNTS}

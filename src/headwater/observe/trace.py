@@ -1,4 +1,4 @@
-"""A picture of what ran when, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""A trace of a run over time, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headwater.observe.whole_file import write_whole
+from headwater.observe.run_directory import write_whole
 
 TRACKS = ("generate", "reward", "wait", "experience", "train", "publish")
-"""From top to bottom, so that generation is seen running over training; other names follow as they come."""
+"""Tracks from top to bottom, so that generation is visible above training. Other names follow in order of use."""
 
 _JOIN_S = 0.001
-"""Spans of a name closer together than this are drawn as one: an engine makes hundreds of rounds a second."""
+"""Spans of the same name closer than this are drawn as one, because an engine runs hundreds of rounds per second."""
 
 
 @dataclass
@@ -37,12 +37,12 @@ class _Track:
     number: int
     num_open: int = 0
     latest: _Interval | None = None
-    """The one that is open, or the last one that ended: another may still join it."""
+    """The open interval, or the last one that ended. The next span may still be joined to it."""
 
 
 @dataclass
 class _Kept:
-    """The newest intervals; how many older ones had to go."""
+    """The newest intervals, and the number of older ones that were discarded."""
 
     most: int
     num_dropped: int = 0
@@ -56,14 +56,14 @@ class _Kept:
 
 
 class Trace:
-    """One track per name, on it the times during which at least one span of that name was open.
+    """One track per name. It shows when at least one span of that name was open.
 
-    A hundred episodes that wait for their rewards at the same time are one bar, which says how many they were. Memory
-    is bounded: of a long run the trace keeps the newest ``max_events`` bars and says how many it has dropped.
+    A hundred episodes that wait for their rewards at the same time are one bar, labelled with their number. Memory is
+    bounded: the trace keeps the newest ``max_events`` bars and reports how many it has discarded.
 
         trace = Trace()
         spans = Spans(trace)            # every span is drawn
-        trace.write(path)              # as often as you like; bars that are open are drawn up to now
+        trace.write(path)              # may be repeated; open bars are drawn up to now
     """
 
     def __init__(self, max_events: int = 50_000, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -110,7 +110,7 @@ class Trace:
             num_dropped = self._kept.num_dropped
         events.sort(key=lambda event: event["ts"])
         if num_dropped:
-            events.insert(0, _note(f"{num_dropped} older bars were dropped", events[0]["ts"]))
+            events.insert(0, _note(f"{num_dropped} older bars were discarded", events[0]["ts"]))
         content = {
             "displayTimeUnit": "ms",
             "otherData": {"began": self._zero_time, "dropped_events": num_dropped},
@@ -119,7 +119,7 @@ class Trace:
         write_whole(path, json.dumps(content, default=str))
 
     def write_if_due(self, path: Path, every_s: float = 60.0) -> None:
-        """Write when that was last done ``every_s`` ago, so that a run that is killed leaves most of its trace."""
+        """Write if the last write was ``every_s`` ago, so that a killed run leaves most of its trace."""
         if self._clock() - self._written_at >= every_s:
             self.write(path)
 
@@ -143,7 +143,7 @@ def _microseconds(seconds: float) -> float:
 
 
 def _names(tracks: Mapping[str, int]) -> list[dict[str, Any]]:
-    """What the viewer calls the tracks, and their order."""
+    """The names and the order of the tracks in the viewer."""
     pid = os.getpid()
     told: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "headwater"}}]
     for name, number in tracks.items():

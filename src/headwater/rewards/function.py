@@ -12,7 +12,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from headwater.core.errors import RewardFailed
+from headwater.core.errors import RewardFailed, RewardTimedOut
 from headwater.core.records import Prompt, Score
 
 ScoreFunction = Callable[..., Any]
@@ -39,7 +39,7 @@ async def call_score_function(
             if inspect.isawaitable(result):
                 result = await asyncio.wait_for(result, timeout_s)
     except TimeoutError as error:
-        raise RewardFailed(
+        raise RewardTimedOut(
             f"reward {name} on row {prompt.uid}: no result within {timeout_s:g} s; "
             "make it faster or raise reward.timeout_s"
         ) from error

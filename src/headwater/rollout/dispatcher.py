@@ -1,4 +1,4 @@
-"""Starts jobs while there is room, and gathers what they yield."""
+"""Starts jobs while there is capacity, and collects their results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Result = TypeVar("Result")
 
 
 class BatchTaskDispatcher(Generic[Job, Result]):
-    """A producer on the event loop and a consumer in the caller's thread, with room between them as the only valve.
+    """A producer on the event loop and a consumer on the caller's thread. ``capacity`` limits the producer.
 
-    The producer starts as many jobs as ``capacity`` says, those that were submitted first, then what ``draw`` gives. It
-    looks again whenever a job ends and when it is told to (``notify``). The consumer waits for results; an error of a
-    job, or of ``draw``, reaches it there, and nothing is started after one.
+    The producer starts as many jobs as ``capacity`` allows: submitted jobs first, then jobs from ``draw``. It checks
+    the capacity whenever a job ends and after ``notify``. The consumer waits for results. An error of a job or of
+    ``draw`` is raised in the consumer, and no job starts after an error.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         capacity: Callable[[], int],
         starting: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
     ) -> None:
-        """``work`` is called when a job is admitted, and awaited later: what it counts at once, ``capacity`` sees.
+        """``work`` is called when a job is admitted and awaited later, so ``capacity`` sees what the call counts.
 
-        ``starting`` is entered around the start of jobs that begin together.
+        ``starting`` is entered while jobs that begin together start.
         """
         self._tasks = tasks
         self._work = work
@@ -58,7 +58,7 @@ class BatchTaskDispatcher(Generic[Job, Result]):
 
     @property
     def num_submitted(self) -> int:
-        """Jobs that wait for room."""
+        """Jobs that wait for capacity."""
         return len(self._submitted)
 
     def submitted(self) -> list[Job]:
@@ -67,17 +67,17 @@ class BatchTaskDispatcher(Generic[Job, Result]):
     # The producer
 
     def open(self, draw: Callable[[int], Sequence[Job]]) -> None:
-        """Take jobs from ``draw`` from now on; it gives so many, or fewer where there are no more."""
+        """Take jobs from ``draw`` from now on. It returns fewer jobs than requested if there are no more."""
         self._draw, self._is_exhausted = draw, False
         self.notify()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Start these when there is room."""
+        """Start these jobs as soon as there is capacity."""
         self._submitted.extend(jobs)
         self.notify()
 
     def pause(self) -> None:
-        """Start nothing more; what runs goes on."""
+        """Start no more jobs. Running jobs continue."""
         self._is_paused = True
 
     def resume(self) -> None:
@@ -85,12 +85,12 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         self.notify()
 
     def notify(self) -> None:
-        """There may be room now."""
+        """The capacity may have changed."""
         self._tasks.post(self._look)
 
     def _look(self) -> None:
         if self._is_admitting:
-            self._must_look_again = True  # it may have looked for the last time before there was room
+            self._must_look_again = True  # it may have made its last check before the capacity changed
             return
         if self._is_paused or self._error is not None or self._capacity() <= 0:
             self._tell_consumer()
@@ -120,7 +120,7 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         self._tell_consumer()
 
     def _fetch(self, count: int) -> int:
-        """See to it that so many jobs wait, or as many as there are; a job waits until it really starts."""
+        """Make sure that ``count`` jobs wait, or as many as there are. A job waits until it actually starts."""
         missing = count - len(self._submitted)
         if self._draw is not None and missing > 0:
             drawn = self._draw(missing)
@@ -135,15 +135,15 @@ class BatchTaskDispatcher(Generic[Job, Result]):
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            self._fail(RolloutFailed("the rollouts were called off"))  # as when their thread ends
+            self._fail(RolloutFailed("the rollouts were cancelled"))  # for example because their thread ends
         elif (error := task.exception()) is not None:
             self._fail(error)
-        self._running.discard(task)  # after its error is known, or the consumer could take this for the end of all work
+        self._running.discard(task)  # after its error is set, or the consumer could conclude that all work is done
         self._look()
         self._tell_consumer()
 
     def _fail(self, error: BaseException) -> None:
-        """The first error is the one that is told; what still runs is pointless."""
+        """Keep the first error for the consumer, and cancel all running jobs."""
         if self._error is None:
             self._error = error
         for task in self._running:
@@ -156,7 +156,7 @@ class BatchTaskDispatcher(Generic[Job, Result]):
     # The consumer
 
     def wait_results(self, count: int, describe: Callable[[], str], *, hard_limit_s: float) -> list[Result]:
-        """All results so far, once there are ``count``; fewer when nothing runs and nothing more can be started."""
+        """Wait for ``count`` results and return all that have arrived; fewer if nothing runs and nothing can start."""
 
         def is_over() -> bool:
             if self._error is not None or not self._tasks.is_alive:
@@ -173,16 +173,16 @@ class BatchTaskDispatcher(Generic[Job, Result]):
             return results
 
     def peek_results(self) -> list[Result]:
-        """What is there and has not been taken."""
+        """Results that have arrived and were not taken."""
         with self._changed:
             return list(self._results)
 
     def _is_idle(self) -> bool:
-        """Whether nothing runs and nothing can start. Asked from the consumer's thread, while the loop goes on.
+        """Whether nothing runs and nothing can start. The consumer calls this while the event loop continues.
 
-        So the order matters. A job that takes the last room is being admitted, then it runs, and it cannot end while
-        the consumer looks: its result needs the lock. Asked the other way round, one that starts in between would be
-        seen by the room it takes and not as running.
+        Therefore the order of the checks matters. A job that takes the last capacity is first being admitted, then it
+        runs, and it cannot end during the check because its result needs the lock. In the opposite order, a job that
+        starts between the two checks would already use the capacity and not yet be seen as running.
         """
         can_start = (self._submitted or not self._is_exhausted) and self._capacity() > 0
         return not (can_start or self._is_paused or self._is_admitting or self._running)

@@ -1,42 +1,73 @@
-"""Runs workflows: from prompts to batches of complete groups, none of them too old."""
+"""Runs workflows: from prompts to batches of complete groups, none of them too old.
+
+Which thread owns what:
+
+- The **main thread** trains. It calls the public methods of ``WorkflowExecutor`` and is the only one that changes
+  ``_version``, ``_buffer``, ``_taken``, ``_dropped``, ``_is_asked`` and ``_num_ended_before``.
+- The **rollout thread** runs the event loop of ``AsyncTaskRunner``: all episodes, the dispatcher's producer, and
+  ``_begin`` and ``_fly`` here. It is the only one that changes ``_flights``, ``_num_ended`` and ``_num_barren``, and it
+  draws prompts. Finished groups reach the main thread only through the dispatcher's results.
+- **Engine threads** compute. They complete the futures that episodes await, on the rollout thread, and never call
+  anything here.
+- The **status thread** only reads, through ``status()``.
+
+``ledger``, ``staleness`` and the dispatcher's results have locks. ``_untaken`` is changed by both threads, one dict
+operation at a time: the rollout thread adds a group when it starts and removes one that is dropped; the main thread
+removes groups that it takes or finds too old. To see all of this at one moment, the main thread has a function called
+on the rollout thread and waits for it (``AsyncTaskRunner.call``), as ``snapshot`` and ``check_ledger`` do.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 from headwater.core.errors import RunError
 from headwater.core.protocols import InferenceEngine
-from headwater.rollout.admission import Admission
+from headwater.core.records import DropKind
+from headwater.rollout.buffer import Finished, Selection, select
 from headwater.rollout.dispatcher import BatchTaskDispatcher
-from headwater.rollout.flight import Dispatch, Flight, WatchedEngine
-from headwater.rollout.flights import Flights
+from headwater.rollout.flight import Dispatch, Flight, Flights, WatchedEngine
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, too_few
 from headwater.rollout.group_runner import GroupRunner
-from headwater.rollout.held_engine import held_engine
 from headwater.rollout.ledger import Ledger, LedgerCounts
-from headwater.rollout.selection import Finished, Selection, select
 from headwater.rollout.side_by_side import SideBySide
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.source import PromptSource
-from headwater.rollout.staleness import StalenessManager
+from headwater.rollout.staleness import Admission, StalenessManager
 from headwater.rollout.task_runner import AsyncTaskRunner
 
 _MAX_BARREN_BATCHES = 2
-"""So many batches' worth of groups may fail in a row before the run stops instead of looping."""
+"""The run stops if this many batches' worth of groups fail in a row; otherwise it could loop forever."""
+
+_TURNS_TO_FIRST_REQUEST = 8
+"""Turns of the event loop until a workflow that begins with a request has sent it, through group and episode."""
+
+
+@asynccontextmanager
+async def held_engine(engine: InferenceEngine) -> AsyncIterator[None]:
+    """Pause the engine until the first requests of everything that starts inside have arrived, so that the engine
+    computes them together."""
+    engine.pause()
+    try:
+        yield
+        for _ in range(_TURNS_TO_FIRST_REQUEST):
+            await asyncio.sleep(0)
+    finally:
+        engine.resume()
 
 
 class WorkflowExecutor:
-    """Keeps groups running as far ahead of the learner as it may, and hands it batches.
+    """Keeps groups running as far ahead of the learner as staleness allows, and provides batches.
 
-        executor.prepare_batch(stream)           # waits; rollouts for later batches go on meanwhile
-        executor.trained(step, checksum)         # the learner is done with that batch
-        executor.set_version(step)               # and has published: there is room for more
+        executor.prepare_batch(stream)           # waits; rollouts for later batches continue in the background
+        executor.trained(step, checksum)         # the learner has trained on that batch
+        executor.set_version(step)               # and has published its weights: more groups may start
 
-    ``rollout_batch`` runs given prompts beside all that, as evaluation does: no admission, no ledger.
+    ``rollout_batch`` runs given prompts in addition, without admission and ledger. Evaluation uses it.
     """
 
     def __init__(
@@ -67,22 +98,26 @@ class WorkflowExecutor:
             engine, groups, tasks, self._starting, timeout_s=timeout_s, episode_timeout_s=episode_timeout_s
         )
         self._untaken: dict[int, int] = {}
-        """Groups that have started and were neither taken nor dropped, with the versions they started at."""
+        """Groups that have started and were neither taken nor dropped: id to the version at which they started."""
         self._buffer: list[Finished] = []
         self._taken: list[Finished] = []
         self._dropped: list[Dropped] = []
         self._is_asked = False
-        """Whether the learner waits: in waves nothing starts before."""
-        self._num_ended_for_batch = 0
+        """Whether the learner waits for a batch. In waves, nothing starts before that."""
+        self._num_ended = 0
+        """Groups that have ended since the executor was created."""
+        self._num_ended_before = 0
+        """``_num_ended`` when the last batch was taken."""
         self._num_barren = 0
+        """Groups that have failed since the last one that did not."""
         self._dispatcher: BatchTaskDispatcher[Dispatch, Finished | Dropped] = BatchTaskDispatcher(
             tasks, self._begin, capacity=self._capacity, starting=self._starting
         )
 
-    # What the learner calls
+    # Called by the learner
 
     def prepare_batch(self, prompts: PromptSource) -> RolloutBatch:
-        """The next batch: complete groups, oldest first, no trained token older than ``max_staleness`` versions."""
+        """The next batch: complete groups, oldest first. No trained token is older than ``max_staleness`` versions."""
 
         def draw(count: int) -> list[Dispatch]:
             return [self._dispatch(each) for each in prompts.take(count)]
@@ -91,18 +126,18 @@ class WorkflowExecutor:
         return self.wait(self.admission.batch_size)
 
     def submit(self, draw: PromptDraw) -> int:
-        """Run one prompt when there is room; returns the id of its dispatch."""
+        """Run one prompt as soon as there is capacity. Returns the id of its dispatch."""
         dispatch = self._dispatch(draw)
         self._dispatcher.submit([dispatch])
         return dispatch.id
 
     def wait(self, num_groups: int) -> RolloutBatch:
-        """So many of the groups that were submitted or drawn; fewer only when there are no more to come."""
+        """Wait for ``num_groups`` of the groups that were submitted or drawn. Returns fewer if no more can come."""
 
         began = time.monotonic()
 
         def progress() -> str:
-            lost = f", {len(self._dropped)} were dropped" if self._dropped else ""
+            lost = f", {len(self._dropped)} dropped" if self._dropped else ""
             return (
                 f"the learner has waited {time.monotonic() - began:.0f} s for batch {self._version + 1}: "
                 f"{len(self._buffer)} of {num_groups} groups{lost}; {self._flights.describe()}"
@@ -111,9 +146,9 @@ class WorkflowExecutor:
         self._is_asked = True
         self._dispatcher.notify()
         while not (selection := self._select(num_groups)).is_enough:
-            left_s = max(0.0, self._timeout_s - (time.monotonic() - began))  # the limit is for the batch
+            left_s = max(0.0, self._timeout_s - (time.monotonic() - began))  # the limit applies to the whole batch
             arrived = self._dispatcher.wait_results(1, progress, hard_limit_s=left_s)
-            if not arrived:  # nothing runs and nothing more can start: there are no more prompts, or rounds
+            if not arrived:  # nothing runs and nothing can start: the prompts or the rounds are used up
                 selection = self._select(num_groups, may_be_short=True)
                 break
             self._take_in(arrived)
@@ -122,32 +157,32 @@ class WorkflowExecutor:
         return self._take(selection, num_groups)
 
     def rollout_batch(self, draws: Sequence[PromptDraw]) -> RolloutBatch:
-        """Run these prompts side by side and wait for all of them."""
+        """Run these prompts concurrently and wait for all of them."""
         return self._side_by_side.run(draws, self._version)
 
     def trained(self, step: int, weights: str) -> None:
-        """The batch that was taken last has been trained on in ``step``, which gave weights of that checksum."""
+        """The last batch was trained on in ``step``, and the new weights have the checksum ``weights``."""
         for each in self._taken:
             self.ledger.train(each.dispatch.id, each.requests)
         self._taken = []
 
     def set_version(self, version: int) -> None:
-        """The engine serves policy ``version`` from now on."""
+        """The engine now serves policy ``version``."""
         self._version = version
         if not self.admission.in_waves:
-            self._dispatcher.notify()  # in waves the next ones start when the learner asks for them
+            self._dispatcher.notify()  # in waves, groups start when the learner asks for a batch
 
     def pause(self) -> None:
-        """Start no more groups; those that run go on. Pausing twice is pausing once."""
+        """Start no more groups. Running groups continue. A second call has no effect."""
         self._dispatcher.pause()
 
     def resume(self) -> None:
         self._dispatcher.resume()
 
-    # What a person or a file is told
+    # For status and checks
 
     def check_ledger(self) -> LedgerCounts:
-        """The ledger's counts, held against what is really there."""
+        """The ledger's counts, compared with the groups that actually exist."""
 
         def check() -> LedgerCounts:
             waiting = [each for each in self._dispatcher.peek_results() if isinstance(each, Finished)]
@@ -156,20 +191,20 @@ class WorkflowExecutor:
                 num_in_flight=len(self._flights) + self._dispatcher.num_submitted,
             )
 
-        return self._tasks.call(check, "counting the rollouts that run")
+        return self._tasks.call(check, "counting the running rollouts")
 
     def status(self) -> dict[str, Any]:
         return {
             "version": self._version,
             "capacity": self._capacity(),
-            "drop_reasons": self.ledger.drop_reasons(),
+            "drops": self.ledger.drops(),
             "oldest": self._flights.oldest(3),
         }
 
     # Checkpoints
 
     def snapshot(self, cursor: Callable[[], Mapping[str, Any]]) -> RolloutSnapshot:
-        """What is not trained on yet, and where its prompts were drawn, as of one moment; ``restore`` takes it."""
+        """Everything that is not trained on yet and the position in the prompts, at one moment. See ``restore``."""
 
         def look() -> RolloutSnapshot:
             arrived = [each for each in self._dispatcher.peek_results() if isinstance(each, Finished)]
@@ -180,10 +215,10 @@ class WorkflowExecutor:
                 finished=(*self._buffer, *self._taken, *arrived),
             )
 
-        return self._tasks.call(look, "noting the rollouts that run")
+        return self._tasks.call(look, "taking a snapshot of the running rollouts")
 
     def close_books(self, cursor: Callable[[], Mapping[str, Any]]) -> Books:
-        """The end of a step: its snapshot, its counts and what ended in it, all as of one moment."""
+        """The end of a step: a snapshot, the counts, and the dispatches that ended, all at one moment."""
 
         def look() -> Books:
             return Books(self.snapshot(cursor), self.check_ledger(), self.ledger.take_record())
@@ -191,7 +226,7 @@ class WorkflowExecutor:
         return self._tasks.call(look, "closing the books of a step")
 
     def restore(self, snapshot: RolloutSnapshot, version: int) -> None:
-        """Go on from a snapshot: what was finished is kept, what was in flight starts again."""
+        """Continue from a snapshot. Finished groups are kept; groups that were in flight start again."""
         in_flight = sorted(snapshot.in_flight, key=lambda each: each.id)
         self._buffer = list(snapshot.finished)
         self.ledger.load_state_dict(
@@ -204,7 +239,7 @@ class WorkflowExecutor:
             self.staleness.enqueue()
         self._dispatcher.submit(in_flight)
 
-    # On the way
+    # Starting and running groups
 
     def _dispatch(self, draw: PromptDraw, attempt: int = 0) -> Dispatch:
         self.staleness.enqueue()
@@ -219,17 +254,18 @@ class WorkflowExecutor:
 
     def _has_used_its_rounds(self) -> bool:
         rounds = self.admission.max_rounds
-        return rounds is not None and self._num_ended_for_batch >= rounds * self.admission.batch_size
+        num_ended = self._num_ended - self._num_ended_before
+        return rounds is not None and num_ended >= rounds * self.admission.batch_size
 
     def _is_barren(self) -> bool:
-        """So many groups have failed in a row that more of them would be pointless."""
+        """Whether so many groups have failed in a row that the run should stop."""
         return self._num_barren >= _MAX_BARREN_BATCHES * self.admission.batch_size
 
     def _starting(self) -> AbstractAsyncContextManager[object]:
         return held_engine(self._engine) if self.admission.in_waves and self.admission.holds_engine else nullcontext()
 
     def _begin(self, dispatch: Dispatch) -> Awaitable[Finished | Dropped]:
-        """Enter a group into the books, and run it."""
+        """Count a group as running, and run it."""
         flight = Flight(dispatch, self._version, self._groups.num_episodes)
         self._flights.begin(flight)
         self._untaken[dispatch.id] = flight.version
@@ -239,13 +275,13 @@ class WorkflowExecutor:
     async def _fly(self, flight: Flight) -> Finished | Dropped:
         dispatch, flight.task = flight.dispatch, asyncio.current_task()
         outcome = await self._groups.run(flight, WatchedEngine.maker(self._engine, flight))
-        self._flights.end(flight)  # one that was broken off has not ended: it starts again when the run is resumed
-        self._num_ended_for_batch += 1
+        self._flights.end(flight)  # not for a cancelled group: it starts again when the run is resumed
+        self._num_ended += 1
         if isinstance(outcome, Dropped):
             del self._untaken[dispatch.id]
             self.staleness.reject()
-            self.ledger.drop(dispatch.id, outcome.reason)
-            self._num_barren += not outcome.is_filtered
+            self.ledger.drop(dispatch.id, outcome.kind, outcome.message)
+            self._num_barren += outcome.kind.is_failure
             return outcome
         self._num_barren = 0
         self.staleness.accept()
@@ -261,10 +297,10 @@ class WorkflowExecutor:
             else:
                 self._dropped.append(each)
         if self._is_barren():
-            raise too_few(self._buffer, [each for each in self._dropped if not each.is_filtered])
+            raise too_few(self._buffer, [each for each in self._dropped if each.kind.is_failure])
 
     def _select(self, num_groups: int, *, may_be_short: bool = False) -> Selection:
-        """What the learner would take now. Groups that are too old are dropped on the way, where that is the rule."""
+        """What the learner would take now. This also drops groups that are too old, as ``on_stale`` says."""
         selection = select(
             self._buffer,
             num_groups,
@@ -283,15 +319,16 @@ class WorkflowExecutor:
         if finished.version >= self._version:
             raise RunError(
                 f"row {dispatch.draw.prompt.uid} started under policy version {finished.version} and has tokens tagged "
-                f"{finished.oldest}; such tags would make every group too old: mend the engine or the workflow"
+                f"{finished.oldest}; such tags would make every group too old: fix the engine or the workflow"
             )
         self._buffer.remove(finished)
         del self._untaken[dispatch.id]
-        self.ledger.drop(dispatch.id, "older than rollout.max_staleness when it was to be trained on")
-        self._dropped.append(Dropped(dispatch.draw.prompt.uid, "older than rollout.max_staleness", is_stale=True))
-        if dispatch.attempt == 0:  # its prompt gets a second chance, not a third
+        message = f"version {finished.oldest} is older than rollout.max_staleness allows at version {self._version}"
+        self.ledger.drop(dispatch.id, DropKind.STALE, message)
+        self._dropped.append(Dropped(dispatch.draw.prompt.uid, DropKind.STALE, message))
+        if dispatch.attempt == 0:  # the prompt is retried once
             self._dispatcher.submit([self._dispatch(dispatch.draw, attempt=1)])
-        self.staleness.give_back()  # only now, or another prompt might take its place
+        self.staleness.give_back()  # after the retry was submitted, or another prompt could take its place
         self._dispatcher.notify()
 
     def _take(self, selection: Selection, num_groups: int) -> RolloutBatch:
@@ -302,8 +339,8 @@ class WorkflowExecutor:
         self._taken += selection.chosen
         self.staleness.forfeit(num_groups - len(selection.chosen))
         dropped, self._dropped = self._dropped, []
-        self._num_ended_for_batch = 0
+        self._num_ended_before = self._num_ended
         self._is_asked = False
-        self._dispatcher.notify()  # rounds that were used up are so no longer
+        self._dispatcher.notify()  # the rounds of the next batch are available now
         groups = tuple(each.group for each in selection.chosen)
         return RolloutBatch(groups, tuple(dropped), num_masked_tokens=selection.num_masked_tokens)

@@ -1,85 +1,103 @@
-"""Groups: the trajectories of one prompt, complete or not trained on."""
+"""Groups: the trajectories of one prompt. A group is trained on as a whole, or dropped with a reason."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, compress
 
 import torch
 
 from headwater.core.errors import RolloutFailed
-from headwater.core.records import Prompt, Trajectory
+from headwater.core.records import DropKind, Prompt, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class PromptDraw:
-    """A prompt to run, and the key from which its samples' randomness is derived."""
+    """A prompt to run, and the key from which the randomness of its samples is derived."""
 
     prompt: Prompt
     rng_key: int
     index: int = -1
-    """The prompt's row of the dataset, where it came from one."""
+    """The row of the dataset; -1 if the prompt does not come from a dataset."""
     epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
+    """All trajectories of one prompt."""
+
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     baseline: float | None = None
-    """The reward of the greedy response, where one was asked for."""
+    """The reward of the greedy response, if the algorithm asked for one."""
     num_lost: int = 0
-    """Samples that failed and are left out."""
+    """Samples that failed and were left out."""
 
     def __post_init__(self) -> None:
         strangers = [each.uid for each in self.trajectories if each.uid != self.prompt.uid]
         if strangers:
             raise ValueError(f"group of prompt {self.prompt.uid} holds a trajectory of {strangers[0]}")
 
+    def oldest_version(self) -> int | None:
+        """The oldest policy version among the trained tokens; None if no token is trained."""
+        trained = (compress(each.versions, each.loss_mask) for each in self.trajectories)
+        return min(chain.from_iterable(trained), default=None)
+
+    def without_older(self, version: int) -> tuple[Group, int]:
+        """Remove tokens older than ``version`` from the loss. Returns the new group and the number of such tokens."""
+        masked = [_mask_older(each, version) for each in self.trajectories]
+        return replace(self, trajectories=tuple(each for each, _ in masked)), sum(count for _, count in masked)
+
+
+def _mask_older(trajectory: Trajectory, version: int) -> tuple[Trajectory, int]:
+    pairs = zip(trajectory.loss_mask, trajectory.versions, strict=True)
+    mask = tuple(int(trained and made >= version) for trained, made in pairs)
+    return replace(trajectory, loss_mask=mask), sum(trajectory.loss_mask) - sum(mask)
+
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A group that ended without being trained on, and why."""
+    """A group that is not trained on, and why."""
 
     uid: str
-    reason: str
-    is_filtered: bool = False
-    """Whether nothing failed, and there was only nothing to learn from it."""
-    is_stale: bool = False
-    """Whether nothing failed, and it only came too late."""
+    kind: DropKind
+    message: str
+    """The cause in words, for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """What one training step consumes, and what was dropped on the way to it."""
+    """The input of one training step, and the groups that were dropped while it was collected."""
 
     groups: tuple[Group, ...]
     dropped: tuple[Dropped, ...] = ()
     num_masked_tokens: int = 0
-    """Sampled tokens that are out of the loss because they are too old."""
+    """Sampled tokens that were removed from the loss because they are too old."""
 
     @property
     def trajectories(self) -> Sequence[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
     def group_numbers(self) -> torch.Tensor:
-        """``[trajectories]``: the number of each one's group."""
+        """``[trajectories]``: the number of each trajectory's group."""
         return torch.tensor([number for number, group in enumerate(self.groups) for _ in group.trajectories])
 
     def baselines(self) -> torch.Tensor | None:
-        """``[trajectories]``: the greedy reward of each one's prompt; None where it was not asked for."""
+        """``[trajectories]``: the greedy reward of each trajectory's prompt; None if no baseline was computed."""
         if any(group.baseline is None for group in self.groups):
             return None
         return torch.tensor([group.baseline for group in self.groups for _ in group.trajectories])
 
 
 def too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFailed:
-    """The error of a step for which there are not enough groups."""
-    causes = "\n".join(f"  - {each.uid}: {each.reason}" for each in dropped[:3])
+    """The error of a step that cannot collect enough groups."""
+    causes = "\n".join(f"  - {each.uid}: {each.message}" for each in dropped[:3])
+    kinds = {each.kind for each in dropped}
     remedies = [
-        (any(each.is_filtered for each in dropped), _FILTERED_REMEDY),
-        (any(each.is_stale for each in dropped), _STALE_REMEDY),
-        (any(not (each.is_filtered or each.is_stale) for each in dropped), _FAILED_REMEDY),
+        (DropKind.FILTERED in kinds, _FILTERED_REMEDY),
+        (DropKind.STALE in kinds, _STALE_REMEDY),
+        (any(kind.is_failure for kind in kinds), _FAILED_REMEDY),
     ]
     remedy = "; ".join(text for applies, text in remedies if applies)
     return RolloutFailed(
@@ -89,8 +107,8 @@ def too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFail
 
 
 _FILTERED_REMEDY = (
-    "where all responses to a prompt score the same, use prompts of another difficulty, raise "
+    "if all responses to a prompt get the same reward, use prompts of another difficulty, raise "
     "algorithm.max_filter_rounds, or set algorithm.filter_groups=false"
 )
-_STALE_REMEDY = "where they came too late, raise rollout.max_staleness or set rollout.on_stale=mask"
-_FAILED_REMEDY = "where a cause passes by itself, raise rollout.max_retries"
+_STALE_REMEDY = "if groups are too old, raise rollout.max_staleness or set rollout.on_stale=mask"
+_FAILED_REMEDY = "if a failure is temporary, raise rollout.max_retries"

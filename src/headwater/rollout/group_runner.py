@@ -1,4 +1,4 @@
-"""Runs the episodes of one prompt: a complete group, or a reason why there is none."""
+"""Runs the episodes of one prompt. The result is a complete group, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
+from headwater.core.errors import HeadwaterError, RewardFailed, RewardTimedOut, RolloutFailed
 from headwater.core.protocols import EpisodeEngine, EpisodeInput, RolloutWorkflow
 from headwater.core.randomness import derive_key
-from headwater.core.records import Prompt, Trajectory
+from headwater.core.records import DropKind, Prompt, Trajectory
 from headwater.rollout.flight import Flight
 from headwater.rollout.group import Dropped, Group
 
@@ -20,19 +20,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _FEWEST_SAMPLES = 2
-"""Of a group that goes on without others: one alone has nothing to be compared with."""
+"""The smallest partial group: a single sample has nothing to be compared with."""
 
 GREEDY = -1
-"""The sample number of an episode that only its reward is wanted of."""
+"""The sample number of the greedy episode, of which only the reward is used."""
 
 
 class GroupRunner:
-    """Runs ``num_samples`` episodes per prompt, side by side.
+    """Runs ``num_samples`` episodes per prompt, concurrently.
 
-    A rejected episode (``None``) or, under ``on_failure="drop"``, a failed one drops its whole group, with its reason;
-    so does a group that ``should_accept`` refuses. ``greedy`` runs one more episode per prompt, for its reward. Before
-    a failure counts, the group is tried ``max_retries`` times more; with ``allow_partial_groups`` it goes on without
-    the samples that failed, where two or more are left to compare.
+    The whole group is dropped if the workflow rejects an episode (``None``), if ``should_accept`` refuses the group,
+    or, with ``on_failure="drop"``, if an episode fails. A group that fails is first retried ``max_retries`` times. With
+    ``allow_partial_groups``, a group continues without the samples that failed, as long as two or more are left.
+    ``greedy`` runs one more episode per prompt, for its reward.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GroupRunner:
         return self._num_samples + (self._greedy is not None)
 
     async def run(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Group | Dropped:
-        """``engine_of`` a sample's number is what its episode asks."""
+        """``engine_of`` returns the engine for the episode of a sample."""
         prompt = flight.dispatch.draw.prompt
         for num_left in reversed(range(self._max_retries + 1)):
             flight.num_done = 0
@@ -67,33 +67,33 @@ class GroupRunner:
                 return self._accepted(await self._run_once(flight, engine_of))
             except (RewardFailed, RolloutFailed) as error:
                 if num_left and not flight.has_timed_out:
-                    logger.warning("row %s is tried again, at most %d times more: %s", prompt.uid, num_left, error)
+                    logger.warning("row %s is retried, at most %d more times: %s", prompt.uid, num_left, error)
                 elif self._on_failure == "stop":
                     raise
                 else:
-                    return Dropped(prompt.uid, str(error))
-        raise AssertionError("the last try ends in a result or an error")
+                    return Dropped(prompt.uid, _kind_of(error, flight), str(error))
+        raise AssertionError("the last attempt ends in a result or an error")
 
     async def _run_once(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Group | Dropped:
-        """The group, or an error that says what failed."""
+        """The group, or an error that names what failed."""
         prompt = flight.dispatch.draw.prompt
         try:
             return self._to_group(prompt, await _all_or_first_error(self._episodes(flight, engine_of)))
         except asyncio.CancelledError as error:
             if flight.has_timed_out:
                 raise RolloutFailed(f"row {prompt.uid}: {_too_slow(flight)}") from error
-            if _is_called_off():
+            if _is_cancelled():
                 raise
-            raise RolloutFailed(f"{self._where(prompt)} waited for something that was cancelled") from error
+            raise RolloutFailed(f"{self._where(prompt)} awaited something that was cancelled") from error
         except Exception as error:
             raise self._named(prompt, error) from error
 
     def _named(self, prompt: Prompt, error: Exception) -> HeadwaterError:
-        """Ours are as they should be; a workflow is anybody's code and may raise anything."""
+        """Headwater's own errors are unchanged; any other error gets the name of the workflow and the row."""
         if isinstance(error, HeadwaterError):
             return error
         stops = self._on_failure == "stop"
-        remedy = "; mend it, or set rollout.on_failure=drop to drop and count such rows" if stops else ""
+        remedy = "; fix it, or set rollout.on_failure=drop to drop and count such rows" if stops else ""
         return RolloutFailed(f"{self._where(prompt)} raised {type(error).__name__}: {error}{remedy}")
 
     def _episodes(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Iterable[Awaitable[object]]:
@@ -111,7 +111,7 @@ class GroupRunner:
         try:
             result: object = await workflow.arun_episode(engine, data)
         except (SystemExit, KeyboardInterrupt) as error:
-            # These would end the thread of all episodes, without a word.
+            # Otherwise these would silently end the thread that runs all episodes.
             raise RolloutFailed(f"{self._where(data.prompt)} raised {type(error).__name__}") from error
         except Exception as error:
             if not self._allow_partial_groups:
@@ -125,20 +125,20 @@ class GroupRunner:
 
     def _accepted(self, group: Group | Dropped) -> Group | Dropped:
         if isinstance(group, Group) and self._should_accept is not None and not self._should_accept(group):
-            reason = "all its samples scored the same (algorithm.filter_groups)"
-            return Dropped(group.prompt.uid, reason, is_filtered=True)
+            message = "all samples have the same reward (algorithm.filter_groups)"
+            return Dropped(group.prompt.uid, DropKind.FILTERED, message)
         return group
 
     def _to_group(self, prompt: Prompt, results: Sequence[object]) -> Group | Dropped:
         if any(result is None or result == [] for result in results):
-            return Dropped(prompt.uid, "rejected by the workflow")
+            return Dropped(prompt.uid, DropKind.REJECTED, "rejected by the workflow")
         lost = [result for result in results if isinstance(result, _Lost)]
         kept = [result for result in results[: self._num_samples] if not isinstance(result, _Lost)]
         greedy = results[self._num_samples :]
         if lost and (len(kept) < _FEWEST_SAMPLES or any(isinstance(result, _Lost) for result in greedy)):
             raise lost[0].error
         for each in lost:
-            logger.warning("row %s goes on without a sample: %s", prompt.uid, each.error)
+            logger.warning("row %s continues without a sample: %s", prompt.uid, each.error)
         baseline = self._trajectories(prompt, greedy)[-1].reward if greedy else None
         return Group(prompt, tuple(self._trajectories(prompt, kept)), baseline, num_lost=len(lost))
 
@@ -159,13 +159,22 @@ class GroupRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """In place of a sample that failed."""
+    """Stands for a sample that failed."""
 
     error: HeadwaterError
 
 
-def _is_called_off() -> bool:
-    """Whether it is this task that was cancelled, and not something that it waited for."""
+def _kind_of(error: RewardFailed | RolloutFailed, flight: Flight) -> DropKind:
+    if flight.has_timed_out:
+        return DropKind.TIMED_OUT
+    if isinstance(error, RewardFailed):
+        return DropKind.REWARD_TIMED_OUT if isinstance(error, RewardTimedOut) else DropKind.REWARD_FAILED
+    is_engine = any(error is each for each in flight.engine_errors)
+    return DropKind.ENGINE_FAILED if is_engine else DropKind.FAILED
+
+
+def _is_cancelled() -> bool:
+    """Whether this task itself was cancelled, as opposed to something that it awaited."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -173,12 +182,12 @@ def _is_called_off() -> bool:
 def _too_slow(flight: Flight) -> str:
     return (
         f"its episodes took longer than rollout.episode_timeout_s ({flight.seconds:.0f} s; {flight.doing()}); "
-        "raise it, or find out what they wait for"
+        "raise it, or find out what they are waiting for"
     )
 
 
 async def _all_or_first_error(coroutines: Iterable[Awaitable[T]]) -> list[T]:
-    """Results in order. At the first error the others are cancelled and waited for, so that none outlives the call."""
+    """Results in order. After the first error, the others are cancelled and awaited, so that none outlives the call."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

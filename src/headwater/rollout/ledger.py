@@ -1,4 +1,4 @@
-"""What became of every prompt that was dispatched: nothing is lost, and nothing is counted twice."""
+"""The outcome of every dispatched prompt: nothing is lost, and nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from headwater.core.errors import RunError
-from headwater.rollout.flight import Dispatch
+from headwater.core.records import DropKind
+from headwater.rollout.flight import Dispatch, Requests, requests_to_json
 from headwater.rollout.group import PromptDraw
-from headwater.rollout.segments import Requests, requests_to_json
 
 State = Literal["in_flight", "buffered"]
-
-_MAX_REASONS = 100
-_OTHER_REASONS = "other reasons (see ledger.jsonl)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +22,7 @@ class LedgerCounts:
     trained: int
     dropped: int
     buffered: int
-    """Finished, and waiting to be trained on."""
+    """Finished, and waiting for the learner."""
     in_flight: int
     """Running, or waiting to start."""
 
@@ -35,13 +32,13 @@ class LedgerCounts:
 
 
 class Ledger:
-    """Follows dispatches from birth to their one end. Safe to use from several threads.
+    """Follows every dispatch from its start to its single end. Thread-safe.
 
         dispatch = ledger.dispatch(draw)
-        ledger.finish(dispatch.id)                    # all samples are there
-        ledger.train(dispatch.id, requests)           # or ledger.drop(dispatch.id, "the reward timed out")
+        ledger.finish(dispatch.id)                    # all samples are complete
+        ledger.train(dispatch.id, requests)           # or: ledger.drop(dispatch.id, DropKind.STALE, "too old")
 
-    What ended since the last ``take_record`` is kept for the run directory.
+    Dispatches that have ended since the last ``take_record`` are kept for the run directory.
     """
 
     def __init__(self) -> None:
@@ -49,7 +46,9 @@ class Ledger:
         self._open: dict[int, tuple[Dispatch, State]] = {}
         self._next_id = 0
         self._num_trained = 0
-        self._reasons: Counter[str] = Counter()
+        self._drops: Counter[DropKind] = Counter()
+        self._messages: dict[DropKind, str] = {}
+        """The last message of each kind, for the status file."""
         self._trained: list[dict[str, Any]] = []
         self._dropped: list[dict[str, Any]] = []
 
@@ -65,23 +64,22 @@ class Ledger:
             self._open[id] = self._expect(id, "in_flight", "finished"), "buffered"
 
     def train(self, id: int, requests: Requests) -> None:
-        """``requests`` says under which versions its tokens were made: with it the run can be replayed."""
+        """``requests`` records which policy versions produced the tokens. A replay of the run needs it."""
         with self._lock:
             dispatch = self._expect(id, "buffered", "trained on")
             del self._open[id]
             self._num_trained += 1
             self._trained.append({**_describe(dispatch), "requests": requests_to_json(requests)})
 
-    def drop(self, id: int, reason: str) -> None:
-        """The end of a dispatch that is not trained on, finished or not."""
+    def drop(self, id: int, kind: DropKind, message: str) -> None:
+        """End a dispatch that is not trained on, whether it has finished or not."""
         with self._lock:
             if id not in self._open:
-                raise RunError(f"ledger: dispatch {id} cannot be dropped: it has ended already")
+                raise RunError(f"ledger: dispatch {id} cannot be dropped: it has already ended")
             dispatch, _ = self._open.pop(id)
-            # Reasons may name rows and seconds; a run of weeks must not carry each of them in every checkpoint.
-            known = reason in self._reasons or len(self._reasons) < _MAX_REASONS
-            self._reasons[reason if known else _OTHER_REASONS] += 1
-            self._dropped.append({**_describe(dispatch), "reason": reason})
+            self._drops[kind] += 1
+            self._messages[kind] = message
+            self._dropped.append({**_describe(dispatch), "kind": kind.value, "message": message})
 
     def counts(self) -> LedgerCounts:
         with self._lock:
@@ -89,17 +87,21 @@ class Ledger:
             return LedgerCounts(
                 self._next_id,
                 self._num_trained,
-                sum(self._reasons.values()),
+                self._drops.total(),
                 buffered=states["buffered"],
                 in_flight=states["in_flight"],
             )
 
-    def drop_reasons(self) -> dict[str, int]:
+    def drops(self) -> dict[str, dict[str, Any]]:
+        """By kind: how many groups were dropped in this run, and the last message of the kind."""
         with self._lock:
-            return dict(self._reasons.most_common())
+            return {
+                kind.value: {"count": count, "message": self._messages.get(kind, "")}
+                for kind, count in self._drops.most_common()
+            }
 
     def check(self, *, num_buffered: int, num_in_flight: int) -> LedgerCounts:
-        """The counts, held against what is really there; a run whose books are wrong must not go on quietly."""
+        """The counts, compared with the groups that actually exist. A difference is an error: the run must stop."""
         counts = self.counts()
         if not counts.is_balanced or (counts.buffered, counts.in_flight) != (num_buffered, num_in_flight):
             raise RunError(
@@ -109,7 +111,7 @@ class Ledger:
         return counts
 
     def take_record(self) -> dict[str, Any]:
-        """What ended since the last call."""
+        """Dispatches that have ended since the last call."""
         with self._lock:
             record = {"trained": self._trained, "dropped": self._dropped}
             self._trained, self._dropped = [], []
@@ -119,21 +121,22 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         with self._lock:
-            return {"next_id": self._next_id, "trained": self._num_trained, "reasons": dict(self._reasons)}
+            drops = {kind.value: count for kind, count in self._drops.items()}
+            return {"next_id": self._next_id, "trained": self._num_trained, "drops": drops}
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, in_flight: Iterable[Dispatch], buffered: Iterable[Dispatch]
     ) -> None:
         with self._lock:
             self._next_id, self._num_trained = state["next_id"], state["trained"]
-            self._reasons = Counter(state["reasons"])
+            self._drops = Counter({DropKind(kind): count for kind, count in state["drops"].items()})
             self._open = {each.id: (each, "in_flight") for each in in_flight}
             self._open |= {each.id: (each, "buffered") for each in buffered}
 
     def _expect(self, id: int, state: State, event: str) -> Dispatch:
         dispatch, current = self._open.get(id, (None, None))
         if dispatch is None or current != state:
-            known = "has ended already" if dispatch is None else f"is {current}"
+            known = "has already ended" if dispatch is None else f"is {current}"
             raise RunError(f"ledger: dispatch {id} cannot be {event}: it {known}")
         return dispatch
 

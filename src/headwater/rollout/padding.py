@@ -14,10 +14,10 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
     """Left-pad the prompts and right-pad the responses.
 
     ``input_ids``, ``attention_mask`` and ``position_ids`` are ``[samples, prompt + response]``; ``response_mask`` (the
-    loss mask), ``rollout_logprobs``, ``versions`` and ``rewards`` are ``[samples, response]``. The reward stands on the
-    last trained token, or on the last token where none is trained, or in the first column where there is no response:
-    its group is compared with it all the same. Rewards of turns stand likewise on each: what a turn earned that became
-    too old to train on is not to the credit of those that follow.
+    loss mask), ``rollout_logprobs``, ``versions`` and ``rewards`` are ``[samples, response]``. The reward is on the
+    last trained token; on the last token if none is trained; in the first column if there is no response, because the
+    group still needs it for comparison. A reward of a turn is on the last token of that turn, also if the turn became
+    too old to train on: its reward must not be credited to later turns.
     """
     prompt_width = max((each.prompt_length for each in trajectories), default=0)
     response_width = max((1, *(len(each.tokens) - each.prompt_length for each in trajectories)))
@@ -55,12 +55,12 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
 
 
 def score_column(trajectory: Trajectory) -> int:
-    """Where in its response a trajectory's reward stands."""
+    """The response column of a trajectory's reward."""
     last = max((at for at, mask in enumerate(trajectory.loss_mask) if mask), default=len(trajectory.tokens) - 1)
     return max(0, last - trajectory.prompt_length)
 
 
 def add_to_scores(rewards: torch.Tensor, scores: torch.Tensor, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """``rewards`` ``[samples, response]`` with one more score per trajectory where its reward stands."""
+    """Add one score per trajectory to ``rewards`` ``[samples, response]``, in the column of its reward."""
     columns = torch.tensor([score_column(each) for each in trajectories])
     return rewards.index_put((torch.arange(len(rewards)), columns), scores.to(rewards.dtype), accumulate=True)

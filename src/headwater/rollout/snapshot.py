@@ -1,4 +1,4 @@
-"""Rollouts that are not trained on yet, as a checkpoint keeps them."""
+"""Rollouts that are not trained on yet, as a checkpoint stores them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from typing import Any
 from headwater.core.errors import RunError
 from headwater.core.records import Trajectory
 from headwater.data.json_safe import from_json_safe, to_json_safe
-from headwater.rollout.flight import Dispatch
+from headwater.rollout.buffer import Finished
+from headwater.rollout.flight import Dispatch, requests_from_json, requests_to_json
 from headwater.rollout.group import Group, PromptDraw
 from headwater.rollout.ledger import LedgerCounts
-from headwater.rollout.segments import requests_from_json, requests_to_json
-from headwater.rollout.selection import Finished
 
 DrawAgain = Callable[[int, int], PromptDraw]
-"""``(index, epoch)`` to the draw that was made there."""
+"""From ``(index, epoch)`` to the draw that was made there."""
 
 
 @dataclass(frozen=True)
 class RolloutSnapshot:
     cursor: Mapping[str, Any]
-    """Where the next prompt is drawn."""
+    """The position of the next prompt."""
     ledger: Mapping[str, Any]
     in_flight: tuple[Dispatch, ...] = ()
-    """Started or waiting to start: these start again."""
+    """Running or waiting to start; these start again."""
     finished: tuple[Finished, ...] = ()
-    """Kept as they are."""
+    """Complete groups; these are kept."""
 
     def to_json(self) -> str:
         return json.dumps(
@@ -53,19 +52,19 @@ class RolloutSnapshot:
 
 @dataclass(frozen=True)
 class Books:
-    """All that is known of a run's rollouts, as of one moment: a run that is resumed from the snapshot goes on exactly
-    where ``ended`` stops, so nothing ends twice in the run directory, and nothing without a word."""
+    """The state of a run's rollouts at one moment. A run that resumes from ``snapshot`` continues exactly where
+    ``ended`` stops, so every dispatch ends exactly once in the run directory."""
 
     snapshot: RolloutSnapshot
     counts: LedgerCounts
     ended: Mapping[str, Any]
-    """What was trained on or dropped since the last time."""
+    """Dispatches that were trained on or dropped since the previous ``Books``."""
 
 
 def _dispatch_to_json(dispatch: Dispatch) -> dict[str, int]:
     draw = dispatch.draw
     if draw.index < 0:
-        raise RunError(f"row {draw.prompt.uid}: was submitted by hand, so a checkpoint cannot say how to draw it again")
+        raise RunError(f"row {draw.prompt.uid}: was not drawn from a dataset, so a checkpoint cannot restore it")
     return {"id": dispatch.id, "index": draw.index, "epoch": draw.epoch, "attempt": dispatch.attempt}
 
 

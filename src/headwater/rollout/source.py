@@ -1,10 +1,13 @@
-"""Where prompts come from, and where the learner's batches come from."""
+"""Where prompts come from (``PromptStream``), and what the training loop needs of rollouts (``RolloutSource``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from headwater.core.randomness import derive_key
+from headwater.data.load import PromptDataset
+from headwater.data.sampler import ShufflingSampler
 from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
@@ -12,16 +15,41 @@ from headwater.rollout.snapshot import Books, RolloutSnapshot
 
 class PromptSource(Protocol):
     def take(self, count: int) -> Sequence[PromptDraw]:
-        """The next so many prompts; fewer when there are no more."""
+        """The next ``count`` prompts, or fewer if there are no more."""
         ...
 
     def again(self, index: int, epoch: int) -> PromptDraw:
-        """A draw that was made before."""
+        """Repeat an earlier draw."""
         ...
 
 
+class PromptStream:
+    """The endless stream of training prompts, in the order of the sampler. Its state is the sampler's state."""
+
+    def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._sampler = ShufflingSampler(len(dataset), seed, shuffle)
+
+    def take(self, count: int) -> list[PromptDraw]:
+        return [self.again(draw.index, draw.epoch) for draw in self._sampler.take(count)]
+
+    def again(self, index: int, epoch: int) -> PromptDraw:
+        """Repeat an earlier draw: the same prompt with the same randomness."""
+        prompt = self._dataset[index]
+        # The epoch is part of the key, so that a prompt gets new responses in every epoch.
+        return PromptDraw(prompt, derive_key(self._seed, "rollout", epoch, prompt.uid), index, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._sampler.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+
+
 class RolloutSource(Protocol):
-    """What the loop asks of rollouts, whether they are generated now (``executor``) or replayed (``replay``)."""
+    """What the training loop needs of rollouts. ``WorkflowExecutor`` generates them, ``ReplayedRollouts`` repeats those
+    of a recorded run."""
 
     ledger: Ledger
 

@@ -1,37 +1,63 @@
-"""How many prompt groups may be started, so that what they yield is not too old when it is trained on."""
+"""How far generation may run ahead of training: how many prompt groups may start now."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """When groups may start, and what happens to groups that become too old."""
+
+    batch_size: int
+    """Groups per training step."""
+    max_staleness: int = 0
+    """The largest allowed difference between the learner's version and the version of a trained token."""
+    max_concurrent: int = 0
+    """The most groups that run at the same time; 0 means as many as staleness allows."""
+    num_batches: int | None = None
+    """The number of batches the learner will take; None means no limit."""
+    on_stale: Literal["mask", "drop", "wait"] = "mask"
+    """What to do with tokens that are too old; see ``rollout.on_stale``."""
+    in_waves: bool = True
+    """Start prompts together, and start the next ones after all of them have ended. The engine's batch composition
+    decides the last bits of log-probs, and in waves it does not depend on timing."""
+    holds_engine: bool = True
+    """In waves, pause the engine until the first requests of all episodes have arrived."""
+    max_rounds: int | None = None
+    """A step continues with a smaller batch after this many batches' worth of prompts; None means no limit."""
 
 
 @dataclass(frozen=True)
 class RolloutCounts:
     enqueued: int = 0
-    """Waiting to start."""
+    """Groups that wait to start."""
     running: int = 0
+    """Groups that run now."""
     accepted: int = 0
-    """Ever finished and kept."""
+    """Groups that finished and were kept, since the beginning of the run."""
     rejected: int = 0
-    """Ever finished and not kept, or failed."""
+    """Groups that failed or were not kept, since the beginning of the run."""
 
 
 class StalenessManager:
-    """Admission by plain arithmetic; the unit is one prompt group. Safe to use from several threads.
+    """Decides how many groups may start, by arithmetic on counts. The unit is one prompt group. Thread-safe.
 
-    A learner at version ``v`` has taken ``v`` batches, and a group started now may wait behind all that is accepted or
-    running. So at most ``max_staleness + 1`` batches may be ahead: with batches of 4 and ``max_staleness`` 1, 8 groups
-    may start at version 0, and 4 more at each later version. A rejected group gives its place back.
+    A learner at version ``v`` has taken ``v`` batches, and a group that starts now may wait behind everything that is
+    accepted or running. Therefore at most ``max_staleness + 1`` batches may be ahead: with batches of 4 and
+    ``max_staleness`` 1, 8 groups may start at version 0, and 4 more at each later version. A rejected group frees its
+    place.
 
-    This bounds how far generation runs ahead, not the age of a straggler's tokens; that is checked when a batch is
-    taken.
+    This limits how far generation runs ahead. It does not limit the age of a slow group's tokens, which is checked when
+    a batch is taken.
     """
 
     def __init__(
         self, *, max_concurrent: int, batch_size: int, max_staleness: int, num_batches: int | None = None
     ) -> None:
-        """``num_batches`` is how many the learner will take in all: no group is started for one that never comes."""
+        """``num_batches`` is the number of batches the learner will take; no group starts for a later batch."""
         self._max_concurrent = max(1, max_concurrent)
         self._batch_size = max(1, batch_size)
         self._max_staleness = max_staleness
@@ -50,7 +76,7 @@ class StalenessManager:
         return (self._max_staleness + 1) * self._batch_size
 
     def capacity(self, version: int) -> int:
-        """How many more groups may start at ``version``; negative where too many already have."""
+        """How many more groups may start at ``version``. Negative if too many have started."""
         counts = self.counts
         by_concurrency = self._max_concurrent - counts.running
         num_batches = self._max_staleness + version + 1
@@ -72,15 +98,15 @@ class StalenessManager:
         self._add(running=-1, rejected=1)
 
     def give_back(self) -> None:
-        """An accepted group was found too old: as if it had been rejected, or the learner would wait for ever."""
+        """An accepted group became too old. It now counts as rejected; otherwise the learner would wait forever."""
         self._add(accepted=-1, rejected=1)
 
     def forfeit(self, num_groups: int) -> None:
-        """The learner took a batch that is short of so many groups; their places are used up all the same."""
+        """The learner took a batch with ``num_groups`` groups too few. Their places count as used."""
         self._add(accepted=num_groups)
 
     def recover(self, version: int, num_buffered: int = 0) -> None:
-        """After a restart: what earlier batches took, and what a checkpoint still holds, count as accepted."""
+        """After a restart, the groups of earlier batches and those in the checkpoint count as accepted."""
         with self._lock:
             self._counts = replace(self._counts, accepted=version * self._batch_size + num_buffered)
 
@@ -93,5 +119,5 @@ class StalenessManager:
                 self._counts.rejected + rejected,
             )
             if counts.enqueued < 0 or counts.running < 0:
-                raise ValueError(f"a rollout ended or started that was not counted before: {counts}")
+                raise ValueError(f"a rollout started or ended that was not counted before: {counts}")
             self._counts = counts

@@ -1,4 +1,4 @@
-"""The thread that all episodes run on."""
+"""The thread that runs all episodes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _CALL_LIMIT_S = 600.0
-"""Only code that blocks the event loop could make it wait so long."""
+"""Only code that blocks the event loop can make a call take this long."""
 _END_LIMIT_S = 30.0
 _CANCEL_AGAIN_S = 0.5
 
 
 class AsyncTaskRunner:
-    """One event loop in a thread of its own, so that episodes go on while the caller trains.
+    """One event loop in a separate thread, so that episodes continue while the caller trains.
 
-    Ten thousand episodes that wait are ten thousand small objects here, and not one more thread.
+    Waiting episodes are small objects, not threads, so ten thousand of them need no more threads than one.
 
         with AsyncTaskRunner() as tasks:
             future = tasks.start(episode())      # from any thread
@@ -49,11 +49,11 @@ class AsyncTaskRunner:
         return self._thread.is_alive()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin ``coroutine``; cancelling the future cancels it."""
+        """Start ``coroutine``. Cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def call(self, function: Callable[[], T], what: str) -> T:
-        """``function()`` on the loop's thread, between two steps of the episodes: it sees a state that is whole."""
+        """Run ``function()`` on the loop's thread, between two steps of the episodes, where the state is consistent."""
         if threading.current_thread() is self._thread:
             return function()
 
@@ -63,28 +63,30 @@ class AsyncTaskRunner:
         return wait_for_future(self.start(run()), lambda: what, kind="rollout_thread", hard_limit_s=_CALL_LIMIT_S)
 
     def post(self, function: Callable[[], object]) -> None:
-        """As ``call``, without waiting for it."""
+        """Like ``call``, but do not wait for the result."""
         self.loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """Cancel whatever runs, wait until it has ended, and end the thread."""
+        """Cancel everything that runs, wait until it has ended, and end the thread."""
         if not self.is_open:
             return
         if self.is_alive:
             self._cancel_all()
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(_END_LIMIT_S)
-        if self.is_alive:  # code that blocks it; a daemon, so the process can end all the same
-            logger.warning("the thread of the episodes does not end; a workflow blocks it and is left behind")
+        if self.is_alive:  # some code blocks it; the thread is a daemon, so the process can still end
+            logger.warning("the thread that runs the episodes did not end because a workflow blocks it; ignoring it")
         else:
             self.loop.close()
 
     def _cancel_all(self) -> None:
         ended = self.start(_cancel_all_others())
         try:
-            wait_for_future(ended, lambda: "cancelled episodes end", kind="rollout_thread", hard_limit_s=_END_LIMIT_S)
+            wait_for_future(
+                ended, lambda: "waiting for cancelled episodes to end", kind="rollout_thread", hard_limit_s=_END_LIMIT_S
+            )
         except WaitTimeout:
-            logger.warning("some episodes do not end although they were cancelled; they are left behind")
+            logger.warning("some episodes did not end although they were cancelled; ignoring them")
 
     def __enter__(self) -> AsyncTaskRunner:
         return self
@@ -94,10 +96,10 @@ class AsyncTaskRunner:
 
 
 async def _cancel_all_others() -> None:
-    """After Ctrl-C or an error nothing may go on behind our back; engines stop what nobody waits for."""
+    """After Ctrl-C or an error, nothing may continue in the background. Engines stop requests that are cancelled."""
     myself = asyncio.current_task()
     while others := asyncio.all_tasks() - {myself}:
         for task in others:
             task.cancel()
-        await asyncio.wait(others, timeout=_CANCEL_AGAIN_S)  # an episode may swallow one, so it is not the last
+        await asyncio.wait(others, timeout=_CANCEL_AGAIN_S)  # repeated, because an episode may suppress a cancellation
     await asyncio.get_running_loop().shutdown_asyncgens()

@@ -16,11 +16,11 @@ class Evaluation:
     reward_mean: float
     num_prompts: int
     num_dropped: int
-    """Prompts without a result: rejected by the workflow, or failed under ``rollout.on_failure: drop``."""
+    """Prompts without a result: rejected by the workflow, or failed with ``rollout.on_failure: drop``."""
     num_samples: int
     response_length_mean: float
     stopped_fraction: float
-    """Responses that ended by themselves rather than at the length limit."""
+    """The share of responses that ended before the length limit."""
     rollouts: tuple[tuple[Prompt, Trajectory], ...]
 
     def metrics(self) -> dict[str, float]:
@@ -35,7 +35,7 @@ class Evaluation:
 
 
 def evaluate(executor: WorkflowExecutor, dataset: PromptDataset, num_prompts: int, seed: int) -> Evaluation:
-    """Run the first ``num_prompts`` rows. The same seed draws the same responses from the same weights."""
+    """Run the first ``num_prompts`` rows. The same seed and the same weights give the same responses."""
     prompts = [dataset[row] for row in range(min(num_prompts, len(dataset)))]
     batch = executor.rollout_batch([PromptDraw(prompt, derive_key(seed, "eval", prompt.uid)) for prompt in prompts])
     rollouts = [(group.prompt, trajectory) for group in batch.groups for trajectory in group.trajectories]

@@ -1,4 +1,4 @@
-"""Ctrl-C, termination and a terminal that hangs up, taken only where the run is in a consistent state."""
+"""Handles Ctrl-C, termination and a closed terminal, only where the run is in a consistent state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from headwater.core.import_guard import ImportGuard
 
 
 class Interrupts:
-    """Turns SIGINT, SIGTERM and SIGHUP into KeyboardInterrupt: at once, or at the end of a ``deferred`` block.
+    """Turns SIGINT, SIGTERM and SIGHUP into KeyboardInterrupt: immediately, or at the end of a ``deferred`` block.
 
-    A second signal within the block is not deferred, so that a person is always obeyed. A SIGHUP is no second signal:
-    a closed terminal sends it, and its shell sends it again. Where it is ignored, as under nohup, it stays ignored.
+    A second signal within the block is not deferred, so that a person can always stop the run. SIGHUP never counts as a
+    second signal, because a closing terminal and its shell both send it. If SIGHUP is ignored, as under nohup, it stays
+    ignored.
     """
 
     def __init__(self, on_deferred: Callable[[str], None]) -> None:
-        """``on_deferred`` is told what is finished first."""
+        """``on_deferred`` is called with the name of the work that is finished first."""
         self._on_deferred = on_deferred
         self._depth = 0
         self._doing = ""
@@ -40,7 +41,7 @@ class Interrupts:
             yield
         finally:
             for number, handler in previous.items():
-                if signal.getsignal(number) is not signal.SIG_IGN:  # it has hung up, and may do so once more
+                if signal.getsignal(number) is not signal.SIG_IGN:  # the terminal has closed, and may send it again
                     signal.signal(number, handler)
 
     @contextmanager
@@ -61,9 +62,9 @@ class Interrupts:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             if self._waiting:
                 return
-            number = signal.SIGTERM  # what is put off below comes again by this number
+            number = signal.SIGTERM  # a signal that is put off below is sent again with this number
         if self._depth == 0 or self._waiting:
-            # A library's own imports may come late, such as at the first batch.
+            # A library may import modules late, for example at the first batch.
             if self._imports.puts_off(number, frame):
                 return
             self._waiting = False

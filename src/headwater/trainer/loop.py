@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -11,18 +10,17 @@ from typing import Any
 
 from headwater.config.schema import Config
 from headwater.observe.progress import Display
-from headwater.observe.rollout_file import write_rollouts
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
 from headwater.rollout.group import RolloutBatch
-from headwater.rollout.prompt_stream import PromptStream
+from headwater.rollout.source import PromptStream
 from headwater.trainer.checkpoint import Checkpoints, TrainerState, read_state
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
 from headwater.trainer.interrupts import Interrupts
 from headwater.trainer.learner_setup import TrainingParts
+from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import RolloutParts
-from headwater.trainer.step_metrics import shown_metrics, step_metrics
 from headwater.trainer.warm_start import warm_start
 from headwater.weights.publish import publish
 
@@ -59,7 +57,13 @@ class Trainer:
         self._stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
         self._interrupts = Interrupts(lambda doing: display.say(f"Stopping after {doing}. Ctrl-C again stops at once."))
-        self._trace_file = run.free_trace_file()
+        self._recorder = Recorder(
+            run,
+            display,
+            rollout.spans,
+            rollout.trace,
+            save_rollouts_every_steps=config.trainer.save_rollouts_every_steps,
+        )
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
         self._consistent = self._state.warm_started
@@ -122,8 +126,7 @@ class Trainer:
                 self._save_if_consistent()
                 raise
             finally:
-                if self._parts.trace is not None:
-                    self._parts.trace.write(self._trace_file)
+                self._recorder.close()
             return True
 
     def _prepare(self) -> None:
@@ -131,9 +134,7 @@ class Trainer:
             # What an earlier process wrote beyond this point belongs to a course that is not taken again.
             kept = self._state.step if self._consistent else NOTHING
             self._checkpoints.set_aside_after(kept)
-            record = {"kind": "resume", "step": kept, "time": time.time()}
-            self._run.append_metrics(record)
-            self._run.append_ledger(record)
+            self._recorder.resumed(kept)
         if not self._state.warm_started:
             self._warm_start()
         if self._evaluation_missing():
@@ -142,22 +143,20 @@ class Trainer:
     def _evaluation_missing(self) -> bool:
         """Whether the evaluation that belongs to the present step was not made, or was broken off."""
         step, settings = self._state.step, self._config.eval
-        if any(each["kind"] == "eval" and each["step"] == step for each in self._run.read_metrics()):
+        if self._recorder.has_evaluation(step):
             return False
         return settings.before if step == 0 else _due(step, settings.every_steps)
 
     def _train(self) -> None:
         total = self._last_step
-        with self._display.stage("train", total, start=self._state.step) as reporter:
+        with self._recorder.training(self._state.step, total):
             while self._state.step < total:
-                started = time.perf_counter()
                 batch = self._take()
                 with self._interrupts.deferred("this update"):
                     experience = self._make_experience(batch)
                     update = self._update(experience)
                     self._publish()
-                    metrics = self._record(batch, update, time.perf_counter() - started)
-                reporter.update(self._state.step, shown_metrics(metrics))
+                    self._record(batch, update)
                 if _due(self._state.step, self._config.eval.every_steps):
                     self._evaluate()
                 if _due(self._state.step, self._config.trainer.checkpoint_every_steps):
@@ -167,7 +166,7 @@ class Trainer:
 
     def _take(self) -> RolloutBatch:
         """Groups for one step, none of them too old. Generation of later ones goes on behind it where it may."""
-        self._parts.spans.drain()  # what was spent on evaluation is not this step's
+        self._recorder.begin_step()
         with self._generating(), self._parts.spans.span("wait", batch=self._state.step + 1):
             return self._rollouts.prepare_batch(self._stream)
 
@@ -210,22 +209,13 @@ class Trainer:
         learned = self._training.checksum(serving)
         self._rollouts.trained(step, learned)
         self._books = self._rollouts.close_books(self._stream.state_dict)
-        record = {"weights": learned, "counts": asdict(self._books.counts), **self._books.ended}
-        self._run.append_ledger({"kind": "step", "step": step, "time": time.time(), **record})
+        self._recorder.ledger(step, learned, self._books)
         self._state = self._state_at(step)
         self._consistent = True
         self._rollouts.set_version(step)
 
-    def _record(self, batch: RolloutBatch, update: dict[str, float], step_s: float) -> dict[str, float]:
-        step, counts = self._state.step, self._books.counts
-        metrics = step_metrics(batch, update, self._parts.spans.drain(), step_s, counts)
-        self._run.append_metrics({"kind": "train", "step": step, "time": time.time(), **metrics})
-        if self._parts.trace is not None:
-            self._parts.trace.write_if_due(self._trace_file)
-        if _due(step, self._config.trainer.save_rollouts_every_steps):
-            rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
-            write_rollouts(self._run.free_file("rollouts", f"step_{step:06d}", ".parquet"), step, rollouts)
-        return metrics
+    def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:
+        self._recorder.step(self._state.step, batch, update, self._books.counts)
 
     def _evaluate(self) -> None:
         if self._parts.eval_data is None:
@@ -235,13 +225,7 @@ class Trainer:
             result = evaluate(
                 self._parts.eval_rollouts, self._parts.eval_data, settings.num_prompts, self._config.run.seed
             )
-        step = self._state.step
-        self._run.append_metrics({"kind": "eval", "step": step, "time": time.time(), **result.metrics()})
-        write_rollouts(self._run.free_file("eval", f"step_{step:06d}", ".parquet"), step, result.rollouts)
-        dropped = f", {result.num_dropped} dropped" if result.num_dropped else ""
-        self._display.say(
-            f"held-out reward at step {step}: {result.reward_mean:.3f} ({result.num_prompts} prompts{dropped})"
-        )
+        self._recorder.evaluation(self._state.step, result)
 
     def _warm_start(self) -> None:
         config = self._config
@@ -264,7 +248,7 @@ class Trainer:
         )
         publish(self._training.actor.engine, self._parts.engine, 0)
         self._training.start_reference(self._run.reference, self._parts.tokenizer)
-        self._run.append_metrics({"kind": "warm_start", "step": 0, "time": time.time(), **asdict(result)})
+        self._recorder.warm_started(result)
         self._state = replace(self._state, warm_started=True)
         self._consistent = True
 

@@ -1,4 +1,4 @@
-"""From a config to what generates and scores responses."""
+"""Builds everything that generates and scores responses, from a config."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
-from headwater.rollout.admission import Admission
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import Group
 from headwater.rollout.group_runner import GroupRunner
-from headwater.rollout.replay import ReplayedRollouts
-from headwater.rollout.schedule import Schedule
+from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
+from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
 from headwater.trainer.arguments import with_arguments
 from headwater.workflows import WORKFLOWS, WorkflowContext
@@ -37,27 +36,27 @@ _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 
 @dataclass(frozen=True)
 class RolloutParts:
-    """What generates and scores responses: all that evaluation needs."""
+    """Everything that generates and scores responses. Evaluation needs nothing else."""
 
     tokenizer: Any
     engine: InferenceEngine
     spans: Spans
     train_rollouts: RolloutSource
     probe_rollouts: WorkflowExecutor
-    """As training samples, but one response per prompt: a cheap look at where the policy stands."""
+    """Samples like training, but one response per prompt, to measure the policy cheaply."""
     eval_rollouts: WorkflowExecutor
     eval_data: PromptDataset | None
     tasks: AsyncTaskRunner
-    """The one event loop that all episodes run on."""
+    """The event loop that runs all episodes."""
     trace: Trace | None
 
     def sleep_cache(self) -> None:
-        """Give the KV cache's memory back until ``cache_awake``; new weights are taken all the same."""
+        """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
         self.engine.sleep(_CACHE)
 
     @contextmanager
     def cache_awake(self) -> Iterator[None]:
-        """For a rollout of an engine whose cache sleeps in between."""
+        """Have the KV cache in memory inside this block."""
         self.engine.wake(_CACHE)
         try:
             yield
@@ -65,7 +64,7 @@ class RolloutParts:
             self.sleep_cache()
 
     def status(self) -> dict[str, Any]:
-        """For the status file, besides what the executor knows."""
+        """The engine's part of the status file."""
         return {"engine_restarts": self.engine.num_restarts} if isinstance(self.engine, ServedEngine) else {}
 
     def close(self) -> None:
@@ -75,8 +74,8 @@ class RolloutParts:
             self.engine.close()
 
 
-def build_rollout(config: Config, model_path: str, schedule: Schedule | None = None) -> RolloutParts:
-    """``schedule`` is that of a run to replay; without one, rollouts are made as they come."""
+def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | None = None) -> RolloutParts:
+    """With ``schedule``, the rollouts of a recorded run are replayed. Otherwise new ones are generated."""
     trace = Trace() if config.trainer.trace else None
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path)
@@ -95,10 +94,10 @@ def build_rollout(config: Config, model_path: str, schedule: Schedule | None = N
     )
     eval_sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=config.eval.temperature)
 
-    # After all that bad settings can spoil: it may be a process, and has threads.
+    # Created last, after everything that can fail because of wrong settings: it has threads and may be a process.
     engine = make_engine(BackendContext(config, model_path, tokenizer, spans))
     tasks = AsyncTaskRunner()
-    admission = _admission(config)
+    admission = make_admission(config)
 
     def group_runner(sampling: SamplingParams, num_samples: int, **options: Any) -> GroupRunner:
         return GroupRunner(
@@ -120,7 +119,7 @@ def build_rollout(config: Config, model_path: str, schedule: Schedule | None = N
             episode_timeout_s=config.rollout.episode_timeout_s,
         )
 
-    def replayed(groups: GroupRunner, schedule: Schedule) -> ReplayedRollouts:
+    def replayed(groups: GroupRunner, schedule: RecordedSchedule) -> ReplayedRollouts:
         max_staleness, timeout_s = config.rollout.max_staleness, config.rollout.timeout_s
         return ReplayedRollouts(engine, groups, tasks, schedule, max_staleness=max_staleness, timeout_s=timeout_s)
 
@@ -152,7 +151,7 @@ def build_rollout(config: Config, model_path: str, schedule: Schedule | None = N
     )
 
 
-def _admission(config: Config) -> Admission:
+def make_admission(config: Config) -> Admission:
     rollout = config.rollout
     return Admission(
         batch_size=config.trainer.num_prompts_per_step,
@@ -160,7 +159,7 @@ def _admission(config: Config) -> Admission:
         max_concurrent=rollout.max_concurrent_groups,
         num_batches=config.trainer.total_steps,
         on_stale=rollout.on_stale,
-        # An engine whose bits do not depend on what it computes together needs no waves to repeat a run.
+        # A deterministic engine gives the same result for any batch composition, so it does not need waves.
         in_waves=rollout.max_staleness == 0 and not config.engine.deterministic,
         holds_engine=rollout.placement == "colocated",
         max_rounds=config.algorithm.max_filter_rounds if config.algorithm.filter_groups else None,
@@ -172,7 +171,7 @@ def _scores_differ(group: Group) -> bool:
 
 
 def describe(dataset: PromptDataset | None, kind: str) -> str:
-    """``4096 training prompts``, and how many were left out for their length."""
+    """For example ``4096 training prompts``, and how many were left out because of their length."""
     if dataset is None:
         return f"no {kind} prompts"
     num_filtered = dataset.num_filtered if isinstance(dataset, RLHFDataset) else 0

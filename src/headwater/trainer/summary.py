@@ -1,23 +1,24 @@
-"""What a run tells its owner at its end: how far it came, where the time went, what to try next or how to go on."""
+"""The summary at the end of a run: results, where the time was spent, and what to try next or how to resume."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from headwater.observe.curve import draw_reward_curve
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 
 _Record = dict[str, Any]
+_SMOOTHING = 0.8
 _LEARNER = {"wait for rollouts": "wait", "experience": "experience", "train": "train", "publish": "publish"}
-"""The parts of a step as the summary calls them, and as the metrics do."""
+"""The parts of a step: the label in the summary, and the name in the metrics."""
 
 
 def summarise(run: RunDirectory, display: Display, *, is_finished: bool = True) -> None:
-    """Draw the curve and print the summary, both from the run directory alone."""
+    """Draw the reward curve and print the summary. Both use only the run directory."""
     records = run.read_metrics()
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]
@@ -29,18 +30,18 @@ def summarise(run: RunDirectory, display: Display, *, is_finished: bool = True) 
     for line in suggestions(run, train, evaluations) if is_finished else hints(train):
         display.say(f"  → {line}")
     if not is_finished:
-        display.say(how_to_go_on(run))
+        display.say(how_to_resume(run))
 
 
-def how_to_go_on(run: RunDirectory, total_steps: int | None = None) -> str:
-    """For a run that was interrupted; ``total_steps`` for one that may have been at its end."""
+def how_to_resume(run: RunDirectory, total_steps: int | None = None) -> str:
+    """For an interrupted run. With ``total_steps``, say so if all steps were already done."""
     command = f"headwater train --resume {run.path}"
     steps = run.checkpoint_steps()
     if not steps:
-        return f"Interrupted before the first checkpoint. Begin anew with:  {command}"
+        return f"Interrupted before the first checkpoint. Start again with:  {command}"
     if total_steps is not None and steps[-1] >= total_steps:
-        return f"Interrupted; all {total_steps} steps are done and kept in {run.path}"
-    return f"Interrupted; everything up to step {steps[-1]} is kept. Go on with:  {command}"
+        return f"Interrupted; all {total_steps} steps are done and saved in {run.path}"
+    return f"Interrupted; everything up to step {steps[-1]} is saved. Resume with:  {command}"
 
 
 def _points(records: Sequence[_Record]) -> list[tuple[int, float]]:
@@ -61,10 +62,10 @@ def _table(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Table:
     def share(name: str) -> str:
         return f"{100 * sum(record.get(f'time/{name}_s', 0.0) for record in train) / total_s:.0f}%"
 
-    # What the learner does one after the other; rollouts go on at the same time, so their shares do not add to these.
+    # These parts of a step run one after the other. Rollouts run concurrently, so their shares do not add up with them.
     for label, name in _LEARNER.items():
         table.add_row(f"  {label}", share(name))
-    table.add_row("rollouts meanwhile", f"generate {share('generate')}, reward {share('reward')}")
+    table.add_row("rollouts (concurrent)", f"generate {share('generate')}, reward {share('reward')}")
     dropped = sum(record["groups/dropped"] for record in train)
     if dropped:
         table.add_row("[red]dropped groups[/]", f"{dropped:.0f}")
@@ -72,7 +73,7 @@ def _table(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Table:
 
 
 def suggestions(run: RunDirectory, train: Sequence[_Record], evaluations: Sequence[_Record]) -> list[str]:
-    """Advice on a whole run that follows from what its metrics show; at least one line."""
+    """Advice about a complete run, derived from its metrics; at least one line."""
     lines = hints(train)
     if train:
         informative, reward = _at_the_end(train, "groups/informative_fraction"), _at_the_end(train, "reward/mean")
@@ -80,13 +81,13 @@ def suggestions(run: RunDirectory, train: Sequence[_Record], evaluations: Sequen
         if not is_decided and reward - train[0]["reward/mean"] < 0.05:
             lines.append("Reward barely moved: try a higher learner.learning_rate or more trainer.total_steps.")
     if not evaluations:
-        lines.append("No held-out prompts were evaluated: see data.eval, and the eval settings.")
+        lines.append("No held-out prompts were evaluated: see data.eval and the eval settings.")
     lines.append(f"Look at responses: headwater eval {run.path} --show 5")
     return lines
 
 
 def hints(train: Sequence[_Record]) -> list[str]:
-    """Advice that a run of any length may give: what it says does not mend itself with more steps."""
+    """Advice that also applies to an incomplete run: more steps would not change it."""
     if not train:
         return []
     lines = []
@@ -94,9 +95,9 @@ def hints(train: Sequence[_Record]) -> list[str]:
     if _at_the_end(train, "stopped_fraction") < 0.5:
         lines.append("Most responses hit the length limit: raise rollout.max_new_tokens.")
     if informative < 0.2 and reward < 0.1:
-        lines.append("Nearly every group scored the same low reward: try an easier task or a longer warm_start.")
+        lines.append("Nearly every group got the same low reward: try an easier task or a longer warm_start.")
     elif informative < 0.2 and reward > 0.8:
-        lines.append("Most groups are all right already: try a harder task, for example larger data.task_args.")
+        lines.append("Most groups already get full reward: try a harder task, for example larger data.task_args.")
     return lines
 
 
@@ -104,3 +105,47 @@ def _at_the_end(train: Sequence[_Record], name: str) -> float:
     """The mean over the last fifth of the steps."""
     tail = train[-max(1, len(train) // 5) :]
     return float(sum(record[name] for record in tail) / len(tail))
+
+
+def draw_reward_curve(
+    path: Path,
+    train: Sequence[tuple[int, float]],
+    evaluation: Sequence[tuple[int, float]],
+    title: str,
+) -> None:
+    """Plot the mean reward per training step, raw and smoothed, and the evaluations. Points are (step, reward)."""
+    # The figure classes are used directly, because pyplot keeps global state and looks for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if train:
+        steps, rewards = zip(*train, strict=True)
+        axes.plot(steps, rewards, color="tab:blue", alpha=0.25, linewidth=1)
+        axes.plot(steps, _smooth(rewards), color="tab:blue", linewidth=2, label="training prompts (smoothed)")
+    if evaluation:
+        steps, rewards = zip(*evaluation, strict=True)
+        axes.plot(steps, rewards, "o-", color="tab:orange", linewidth=1.5, label="held-out prompts")
+        for step, reward in (evaluation[0], evaluation[-1]):
+            axes.annotate(f"{reward:.2f}", (step, reward), textcoords="offset points", xytext=(0, 8), ha="center")
+    axes.set(xlabel="step", ylabel="mean reward", title=title)
+    axes.grid(alpha=0.3)
+    axes.margins(y=0.12)
+    if train or evaluation:
+        axes.legend(loc="best")
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Exponential average with bias correction."""
+    smoothed: list[float] = []
+    average = weight = 0.0
+    for value in values:
+        average = _SMOOTHING * average + (1 - _SMOOTHING) * value
+        weight = _SMOOTHING * weight + (1 - _SMOOTHING)
+        smoothed.append(average / weight)
+    return smoothed

@@ -24,7 +24,8 @@ from headwater.observe.status_file import StatusFile
 
 run, limit_s = RunDirectory.open(Path(sys.argv[1])), float(sys.argv[2])
 counts = {"dispatched": 8, "trained": 4, "dropped": 0, "buffered": 1, "in_flight": 3}
-oldest = [{"id": 5, "uid": "row-5", "seconds": 41.0, "doing": "7 of 8 episodes done, 1 waits for a reward or a tool"}]
+doing = "7 of 8 episodes done, 1 waiting for a reward or a tool"
+oldest = [{"id": 5, "uid": "row-5", "seconds": 41.0, "num_generating": 0, "num_waiting": 1, "doing": doing}]
 reading = {"step": 1, "total_steps": 80, "version": 1, "ledger": counts, "oldest": oldest, "capacity": 0}
 condition, told = threading.Condition(), []
 
@@ -76,7 +77,7 @@ def test_a_live_run_shows_what_it_waits_for(run, capsys):
     assert "step 1 of 80, policy version 1" in output
     assert "batch, 0." in output
     assert "s of 10 min 0 s: the learner waits for batch 2: 1 of 4 groups" in output
-    assert "row-5 (dispatch 5) runs 41 s: 7 of 8 episodes done, 1 waits for a reward or a tool" in output
+    assert "row-5 (dispatch 5) runs 41 s: 7 of 8 episodes done, 1 waiting for a reward or a tool" in output
     assert "8 dispatched = 4 trained + 0 dropped + 1 buffered + 3 in flight" in output
     assert "✓ nothing is wrong" in output
 
@@ -107,9 +108,9 @@ def test_a_killed_run_is_told_from_a_live_one_and_can_be_resumed(run, capsys):
         code, output = doctor(run, capsys)
     assert code == 1
     assert f"process {child.pid}" in output
-    assert "is gone without a word" in output
+    assert "no longer exists and did not report an end" in output
     assert "the learner waits for batch 2: 1 of 4 groups" in output, "what it did last"
-    assert f"Go on with: headwater train --resume {run.path}" in output
+    assert f"Resume with: headwater train --resume {run.path}" in output
 
 
 def test_a_finished_run_is_well(run, capsys):
@@ -143,7 +144,7 @@ def test_json_is_printed_whole(run, capsys):
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "no run there (config.yaml is missing)" in capsys.readouterr().err
+    assert "not a run directory (config.yaml is missing)" in capsys.readouterr().err
 
 
 def test_a_damaged_status_is_loud(run, capsys):
@@ -158,7 +159,7 @@ def test_text_that_looks_like_markup_is_printed_as_it_is(run, capsys):
         child.kill()
         child.wait(20)
     content = json.loads(run.status_file.read_text())
-    run.status_file.write_text(json.dumps(content | {"state": "failed: [/red] of list[int]"}))
+    run.status_file.write_text(json.dumps(content | {"state": "failed", "error": "ValueError: [/red] of list[int]"}))
     assert "[/red] of list[int]" in doctor(run, capsys)[1]
 
 

@@ -54,7 +54,7 @@ def test_ctrl_c_while_responses_are_generated_is_answered_at_once(tmp_path, caps
     code, lines = train(tmp_path, capsys)
     assert code == 130
     assert lines[2] == "Stopping: saving step 0."
-    assert lines[-1] == f"Interrupted; everything up to step 0 is kept. Go on with:  headwater train --resume {run}"
+    assert lines[-1] == f"Interrupted; everything up to step 0 is saved. Resume with:  headwater train --resume {run}"
     _, lines = train(tmp_path, capsys)
     assert lines[:2] == [
         f"Run directory {run}-2",
@@ -71,7 +71,7 @@ def test_ctrl_c_again_while_the_run_ends_says_what_is_kept(tmp_path, capsys, int
     assert lines[2:] == [
         "Stopping: saving step 0.",
         "Stopping after this checkpoint. Ctrl-C again stops at once.",
-        f"Interrupted; everything up to step 0 is kept. Go on with:  headwater train --resume {tmp_path / 'stopped'}",
+        f"Interrupted; everything up to step 0 is saved. Resume with:  headwater train --resume {tmp_path / 'stopped'}",
     ]
 
 
@@ -80,7 +80,7 @@ def test_ctrl_c_behind_the_last_step_says_that_it_is_kept(tmp_path, capsys, inte
     code, lines = train(tmp_path, capsys)
     assert code == 130
     run = tmp_path / "stopped"
-    assert lines[-1] == f"Interrupted; all 2 steps are done and kept in {run}"
+    assert lines[-1] == f"Interrupted; all 2 steps are done and saved in {run}"
     _, lines = train(tmp_path, capsys)
     assert lines[1] == (
         f"{run} exists and stays as it is; to go on with it:  headwater train --resume {run} trainer.total_steps=4"
@@ -94,5 +94,5 @@ def test_a_run_whose_last_checkpoint_was_given_up_is_not_finished(tmp_path, caps
     assert code == 130
     assert "Stopping: saving step 2." in lines
     run = tmp_path / "stopped"
-    assert lines[-1] == f"Interrupted before the first checkpoint. Begin anew with:  headwater train --resume {run}"
+    assert lines[-1] == f"Interrupted before the first checkpoint. Start again with:  headwater train --resume {run}"
     assert json.loads((run / "status.json").read_text())["state"] == "interrupted"

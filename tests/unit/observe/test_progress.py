@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from headwater.observe.progress import Display
-from headwater.observe.stage_progress import StageProgress
+from headwater.observe.status_file import StageProgress
 
 NUMBERS = {"reward": "0.420", "length": "12.0", "tok/s": "1034", "gen/rew/train": "0.28/0.06/0.09 s"}
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pyarrow.parquet as pq
 import pytest
-import tiny
 
 from headwater.core.errors import RunError
-from headwater.observe.curve import draw_reward_curve
-from headwater.observe.rollout_file import write_rollouts
 from headwater.observe.run_directory import RunDirectory
 
 
@@ -24,7 +20,7 @@ def test_a_root_that_is_a_file_is_an_error(tmp_path):
 
 
 def test_opening_something_else_is_an_error(tmp_path):
-    with pytest.raises(RunError, match="no run there"):
+    with pytest.raises(RunError, match="not a run directory"):
         RunDirectory.open(tmp_path)
 
 
@@ -61,7 +57,7 @@ def test_a_line_cut_off_by_a_kill_costs_only_itself(tmp_path, caplog):
     run.metrics_file.write_text('{"kind": "train", "step": 1}\n{"kind": "tra')
     run.append_metrics({"kind": "train", "step": 2})
     assert [record["step"] for record in run.read_metrics()] == [1, 2]
-    assert "metrics.jsonl:2 is cut off" in caplog.text
+    assert "metrics.jsonl:2 is incomplete" in caplog.text
 
 
 def test_files_are_never_overwritten(tmp_path):
@@ -73,37 +69,17 @@ def test_files_are_never_overwritten(tmp_path):
     }  # fmt: skip
 
 
-def test_rollouts_can_be_read_back(tmp_path):
-    trajectories = [tiny.trajectory(seed, uid="row", sample=seed) for seed in range(3)]
-    write_rollouts(tmp_path / "r.parquet", 4, [(tiny.prompt(), each) for each in trajectories])
-    rows = pq.read_table(tmp_path / "r.parquet").to_pylist()
-    for row, each in zip(rows, trajectories, strict=True):
-        assert (row["step"], row["uid"], row["sample"]) == (4, "row", each.sample)
-        assert row["tokens"] == list(each.tokens)
-        assert row["loss_mask"] == list(each.loss_mask)
-        assert row["versions"] == list(each.versions)
-        assert row["logprobs"] == pytest.approx(each.logprobs)
-        assert row["reward"] == each.reward
-
-
-def test_the_curve_is_a_picture(tmp_path):
-    draw_reward_curve(tmp_path / "c.png", [(1, 0.1), (2, 0.4)], [(0, 0.1), (2, 0.5)], "title")
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-    draw_reward_curve(tmp_path / "empty.png", [], [], "no steps yet")
-    assert (tmp_path / "empty.png").stat().st_size > 1000
-
-
 def test_the_end_of_a_long_file_is_read_alone(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     assert run.last_metrics(5) == []
-    for step in range(1, 2001):
+    for step in range(1, 1001):
         run.append_metrics({"kind": "train", "step": step, "text": "x" * 100})
-    run.append_metrics({"kind": "resume", "step": 1998})
-    run.append_metrics({"kind": "train", "step": 1999, "again": True})
+    run.append_metrics({"kind": "resume", "step": 998})
+    run.append_metrics({"kind": "train", "step": 999, "again": True})
     with run.metrics_file.open("a") as file:
         file.write('{"kind": "tra')
-    assert [record["step"] for record in run.last_metrics(6)] == [1997, 1998, 1999]
-    assert run.last_metrics(6)[-1] == {"kind": "train", "step": 1999, "again": True}
+    assert [record["step"] for record in run.last_metrics(6)] == [997, 998, 999]
+    assert run.last_metrics(6)[-1] == {"kind": "train", "step": 999, "again": True}
     assert run.last_metrics(10**6) == run.read_metrics()
 
 

@@ -99,7 +99,7 @@ def test_memory_is_bounded_and_what_is_dropped_is_said(clock, tmp_path):
     assert [args["step"] for _, _, _, args in drawn] == list(range(89, 100))
     content = json.loads((tmp_path / "trace.json").read_text())
     assert content["otherData"]["dropped_events"] == 89
-    assert [each["name"] for each in content["traceEvents"] if each["ph"] == "i"] == ["89 older bars were dropped"]
+    assert [each["name"] for each in content["traceEvents"] if each["ph"] == "i"] == ["89 older bars were discarded"]
 
 
 def test_it_is_written_now_and_then(clock, tmp_path):

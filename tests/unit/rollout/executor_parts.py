@@ -11,10 +11,10 @@ from rollout.held_engine import HeldEngine
 
 from headwater.core.protocols import EpisodeInput
 from headwater.core.records import Prompt, Trajectory
-from headwater.rollout.admission import Admission
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
 
 

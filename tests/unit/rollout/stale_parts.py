@@ -5,10 +5,9 @@ from __future__ import annotations
 from rollout.executor_parts import draw_of
 
 from headwater.core.records import Trajectory
+from headwater.rollout.buffer import Finished
 from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import Group
-from headwater.rollout.selection import Finished
-from headwater.rollout.stale_tokens import oldest_version
 
 
 def row(uid: str, versions: tuple[int, ...], mask: tuple[int, ...] | None = None, sample: int = 0) -> Trajectory:
@@ -29,6 +28,6 @@ def group_of(number: int, *responses: tuple[int, ...]) -> Group:
 def finished(number: int, *responses: tuple[int, ...], version: int | None = None) -> Finished:
     """Dispatch ``number``, started at ``version``: where nothing is said, that of its oldest token."""
     group = group_of(number, *responses)
-    oldest = oldest_version(group)
+    oldest = group.oldest_version()
     started = version if version is not None else (oldest or 0)
     return Finished(Dispatch(number, draw_of(number)), group, started, oldest, {})

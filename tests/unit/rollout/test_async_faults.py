@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 from rollout.executor_parts import Rows, Scripted, executor_of, ok, uids
+from rollout.held_engine import HeldEngine
 
-import headwater.rollout.flights as flights_module
+import headwater.rollout.flight as flight_module
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
+from headwater.core.records import DropKind
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 from headwater.rollout.ledger import LedgerCounts
@@ -21,7 +23,7 @@ from headwater.rollout.ledger import LedgerCounts
 @pytest.fixture(autouse=True)
 def watch_often(monkeypatch):
     """Episodes that take too long are looked for once a second; tests do not want to wait for that."""
-    monkeypatch.setattr(flights_module, "_WATCH_EVERY_S", 0.02)
+    monkeypatch.setattr(flight_module, "_WATCH_EVERY_S", 0.02)
 
 
 @pytest.fixture(params=[True, False], ids=["in waves", "as there is room"])
@@ -62,13 +64,13 @@ async def waits_for_what_was_cancelled(data):
     await other
 
 
-FAULTS: list[tuple[Callable, str]] = [
-    (raises, "workflow Scripted on row row1 raised KeyError: 'no such tool'"),
-    (nonsense, "workflow Scripted returned a dict for row row1; return a Trajectory"),
-    (of_another_prompt, "raised ValueError: group of prompt row1 holds a trajectory of row77"),
-    (never_returns, "row row1: its episodes took longer than rollout.episode_timeout_s"),
-    (swallows_its_cancellation, "row row1: its episodes took longer than rollout.episode_timeout_s"),
-    (waits_for_what_was_cancelled, "workflow Scripted on row row1 waited for something that was cancelled"),
+FAULTS: list[tuple[Callable, DropKind, str]] = [
+    (raises, DropKind.FAILED, "workflow Scripted on row row1 raised KeyError: 'no such tool'"),
+    (nonsense, DropKind.FAILED, "workflow Scripted returned a dict for row row1; return a Trajectory"),
+    (of_another_prompt, DropKind.FAILED, "raised ValueError: group of prompt row1 holds a trajectory of row77"),
+    (never_returns, DropKind.TIMED_OUT, "row row1: its episodes took longer than rollout.episode_timeout_s"),
+    (swallows_its_cancellation, DropKind.TIMED_OUT, "row row1: its episodes took longer than rollout.episode_timeout"),
+    (waits_for_what_was_cancelled, DropKind.FAILED, "on row row1 awaited something that was cancelled"),
 ]
 
 
@@ -80,30 +82,63 @@ def counts(executor) -> LedgerCounts:
     return executor.check_ledger()
 
 
-@pytest.mark.parametrize(("fault", "reason"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-def test_a_fault_stops_the_run_with_its_cause(fault, reason, in_waves):
-    with executor_of(on_row_1(fault), episode_timeout_s=0.1, in_waves=in_waves) as executor:
-        with pytest.raises(RolloutFailed) as caught:
-            executor.prepare_batch(Rows())
-        assert reason in str(caught.value)
-        # What was broken off has no end yet: it is in flight still, and starts again when the run is resumed.
-        assert counts(executor).dispatched == counts(executor).in_flight + counts(executor).buffered
-        snapshot = executor.snapshot(dict)
-        assert {each.id for each in snapshot.in_flight} | {each.dispatch.id for each in snapshot.finished} == {0, 1, 2}
+def test_a_fault_stops_the_run_with_its_cause(in_waves):
+    for fault, _, message in FAULTS:
+        with executor_of(on_row_1(fault), episode_timeout_s=0.1, in_waves=in_waves) as executor:
+            with pytest.raises(RolloutFailed) as caught:
+                executor.prepare_batch(Rows())
+            assert message in str(caught.value), fault
+            # A cancelled group has no end yet: it is still in flight, and starts again when the run is resumed.
+            held = counts(executor)
+            assert held.dispatched == held.in_flight + held.buffered, fault
+            snapshot = executor.snapshot(dict)
+            kept = {each.id for each in snapshot.in_flight} | {each.dispatch.id for each in snapshot.finished}
+            assert kept == {0, 1, 2}, fault
 
 
-@pytest.mark.parametrize(("fault", "reason"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-def test_a_fault_drops_its_group_and_the_run_goes_on(fault, reason, in_waves):
-    with executor_of(on_row_1(fault), on_failure="drop", episode_timeout_s=0.1, in_waves=in_waves) as executor:
-        batch = executor.prepare_batch(Rows())
-        assert uids(batch) == ["row0", "row2", "row3"]
-        (dropped,) = batch.dropped
-        assert dropped.uid == "row1"
-        assert reason in dropped.reason
-        books = executor.close_books(dict)
-        assert books.counts == LedgerCounts(4, 0, 1, buffered=3, in_flight=0)
-        assert [(each["id"], each["reason"]) for each in books.ended["dropped"]] == [(1, dropped.reason)]
-        assert executor.status()["drop_reasons"] == {dropped.reason: 1}
+def test_a_fault_drops_its_group_with_its_kind_and_the_run_continues(in_waves):
+    for fault, kind, message in FAULTS:
+        with executor_of(on_row_1(fault), on_failure="drop", episode_timeout_s=0.1, in_waves=in_waves) as executor:
+            batch = executor.prepare_batch(Rows())
+            assert uids(batch) == ["row0", "row2", "row3"], fault
+            (dropped,) = batch.dropped
+            assert (dropped.uid, dropped.kind) == ("row1", kind), fault
+            assert message in dropped.message
+            books = executor.close_books(dict)
+            assert books.counts == LedgerCounts(4, 0, 1, buffered=3, in_flight=0), fault
+            assert [(each["id"], each["kind"], each["message"]) for each in books.ended["dropped"]] == [
+                (1, kind, dropped.message)
+            ]
+            assert executor.status()["drops"] == {kind: {"count": 1, "message": dropped.message}}
+
+
+class FailingEngine(HeldEngine):
+    async def agenerate(self, request):
+        raise RolloutFailed("the queue is full")
+
+
+class AsksTheEngine:
+    """A workflow that passes on what the engine answers, or fails by itself if it is told to."""
+
+    def __init__(self, *, wraps: bool = False) -> None:
+        self.wraps = wraps
+
+    async def arun_episode(self, engine, data):
+        if data.prompt.uid != "row1":
+            return ok(data)
+        try:
+            return await engine.agenerate(None)
+        except RolloutFailed as error:
+            if self.wraps:
+                raise RolloutFailed("no answer") from error
+            raise
+
+
+def test_an_error_of_the_engine_is_told_from_one_of_the_workflow():
+    for wraps, kind in ((False, DropKind.ENGINE_FAILED), (True, DropKind.FAILED)):
+        with executor_of(AsksTheEngine(wraps=wraps), engine=FailingEngine(), on_failure="drop") as executor:
+            (dropped,) = executor.prepare_batch(Rows()).dropped
+            assert (dropped.uid, dropped.kind) == ("row1", kind)
 
 
 def test_a_cause_keeps_the_error_behind_it():
@@ -113,28 +148,26 @@ def test_a_cause_keeps_the_error_behind_it():
         assert isinstance(caught.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize("on_failure", ["stop", "drop"])
-def test_a_rejected_episode_is_no_failure(on_failure, in_waves):
-    with executor_of(on_row_1(rejects), on_failure=on_failure, in_waves=in_waves) as executor:
-        batch = executor.prepare_batch(Rows())
-        assert uids(batch) == ["row0", "row2", "row3"]
-        assert counts(executor).dropped == 1
+def test_a_rejected_episode_is_no_failure(in_waves):
+    for on_failure in ("stop", "drop"):
+        with executor_of(on_row_1(rejects), on_failure=on_failure, in_waves=in_waves) as executor:
+            batch = executor.prepare_batch(Rows())
+            assert uids(batch) == ["row0", "row2", "row3"], on_failure
+            assert batch.dropped[0].kind == DropKind.REJECTED
+            assert counts(executor).dropped == 1, on_failure
 
 
-FRUITLESS = [raises, nonsense, rejects, never_returns]
-
-
-@pytest.mark.parametrize("fault", FRUITLESS)
-def test_a_run_whose_rollouts_all_fail_stops_with_the_first_causes(fault, in_waves):
-    rows = Rows()
-    with executor_of(Scripted(fault), on_failure="drop", episode_timeout_s=0.05, in_waves=in_waves) as executor:
-        with pytest.raises(
-            RolloutFailed, match=r"only 0 are complete; the first causes .*:\n  - row[012]: .*\n  - row"
-        ):
-            executor.prepare_batch(rows)
-        # Two batches' worth, and then nothing more starts.
-        assert rows.next == 6
-        assert counts(executor) == LedgerCounts(6, 0, 6, buffered=0, in_flight=0)
+def test_a_run_whose_rollouts_all_fail_stops_with_the_first_causes(in_waves):
+    for fault in (raises, nonsense, rejects, never_returns):
+        rows = Rows()
+        with executor_of(Scripted(fault), on_failure="drop", episode_timeout_s=0.05, in_waves=in_waves) as executor:
+            with pytest.raises(
+                RolloutFailed, match=r"only 0 are complete; the first causes .*:\n  - row[012]: .*\n  - row"
+            ):
+                executor.prepare_batch(rows)
+            # Two batches' worth, and then nothing more starts.
+            assert rows.next == 6, fault
+            assert counts(executor) == LedgerCounts(6, 0, 6, buffered=0, in_flight=0), fault
 
 
 def test_what_runs_ahead_and_fails_also_stops_the_run():
@@ -196,23 +229,23 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.parametrize(
-    ("does", "reason"),
-    [("raise ValueError('judge is down')", "judge is down"), ("time.sleep(3)", "no result within 0.2 s")],
-    ids=["raises", "hangs"],
-)
-def test_a_reward_that_fails_stops_the_run_or_drops_the_group(does, reason, tmp_path, in_waves):
-    file = tmp_path / "reward.py"
-    file.write_text(REWARD.format(does=does))
-    with executor_of(scored_by(file, timeout_s=0.2), in_waves=in_waves) as executor:
-        with pytest.raises(RewardFailed, match=reason):
-            executor.prepare_batch(Rows())
-        assert counts(executor).trained == 0
-    with executor_of(scored_by(file, timeout_s=0.2), on_failure="drop", in_waves=in_waves) as executor:
-        batch = executor.prepare_batch(Rows())
-        assert uids(batch) == ["row0", "row2", "row3"]
-        assert reason in batch.dropped[0].reason
-        assert counts(executor) == LedgerCounts(4, 0, 1, buffered=3, in_flight=0)
+def test_a_reward_that_fails_stops_the_run_or_drops_the_group(tmp_path, in_waves):
+    for name, does, kind, message in (
+        ("raises", "raise ValueError('judge is down')", DropKind.REWARD_FAILED, "judge is down"),
+        ("hangs", "time.sleep(1)", DropKind.REWARD_TIMED_OUT, "no result within 0.1 s"),
+    ):
+        file = tmp_path / f"{name}.py"
+        file.write_text(REWARD.format(does=does))
+        with executor_of(scored_by(file, timeout_s=0.1), in_waves=in_waves) as executor:
+            with pytest.raises(RewardFailed, match=message):
+                executor.prepare_batch(Rows())
+            assert counts(executor).trained == 0, name
+        with executor_of(scored_by(file, timeout_s=0.1), on_failure="drop", in_waves=in_waves) as executor:
+            batch = executor.prepare_batch(Rows())
+            assert uids(batch) == ["row0", "row2", "row3"], name
+            assert batch.dropped[0].kind == kind
+            assert message in batch.dropped[0].message
+            assert counts(executor) == LedgerCounts(4, 0, 1, buffered=3, in_flight=0), name
 
 
 # From outside

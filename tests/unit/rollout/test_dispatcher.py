@@ -177,7 +177,7 @@ def test_nothing_starts_in_the_place_of_what_was_called_off(bench):
     it.settle()
     it.tasks.close()
     assert it.started == [100, 101]
-    with pytest.raises(RolloutFailed, match="called off"):
+    with pytest.raises(RolloutFailed, match="cancelled"):
         it.wait(1)
 
 

@@ -11,6 +11,7 @@ from rollout.executor_parts import Rows, Scripted, draw_of, executor_of, number_
 from rollout.held_engine import HeldEngine
 
 from headwater.core.errors import RewardFailed, RolloutFailed, RunError, WaitTimeout
+from headwater.core.records import DropKind
 
 
 def fails_on(*names: str, error: type[Exception] = RewardFailed) -> Scripted:
@@ -47,7 +48,7 @@ def test_a_rejected_episode_drops_its_group_and_another_prompt_takes_its_place(i
     workflow = Scripted(lambda data: None if data.prompt.uid == "row1" and data.sample == 0 else ok(data))
     batch = one_batch(workflow, in_waves=in_waves)
     assert uids(batch) == ["row0", "row2", "row3"]
-    assert [(each.uid, each.reason) for each in batch.dropped] == [("row1", "rejected by the workflow")]
+    assert [(each.uid, each.kind) for each in batch.dropped] == [("row1", DropKind.REJECTED)]
 
 
 @pytest.mark.parametrize("error", [RewardFailed, RolloutFailed, KeyError])
@@ -56,7 +57,7 @@ def test_a_failed_episode_stops_the_run_or_drops_its_group(error, in_waves):
         one_batch(fails_on("row1", error=error), in_waves=in_waves)
     batch = one_batch(fails_on("row1", error=error), on_failure="drop", in_waves=in_waves)
     assert uids(batch) == ["row0", "row2", "row3"]
-    assert "no reward for row1" in batch.dropped[0].reason
+    assert "no reward for row1" in batch.dropped[0].message
 
 
 def test_one_good_group_does_not_make_it_loop_for_ever(in_waves):
@@ -292,7 +293,7 @@ def test_pausing_twice_is_pausing_once():
     with executor_of(Scripted(ok), in_waves=False, max_staleness=1, timeout_s=0.2) as executor:
         executor.pause()
         executor.pause()
-        with pytest.raises(WaitTimeout, match="batch 1: 0 of 3 groups; nothing runs"):
+        with pytest.raises(WaitTimeout, match="batch 1: 0 of 3 groups; no group is running"):
             executor.prepare_batch(rows)
         assert rows.next == 0
         executor.check_ledger()
@@ -343,4 +344,5 @@ def test_the_status_names_the_oldest_groups_and_what_they_do():
         executor.check_ledger()
         (oldest,) = executor.status()["oldest"]
         assert (oldest["id"], oldest["uid"]) == (0, "row4")
-        assert oldest["doing"] == "1 of 2 episodes done, 1 waits for a reward or a tool"
+        assert oldest["doing"] == "1 of 2 episodes done, 1 waiting for a reward or a tool"
+        assert (oldest["num_generating"], oldest["num_waiting"]) == (0, 1)

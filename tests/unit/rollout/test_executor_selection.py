@@ -9,6 +9,7 @@ from rollout.executor_parts import Scripted, number_of, ok, one_batch, uids
 
 from headwater.core.errors import RewardFailed, RolloutFailed
 from headwater.core.protocols import EpisodeInput
+from headwater.core.records import DropKind
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.group_runner import GREEDY
 
@@ -39,7 +40,7 @@ def test_only_groups_whose_samples_differ_are_kept(run):
     batch = run(every_third, should_accept=differs, max_rounds=10)
     assert uids(batch) == ["row0", "row3", "row6"]
     assert {each.uid for each in batch.dropped} == {"row1", "row2", "row4", "row5"}
-    assert all(each.is_filtered for each in batch.dropped)
+    assert all(each.kind == DropKind.FILTERED for each in batch.dropped)
 
 
 def test_after_the_last_round_it_goes_on_with_what_it_has():
@@ -69,7 +70,7 @@ def test_what_failed_is_told_from_what_was_filtered(run):
         return every_third(data)
 
     batch = run(score, should_accept=differs, max_rounds=10, on_failure="drop")
-    assert [each.uid for each in batch.dropped if not each.is_filtered] == ["row1"]
+    assert [each.uid for each in batch.dropped if each.kind != DropKind.FILTERED] == ["row1"]
 
 
 def test_a_greedy_episode_gives_the_baseline_and_is_not_trained_on(run):
@@ -94,7 +95,7 @@ def test_a_greedy_episode_that_fails_drops_its_group(run):
 
     batch = run(lambda data: 1.0, greedy=scored(greedy), on_failure="drop")
     assert uids(batch) == ["row0", "row2", "row3"]
-    assert batch.dropped[0].reason == "no baseline"
+    assert (batch.dropped[0].kind, batch.dropped[0].message) == (DropKind.REWARD_FAILED, "no baseline")
 
 
 def test_without_a_greedy_episode_there_is_no_baseline(run):

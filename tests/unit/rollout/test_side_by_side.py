@@ -8,9 +8,9 @@ import pytest
 from rollout.executor_parts import Scripted, draw_of
 from rollout.held_engine import HeldEngine
 
+from headwater.rollout.executor import held_engine
 from headwater.rollout.flight import Dispatch, Flight
 from headwater.rollout.group_runner import GroupRunner
-from headwater.rollout.held_engine import held_engine
 from headwater.rollout.side_by_side import SideBySide
 from headwater.rollout.task_runner import AsyncTaskRunner
 
@@ -44,5 +44,5 @@ def test_what_is_called_off_does_not_run_on(is_held):
         )
         tasks.start(call_off()).result(10)
         assert (num_begun, num_ended) == (6, 6)
-        assert side_by_side._flights.describe() == "nothing runs"
+        assert side_by_side._flights.describe() == "no group is running"
         assert engine.calls == ["pause", "resume"]

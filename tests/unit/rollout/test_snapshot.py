@@ -6,15 +6,15 @@ import json
 import math
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout.executor_parts import Rows, draw_of
 from rollout.stale_parts import finished
 
 from headwater.core.records import Trajectory
+from headwater.rollout.buffer import Finished
 from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import Group, PromptDraw
-from headwater.rollout.selection import Finished
 from headwater.rollout.snapshot import RolloutSnapshot
 
 
@@ -61,10 +61,11 @@ infos = st.recursive(
         | st.dictionaries(st.text(max_size=3), inner, max_size=3)
         | st.dictionaries(st.integers(), inner, max_size=2)
     ),
-    max_leaves=8,
+    max_leaves=5,
 )
 
 
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(floats, min_size=1, max_size=6),
     st.floats(allow_nan=False, allow_infinity=False),

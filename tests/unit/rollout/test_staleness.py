@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.rollout.staleness import RolloutCounts, StalenessManager
@@ -15,6 +15,7 @@ def manager(max_concurrent=8, batch_size=4, max_staleness=1):
     return StalenessManager(max_concurrent=max_concurrent, batch_size=batch_size, max_staleness=max_staleness)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 3), st.lists(st.sampled_from("sarv"), max_size=80))
 def test_whoever_asks_first_never_runs_ahead(max_concurrent, batch_size, max_staleness, events):
     admission, version = manager(max_concurrent, batch_size, max_staleness), 0

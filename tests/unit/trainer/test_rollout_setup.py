@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from headwater.config.load import load_config
-from headwater.rollout.prompt_stream import PromptStream
-from headwater.trainer.rollout_setup import build_rollout
+from headwater.rollout.source import PromptStream
+from headwater.rollout.staleness import Admission
+from headwater.trainer.rollout_setup import build_rollout, make_admission
 
 ROOT = Path(__file__).parents[3]
 SMALL = [
@@ -64,17 +65,20 @@ def test_a_filter_keeps_groups_that_differ_and_evaluation_keeps_all(rollout, tmp
     assert len(parts.eval_rollouts.rollout_batch(stream(parts).take(20)).groups) == 20
 
 
-def test_synchronous_rollouts_go_in_waves_unless_the_engine_repeats_itself_anyway(rollout):
-    assert rollout().train_rollouts.admission.in_waves
-    assert not rollout("engine.deterministic=true").train_rollouts.admission.in_waves
-    assert not rollout("rollout.max_staleness=1").train_rollouts.admission.in_waves
+def admission_of(*overrides: str) -> Admission:
+    return make_admission(load_config(ROOT / "recipes" / "quickstart.yaml", [*SMALL, *overrides]).config)
 
 
-def test_admission_is_what_the_config_says(rollout):
-    parts = rollout(
+def test_synchronous_rollouts_run_in_waves_unless_the_engine_is_deterministic():
+    assert admission_of().in_waves
+    assert not admission_of("engine.deterministic=true").in_waves
+    assert not admission_of("rollout.max_staleness=1").in_waves
+
+
+def test_admission_is_what_the_config_says():
+    admission = admission_of(
         "rollout.max_staleness=3", "rollout.on_stale=drop", "rollout.max_concurrent_groups=7", "trainer.total_steps=5",
         "trainer.num_prompts_per_step=6", "eval.every_steps=0",
     )  # fmt: skip
-    admission = parts.train_rollouts.admission
     assert (admission.max_staleness, admission.on_stale, admission.max_concurrent) == (3, "drop", 7)
     assert (admission.batch_size, admission.num_batches) == (6, 5)

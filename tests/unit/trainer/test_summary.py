@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
-from headwater.trainer.summary import suggestions, summarise
+from headwater.trainer.summary import draw_reward_curve, suggestions, summarise
 
 
 def record(step: int, **changes) -> dict:
@@ -20,18 +19,22 @@ def record(step: int, **changes) -> dict:
     return {**metrics, **changes}
 
 
-@pytest.mark.parametrize(
-    ("changes", "advice"),
-    [
+def test_advice(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    for changes, advice in (
         ({"stopped_fraction": 0.1}, "raise rollout.max_new_tokens"),
         ({"reward/mean": 0.0, "groups/informative_fraction": 0.0}, "try an easier task"),
-        ({"reward/mean": 1.0, "groups/informative_fraction": 0.0}, "try a harder task"),
+        ({"reward/mean": 1.0, "groups/informative_fraction": 0.0}, "already get full reward: try a harder task"),
         ({}, "Reward barely moved"),
-    ],
-)
-def test_advice(tmp_path, changes, advice):
-    run = RunDirectory.create(tmp_path, "run")
-    assert advice in " ".join(suggestions(run, [record(step, **changes) for step in range(10)], [{}]))
+    ):
+        assert advice in " ".join(suggestions(run, [record(step, **changes) for step in range(10)], [{}])), changes
+
+
+def test_the_curve_is_a_picture(tmp_path):
+    draw_reward_curve(tmp_path / "c.png", [(1, 0.1), (2, 0.4)], [(0, 0.1), (2, 0.5)], "title")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    draw_reward_curve(tmp_path / "empty.png", [], [], "no steps yet")
+    assert (tmp_path / "empty.png").stat().st_size > 1000
 
 
 def test_the_summary_is_told_from_the_run_directory_alone(tmp_path):
@@ -51,30 +54,30 @@ def test_the_summary_is_told_from_the_run_directory_alone(tmp_path):
     assert "Look at responses" in text
 
 
-@pytest.mark.parametrize(
-    ("kept", "told"),
-    [((5, 10), "everything up to step 10 is kept. Go on with:"), ((), "before the first checkpoint. Begin anew with:")],
-)
-def test_an_interrupted_run_is_told_how_to_go_on(tmp_path, kept, told):
-    run = RunDirectory.create(tmp_path, "run")
-    for step in range(1, 4):
-        run.append_metrics(record(step))  # reward that barely moves, and no evaluation: both for good reason
-    for step in kept:
-        (run.checkpoints / f"step_{step:06d}").mkdir(parents=True)
-    output = io.StringIO()
-    summarise(run, Display(Console(file=output, width=300)), is_finished=False)
-    assert f"{told}  headwater train --resume {run.path}" in output.getvalue()
-    assert "→" not in output.getvalue().split("Reward curve")[1], "advice on a whole run does not fit half of one"
+def test_an_interrupted_run_is_told_how_to_resume(tmp_path):
+    for kept, told in (
+        ((5, 10), "everything up to step 10 is saved. Resume with:"),
+        ((), "before the first checkpoint. Start again with:"),
+    ):
+        run = RunDirectory.create(tmp_path, "run")
+        for step in range(1, 4):
+            run.append_metrics(record(step))  # the reward barely moves, and there is no evaluation
+        for step in kept:
+            (run.checkpoints / f"step_{step:06d}").mkdir(parents=True)
+        output = io.StringIO()
+        summarise(run, Display(Console(file=output, width=300)), is_finished=False)
+        assert f"{told}  headwater train --resume {run.path}" in output.getvalue()
+        assert "→" not in output.getvalue().split("Reward curve")[1], "advice for a complete run does not apply"
 
 
-def test_what_more_steps_would_not_mend_is_told_to_an_interrupted_run_too(tmp_path):
+def test_an_interrupted_run_gets_advice_that_more_steps_would_not_change(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     for step in range(1, 4):
         run.append_metrics(record(step, **{"reward/mean": 0.0, "groups/informative_fraction": 0.0}))
     output = io.StringIO()
     summarise(run, Display(Console(file=output, width=300)), is_finished=False)
     advice, last = output.getvalue().splitlines()[-2:]
-    assert "→ Nearly every group scored the same low reward" in advice
+    assert "→ Nearly every group got the same low reward" in advice
     assert last.startswith("Interrupted before the first checkpoint")
 
 
@@ -88,5 +91,5 @@ def test_the_shares_of_the_learner_add_up_and_rollouts_stand_apart(tmp_path):
     told = {name.strip(): value.strip() for name, value in rows.items()}
     learner = ["wait for rollouts", "experience", "train", "publish"]
     assert [told[name] for name in learner] == ["40%", "10%", "45%", "5%"]
-    assert told["rollouts meanwhile"] == "generate 30%, reward 25%"
+    assert told["rollouts (concurrent)"] == "generate 30%, reward 25%"
     assert sum("%" in value for value in told.values()) == 5

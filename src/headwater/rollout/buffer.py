@@ -1,4 +1,4 @@
-"""Which of the finished groups the learner takes next, and which have become too old for it."""
+"""Finished groups: which ones the learner takes next, and which ones have become too old."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from headwater.rollout.flight import Dispatch, Flight
+from headwater.rollout.flight import Dispatch, Flight, Requests
 from headwater.rollout.group import Group
-from headwater.rollout.segments import Requests
-from headwater.rollout.stale_tokens import oldest_version, without_older
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,23 +17,24 @@ class Finished:
     dispatch: Dispatch
     group: Group
     version: int
-    """The policy when it started."""
+    """The policy version when the group started."""
     oldest: int | None
-    """The oldest policy among its trained tokens; None where none is trained."""
+    """The oldest policy version among the trained tokens; None if no token is trained."""
     requests: Requests
 
     @classmethod
     def of(cls, dispatch: Dispatch, group: Group, flight: Flight) -> Finished:
-        return cls(dispatch, group, flight.version, oldest_version(group), flight.requests)
+        return cls(dispatch, group, flight.version, group.oldest_version(), flight.requests)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     chosen: Sequence[Finished] = ()
-    """In the order in which their prompts were drawn."""
+    """In the order in which the prompts were drawn."""
     is_enough: bool = False
+    """Whether the learner can train on ``chosen`` now."""
     too_old: Sequence[Finished] = ()
-    """To be dropped."""
+    """Groups to drop."""
     num_masked_tokens: int = 0
 
 
@@ -49,16 +48,17 @@ def select(
     untaken: Mapping[int, int],
     may_be_short: bool = False,
 ) -> Selection:
-    """Up to ``num_groups`` groups for the learner at ``version``, those drawn first before others.
+    """Choose up to ``num_groups`` groups for the learner at ``version``, in the order in which they were drawn.
 
-    A group is too old when one of its trained tokens is more than ``max_staleness`` versions behind. ``drop`` gives it
-    up. ``mask`` takes such tokens out of the loss, and gives up a group that has no other. ``wait`` is not enough until
-    none of the ``untaken`` groups (by id, the version they started at; finished or not) can become too old while it
-    waits for its turn; should one be all the same, as after a change of settings, it is masked.
+    A group is too old if one of its trained tokens is more than ``max_staleness`` versions behind. ``drop`` discards
+    such a group. ``mask`` removes the old tokens from the loss, and discards a group that has no other tokens. ``wait``
+    reports the selection as not enough until none of the ``untaken`` groups (id to starting version; finished or
+    running) can become too old while it waits. If a group is too old anyway, for example after a change of settings,
+    ``wait`` masks it.
     """
     lowest = version - max_staleness
     if len(finished) < num_groups and not may_be_short:
-        # At once, and not when a batch is complete: other prompts take their places.
+        # Drop old groups immediately, before the batch is complete, so that other prompts can take their places.
         gone = (each for each in finished if on_stale == "drop" and each.oldest is not None and each.oldest < lowest)
         return Selection(too_old=tuple(gone))
     chosen: list[Finished] = []
@@ -71,8 +71,8 @@ def select(
             if on_stale == "drop":
                 too_old.append(each)
                 continue
-            group, num_tokens = without_older(each.group, lowest)
-            if oldest_version(group) is None:
+            group, num_tokens = each.group.without_older(lowest)
+            if group.oldest_version() is None:
                 too_old.append(each)
                 continue
             num_masked += num_tokens
@@ -87,10 +87,10 @@ def select(
 
 
 def all_come_in_time(left: Sequence[int], batch_size: int, *, version: int, max_staleness: int) -> bool:
-    """Whether groups that started at these versions can all still be trained on, after the batch of ``version``.
+    """Whether groups that started at these versions can all still be trained on after the batch of ``version``.
 
-    A group that started at ``m`` must be in a batch no later than that of ``m + max_staleness``, and as many batches as
-    there are until then must hold all that are as old or older.
+    A group that started at version ``m`` must be in the batch of version ``m + max_staleness`` or an earlier one. The
+    batches until then must have room for all groups that are as old or older.
     """
     ordered = sorted(left)
     return all(place < batch_size * max(0, started + max_staleness - version) for place, started in enumerate(ordered))

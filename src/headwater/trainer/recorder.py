@@ -1,0 +1,198 @@
+"""Writes everything a run records: metrics, ledger, rollout files, trace and the progress line."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headwater.core.records import DropKind, Prompt, Trajectory
+from headwater.observe.progress import Display, Reporter
+from headwater.observe.run_directory import MetricsRecord, RunDirectory, Tracker
+from headwater.observe.spans import Spans
+from headwater.observe.trace import Trace
+from headwater.rollout.group import RolloutBatch
+from headwater.rollout.ledger import LedgerCounts
+from headwater.rollout.snapshot import Books
+from headwater.trainer.evaluate import Evaluation
+from headwater.trainer.warm_start import WarmStartResult
+
+
+class Recorder:
+    """The only writer of a run's metrics and records. All metrics pass through ``_log``, as ``MetricsRecord``.
+
+        with recorder.training(start, total_steps):
+            recorder.begin_step()
+            ...                                       # take a batch, train, publish
+            recorder.ledger(step, checksum, books)
+            recorder.step(step, batch, stats, books.counts)
+
+    ``trackers`` receive the same records as ``metrics.jsonl``.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        display: Display,
+        spans: Spans,
+        trace: Trace | None = None,
+        *,
+        save_rollouts_every_steps: int = 0,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
+        self._run = run
+        self._display = display
+        self._spans = spans
+        self._trace = trace
+        self._trace_file = run.free_trace_file()
+        self._save_rollouts_every_steps = save_rollouts_every_steps
+        self._trackers = trackers
+        self._reporter: Reporter | None = None
+        self._step_began = time.perf_counter()
+
+    def resumed(self, step: int) -> None:
+        """Everything that was recorded after ``step`` is no longer valid."""
+        record = self._log(MetricsRecord("resume", step, time.time(), {}))
+        self._run.append_ledger(record.to_json())
+
+    def warm_started(self, result: WarmStartResult) -> None:
+        self._log(MetricsRecord("warm_start", 0, time.time(), asdict(result)))
+
+    @contextmanager
+    def training(self, start: int, total_steps: int) -> Iterator[None]:
+        """Show the progress of the training steps inside this block."""
+        with self._display.stage("train", total_steps, start=start) as self._reporter:
+            yield
+
+    def begin_step(self) -> None:
+        """Start the clock of a step. Time that was spent before, for example on evaluation, does not count."""
+        self._step_began = time.perf_counter()
+        self._spans.drain()
+
+    def ledger(self, step: int, weights: str, books: Books) -> None:
+        """The outcome of every dispatch that ended in ``step``, and the checksum of the new weights."""
+        record = {"weights": weights, "counts": asdict(books.counts), **books.ended}
+        self._run.append_ledger({"kind": "step", "step": step, "time": time.time(), **record})
+
+    def step(self, step: int, batch: RolloutBatch, update: Mapping[str, float], counts: LedgerCounts) -> None:
+        """The metrics of a training step, its rollouts if they are due, and the progress line."""
+        step_s = time.perf_counter() - self._step_began
+        metrics = step_metrics(batch, update, self._spans.drain(), step_s, counts)
+        self._log(MetricsRecord("train", step, time.time(), metrics))
+        if self._trace is not None:
+            self._trace.write_if_due(self._trace_file)
+        if self._save_rollouts_every_steps > 0 and step % self._save_rollouts_every_steps == 0:
+            rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
+            write_rollouts(self._run.free_file("rollouts", f"step_{step:06d}", ".parquet"), step, rollouts)
+        if self._reporter is not None:
+            self._reporter.update(step, shown_metrics(metrics))
+
+    def evaluation(self, step: int, result: Evaluation) -> None:
+        self._log(MetricsRecord("eval", step, time.time(), result.metrics()))
+        write_rollouts(self._run.free_file("eval", f"step_{step:06d}", ".parquet"), step, result.rollouts)
+        dropped = f", {result.num_dropped} dropped" if result.num_dropped else ""
+        self._display.say(
+            f"held-out reward at step {step}: {result.reward_mean:.3f} ({result.num_prompts} prompts{dropped})"
+        )
+
+    def has_evaluation(self, step: int) -> bool:
+        return any(each["kind"] == "eval" and each["step"] == step for each in self._run.read_metrics())
+
+    def close(self) -> None:
+        """Write the rest of the trace, and close the trackers."""
+        if self._trace is not None:
+            self._trace.write(self._trace_file)
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _log(self, record: MetricsRecord) -> MetricsRecord:
+        self._run.append_metrics(record.to_json())
+        for tracker in self._trackers:
+            tracker.log(record)
+        return record
+
+
+_DROP_METRICS = {DropKind.FILTERED: "groups/filtered", DropKind.STALE: "staleness/dropped_groups"} | {
+    kind: f"groups/dropped_{kind.value}" for kind in DropKind if kind.is_failure
+}
+
+
+def step_metrics(
+    batch: RolloutBatch,
+    update: Mapping[str, float],
+    seconds: Mapping[str, float],
+    step_s: float,
+    ledger: LedgerCounts,
+) -> dict[str, float]:
+    """The metrics of one training step. ``groups/dropped`` counts failures of all kinds."""
+    rewards = [each.reward for each in batch.trajectories]
+    lengths = [len(each.response_tokens) for each in batch.trajectories]
+    drops = Counter(each.kind for each in batch.dropped)
+    informative = sum(len({each.reward for each in group.trajectories}) > 1 for group in batch.groups)
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "response_length/mean": statistics.fmean(lengths),
+        "response_length/max": max(lengths),
+        "stopped_fraction": sum(each.stop_reason == "stop" for each in batch.trajectories) / len(rewards),
+        # A group whose samples all have the same reward has no advantage, so nothing is learned from it.
+        "groups/informative_fraction": informative / len(batch.groups),
+        "groups/dropped": sum(count for kind, count in drops.items() if kind.is_failure),
+        **{name: drops[kind] for kind, name in _DROP_METRICS.items()},
+        "groups/lost_samples": sum(group.num_lost for group in batch.groups),
+        "staleness/masked_tokens": batch.num_masked_tokens,
+        "rollouts/buffered": ledger.buffered,
+        "rollouts/in_flight": ledger.in_flight,
+        **update,
+        **{f"time/{name}_s": value for name, value in seconds.items()},
+        "time/step_s": step_s,
+        "throughput/generated_tokens_per_s": sum(lengths) / step_s,
+    }
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The few metrics of the progress line."""
+    split = "/".join(f"{metrics.get(f'time/{name}_s', 0.0):.2f}" for name in ("generate", "reward", "train"))
+    return {
+        "reward": f"{metrics['reward/mean']:.3f}",
+        "length": f"{metrics['response_length/mean']:.1f}",
+        "tok/s": f"{metrics['throughput/generated_tokens_per_s']:.0f}",
+        "gen/rew/train": f"{split} s",
+    }
+
+
+def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
+    """One Parquet row per trajectory: texts for people, and tokens, log-probs, masks and versions for programs."""
+    rows = [
+        {
+            "step": step,
+            "uid": trajectory.uid,
+            "sample": trajectory.sample,
+            "data_source": prompt.data_source,
+            "prompt": prompt.text,
+            "response": str(trajectory.info.get("response_text", "")),
+            "ground_truth": json.dumps(prompt.ground_truth, default=str),
+            "reward": trajectory.reward,
+            "stop_reason": trajectory.stop_reason,
+            "prompt_length": trajectory.prompt_length,
+            "tokens": list(trajectory.tokens),
+            "loss_mask": list(trajectory.loss_mask),
+            "logprobs": list(trajectory.logprobs),
+            "versions": list(trajectory.versions),
+            "info": json.dumps(dict(trajectory.info), default=str),
+        }
+        for prompt, trajectory in rollouts
+    ]
+    temporary = path.with_name(f".{path.name}")
+    pq.write_table(pa.Table.from_pylist(rows), temporary)
+    temporary.replace(path)

@@ -1,0 +1,145 @@
+"""The recorder writes everything that a run records."""
+
+from __future__ import annotations
+
+import io
+
+import pyarrow.parquet as pq
+import pytest
+import tiny
+from rich.console import Console
+
+from headwater.core.records import DropKind
+from headwater.observe.progress import Display
+from headwater.observe.run_directory import RunDirectory
+from headwater.observe.spans import Spans
+from headwater.observe.trace import Trace
+from headwater.rollout.group import Dropped, Group, RolloutBatch
+from headwater.rollout.ledger import LedgerCounts
+from headwater.rollout.snapshot import Books, RolloutSnapshot
+from headwater.trainer.evaluate import Evaluation
+from headwater.trainer.recorder import Recorder, write_rollouts
+from headwater.trainer.warm_start import WarmStartResult
+
+COUNTS = LedgerCounts(12, 8, 2, buffered=1, in_flight=1)
+
+
+class Remembers:
+    def __init__(self) -> None:
+        self.records = []
+        self.is_closed = False
+
+    def log(self, record) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory.create(tmp_path, "run")
+
+
+@pytest.fixture
+def output():
+    return io.StringIO()
+
+
+@pytest.fixture
+def tracker():
+    return Remembers()
+
+
+@pytest.fixture
+def recorder(run, output, tracker):
+    trace = Trace()
+    display = Display(Console(file=output, width=200))
+    return Recorder(run, display, Spans(trace), trace, save_rollouts_every_steps=2, trackers=[tracker])
+
+
+def a_batch(dropped=()) -> RolloutBatch:
+    trajectories = tuple(tiny.trajectory(seed, uid="row", sample=seed) for seed in range(2))
+    return RolloutBatch((Group(tiny.prompt(), trajectories),), dropped, num_masked_tokens=3)
+
+
+def test_every_record_reaches_the_file_and_the_trackers(recorder, run, tracker):
+    recorder.warm_started(WarmStartResult(num_steps=7, loss=0.5))
+    recorder.evaluation(0, Evaluation(0.25, 4, 1, 4, 3.0, 1.0, ((tiny.prompt(), tiny.trajectory(1)),)))
+    recorder.begin_step()
+    recorder.step(1, a_batch(), {"actor/loss": 0.5}, COUNTS)
+    recorder.resumed(1)
+    records = tracker.records
+    assert [(each.kind, each.step) for each in records] == [
+        ("warm_start", 0), ("eval", 0), ("train", 1), ("resume", 1),
+    ]  # fmt: skip
+    written = run.read_metrics()
+    assert written == [each.to_json() for each in records if each.kind != "resume"]
+    assert (written[0]["num_steps"], written[1]["num_dropped"], written[2]["actor/loss"]) == (7, 1, 0.5)
+    assert "kind" in run.ledger_file.read_text(), "a resume is noted in the ledger too"
+    assert recorder.has_evaluation(0)
+    assert not recorder.has_evaluation(1)
+    recorder.close()
+    assert tracker.is_closed
+    assert (run.path / "trace.json").exists()
+
+
+def test_drops_are_counted_by_kind(recorder, run):
+    dropped = [Dropped("row", kind, "why") for number, kind in enumerate(DropKind, start=1) for _ in range(number)]
+    recorder.step(1, a_batch(tuple(dropped)), {}, COUNTS)
+    (record,) = run.read_metrics()
+    expected = {kind: number for number, kind in enumerate(DropKind, start=1)}
+    names = {DropKind.FILTERED: "groups/filtered", DropKind.STALE: "staleness/dropped_groups"}
+    for kind, count in expected.items():
+        assert record[names.get(kind, f"groups/dropped_{kind.value}")] == count, kind
+    assert record["groups/dropped"] == sum(count for kind, count in expected.items() if kind.is_failure)
+    assert record["staleness/masked_tokens"] == 3
+    assert (record["rollouts/buffered"], record["rollouts/in_flight"]) == (1, 1)
+
+
+def test_only_the_time_of_the_step_counts(recorder, run):
+    with recorder._spans.span("reward"):
+        pass
+    recorder.begin_step()
+    with recorder._spans.span("train"):
+        pass
+    recorder.step(1, a_batch(), {}, COUNTS)
+    (record,) = run.read_metrics()
+    assert "time/reward_s" not in record
+    assert 0 < record["time/train_s"] <= record["time/step_s"]
+
+
+def test_rollouts_are_saved_every_few_steps(recorder, run):
+    for step in (1, 2, 3):
+        recorder.step(step, a_batch(), {}, COUNTS)
+    (file,) = (run.path / "rollouts").iterdir()
+    assert file.name == "step_000002.parquet"
+    assert pq.read_table(file).num_rows == 2
+
+
+def test_the_ledger_gets_what_ended_and_the_checksum(recorder, run):
+    ended = {"trained": [{"id": 3}], "dropped": [{"id": 4, "kind": "stale", "message": "old"}]}
+    recorder.ledger(2, "float32-1", Books(RolloutSnapshot({}, {}), COUNTS, ended))
+    (line,) = run.read_ledger()
+    assert (line["kind"], line["step"], line["weights"], line["dropped"]) == ("step", 2, "float32-1", ended["dropped"])
+    assert line["counts"]["dispatched"] == 12
+
+
+def test_progress_is_shown_while_training(recorder, output):
+    with recorder.training(0, 2):
+        recorder.begin_step()
+        recorder.step(1, a_batch(), {}, COUNTS)
+    assert "train 1/2  reward" in output.getvalue()
+
+
+def test_rollouts_can_be_read_back(tmp_path):
+    trajectories = [tiny.trajectory(seed, uid="row", sample=seed) for seed in range(3)]
+    write_rollouts(tmp_path / "r.parquet", 4, [(tiny.prompt(), each) for each in trajectories])
+    rows = pq.read_table(tmp_path / "r.parquet").to_pylist()
+    for row, each in zip(rows, trajectories, strict=True):
+        assert (row["step"], row["uid"], row["sample"]) == (4, "row", each.sample)
+        assert row["tokens"] == list(each.tokens)
+        assert row["loss_mask"] == list(each.loss_mask)
+        assert row["versions"] == list(each.versions)
+        assert row["logprobs"] == pytest.approx(each.logprobs)
+        assert row["reward"] == each.reward
