@@ -25,11 +25,10 @@ from torch.nn import functional as F
 
 from headwater.engine.kernels import prefill_attention
 from headwater.engine.kernels.activation import silu_and_mul
-from headwater.engine.kernels.matmul import invariant_linear
+from headwater.engine.kernels.linear import invariant_linear, possible_slices, split_linear
 from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from headwater.engine.kernels.rope import rope_and_store
 from headwater.engine.kernels.sampling import sample_tokens
-from headwater.engine.kernels.split_linear import possible_slices, split_linear
 from headwater.engine.sampler import uniforms
 
 

@@ -38,15 +38,14 @@ from headwater.engine.kernels import prefill_attention
 from headwater.engine.kernels.activation import silu_and_mul
 from headwater.engine.kernels.advance import advance
 from headwater.engine.kernels.decode_attention import DecodeConfig, suggest_num_splits
-from headwater.engine.kernels.matmul import invariant_linear
+from headwater.engine.kernels.linear import invariant_linear, possible_slices, split_linear, suggest_slices
 from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from headwater.engine.kernels.rope import rope_and_store
 from headwater.engine.kernels.sampling import sample_tokens
-from headwater.engine.kernels.split_linear import possible_slices, split_linear, suggest_slices
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec
-from headwater.engine.rows import Rows
-from headwater.engine.runners.cuda_ops import CudaOps
+from headwater.engine.rows import DecodeRows
+from headwater.engine.runners.cuda import CudaOps
 from headwater.engine.runners.decoder import FusedDecoder
 
 
@@ -129,7 +128,7 @@ def small(rows: int) -> Values:
     qkv, pages, tables = randn(rows, QKV), Pages([PAGE] * rows), randn(2, 1024, HEAD_DIM, dtype=torch.float32)
     at, logprobs = torch.arange(rows, device=DEVICE), torch.zeros(rows, device=DEVICE)
     rope = *tables, at % 640, PAGE * (1 + at), pages.keys, pages.values, HEADS
-    state = Rows(rows, 16, 64, DEVICE)
+    state = DecodeRows(rows, 16, 64, DEVICE)
     state.alive.fill_(True)
     state.max_new.fill_(1 << 30)
     names = ("last_tokens", "positions", "context_lens", "num_generated", "max_new", "min_new", "stop_ids", "alive",

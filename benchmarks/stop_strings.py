@@ -17,11 +17,9 @@ from options import parser_of
 from record import write_record
 
 from headwater.core.records import ModelRequest, SamplingParams
-from headwater.engine.lanes import Lanes
-from headwater.engine.response_end import cut_at_stop
-from headwater.engine.round import Drawn
-from headwater.engine.sequence import Sequence
-from headwater.engine.stop_tables import StopTables
+from headwater.engine.lanes import Drawn, Lanes
+from headwater.engine.sequence import EngineSequence
+from headwater.engine.stops import StopTables, cut_at_stop
 from headwater.models.load import load_tokenizer
 
 NUM_STEPS = 8
@@ -38,7 +36,7 @@ def main() -> None:
     sampling = SamplingParams(NUM_STEPS * options.rounds, stop_strings=tuple(options.stop or ["</answer>"]))
     lanes, all_lanes = Lanes(options.rows, max_pages=1), np.arange(options.rows)
     for row in range(options.rows):
-        sequence = Sequence(ModelRequest(str(row), (5,), sampling, row), (), row, on_end=lambda _: None)
+        sequence = EngineSequence(ModelRequest(str(row), (5,), sampling, row), (), row, on_end=lambda _: None)
         lanes.take(sequence, row, np.array([5], np.int32), np.array([1], np.int32), 0)
     tables, generator, shape = StopTables(tokenizer, lanes), np.random.default_rng(0), (NUM_STEPS, options.rows)
     times, num_looks = [], 0

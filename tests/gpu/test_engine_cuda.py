@@ -33,7 +33,7 @@ from headwater.core.errors import LogitsBroken, ModelError
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import SamplingParams
 from headwater.engine.engine import Engine
-from headwater.engine.runners.row_blocks import sample_in_blocks
+from headwater.engine.runners.fixed_rows import sample_in_blocks
 from headwater.engine.sampler import SamplingBatch
 from headwater.models.load import load_model
 

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 from engine.engine_parts import make_model
+from learner.test_engine import experience
+from learner.test_packing import batch, plain_logprobs
 from torch.distributed.tensor import DTensor
-from training.test_engine import experience
-from training.test_packing import batch, plain_logprobs
 
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.algorithms.policy_losses.ppo import ppo

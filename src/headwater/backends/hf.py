@@ -40,7 +40,7 @@ from headwater.core.protocols import (
 from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import named_wait
 from headwater.engine.sampler import SamplingBatch, sample
-from headwater.engine.stop_strings import find_stop
+from headwater.engine.stops import find_stop
 from headwater.models.checksum import checksum
 from headwater.models.load import end_token_ids, load_model, load_tokenizer
 from headwater.models.weights import copy_weights

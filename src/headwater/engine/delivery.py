@@ -1,4 +1,4 @@
-"""Bringing what the engine's thread has finished to the threads and event loops that wait for it."""
+"""How other threads talk to the engine's thread: commands go in, and results come back to threads and event loops."""
 
 from __future__ import annotations
 
@@ -8,52 +8,91 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 
-from headwater.core.errors import LogitsBroken, RolloutFailed, WaitTimeout
+from headwater.core.errors import HeadwaterError, LogitsBroken, RolloutFailed, WaitTimeout
 from headwater.core.records import ModelResponse
 from headwater.core.waits import wait_for_future
-from headwater.engine.sequence import Sequence
+from headwater.engine.sequence import EngineSequence
 
 _CONTROL_LIMIT_S = 600.0
 _STALL_LIMIT_S = 600.0
 _LOOK_S = 1.0
 
 
+@dataclass(frozen=True)
+class Command:
+    """An action for the engine's thread, and the future of the caller that requested it."""
+
+    action: Callable[[], None]
+    after_drain: bool = False
+    keeps_order: bool = False
+    """Whether it waits until earlier commands that wait for a drain have run."""
+    done: Future[None] = field(default_factory=Future)
+
+    @property
+    def is_called_off(self) -> bool:
+        return self.done.cancelled()
+
+    def carry_out(self) -> None:
+        """Run the action. A ``HeadwaterError`` is a refusal and concerns only the caller.
+
+        Any other error is also raised in the loop and ends the engine, because the action may have left its work
+        half done and no token may be generated from that state.
+        """
+        if not self.done.set_running_or_notify_cancel():
+            return  # the caller has cancelled it
+        try:
+            self.action()
+        except HeadwaterError as refusal:
+            self.done.set_exception(refusal)
+        except Exception as error:
+            self.done.set_exception(error)
+            raise
+        else:
+            self.done.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """Report to the caller that the action will never run."""
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_exception(error)
+
+
 def wait_for(done: Future[None], name: str) -> None:
-    """Wait until the engine's thread has done what was asked; give up on it, and call it off, after ten minutes."""
+    """Wait until the engine's thread has run a command. After ten minutes, cancel it and raise ``WaitTimeout``."""
     try:
         wait_for_future(done, lambda: f"{name} in the engine", kind="engine_call", hard_limit_s=_CONTROL_LIMIT_S)
     except WaitTimeout as error:
         if done.cancel():
-            state = "waited for running requests and is called off; abort the requests, or use another update mode"
+            state = "was waiting for running requests and is cancelled; abort the requests, or use another update mode"
         elif done.done():
-            return done.result()  # it was done at the last moment
+            return done.result()  # it finished at the last moment
         else:
-            state = "has begun and does not come to an end; the device may hang: end the process"
+            state = "has started but does not finish; the device may be hanging: end the process"
         raise WaitTimeout(f"gave up after {_CONTROL_LIMIT_S:.0f} s: {name} {state}") from error
 
 
 class Gathering:
-    """Responses to a list of requests. The caller is woken once, by the last of them, and not by each."""
+    """Collects the responses to a list of requests. The caller is woken once, when the last request has ended."""
 
     def __init__(self, num_requests: int) -> None:
-        self._ended: list[Sequence | None] = [None] * num_requests
+        self._ended: list[EngineSequence | None] = [None] * num_requests
         self._num_left = num_requests
         self._all_ended = threading.Event()
         if not num_requests:
             self._all_ended.set()
 
-    def take(self, place: int, ended: Sequence) -> None:
+    def take(self, place: int, ended: EngineSequence) -> None:
         self._ended[place] = ended
-        self._num_left -= 1  # only the engine's thread counts
+        self._num_left -= 1  # only the engine's thread calls this
         if not self._num_left:
             self._all_ended.set()
 
     def wait(self, progress: Callable[[], object]) -> list[ModelResponse]:
-        """Wait for the last one. However long that takes is fine, but not ten minutes in which nothing happens.
+        """Wait for the last response. Raises ``WaitTimeout`` if the engine makes no progress for ten minutes.
 
-        ``progress`` is asked now and then and answers differently while the engine works. ``None`` stands for an engine
-        that is paused or asleep: until somebody ends that, the wait has no limit.
+        ``progress`` is called regularly; its value changes while the engine works. It returns ``None`` while the
+        engine is paused or asleep, and that time does not count.
         """
         seen, since = progress(), time.monotonic()
         while not self._all_ended.wait(_LOOK_S):
@@ -63,13 +102,13 @@ class Gathering:
             elif time.monotonic() - since > _STALL_LIMIT_S:
                 raise WaitTimeout(
                     f"gave up on {self._num_left} of {len(self._ended)} requests: the engine has computed nothing for "
-                    f"{_STALL_LIMIT_S:.0f} s; the device may hang: end the process"
+                    f"{_STALL_LIMIT_S:.0f} s; the device may be hanging: end the process"
                 )
         return [result_of(ended) for ended in self._ended if ended is not None]
 
 
 class Mailbox:
-    """Things to do on an event loop, posted from another thread: many of them wake it once."""
+    """Callbacks for an event loop, posted from another thread. Many callbacks wake the event loop only once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -80,9 +119,9 @@ class Mailbox:
         with self._lock:
             self._actions.append(action)
             is_first = len(self._actions) == 1
-        # Whoever empties the box takes everything that is in it, so only the first one has to ring.
+        # The event loop takes everything in the mailbox at once, so only the first callback has to wake it.
         if is_first:
-            with suppress(RuntimeError):  # a loop that is closed has nobody waiting
+            with suppress(RuntimeError):  # no caller waits on a closed event loop
                 self._loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
@@ -91,14 +130,14 @@ class Mailbox:
         for action in actions:
             try:
                 action()
-            except Exception as error:  # noqa: BLE001  the others are for somebody else; the loop's owner hears of it
+            except Exception as error:  # noqa: BLE001  the other callbacks belong to other callers and must still run
                 self._loop.call_exception_handler(
-                    {"message": "what the engine has finished could not be handed over", "exception": error}
+                    {"message": "a result of the engine could not be delivered", "exception": error}
                 )
 
 
 class Mailboxes:
-    """One mailbox per event loop that asks."""
+    """One mailbox per event loop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,8 +153,8 @@ class Mailboxes:
             return self._of_loop[loop]
 
 
-def settle(answer: asyncio.Future[ModelResponse], ended: Sequence) -> None:
-    """Answer a caller, unless it has gone."""
+def settle(answer: asyncio.Future[ModelResponse], ended: EngineSequence) -> None:
+    """Pass the result to the caller, unless it has stopped waiting."""
     if answer.done():
         return
     try:
@@ -124,13 +163,13 @@ def settle(answer: asyncio.Future[ModelResponse], ended: Sequence) -> None:
         answer.set_exception(failure)
 
 
-def result_of(ended: Sequence) -> ModelResponse:
+def result_of(ended: EngineSequence) -> ModelResponse:
     if ended.error is not None:
         raise failure_of(ended)
     return ended.response()
 
 
-def failure_of(ended: Sequence) -> RolloutFailed:
+def failure_of(ended: EngineSequence) -> RolloutFailed:
     name = f"request {ended.request.request_id}"
     if isinstance(ended.error, LogitsBroken):
         return LogitsBroken(f"{name}: {ended.error}")

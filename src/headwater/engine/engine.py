@@ -1,9 +1,9 @@
-"""The embedded inference engine: requests in, responses out, weights that change underneath.
+"""The embedded inference engine. It generates responses while its weights are updated.
 
     engine = Engine.load("tiny:qwen3", EngineConfig())
     [response] = engine.generate([ModelRequest("r1", (5, 6, 7), SamplingParams(max_new_tokens=8), rng_key=1)])
 
-A thread of its own runs the model (``loop``). Every method here may be called from any thread.
+A separate thread runs the model (``loop``). Every method of ``Engine`` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from headwater.core.errors import ConfigError, WeightsError
 from headwater.core.protocols import ALL_TAGS, Capabilities, EngineLimits, EngineStatus, MemoryTag, WeightUpdate
 from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.engine.delivery import Gathering, Mailboxes, failure_of, settle, wait_for
-from headwater.engine.device_memory import DeviceMemory, check_tags
-from headwater.engine.garbage import garbage_put_off, settle_garbage
-from headwater.engine.intake import Intake
+from headwater.engine.intake import Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
+from headwater.engine.memory import DeviceMemory, check_tags, garbage_put_off, settle_garbage
 from headwater.engine.metrics import EngineMetrics
 from headwater.engine.model_spec import ModelSpec
 from headwater.engine.model_weights import ModelWeights
 from headwater.engine.pages import PagePool
-from headwater.engine.request_limits import RequestLimits
-from headwater.engine.rows import Rows
+from headwater.engine.rows import DecodeRows
 from headwater.engine.runners import make_runner
 from headwater.engine.scheduler import Scheduler
-from headwater.engine.sequence import Sequence as EngineSequence
+from headwater.engine.sequence import EngineSequence
 from headwater.models.load import end_token_ids, load_model, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.weights import source as weight_source
@@ -45,11 +43,11 @@ _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
 _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
 _MAX_GPU_PREFILL_TOKENS = 65535
 _MAX_VERSION = 2**31 - 1
-"""Every token carries its version, as 32 bits."""
+"""The version of a token is stored in 32 bits."""
 
 
 class Engine:
-    """A model with its cache, its queue and its thread."""
+    """A model with its KV cache, its request queue and its thread."""
 
     def __init__(
         self,
@@ -86,7 +84,7 @@ class Engine:
             page_tokens=page_tokens,
             prefix_cache=config.prefix_cache,
         )
-        rows = Rows(max_sequences, scheduler.lanes.page_table.shape[1], config.decode_steps, spec.device)
+        rows = DecodeRows(max_sequences, scheduler.lanes.page_table.shape[1], config.decode_steps, spec.device)
         cache = KVCache(spec, num_pages, page_tokens)
         self._runner = make_runner(model.eval(), spec, cache, rows, deterministic=config.deterministic)
         self.config = replace(
@@ -96,7 +94,7 @@ class Engine:
             max_prefill_tokens=max_prefill_tokens,
             kv_cache_gib=config.kv_cache_gib or cache.num_bytes / 2**30,
         )
-        """As it was given, with what it leaves to the engine filled in."""
+        """The given config, with the values that the engine chose filled in."""
         self.tokenizer = tokenizer
         self._model = model
         self._mailboxes = Mailboxes()
@@ -132,14 +130,14 @@ class Engine:
         device: str = "auto",
         seed: int = 0,
     ) -> Engine:
-        """An engine for a folder, a hub id, ``tiny:<preset>`` or ``smollm2``, by default with its own tokenizer."""
+        """Load a model from a folder, a hub id, ``tiny:<preset>`` or ``smollm2``, by default with its own tokenizer."""
         model = load_model(model_path, dtype=dtype, device=device, seed=seed)
         return cls(model, tokenizer or load_tokenizer(model_path), config)
 
     # Requests
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """The response to one request. The caller says how long to wait: one that is cancelled ends the request."""
+        """Generate the response to one request. There is no time limit; cancelling the call ends the request."""
         answer: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
         mailbox = self._mailboxes.of_running_loop()
 
@@ -153,7 +151,7 @@ class Engine:
             self._intake.leave(entered)
 
     async def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
-        """New tokens as they come. Closing the iterator early ends the request."""
+        """Yield new tokens as they are generated. Closing the generator early ends the request."""
         mailbox = self._mailboxes.of_running_loop()
         arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
@@ -178,10 +176,10 @@ class Engine:
             self._intake.leave(entered)
 
     def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """All responses, in order. Blocks until the last one has ended; whatever ends the wait early ends them too.
+        """Generate all responses, in order. Blocks until the last one has ended.
 
-        Raises ``WaitTimeout`` when the engine computes nothing for ten minutes. While it is paused or asleep that is as
-        it should be, and the wait goes on.
+        An exception that ends the wait early, such as Ctrl-C, ends the requests too. Raises ``WaitTimeout`` if the
+        engine computes nothing for ten minutes; time in which it is paused or asleep does not count.
         """
         gathering = Gathering(len(requests))
         entered = self._intake.enter(requests, gathering.take)
@@ -211,7 +209,7 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """False once the engine has failed or is closed; every request then ends with an error."""
+        """False after the engine has failed or was closed. Every request then fails."""
         return self._loop.is_alive
 
     @property
@@ -219,7 +217,7 @@ class Engine:
         return self._loop.is_paused
 
     def pause(self) -> None:
-        """Make no further tokens until ``resume``. Requests and their caches stay; new ones queue up."""
+        """Stop generating until ``resume``. Requests keep their caches, and new requests are queued."""
         self._call(lambda: self._set_paused(True), "pausing")
 
     def resume(self) -> None:
@@ -232,23 +230,23 @@ class Engine:
         return self._loop.scheduler.version
 
     def set_version(self, version: int) -> None:
-        """Call the present weights ``version``, as after loading a checkpoint."""
+        """Set the version of the current weights, for example after loading a checkpoint."""
         _check_version(version)
         self._call(lambda: self._loop.scheduler.weights_changed(version), "setting the version", keeps_order=True)
 
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
-        """Take new weights, whole or not at all, the way ``mode`` says (``engine.update_mode`` unless given).
+        """Replace all weights, or none if the update is refused. ``mode`` defaults to ``engine.update_mode``.
 
-        ``interrupt``: what runs keeps its tokens and is computed again under the new weights. ``in_flight``: what runs
-        goes on with the keys and values it has. ``drain``: what runs ends first, even while the engine is paused; a
-        drain of an engine that is asleep waits for ``wake``.
+        ``interrupt``: running requests keep their tokens; their keys and values are computed again with the new
+        weights. ``in_flight``: running requests continue with the keys and values they have. ``drain``: running
+        requests end first, even while the engine is paused; if the engine is asleep, the drain waits for ``wake``.
 
-        The tensors must not change until the future is done. An update that is refused, for whatever reason, is a
-        future that has failed; this method itself does not raise.
+        The tensors must not change until the future is done. A refused update is a failed future; this method does
+        not raise.
         """
         try:
             return self._update_weights(update, mode or self.config.update_mode)
-        except Exception as error:  # noqa: BLE001  also what reading the caller's tensors raised
+        except Exception as error:  # noqa: BLE001  includes errors raised while reading the caller's tensors
             refused: Future[None] = Future()
             refused.set_exception(error)
             return refused
@@ -258,11 +256,11 @@ class Engine:
             raise WeightsError(f"mode = {mode!r}: must be interrupt, in_flight or drain")
         _check_version(update.version)
         swap = partial(self._swap, self._weights.check(update.tensors), update.version, mode)
-        # In order: an update that overtook one that waits for a drain would be undone by it.
+        # Keep the order: an update that overtook one waiting for a drain would be undone by it.
         return self._loop.call(swap, after_drain=mode == "drain", keeps_order=True)
 
     def update_weights_from_file(self, path: str, version: int, mode: UpdateMode | None = None) -> Future[None]:
-        """As ``update_weights``, from a safetensors file or a folder of them. Generation goes on while it is read."""
+        """``update_weights`` from a safetensors file or a folder of them. Generation continues while it is read."""
 
         def update() -> None:
             tensors = weight_source.read_file(path)
@@ -273,7 +271,7 @@ class Engine:
     def update_weights_from_shared_memory(
         self, name: str, version: int, mode: UpdateMode | None = None
     ) -> Future[None]:
-        """As ``update_weights``, from a shared-memory segment with a safetensors image (see ``weight_source``)."""
+        """``update_weights`` from a shared-memory segment with a safetensors image (see ``weight_source``)."""
 
         def update() -> None:
             with weight_source.shared_tensors(name) as tensors:
@@ -295,18 +293,18 @@ class Engine:
         self._last_pause_s = time.perf_counter() - started
 
     def weights_checksum(self) -> str:
-        """Of the weights that serve now, under their Hugging Face names (``models.checksum``)."""
+        """Checksum of the current weights under their Hugging Face names (see ``models.checksum``)."""
         return self._weights.checksum()
 
     def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
-        """Give memory back: the KV cache, the weights (kept in main memory), or both. Requests wait, tokens and all."""
+        """Release the memory of the KV cache, the weights (kept in main memory) or both. Requests keep their tokens."""
         check_tags(tags)
         self._call(lambda: self._memory.sleep(tags), "going to sleep")
 
     def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
-        """Take the memory again. Generation goes on once nothing sleeps any more.
+        """Allocate the memory again. Generation continues when nothing is asleep any more.
 
-        Raises ``MemoryRefused`` when the memory is not there; the engine then stays asleep and can be woken later.
+        Raises ``MemoryRefused`` if there is not enough memory. The engine then stays asleep and can be woken later.
         """
         check_tags(tags)
         self._call(lambda: self._memory.wake(tags), "waking up")
@@ -355,7 +353,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End every request with what it has, and the thread. Closing twice is fine."""
+        """Abort every request and end the thread. Closing twice has no effect."""
         self._loop.close()
 
     def _call(self, action: Callable[[], object], name: str, *, keeps_order: bool = False) -> None:

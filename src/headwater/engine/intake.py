@@ -1,27 +1,104 @@
-"""The way in: requests get places in the queue, become sequences and are handed to the loop; callers may leave."""
+"""How requests enter the engine: they are checked, get a place in the queue, and become sequences of the loop."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from headwater.core.errors import QueueFull
-from headwater.core.records import Delta, ModelRequest
+from headwater.core.errors import QueueFull, RequestError
+from headwater.core.records import Delta, ModelRequest, wrong_stop
 from headwater.engine.loop import EngineLoop
-from headwater.engine.request_limits import RequestLimits
-from headwater.engine.sequence import Sequence as EngineSequence
+from headwater.engine.sequence import EngineSequence
+
+_MAX_FORBIDDEN = 1024
+"""Maximum number of stop tokens together with ``min_new_tokens``: the device stores this list for every sequence."""
+
+_LEAST_TEMPERATURE = 1e-6
+_GREATEST_TEMPERATURE = 1e6
+"""All tokens are equally likely far below this value. An infinite temperature would turn excluded tokens into NaN."""
 
 _ENTER_AT_ONCE = 256
 
 
+@dataclass(frozen=True)
+class RequestLimits:
+    """What one request may ask for. A request beyond these limits could never be served."""
+
+    vocab_size: int
+    max_model_tokens: int
+    page_tokens: int
+    num_pages: int
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Maximum number of prompt and new tokens of one request together."""
+        # ``check`` counts pages the same way: one is for copy-on-write, and the last token is never fed back.
+        return min(self.max_model_tokens, (self.num_pages - 1) * self.page_tokens + 1)
+
+    def check(self, request: ModelRequest) -> None:
+        """Raise ``RequestError`` for a request that this engine can never serve."""
+        tokens = request.input_tokens + request.given_tokens
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise RequestError(
+                f"request {request.request_id}: token id {wrong} is outside the vocabulary of {self.vocab_size}; "
+                "use the tokenizer the model was trained with"
+            )
+        self._check_sampling(request)
+        # Given tokens count as new tokens.
+        num_prompt, num_new = len(request.input_tokens), request.sampling.max_new_tokens
+        if num_prompt + num_new > self.max_model_tokens:
+            raise RequestError(
+                f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens exceed the model's "
+                f"{self.max_model_tokens} positions; shorten the prompt or lower max_new_tokens"
+            )
+        # One additional page, because every sample of a prompt copies its last page.
+        num_pages = -(-(num_prompt + num_new - 1) // self.page_tokens) + 1
+        if num_pages > self.num_pages:
+            raise RequestError(
+                f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens need {num_pages} "
+                f"pages of the KV cache, which has {self.num_pages}; raise engine.kv_cache_gib"
+            )
+
+    def _check_sampling(self, request: ModelRequest) -> None:
+        """Reject values that a record accepts but the device's tensors cannot hold. They would stop the loop."""
+        sampling, name = request.sampling, f"request {request.request_id}"
+        unknown = [token for token in sampling.stop_token_ids if not 0 <= token < self.vocab_size]
+        if unknown:
+            raise RequestError(f"{name}: stop token id {unknown[0]} is outside the vocabulary of {self.vocab_size}")
+        if sampling.min_new_tokens and len(sampling.stop_token_ids) > _MAX_FORBIDDEN:
+            raise RequestError(
+                f"{name}: {len(sampling.stop_token_ids)} stop token ids: at most {_MAX_FORBIDDEN} are supported with "
+                f"min_new_tokens = {sampling.min_new_tokens}; use fewer, or set min_new_tokens = 0"
+            )
+        if (wrong := wrong_stop(sampling.stop_strings)) is not None:
+            raise RequestError(f"{name}: stop_strings{wrong}")
+        if not -(2**63) <= request.rng_key < 2**63:
+            raise RequestError(f"{name}: rng_key = {request.rng_key}: must be a signed 64-bit number")
+        if sampling.top_k >= 2**63:
+            raise RequestError(f"{name}: top_k = {sampling.top_k}: must be < 2**63; use 0 to keep all tokens")
+        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+            raise RequestError(
+                f"{name}: temperature = {sampling.temperature:g}: must be 0 for greedy, or >= {_LEAST_TEMPERATURE:g}"
+            )
+        if sampling.temperature > _GREATEST_TEMPERATURE:
+            raise RequestError(
+                f"{name}: temperature = {sampling.temperature:g}: must be <= {_GREATEST_TEMPERATURE:g}; "
+                "at that value all tokens are already equally likely"
+            )
+
+
 class Intake:
+    """Accepts requests for the loop, up to ``max_queue`` at a time. Its methods may be called from any thread."""
+
     def __init__(
         self, loop: EngineLoop, limits: RequestLimits, *, max_queue: int, end_token_ids: Sequence[int]
     ) -> None:
         self.num_open = 0
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         self._loop = loop
         self._limits = limits
         self._max_queue = max_queue
@@ -38,13 +115,13 @@ class Intake:
         on_end: Callable[[int, EngineSequence], None],
         on_delta: Callable[[Delta], None] | None = None,
     ) -> list[EngineSequence]:
-        """All of ``requests`` or none. ``on_end`` is told the place of the request that has ended."""
+        """Accept all of ``requests`` or none. ``on_end`` receives the index of the request that has ended."""
         for request in requests:
-            self.check(request)  # all of them before the first one starts
+            self.check(request)  # check every request before the first one starts
         self._reserve(len(requests))
         entered: list[EngineSequence] = []
         try:
-            # In slices: the first ones run while the others are made ready.
+            # In slices, so that the first requests run while the others are prepared.
             for start in range(0, len(requests), _ENTER_AT_ONCE):
                 part = [
                     self._open(request, partial(on_end, start + place), on_delta)
@@ -52,14 +129,14 @@ class Intake:
                 ]
                 self._loop.add(part)
                 entered += part
-        except BaseException:  # also Ctrl-C: nobody will wait for those that have entered
+        except BaseException:  # including Ctrl-C: no caller will wait for the requests that have entered
             self._free(len(requests) - len(entered))
             self.leave(entered)
             raise
         return entered
 
     def leave(self, sequences: Sequence[EngineSequence]) -> None:
-        """Nobody waits for these any more: those that have not ended are abandoned. Does not wait for it either."""
+        """The caller no longer waits: abandon the sequences that have not ended. Returns without waiting for that."""
         left = [each for each in sequences if each.stop_reason is None and each.error is None]
         if left:
             self._loop.abandon(left)
@@ -70,7 +147,7 @@ class Intake:
         on_end: Callable[[EngineSequence], None],
         on_delta: Callable[[Delta], None] | None,
     ) -> EngineSequence:
-        """What the loop works on for ``request``."""
+        """Create the sequence that the loop runs for ``request``."""
         own_ends = () if request.sampling.ignore_end else self._end_token_ids
 
         def ended(sequence: EngineSequence) -> None:
@@ -86,12 +163,12 @@ class Intake:
         )
 
     def _reserve(self, num_requests: int) -> None:
-        """Places in the queue for so many requests, or ``QueueFull``."""
+        """Reserve places in the queue; raises ``QueueFull`` when there are not enough."""
         with self._lock:
             if self.num_open + num_requests > self._max_queue:
                 raise QueueFull(
-                    f"{num_requests} more requests: {self.num_open} wait or run already and engine.max_queue is "
-                    f"{self._max_queue}; send fewer at a time or later, or raise the limit"
+                    f"cannot queue {num_requests} more requests: {self.num_open} are already waiting or running and "
+                    f"engine.max_queue = {self._max_queue}; send fewer at a time, retry later, or raise the limit"
                 )
             self.num_open += num_requests
 

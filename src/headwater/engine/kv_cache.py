@@ -1,8 +1,10 @@
-"""The keys and values of everything that is being generated, in pages."""
+"""The paged KV cache, and how many pages fit into the free memory."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
@@ -10,7 +12,6 @@ from torch import Tensor
 
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError
-from headwater.engine.free_memory import free_bytes
 from headwater.engine.model_spec import ModelSpec
 
 _GIB = 2**30
@@ -19,21 +20,23 @@ SHARED_FRACTION = 0.4
 _GPU_PAGE_TOKENS = 64
 _CPU_PAGE_TOKENS = 16
 CPU_COPY_BYTES = 64 * 2**20
-"""What attention on a CPU copies from the pages of one layer at a time, unless a single sequence takes more."""
+"""Maximum size of the copy that CPU attention makes of one layer's pages, unless a single sequence is larger."""
 CPU_MASK_BYTES = 64 * 2**20
-"""And what it needs to tell which keys the queries of prompts see, unless a single query of them takes more."""
+"""Maximum size of the masks in CPU attention over prompts, unless a single query needs more."""
 _SOUND = 1e18
-"""Keys and values up to this size are sound: no product with a query of such a size overflows."""
+"""Keys and values up to this magnitude are sound: a product with a query of that magnitude does not overflow."""
+_UNKNOWN_RAM = 8 * 2**30
+"""Free memory assumed where it cannot be measured (not Linux). engine.kv_cache_gib overrides it."""
 
 
 class KVCache:
-    """Per layer, keys and values of ``num_pages`` pages.
+    """Keys and values of ``num_pages`` pages, per layer.
 
-    On CUDA a page is ``[kv heads, tokens, head dim]``, so that one head of a page is one piece of memory. On the CPU it
-    is ``[tokens, kv heads, head dim]``, so that a token is one piece and pages can be read as a list of tokens.
+    On CUDA a page is ``[kv heads, tokens, head dim]``: one head of a page is contiguous. On a CPU it is
+    ``[tokens, kv heads, head dim]``: a token is contiguous, and pages can be read as a list of tokens.
 
-    On the CPU it also knows which tokens are broken: NaN, infinite, or so large that products of them may be. Pages are
-    handed from one sequence to the next as they are, and torch's attention lets such tokens through its masks.
+    On a CPU the cache also records which tokens are broken: NaN, infinite, or so large that products of them may
+    overflow. Pages are reused without clearing, and the masks of torch's attention do not stop such values.
     """
 
     def __init__(self, spec: ModelSpec, num_pages: int, page_tokens: int) -> None:
@@ -47,23 +50,23 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes up while it is not given back."""
+        """Size of the cache while its memory is allocated."""
         return self.spec.kv_bytes_per_token * self.page_tokens * self.num_pages
 
     def _allocate(self) -> Tensor:
-        # Zeros: attention multiplies what it masks by zero, and zero times uninitialised memory may be NaN.
+        # Attention multiplies masked values by zero, and zero times uninitialised memory may be NaN.
         spec, page = self.spec, self.page_tokens
         inner = (spec.num_kv_heads, page) if self.heads_first else (page, spec.num_kv_heads)
         shape = (spec.num_layers, 2, self.num_pages, *inner, spec.head_dim)
         if spec.device.type == "cuda":
             return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-        # numpy asks the system for zeroed memory, which takes up room only once it is written to.
+        # numpy requests zeroed memory from the system, which uses physical memory only once it is written.
         raw = np.zeros(math.prod(shape) * spec.dtype.itemsize, np.uint8)
         return torch.from_numpy(raw).view(spec.dtype).view(shape)
 
     def _take(self, storage: Tensor) -> None:
         self._storage = storage
-        # Made once: every layer of every step asks for them, and to make one takes as long as to write a few tokens.
+        # Created once: every layer of every step needs these views, and creating one costs as much as a small write.
         self._layers = [(keys, values) for keys, values in storage]
         self._copies = [storage.new_empty(0), storage.new_empty(0)]
         self._slots = (
@@ -71,10 +74,10 @@ class KVCache:
         )
 
     def read(self, index: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of these pages of a layer, in memory that the next call uses again (CPU layout only)."""
+        """Keys and values of these pages of a layer. The next call reuses the returned memory (CPU layout only)."""
         num_pages = len(pages)
         if num_pages > len(self._copies[0]):
-            # Kept from pass to pass: asking the system for it again costs more than the copy.
+            # Kept between passes: allocating this memory again costs more than the copy.
             self._copies = [source.new_empty((num_pages, *source.shape[1:])) for source in self._layers[index]]
         keys, values = self._copies[0][:num_pages], self._copies[1][:num_pages]
         for source, copy in zip(self._layers[index], (keys, values), strict=True):
@@ -100,26 +103,26 @@ class KVCache:
     def _note_broken(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         broken, places = self._broken.reshape(-1), slots.numpy()
         if index == 0:
-            broken[places] = False  # a token is written in all layers, and in each before it is read there
+            broken[places] = False  # a token is written to every layer before it is read there
         size = torch.maximum(keys.abs().amax(dim=(1, 2)), values.abs().amax(dim=(1, 2)))
         broken[places[~(size <= _limit(size.dtype)).numpy()]] = True
         self.has_broken = bool(broken.any())
 
     def broken_in(self, pages: Tensor) -> Tensor | None:
-        """``[pages, tokens]``: which tokens of ``pages`` are broken; ``None`` where none is (CPU layout only)."""
+        """Which tokens of ``pages`` are broken, ``[pages, tokens]``; ``None`` if none is (CPU layout only)."""
         if not self.has_broken:
             return None
         broken = self._broken[pages.numpy()]
         return torch.from_numpy(broken) if broken.any() else None
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """What ``sources`` hold is also in ``targets``: the copy of copy-on-write."""
+        """Copy the contents of the pages ``sources`` to the pages ``targets`` (copy-on-write)."""
         self._storage[:, :, targets] = self._storage[:, :, sources]
         if self.has_broken:
             self._broken[targets.numpy()] = self._broken[sources.numpy()]
 
     def free(self) -> None:
-        """Give the memory back. What it held is gone."""
+        """Release the memory. The contents are lost."""
         self._take(self._storage.new_empty(0))
 
     def allocate_again(self) -> None:
@@ -129,7 +132,7 @@ class KVCache:
 
 
 def _is_sound(tensor: Tensor) -> bool:
-    return bool(tensor.abs().amax().item() <= _limit(tensor.dtype))  # no comparison with NaN is true
+    return bool(tensor.abs().amax().item() <= _limit(tensor.dtype))  # false for NaN
 
 
 def _limit(dtype: torch.dtype) -> float:
@@ -152,12 +155,12 @@ def num_pages_for(
     page_tokens: int,
     is_shared: bool,
 ) -> int:
-    """How many pages fit into what is free, and no more than all sequences at full length could fill.
+    """Number of pages that fit into free memory, at most as many as all sequences at full length could use.
 
-    ``is_shared`` says that a learner lives on the same device and needs its part.
+    ``is_shared`` means that a learner on the same device needs part of the memory.
     """
     page_bytes = spec.kv_bytes_per_token * page_tokens
-    most = max_sequences * math.ceil(spec.max_positions / page_tokens) + 1  # see RequestLimits for the one more
+    most = max_sequences * math.ceil(spec.max_positions / page_tokens) + 1  # RequestLimits explains the additional page
     if config.kv_cache_gib:
         num_bytes = int(config.kv_cache_gib * _GIB)
         setting = f"engine.kv_cache_gib = {config.kv_cache_gib:g}"
@@ -169,33 +172,88 @@ def num_pages_for(
         num_free = max(0, num_free)
         num_bytes = int(num_free * fraction)
         setting = (
-            f"engine.memory_fraction = {fraction:g} of {num_free / _GIB:.4f} GiB that {spec.device} has left for the "
-            f"cache with engine.max_sequences = {max_sequences} and engine.max_prefill_tokens = {max_prefill_tokens}"
+            f"engine.memory_fraction = {fraction:g} of the {num_free / _GIB:.4f} GiB left on {spec.device} "
+            f"with engine.max_sequences = {max_sequences} and engine.max_prefill_tokens = {max_prefill_tokens}"
         )
     num_pages = min(num_bytes // page_bytes, most)
     if num_pages < 2:
         raise ConfigError(
             [
-                f"{setting}: one page of {page_tokens} tokens takes {page_bytes / _GIB:.4f} GiB and fewer than two "
-                "fit; give the cache more, lower the other settings, or free memory"
+                f"{setting}: one page of {page_tokens} tokens needs {page_bytes / _GIB:.4f} GiB, and fewer than two "
+                "pages fit; raise this setting, lower the others, or free memory"
             ]
         )
     return num_pages + 1  # the scratch page
 
 
 def _workspace_bytes(spec: ModelSpec, max_sequences: int, max_prefill_tokens: int) -> int:
-    """What a pass needs for itself: activations of a batch of prompts, logits, and the sort of a cut distribution."""
+    """Memory of one forward pass: activations of a batch of prompts, logits, and the sort for truncated sampling."""
     activations = max_prefill_tokens * (6 * spec.hidden_size + 3 * spec.intermediate_size) * spec.dtype.itemsize
-    # Of every logit: itself, in float32, sorted, its place, and the probabilities and sums that decide the cut.
+    # Per logit: the logit, its float32 copy, the sorted copy, its index, and the probabilities and cumulative sums.
     per_logit = spec.dtype.itemsize + 4 + 4 + 8 + 4 + 4
     return activations + max_sequences * spec.vocab_size * per_logit
 
 
 def _copy_bytes(spec: ModelSpec, num_free: int) -> int:
-    """What attention on a CPU copies from the cache at a time, see ``attention.cpu``."""
+    """Memory for the copies that attention on a CPU makes of the cache, see ``attention.cpu``."""
     if spec.device.type != "cpu":
         return 0
-    # A single sequence is copied whole, one layer of it; and no sequence is longer than the whole cache.
+    # One layer of a single sequence is copied as a whole, and no sequence is longer than the whole cache.
     longest = min(spec.kv_bytes_per_token * spec.max_positions, num_free) // spec.num_layers
-    # Twice: a copy without the tokens that are broken, where there are any.
+    # Twice, because broken tokens require a second copy without them.
     return 2 * max(CPU_COPY_BYTES, longest) + CPU_MASK_BYTES
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # Memory that torch has reserved but does not use is available too.
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available_ram()
+
+
+def available_ram(root: Path = Path("/")) -> int:
+    """Free memory of the machine, or less if a control group (container, batch system) limits this process.
+
+    ``root`` is the folder that contains ``proc`` and ``sys``.
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        machine = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return _UNKNOWN_RAM
+    return max(0, min([machine, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """The memory left in each control group of this process that has a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # cgroup version 2: a single tree
+            names = ("memory.max", "memory.current", "inactive_file")
+            tree = root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            tree = root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        # A limit also applies to all groups below it. Inside a container the path may not exist, but its root does.
+        inner = PurePosixPath(path.lstrip("/"))
+        for group in (inner, *inner.parents):
+            left = _left_in(tree / group, *names)
+            if left is not None:
+                yield left
+
+
+def _left_in(group: Path, limit_name: str, usage_name: str, cached_name: str) -> int | None:
+    try:
+        limit, usage = (group / limit_name).read_text().strip(), (group / usage_name).read_text()
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Cached files count as used memory, but the system drops them when memory is needed.
+        return None if limit == "max" else int(limit) - int(usage) + int(statistics.get(cached_name, 0))
+    except (OSError, ValueError):
+        return None  # no such group, or a group without a limit

@@ -1,12 +1,12 @@
-"""Host-side storage of the sequences that are being decoded, one lane each.
+"""Host-side storage of the sequences that are being decoded, one lane each, and the queued rounds that fill it.
 
-Arrays over lanes, so that taking in the output of a round of steps is a handful of numpy operations however many
+State is kept in arrays over lanes, so that storing the output of a round takes a few numpy operations however many
 sequences there are. A lane keeps its number while its sequence moves between device rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
@@ -14,39 +14,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.engine.pages import Pages
-from headwater.engine.plans import SamplingNeeds
-from headwater.engine.sequence import Sequence
+from headwater.engine.runners.plain import Output
+from headwater.engine.sampler import SamplingNeeds
+from headwater.engine.sequence import EngineSequence
 
 _PILE = 64
-"""Tokens of a lane that are worth handing over before it ends: few, for what is left holds a weight update up."""
+"""Number of new tokens after which a lane's output is passed to its sequence early, so that little is left to copy when
+many sequences end at once or weights are swapped."""
 
 _AS_TUPLE = attrgetter(*(field.name for field in fields(SamplingNeeds)))
-"""The needs in the order of their fields. ``dataclasses.astuple`` takes tens of times as long, for every sequence."""
+"""The needs in field order. ``dataclasses.astuple`` is tens of times slower, and this runs for every sequence."""
 
 
 class Lanes:
+    """Arrays with one entry per lane. The engine's thread owns them."""
+
     def __init__(self, capacity: int, max_pages: int) -> None:
         self.capacity = capacity
-        self.sequence: list[Sequence | None] = [None] * capacity
+        self.sequence: list[EngineSequence | None] = [None] * capacity
         self.row = np.full(capacity, -1, np.int64)
         self.planned = np.zeros(capacity, np.int64)
-        """Tokens in the cache once all queued steps have run; fewer where a sequence ended early."""
+        """Tokens in the cache once all queued steps have run; fewer if the sequence ends early."""
         self.end = np.zeros(capacity, np.int64)
-        """Tokens in the cache when the sequence has used its whole budget."""
+        """Tokens in the cache once the sequence has used its whole token budget."""
         self.num_pages = np.zeros(capacity, np.int64)
         self.page_table = np.zeros((capacity, max_pages), np.int32)
         self.version = np.zeros(capacity, np.int64)
-        """Policy version of the cached keys and values; -1 once they are of several."""
+        """Policy version of the cached keys and values; -1 once several versions are mixed."""
         self.tenancy = np.zeros(capacity, np.int64)
-        """Counts the sequences a lane has held, so that late output of an earlier one is recognised."""
+        """Counts the sequences that a lane has held, to recognise late output of an earlier one."""
         self.watched = np.zeros(capacity, np.bool_)
-        """Lanes whose output the host looks at while they run: streams, stop strings, many stop tokens."""
+        """Lanes whose output the host inspects while they run: streams, stop strings, many stop tokens."""
         self.order = np.zeros(capacity, np.int64)
         """Arrival number of the sequence."""
         self.needs = np.zeros((capacity, len(fields(SamplingNeeds))), np.bool_)
-        """What drawing for the lane takes, field by field of ``SamplingNeeds``."""
+        """What sampling needs for the lane, in the field order of ``SamplingNeeds``."""
         self.start: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * capacity
-        """The tokens it started from: the prompt, and what was generated before an interruption."""
+        """The tokens the lane started with: the prompt, and the tokens generated before an interruption."""
         self._num_out = np.zeros(capacity, np.int64)
         self._num_collected = np.zeros(capacity, np.int64)
         self._tokens = np.zeros((capacity, 0), np.int32)
@@ -58,13 +62,13 @@ class Lanes:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, sequence: Sequence, row: int, start: NDArray[np.int32], pages: Pages, version: int) -> int:
+    def take(self, sequence: EngineSequence, row: int, start: NDArray[np.int32], pages: Pages, version: int) -> int:
         lane = self._free.pop()
         self.sequence[lane] = sequence
         self.row[lane] = row
         self.start[lane] = start
         self.planned[lane] = len(start)
-        # The last token of a response is drawn but never fed.
+        # The last token of a response is sampled but never fed back.
         self.end[lane] = len(start) + sequence.num_left - 1
         self.num_pages[lane] = len(pages)
         self.page_table[lane, : len(pages)] = pages
@@ -77,7 +81,7 @@ class Lanes:
         return lane
 
     def needs_of(self, lanes: NDArray[np.int64]) -> SamplingNeeds:
-        """What drawing for all of ``lanes`` takes."""
+        """What sampling needs for all of ``lanes`` together."""
         if not len(lanes):
             return SamplingNeeds()
         return SamplingNeeds(*self.needs[lanes].max(axis=0).tolist())
@@ -89,7 +93,7 @@ class Lanes:
         self._free.append(lane)
 
     def give_back_all(self, lanes: NDArray[np.int64]) -> None:
-        """As ``give_back``, for many lanes."""
+        """``give_back`` for many lanes."""
         numbers = lanes.tolist()
         for lane in numbers:
             self.sequence[lane] = None
@@ -101,7 +105,7 @@ class Lanes:
         return self.page_table[lane, : self.num_pages[lane]]
 
     def pages_of(self, lanes: NDArray[np.int64]) -> Pages:
-        """The pages of all ``lanes``; one that several share is there several times."""
+        """The pages of all ``lanes``. A page that several lanes share occurs several times."""
         count = self.num_pages[lanes]
         table = self.page_table[lanes, : count.max(initial=0)]
         return table[np.arange(table.shape[1]) < count[:, None]]
@@ -109,7 +113,7 @@ class Lanes:
     def page_updates(
         self, lanes: NDArray[np.int64], first: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], Pages]:
-        """Device rows, columns and values of the lanes' pages from ``first`` on."""
+        """Updates for the device's page table: rows, columns and values of the lanes' pages starting at ``first``."""
         count = self.num_pages[lanes] - first
         lane, column = np.repeat(lanes, count), _places(first, count)
         return self.row[lane], column, self.page_table[lane, column]
@@ -122,18 +126,18 @@ class Lanes:
         is_valid: NDArray[np.bool_],
         version: int,
     ) -> None:
-        """Take in ``[steps, lanes]`` of output; entries that are not valid were drawn by rows without work."""
+        """Store ``[steps, lanes]`` of output. Entries that are not valid come from rows without a running sequence."""
         step, column = np.nonzero(is_valid)
         lane = lanes[column]
         place = self._num_out[lane] + step
         self._tokens[lane, place] = tokens[step, column]
         self._logprobs[lane, place] = logprobs[step, column]
         self._versions[lane, place] = version
-        # Counted from the valid entries: rows without a sequence are lane -1, which would stand for the last lane.
+        # Count only valid entries: rows without a sequence have lane -1, which would index the last lane.
         self._num_out += np.bincount(lane, minlength=self.capacity)
 
     def collect(self, lane: int) -> None:
-        """Hand a lane's new output to its sequence."""
+        """Pass a lane's new output to its sequence."""
         sequence = self.sequence[lane]
         assert sequence is not None
         new = slice(self._num_collected[lane], self._num_out[lane])
@@ -143,13 +147,13 @@ class Lanes:
         self._num_collected[lane] = self._num_out[lane]
 
     def collect_early(self) -> None:
-        """Hand over what has piled up, so that little is left to do when many sequences end at once."""
+        """Pass on the output of lanes that have collected many tokens."""
         piled_up = (self.row >= 0) & (self._num_out - self._num_collected >= _PILE)
         if piled_up.any():
             self.collect_all(np.flatnonzero(piled_up))
 
     def collect_all(self, lanes: NDArray[np.int64]) -> None:
-        """As ``collect``, for many lanes."""
+        """``collect`` for many lanes."""
         first = self._num_collected[lanes]
         count = self._num_out[lanes] - first
         lane, column = np.repeat(lanes, count), _places(first, count)
@@ -165,17 +169,17 @@ class Lanes:
         self._num_collected[lanes] = self._num_out[lanes]
 
     def token_bytes(self, lane: int) -> bytes:
-        """``Sequence.all_tokens`` once everything is collected, as bytes, without a look at every single token."""
+        """The bytes of ``EngineSequence.all_tokens`` once everything is collected, without a loop over tokens."""
         return b"".join((self.start[lane].data, self._tokens[lane, : self._num_out[lane]].data))
 
     def cached_tokens(self, lane: int) -> NDArray[np.int32]:
         """The tokens whose keys and values are known to be in the lane's pages."""
-        # The last token drawn was never fed.
+        # The last sampled token was never fed back.
         generated = self._tokens[lane, : max(0, self._num_out[lane] - 1)]
         return np.concatenate([self.start[lane], generated])
 
     def _make_room(self, num_tokens: int) -> None:
-        """Width for a budget. It costs address space; memory is taken where tokens are written, a page at a time."""
+        """Make the arrays wide enough for a token budget. This costs address space; memory is used as it is written."""
         width = self._tokens.shape[1]
         if num_tokens > width:
             shape = self.capacity, max(num_tokens, 2 * width)
@@ -191,5 +195,50 @@ class Lanes:
 
 
 def _places(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``first, first + 1, ...`` of each entry, ``count`` of them, one after the other."""
+    """Concatenate the ranges ``first[i], ..., first[i] + count[i] - 1``."""
     return np.arange(count.sum()) + np.repeat(first - np.cumsum(count) + count, count)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The result of a round: the number of tokens, and the lanes that need attention."""
+
+    num_tokens: int
+    ended: list[int]
+    """Lanes whose sequences sampled a stop token or used up their budgets."""
+    watched: NDArray[np.int64]
+    """Lanes that continue and whose output the host inspects."""
+    watched_tokens: NDArray[np.int32]
+    """The tokens of the watched lanes, ``[steps, watched]``; -1 where a lane sampled nothing."""
+    broken: list[int]
+    """Lanes that sampled from NaN or infinite logits. Their output was not stored."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Steps that are queued on the device, and the lanes their output belongs to."""
+
+    output: Output
+    lanes: NDArray[np.int64]
+    tenancies: NDArray[np.int64]
+    version: int
+
+    def take_in(self, lanes: Lanes) -> Drawn:
+        """Wait for the output and store it in ``lanes``, except for lanes that hold another sequence by now."""
+        tokens, logprobs, alive = self.output.wait()
+        width = len(self.lanes)  # further rows are padding
+        tokens, logprobs, alive = tokens[:, :width], logprobs[:, :width], alive[:width]
+        is_current = (self.lanes >= 0) & (lanes.tenancy[self.lanes] == self.tenancies)
+        valid = (tokens >= 0) & is_current
+        is_broken = (valid & np.isnan(logprobs)).any(axis=0)
+        is_current &= ~is_broken
+        valid &= ~is_broken
+        lanes.append(self.lanes, tokens, logprobs, valid, self.version)
+        is_watched = is_current & alive & lanes.watched[self.lanes]
+        return Drawn(
+            num_tokens=int(valid.sum()),
+            ended=self.lanes[is_current & ~alive].tolist(),
+            watched=self.lanes[is_watched],
+            watched_tokens=np.where(valid[:, is_watched], tokens[:, is_watched], -1),
+            broken=self.lanes[is_broken].tolist(),
+        )

@@ -1,7 +1,7 @@
-"""The engine's loop: schedule, run, take in what was drawn.
+"""The engine's loop: schedule, run, read the output.
 
-With ``overlap`` the next steps are queued on the device before the output of the last ones is read, so the device never
-waits for Python; without it every round is read at once. That is the only difference: one round deep, or none.
+With ``overlap`` the next round of steps is queued on the device before the output of the previous round is read, so the
+device does not wait for Python. Without it, every round is read at once. There is no other difference.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from headwater.core.errors import LogitsBroken, RolloutFailed
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import StopReason
 from headwater.core.waits import wait_for_future
-from headwater.engine.command import Command
+from headwater.engine.delivery import Command
+from headwater.engine.lanes import Round
 from headwater.engine.metrics import Throughput
 from headwater.engine.plans import NeedsRoom
-from headwater.engine.response_end import cut_at_stop
-from headwater.engine.round import Round
 from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.scheduler import Scheduler
-from headwater.engine.sequence import Sequence
-from headwater.engine.stop_tables import StopTables
+from headwater.engine.sequence import EngineSequence
+from headwater.engine.stops import StopTables, cut_at_stop
 from headwater.observe.spans import Spans
 
 _IDLE_S = 0.5
@@ -35,11 +34,11 @@ _GATHER_S = 0.001
 _GATHER_LIMIT_S = 0.005
 _CLOSE_LIMIT_S = 120.0
 MAX_PREFILLS_PER_ROUND = 4
-"""Batches of prompt chunks between two rounds of decoding, so that rows fill up in a few rounds."""
+"""Maximum number of prompt batches between two decoding rounds, so that rows fill up within a few rounds."""
 
 
 class EngineLoop:
-    """Owns scheduler, runner and the thread that drives them; all else talks to it through ``call`` and ``add``."""
+    """Owns the scheduler, the runner and the engine's thread. Other threads use ``call``, ``add`` and ``abandon``."""
 
     def __init__(
         self,
@@ -66,10 +65,10 @@ class EngineLoop:
         self._spans = spans
         self._rounds: deque[Round] = deque()
         self._awaiting_drain: deque[Command] = deque()
-        self._inbox: deque[Sequence | Command] = deque()
-        self._abandoned: set[Sequence] = set()
+        self._inbox: deque[EngineSequence | Command] = deque()
+        self._abandoned: set[EngineSequence] = set()
         self._is_called = False
-        """Whether somebody waits for the end of this round: the inbox holds a command, or a request was abandoned."""
+        """Whether a caller waits for the end of this round: the inbox has a command, or a request was abandoned."""
         self._wakeup = threading.Condition()
         self._closing = False
         self._failure: Exception | None = None
@@ -77,53 +76,53 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="headwater-engine", daemon=True)
         self._thread.start()
 
-    # What other threads may call.
+    # Called by other threads.
 
     @property
     def is_alive(self) -> bool:
         return self._failure is None and not self._closing
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
+    def add(self, sequences: Iterable[EngineSequence]) -> None:
         self._post(sequences)
 
     def call(self, action: Callable[[], None], *, after_drain: bool = False, keeps_order: bool = False) -> Future[None]:
         """Run ``action`` on the loop's thread between two rounds, with nothing queued on the device.
 
-        ``after_drain`` waits until every request that is running has ended, even while the engine is paused; requests
-        that have not started go on waiting. ``keeps_order`` waits for drains that were asked for before.
+        ``after_drain`` waits until every running request has ended, even while the engine is paused; requests that
+        have not started keep waiting. ``keeps_order`` waits for drains that were requested earlier.
         """
         command = Command(action, after_drain, keeps_order)
         self._post([command], calls=True)
         return command.done
 
-    def abandon(self, sequences: Iterable[Sequence]) -> None:
-        """Nobody waits for these any more. All that are abandoned during a round are looked for and ended in one go."""
+    def abandon(self, sequences: Iterable[EngineSequence]) -> None:
+        """Abort sequences whose callers no longer wait. All sequences abandoned in one round are aborted together."""
         with self._wakeup:
-            if self.is_alive:  # they end with the engine otherwise
+            if self.is_alive:  # otherwise they end with the engine
                 self._abandoned.update(sequences)
                 self._is_called = True
                 self._wakeup.notify()
 
     def progress(self) -> object:
-        """Changes as long as anything is computed or ends; ``None`` while the engine was told to do nothing."""
+        """A value that changes while the engine works; ``None`` while it is paused or asleep."""
         if self.is_paused or self.is_asleep:
             return None
         ends = self.num_finished, self.num_aborted, self.num_failed
         return self.throughput.total, self.scheduler.num_prefilled_tokens, ends
 
     def close(self) -> None:
-        """End every request with what it has, then the thread."""
+        """Abort every request, then end the thread."""
         with self._wakeup:
-            # In one go: a request that came between the two would never end.
+            # Under one lock: a request that arrived in between would never end.
             self._inbox.append(Command(self._abort_all))
             self._is_called = True
             self._closing = True
             self._wakeup.notify()
-        what = "closing the engine waits for its thread; if that does not end, the device may hang: end the process"
+        what = "closing the engine waits for its thread; if it does not end, the device may be hanging: end the process"
         wait_for_future(self._ended, lambda: what, kind="engine_call", hard_limit_s=_CLOSE_LIMIT_S)
         self._thread.join()
 
-    def _post(self, items: Iterable[Sequence | Command], *, calls: bool = False) -> None:
+    def _post(self, items: Iterable[EngineSequence | Command], *, calls: bool = False) -> None:
         with self._wakeup:
             if self._failure is not None:
                 raise RolloutFailed(f"the engine has stopped: {self._failure}") from self._failure
@@ -133,7 +132,7 @@ class EngineLoop:
             self._is_called |= calls
             self._wakeup.notify()
 
-    # The thread.
+    # The engine's thread.
 
     def _run(self) -> None:
         try:
@@ -142,7 +141,7 @@ class EngineLoop:
                 self._take_inbox()
                 if not (self._awaiting_drain and self._finish_drain()):
                     self._round()
-        except Exception as error:  # noqa: BLE001  whatever went wrong belongs to the requests that wait
+        except Exception as error:  # noqa: BLE001  every waiting request fails with this error
             self._fail(error)
         finally:
             self._ended.set_result(None)
@@ -155,13 +154,12 @@ class EngineLoop:
             if self._closing and not self._inbox:
                 return False
             if was_idle and not self.is_paused:
-                # Requests that belong together arrive one by one; a prompt's samples should share its computation.
+                # Related requests arrive one by one. Wait briefly, so that samples of a prompt share its computation.
                 deadline = time.monotonic() + _GATHER_LIMIT_S
                 seen = -1
                 while len(self._inbox) != seen and time.monotonic() < deadline:
                     seen = len(self._inbox)
                     self._wakeup.wait(_GATHER_S)
-                    # Woken by one arrival: give the next the same chance.
         return True
 
     def _has_work(self) -> bool:
@@ -173,11 +171,11 @@ class EngineLoop:
         return bool(runnable) and not self.is_paused and not self.is_asleep
 
     def _take_inbox(self) -> None:
-        """Take in what has come; then end what has been abandoned, all of it in one go."""
+        """Process the inbox, then abort all abandoned sequences together."""
         while True:
             with self._wakeup:
                 if not self._inbox:
-                    # Under the same lock: all that is abandoned by now has come in, so the scheduler knows it.
+                    # Under the same lock: every sequence abandoned so far has left the inbox, so the scheduler has it.
                     abandoned, self._abandoned = self._abandoned, set()
                     self._is_called = False
                     break
@@ -187,9 +185,9 @@ class EngineLoop:
             self._read_all()
             self.abort(abandoned.__contains__)
 
-    def _take(self, item: Sequence | Command) -> None:
-        """Take in the first item of the inbox. It stays there until nothing can fail: it fails with all the others."""
-        if isinstance(item, Sequence):
+    def _take(self, item: EngineSequence | Command) -> None:
+        """Process the first item of the inbox. It is removed last, so that it fails with the others if this fails."""
+        if isinstance(item, EngineSequence):
             if not item.request.given_tokens or not self._ends_as_given(item):
                 self.scheduler.add(item)
             self._inbox.popleft()
@@ -202,8 +200,8 @@ class EngineLoop:
         else:
             item.carry_out()
 
-    def _ends_as_given(self, sequence: Sequence) -> bool:
-        """Answer a request at once whose given tokens are a whole response already."""
+    def _ends_as_given(self, sequence: EngineSequence) -> bool:
+        """End a request whose given tokens are already a complete response."""
         if cut_at_stop(self._tokenizer, sequence):
             self._end(sequence, "stop")
         elif sequence.num_left <= 0:
@@ -211,8 +209,8 @@ class EngineLoop:
         return sequence.stop_reason is not None
 
     def _round(self) -> None:
-        """Prompts, then some steps of all rows, then the output of the round before."""
-        # What must end before a command can be carried out goes on even while the engine is paused.
+        """Compute prompts, queue some steps of all rows, and read the output of the previous round."""
+        # During a drain, running requests continue even while the engine is paused.
         may_run = not self.is_asleep and (not self.is_paused or bool(self._awaiting_drain))
         with self._spans.span("generate"):
             if may_run:
@@ -222,7 +220,7 @@ class EngineLoop:
                 self._read(self._rounds.popleft())
 
     def _prefill(self) -> None:
-        # Whoever follows a response as it comes waits for one batch of prompts at most.
+        # A streamed response waits for at most one batch of prompts.
         is_followed = self.scheduler.is_followed
         for _ in range(1 if is_followed else MAX_PREFILLS_PER_ROUND):
             plan = self.scheduler.plan_prefill()
@@ -238,14 +236,14 @@ class EngineLoop:
             if output is not None:
                 self._expect(output, np.array(plan.started, np.int64))
             if self._is_called:
-                return  # after a batch, and not before: callers without end must not keep prompts from being computed
+                return  # only after a batch: a continuous flow of calls must not keep prompts from being computed
 
     def _decode(self) -> bool:
         self._compact()
         try:
             plan, preempted = self.scheduler.plan_decode(self._num_steps, may_preempt=not self._rounds)
         except NeedsRoom:
-            self._read_all()  # now it is known what a preempted sequence has
+            self._read_all()  # a preempted sequence must have all of its tokens
             plan, preempted = self.scheduler.plan_decode(self._num_steps, may_preempt=True)
         self.runner.rows.kill(preempted)
         if plan is None:
@@ -272,39 +270,39 @@ class EngineLoop:
             self._read(self._rounds.popleft())
 
     def _read(self, queued: Round) -> None:
-        """Take in the output of a round: tokens to their lanes, ended sequences to whoever waits for them."""
+        """Read the output of a round: store tokens in their lanes and return ended sequences to their callers."""
         lanes = self.scheduler.lanes
         drawn = queued.take_in(lanes)
         if drawn.broken:
             self._refuse(drawn.broken, queued.version)
         watched = self._stop_tables.worth_a_look(drawn)
-        # Counted before anybody hears of them, without what was drawn beyond their end.
+        # Count tokens before callers receive them, without those that were sampled after the end of a response.
         num_dropped = sum(self._cut(lane) for lane in (*drawn.ended, *watched))
         self.throughput.add(drawn.num_tokens - num_dropped)
         for lane in drawn.ended:
             self._finish(lane)
         for lane in watched:
             self._watch(lane)
-        if self._rounds:  # the device is busy meanwhile
+        if self._rounds:  # the device is busy with the next round
             lanes.collect_early()
 
     def _refuse(self, lanes: Iterable[int], version: int) -> None:
-        """Fail requests that drew from NaN: whatever they drew is no sample of any policy."""
+        """Fail requests whose logits were NaN or infinite: their tokens are not samples of any policy."""
         scheduler, rows = self.scheduler, []
         for lane in lanes:
             sequence = scheduler.lanes.sequence[lane]
             assert sequence is not None
             rows.append(scheduler.end(lane, may_go_on=False))
             sequence.error = LogitsBroken(
-                f"the logits of the weights of version {version} are NaN or infinite; publish weights that are "
-                "not, or compute in a wider dtype"
+                f"the weights of version {version} produced NaN or infinite logits; publish valid weights, or use a "
+                "wider dtype"
             )
             self.num_failed += 1
             sequence.on_end(sequence)
         self.runner.rows.kill(rows)
 
     def _cut(self, lane: int) -> int:
-        """Hand new tokens to their sequence, up to its end; says how many were drawn beyond it."""
+        """Pass new tokens to their sequence, up to its end. Returns how many were sampled after the end."""
         lanes = self.scheduler.lanes
         lanes.collect(lane)
         sequence = lanes.sequence[lane]
@@ -314,14 +312,14 @@ class EngineLoop:
         return num_drawn - len(sequence.tokens)
 
     def _finish(self, lane: int) -> None:
-        """The device has seen the end of this sequence: a stop token, or its budget used up."""
+        """End a sequence that the device has stopped: at a stop token, or at its token limit."""
         sequence = self.scheduler.lanes.sequence[lane]
         assert sequence is not None
         self.scheduler.end(lane, may_go_on=sequence.has_stopped)
         self._end(sequence, "stop" if sequence.has_stopped else "length")
 
     def _watch(self, lane: int) -> None:
-        """A sequence that the device goes on with, and that somebody follows or that ends by what it says."""
+        """Stream or end a sequence that still runs on the device and that the host inspects."""
         sequence = self.scheduler.lanes.sequence[lane]
         assert sequence is not None
         if sequence.has_stopped:
@@ -330,16 +328,16 @@ class EngineLoop:
         else:
             sequence.stream()
 
-    def _end(self, sequence: Sequence, reason: StopReason) -> None:
+    def _end(self, sequence: EngineSequence, reason: StopReason) -> None:
         sequence.stop_reason = reason
         self.num_finished += reason != "abort"
         sequence.stream()
         sequence.on_end(sequence)
 
-    # What commands do; they run on the thread, with nothing queued.
+    # Called by commands, on the engine's thread, with nothing queued on the device.
 
-    def abort(self, wanted: Callable[[Sequence], bool]) -> int:
-        """End the sequences that ``wanted`` names with what they have."""
+    def abort(self, wanted: Callable[[EngineSequence], bool]) -> int:
+        """End the sequences for which ``wanted`` is true. They return the tokens they have."""
         scheduler, rows, ended = self.scheduler, [], []
         for lane in scheduler.running():
             sequence = scheduler.lanes.sequence[lane]
@@ -355,11 +353,11 @@ class EngineLoop:
         return len(ended)
 
     def interrupt(self) -> None:
-        """Every running sequence keeps its tokens, gives up its pages and waits to be computed again."""
+        """Return every running sequence to the queue. It keeps its tokens and releases its pages."""
         self.runner.rows.kill(self.scheduler.preempt_all())
 
     def _finish_drain(self) -> bool:
-        """True when the commands that waited have been carried out: nothing runs any more, or nobody wants that now."""
+        """Run the waiting commands once the drain is complete or cancelled. Returns whether they ran."""
         self._awaiting_drain = deque(each for each in self._awaiting_drain if not each.is_called_off)
         is_wanted = any(each.after_drain for each in self._awaiting_drain)
         if is_wanted and (self.scheduler.num_draining or self._rounds):
@@ -374,10 +372,10 @@ class EngineLoop:
         self.abort(lambda _: True)
 
     def _fail(self, error: Exception) -> None:
-        """The loop cannot go on: every request fails with the cause, and so does every later call."""
+        """The loop cannot continue: fail every request and every later call with this error."""
         with self._wakeup:
             self._failure = error
-            left = [item for item in self._inbox if isinstance(item, Sequence)]
+            left = [item for item in self._inbox if isinstance(item, EngineSequence)]
             commands = [item for item in self._inbox if isinstance(item, Command)]
             self._inbox.clear()
         commands += self._awaiting_drain
@@ -387,7 +385,7 @@ class EngineLoop:
             if sequence is not None:
                 left.append(sequence)
         left += self.scheduler.take_waiting(lambda _: True)
-        for sequence in dict.fromkeys(left):  # one that failed on its way in may be in two places
+        for sequence in dict.fromkeys(left):  # a sequence that failed while it was added may occur twice
             sequence.error = error
             sequence.on_end(sequence)
         for command in commands:

@@ -1,4 +1,4 @@
-"""What the engine is doing, in numbers."""
+"""Counters and throughput of the engine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _LEAST_SPAN_S = 1.0
 
 @dataclass(frozen=True)
 class EngineMetrics:
+    """The state and the counters of an engine at one moment."""
+
     version: int
     is_paused: bool
     is_asleep: bool
@@ -26,19 +28,19 @@ class EngineMetrics:
     num_interrupted: int
     num_weight_updates: int
     last_update_pause_s: float
-    """How long the last weight update held generation up."""
+    """How long generation was stopped for the last weight update."""
     kv_pages_total: int
     kv_pages_used: int
     num_tokens_generated: int
     num_tokens_prefilled: int
     num_tokens_cached: int
-    """Prompt tokens that were found in the prefix cache and not computed."""
+    """Prompt tokens that were found in the prefix cache instead of being computed."""
     tokens_per_s: float
-    """Generated tokens over the last five seconds, or over the engine's life where that is shorter."""
+    """Generated tokens per second over the last five seconds, or over the engine's lifetime if that is shorter."""
 
 
 class Throughput:
-    """Counts tokens, and how many of them are recent. Read by other threads than the one that counts."""
+    """Counts tokens and computes the recent rate. The engine's thread counts; other threads read."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -58,7 +60,7 @@ class Throughput:
         with self._lock:
             self._forget_before(now - _WINDOW_S)
             num_recent = sum(count for _, count in self._marks)
-        # Over the whole window, idle time too: over the time since the first mark, one round would look like millions.
+        # Divide by the whole window, including idle time. Since the first mark, a single round would look enormous.
         return num_recent / min(_WINDOW_S, max(_LEAST_SPAN_S, now - self._born))
 
     def _forget_before(self, when: float) -> None:

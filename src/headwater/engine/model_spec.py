@@ -1,4 +1,4 @@
-"""What the engine needs to know of a model, and which models it knows."""
+"""The shapes of a model that the engine needs, and which models it supports."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from headwater.core.errors import ModelError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")
-"""Model types whose output is tested against transformers' own generate."""
+"""Model types whose output is tested against ``generate`` of transformers."""
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types with pre-norm layers, RMS norm, rotary halves and a gated SiLU: those the fused decoder runs."""
+"""Model types that the fused decoder runs: pre-norm layers, RMS norm, rotary embeddings in halves, gated SiLU."""
 
 ROPE_TYPES = ("default", "linear", "llama3")
-"""Rotary embeddings that are tested likewise. Some others (dynamic, longrope) change with the length of a sequence,
-and keys in the cache would be of another length."""
+"""Supported rotary embeddings. Others (dynamic, longrope) depend on the length of the sequence: keys in the cache would
+become wrong as it grows."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shapes of a decoder, read off its transformers config."""
+    """Shapes of a decoder, read from its transformers config."""
 
     model_type: str
     num_layers: int
@@ -38,23 +38,23 @@ class ModelSpec:
 
     @classmethod
     def of(cls, model: Any) -> ModelSpec:
-        """The spec of a loaded model; a model the engine does not know is refused by name."""
+        """The spec of a loaded model. Raises ``ModelError`` for a model that the engine does not support."""
         config = model.config
         name = config.name_or_path or config.model_type
         if config.model_type not in SUPPORTED:
             raise ModelError(
-                f"{name}: the embedded engine does not run {config.model_type} models; it runs {', '.join(SUPPORTED)}; "
-                "use rollout.backend=hf for this one"
+                f"{name}: the embedded engine does not support {config.model_type} models; it supports "
+                f"{', '.join(SUPPORTED)}; use rollout.backend=hf for this model"
             )
         if getattr(config, "rope_parameters", None) and _rope_type(config) not in ROPE_TYPES:
             raise ModelError(
-                f"{name}: the embedded engine does not run {_rope_type(config)!r} rotary embeddings; it runs "
-                f"{', '.join(ROPE_TYPES)}; use rollout.backend=hf for this one"
+                f"{name}: the embedded engine does not support {_rope_type(config)!r} rotary embeddings; it supports "
+                f"{', '.join(ROPE_TYPES)}; use rollout.backend=hf for this model"
             )
         if getattr(config, "final_logit_softcapping", None):
             raise ModelError(
-                f"{name}: the embedded engine does not compute final_logit_softcapping = "
-                f"{config.final_logit_softcapping}; use rollout.backend=hf"
+                f"{name}: the embedded engine does not support final_logit_softcapping = "
+                f"{config.final_logit_softcapping}; use rollout.backend=hf for this model"
             )
         return cls(
             model_type=config.model_type,
@@ -76,7 +76,7 @@ class ModelSpec:
 
 
 def can_fuse(config: Any) -> bool:
-    """Whether ``FusedDecoder`` computes what the config says."""
+    """Whether ``FusedDecoder`` supports this config."""
     return config.model_type in FUSED and config.hidden_act == "silu"
 
 

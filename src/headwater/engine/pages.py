@@ -1,7 +1,7 @@
-"""Which pages of the KV cache are free, in use, shared, or kept because their prefix may come again.
+"""Which pages of the KV cache are free, in use, shared, or kept for prompts that start with the same tokens.
 
-Bookkeeping only: page numbers and reference counts, no tensors. Page 0 is scratch space that rows without work write
-to; it is never handed out.
+This is bookkeeping only: page numbers and reference counts, no tensors. Page 0 is scratch space for rows without work
+and is never allocated.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ SCRATCH_PAGE = 0
 
 
 class OutOfPages(Exception):
-    """Fewer pages are available than were asked for; nothing was handed out."""
+    """Fewer pages are available than were requested. None was allocated."""
 
 
 class PagePool:
-    """Hands out pages, counts who refers to them, and remembers full pages by what they hold.
+    """Allocates pages, counts references to them, and keeps full pages in the prefix cache.
 
     pages = pool.allocate(3)
     pool.retain(pages)          # a second sequence reads the same prompt
-    pool.register(pages, keys)  # findable by later prompts that start alike
+    pool.register(pages, keys)  # later prompts with the same prefix find them
     pool.release(pages)         # once per allocate, retain or match
     """
 
@@ -41,7 +41,7 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._is_remembered = np.zeros(num_pages, np.bool_)
-        # Remembered pages that nobody refers to, the least recently used first: free memory with a memory.
+        # Registered pages without references, least recently used first. They are reused when free pages run out.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -53,9 +53,9 @@ class PagePool:
         return self.num_total - self.num_available
 
     def allocate(self, count: int) -> Pages:
-        """``count`` pages with one reference each; idle remembered pages are forgotten when the free ones run out."""
+        """``count`` pages with one reference each. When free pages run out, idle registered pages are reused."""
         if count > self.num_available:
-            raise OutOfPages(f"{count} pages asked for, {self.num_available} available")
+            raise OutOfPages(f"{count} pages requested, {self.num_available} available")
         while self._num_free < count:
             page, _ = self._idle.popitem(last=False)
             del self._page_of[self._key_of.pop(page)]
@@ -67,29 +67,29 @@ class PagePool:
         return pages
 
     def retain(self, pages: Pages) -> None:
-        """One more reference to each of ``pages``, which must be in use."""
+        """Add one reference to each of ``pages``, which must be in use."""
         self._references[pages] += 1
 
     def release(self, pages: Pages) -> None:
-        """One reference less; a page without any is free, or idle when it is remembered."""
+        """Remove one reference from each page. A page without references is free, or idle if it is registered."""
         self._references[pages] -= 1
         unused = pages[self._references[pages] == 0]
         is_remembered = self._is_remembered[unused]
         if is_remembered.any():
-            # The end of a prefix is useless without its start, so it becomes the older, and goes first.
+            # The end of a prefix is useless without its start, so the last page is reused first.
             self._idle.update(dict.fromkeys(unused[is_remembered][::-1].tolist()))
             unused = unused[~is_remembered]
         self._push(unused)
 
     def drop(self, pages: Pages) -> None:
-        """Remember nothing, and take one reference from ``pages`` each time a page is named there."""
+        """Empty the prefix cache, and remove one reference per occurrence of a page in ``pages``."""
         self.forget()
         num_dropped = np.bincount(pages, minlength=len(self._references)).astype(np.int32)
         self._references -= num_dropped
         self._push(np.flatnonzero((num_dropped > 0) & (self._references == 0)).astype(np.int32))
 
     def match(self, keys: Iterable[bytes]) -> Pages:
-        """The pages of the longest remembered prefix, with a reference taken on each."""
+        """The pages of the longest registered prefix, with one reference added to each."""
         pages: list[int] = []
         for key in keys:
             page = self._page_of.get(key)
@@ -102,11 +102,11 @@ class PagePool:
         return found
 
     def knows(self, key: bytes) -> bool:
-        """Whether a page of this prefix is remembered."""
+        """Whether a page with this prefix is registered."""
         return key in self._page_of
 
     def register(self, pages: Pages, keys: Sequence[bytes]) -> None:
-        """Remember full pages by their prefix; where another page already holds a prefix, that one stays."""
+        """Register full pages under their prefix keys. An existing page for the same prefix is kept."""
         for page, key in zip(pages.tolist(), keys, strict=True):
             if key not in self._page_of and page not in self._key_of:
                 self._page_of[key] = page
@@ -114,7 +114,7 @@ class PagePool:
                 self._is_remembered[page] = True
 
     def forget(self) -> None:
-        """Remember nothing: what the pages hold was computed with weights that are gone."""
+        """Empty the prefix cache, because the weights that computed it have changed."""
         idle = np.fromiter(self._idle, np.int32, len(self._idle))
         self._idle.clear()
         self._page_of.clear()
@@ -128,7 +128,7 @@ class PagePool:
 
 
 def prefix_keys(tokens: NDArray[np.int32], page_tokens: int, salt: int) -> list[bytes]:
-    """One key per full page of ``tokens``: it stands for all tokens up to the page's end under policy ``salt``."""
+    """One key per full page of ``tokens``. It identifies all tokens up to the end of the page and the ``salt``."""
     key = salt.to_bytes(8, "little", signed=True)
     keys = []
     for start in range(0, len(tokens) - page_tokens + 1, page_tokens):

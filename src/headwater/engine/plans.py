@@ -1,4 +1,4 @@
-"""What the scheduler tells the loop and the runner to do next. Host data only."""
+"""Records that the scheduler passes to the loop and the runner: what to compute next. Host data only."""
 
 from __future__ import annotations
 
@@ -10,45 +10,23 @@ from numpy.typing import NDArray
 
 from headwater.core.records import SamplingParams
 from headwater.engine.pages import Pages
+from headwater.engine.sampler import SamplingNeeds
 
 MAX_STOP_IDS = 16
-"""Stop tokens of a row that are watched on the device; a request with more is watched on the host as well."""
+"""Number of stop tokens per row that the device checks. For a request with more, the host checks the rest."""
 
 
 class NeedsRoom(Exception):
-    """The next steps need pages that are in use; before one is preempted, what the queued steps drew must be known."""
-
-
-@dataclass(frozen=True)
-class SamplingNeeds:
-    """What drawing tokens for a set of rows takes; steps that no row needs are left out."""
-
-    truncates: bool = False
-    """Whether any row cuts its distribution; sorting the vocabulary is skipped otherwise."""
-    scales: bool = False
-    """Whether any row has a temperature other than 1; without one a pass over the logits is saved."""
-    has_greedy: bool = False
-    """Whether any row takes the likeliest token; finding it is skipped otherwise."""
-    has_minimum: bool = False
-    """Whether any row must make so many tokens before one may end it."""
-
-    @classmethod
-    def of(cls, *params: SamplingParams) -> SamplingNeeds:
-        return cls(
-            truncates=any(each.top_k > 0 or each.top_p < 1 or each.min_p > 0 for each in params),
-            scales=any(each.temperature not in (0.0, 1.0) for each in params),
-            has_greedy=any(each.temperature == 0 for each in params),
-            has_minimum=any(each.min_new_tokens > 0 for each in params),
-        )
+    """The next steps need pages that are in use. The output of queued steps must be read before a preemption."""
 
 
 @dataclass(frozen=True)
 class NewRow:
-    """A sequence that joins the rows: everything a decode step needs to know of it."""
+    """A sequence that starts in a row: everything that a decode step needs to know about it."""
 
     row: int
     num_tokens: int
-    """Tokens whose keys and values are in the cache: the prompt, and what was generated before an interruption."""
+    """Tokens whose keys and values are in the cache: the prompt, and tokens generated before an interruption."""
     num_generated: int
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
@@ -57,7 +35,7 @@ class NewRow:
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """Chunks of prompts, packed one after the other, and the rows that start where a chunk completes its prompt."""
+    """Packed chunks of prompts, and the rows that start because a chunk completes their prompt."""
 
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -70,7 +48,7 @@ class PrefillBatch:
     """Sources and targets of copy-on-write."""
     new_rows: Sequence[NewRow]
     new_row_tokens: Sequence[int]
-    """Per new row, the place in ``input_ids`` of its prompt's last token."""
+    """Per new row, the index in ``input_ids`` of its prompt's last token."""
     needs: SamplingNeeds
 
 
@@ -78,7 +56,7 @@ class PrefillBatch:
 class PrefillPlan:
     batch: PrefillBatch
     started: tuple[int, ...]
-    """Lanes whose first token this batch draws, in the order of its new rows."""
+    """Lanes whose first token this batch samples, in the order of its new rows."""
     page_updates: tuple[NDArray[np.int64], NDArray[np.int64], Pages]
     """Rows, columns and pages for the device's page table."""
 
@@ -88,14 +66,14 @@ class DecodePlan:
     num_rows: int
     num_steps: int
     lanes: NDArray[np.int64]
-    """Lane of each row; -1 where a row has no sequence."""
+    """Lane of each row; -1 for a row without a sequence."""
     page_updates: tuple[NDArray[np.int64], NDArray[np.int64], Pages]
     needs: SamplingNeeds
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Rows that change places so that the rows in use are the first ones."""
+    """Rows that move so that the rows in use are the first ones."""
 
     sources: list[int]
     targets: list[int]

@@ -1,27 +1,123 @@
-"""Sequences that do not run: held back, waiting, or with their prompt being computed; and which prompt comes next."""
+"""Sequences that are not running yet: held back, waiting, or with their prompt being computed.
+
+Sequences that start with the same tokens share one job, so that a prompt is computed once for all of its samples.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headwater.engine.pages import PagePool, prefix_keys
-from headwater.engine.prompt_queue import PromptJob, PromptQueue
-from headwater.engine.sequence import Sequence
+from headwater.engine.pages import PagePool, Pages, prefix_keys
+from headwater.engine.sequence import EngineSequence
+
+_NO_PAGES: Pages = np.zeros(0, np.int32)
+
+
+@dataclass(eq=False, slots=True)
+class PromptJob:
+    """Tokens to compute once for all ``members``, which start with them."""
+
+    key: bytes
+    """The tokens as bytes, 32 bits each."""
+    members: list[EngineSequence]
+    pages: Pages = field(default_factory=lambda: _NO_PAGES)
+    keys: tuple[bytes, ...] = ()
+    """The prefix keys of its full pages."""
+    num_computed: int = 0
+    """Tokens in the cache so far, whether found in the prefix cache or computed."""
+    version: int = 0
+    """Policy version of the cached part; -1 once several versions are mixed."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.key, np.int32)
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+
+class PromptQueue:
+    """Waiting jobs, oldest first. A sequence joins the waiting job with the same tokens, if there is one."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, PromptJob]] = []
+        self._aside: list[tuple[int, int, PromptJob]] = []
+        self._waiting: dict[bytes, PromptJob] = {}
+        self._num_pushed = 0
+        self.num_sequences = 0
+
+    def add(self, sequence: EngineSequence, key: bytes | None = None) -> None:
+        """``key`` is the sequence's tokens as bytes; it is computed unless given."""
+        key = sequence.all_tokens().tobytes() if key is None else key
+        self.num_sequences += 1
+        job = self._waiting.get(key)
+        if job is None:
+            self._push(PromptJob(key, [sequence]), sequence.order)
+        else:
+            job.members.append(sequence)
+
+    def first(self) -> PromptJob | None:
+        while self._heap:
+            job = self._heap[0][2]
+            if job.members and self._waiting.get(job.key) is job:
+                return job
+            heapq.heappop(self._heap)
+        return None
+
+    def take(self, job: PromptJob, count: int) -> PromptJob:
+        """Remove the first ``count`` members of ``job`` from the queue, as one job. The other members keep waiting."""
+        self.num_sequences -= count
+        if count == len(job.members):
+            del self._waiting[job.key]
+            return job
+        taken = PromptJob(job.key, job.members[:count])
+        job.members = job.members[count:]
+        return taken
+
+    def set_aside_first(self) -> None:
+        """Make ``first`` skip the current first job until ``take_back`` is called."""
+        self._aside.append(heapq.heappop(self._heap))
+
+    def take_back(self) -> None:
+        for entry in self._aside:
+            heapq.heappush(self._heap, entry)
+        self._aside.clear()
+
+    def remove(self, wanted: Callable[[EngineSequence], bool]) -> list[EngineSequence]:
+        """Remove the sequences for which ``wanted`` is true. Returns them in order of arrival."""
+        removed: list[EngineSequence] = []
+        for key, job in list(self._waiting.items()):
+            gone = [member for member in job.members if wanted(member)]
+            if gone:
+                job.members = [member for member in job.members if not wanted(member)]
+                removed += gone
+                if not job.members:
+                    del self._waiting[key]
+        self.num_sequences -= len(removed)
+        return sorted(removed, key=lambda each: each.order)
+
+    def _push(self, job: PromptJob, order: int) -> None:
+        self._waiting[job.key] = job
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (order, self._num_pushed, job))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next tokens of a prompt, to be computed in one batch."""
+    """The next tokens of a prompt to compute in one batch."""
 
     job: PromptJob
     num_tokens: int
 
 
 class Prompts:
-    """Jobs from their arrival until all of their tokens are in the cache, and the pages of those that are under way."""
+    """Jobs from arrival until all of their tokens are in the cache. Owns the pages of jobs that are being computed."""
 
     def __init__(self, pool: PagePool, *, page_tokens: int, max_prefill_tokens: int, prefix_cache: bool) -> None:
         self.version = 0
@@ -33,7 +129,7 @@ class Prompts:
         self._waiting = PromptQueue()
         self._computing: dict[bytes, PromptJob] = {}
         self._num_computing = 0
-        self._held: list[Sequence] = []
+        self._held: list[EngineSequence] = []
         self._is_holding = False
 
     @property
@@ -47,28 +143,28 @@ class Prompts:
 
     @property
     def is_computing(self) -> bool:
-        """Whether any prompt has pages already."""
+        """Whether any prompt already has pages."""
         return bool(self._computing)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: EngineSequence) -> None:
         if self._is_holding:
             self._held.append(sequence)
             return
         key = sequence.all_tokens().tobytes()
         job = self._computing.get(key)
         if job is not None and job.version == self.version:
-            # Its prompt is being computed at this moment: one more sample of it.
+            # The same prompt is being computed right now: add one more sample to it.
             job.members.append(sequence)
             self._num_computing += 1
         else:
             self._waiting.add(sequence, key)
 
-    def add_again(self, sequence: Sequence, key: bytes) -> None:
-        """One that had started, or was about to: never held back. ``key`` are its tokens as bytes."""
+    def add_again(self, sequence: EngineSequence, key: bytes) -> None:
+        """Add a sequence that had already started or was about to. It is never held back. ``key``: see ``add``."""
         self._waiting.add(sequence, key)
 
-    def take_out(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
-        """The sequences that ``wanted`` names; they are gone for good."""
+    def take_out(self, wanted: Callable[[EngineSequence], bool]) -> list[EngineSequence]:
+        """Remove the sequences for which ``wanted`` is true, for good."""
         removed = self._waiting.remove(wanted) + [sequence for sequence in self._held if wanted(sequence)]
         self._held = [sequence for sequence in self._held if not wanted(sequence)]
         for job in list(self._computing.values()):
@@ -87,7 +183,7 @@ class Prompts:
             job.version = -1
 
     def hold(self) -> None:
-        """Keep back what has not started, half-computed prompts too, until ``release_held``."""
+        """Hold back every sequence that has not started, including partly computed prompts, until ``release_held``."""
         self.stop_computing()
         self._is_holding = True
         self._held += self._waiting.remove(lambda sequence: sequence.started is None)
@@ -99,7 +195,7 @@ class Prompts:
             self._waiting.add(sequence)
 
     def stop_computing(self) -> None:
-        """Prompts that are half computed give up their pages and wait again."""
+        """Return partly computed prompts to the queue and release their pages."""
         for job in self._computing.values():
             self._pool.release(job.pages)
             for member in job.members:
@@ -108,7 +204,7 @@ class Prompts:
         self._num_computing = 0
 
     def next_chunks(self, num_free_lanes: int) -> list[Chunk]:
-        """Oldest prompt first, up to the budget. A long prompt takes several turns; none overtakes."""
+        """Chunks for the next batch, oldest prompt first, within the token budget. A long prompt takes several."""
         budget = self._max_prefill_tokens
         chunks: list[Chunk] = []
         for job in self._computing.values():
@@ -120,7 +216,7 @@ class Prompts:
         while budget > 0 and (first := self._waiting.first()) is not None:
             beginning = self._beginning(first)
             if beginning is not None and beginning in beginnings and not self._pool.knows(beginning):
-                self._waiting.set_aside_first()  # its first page is about to be there: not again
+                self._waiting.set_aside_first()  # its first page is being computed: do not compute it twice
                 continue
             started = self._start(first, num_free_lanes - self._num_computing)
             if started is None:
@@ -132,21 +228,21 @@ class Prompts:
         return chunks
 
     def _beginning(self, job: PromptJob) -> bytes | None:
-        """The key of the job's first page, where others that start alike could use it."""
+        """The prefix key of the job's first page, if other prompts could share that page."""
         if not self._prefix_cache or len(job.tokens) <= self._page_tokens:
             return None
         return prefix_keys(job.tokens[: self._page_tokens], self._page_tokens, self.version)[0]
 
     def _start(self, waiting: PromptJob, num_lanes_left: int) -> PromptJob | None:
-        """A job for as many members of ``waiting`` as there is room for, with its pages; None when all must wait."""
-        if num_lanes_left < 1 or waiting.key in self._computing:  # the same tokens come next, when they can be found
+        """Allocate pages for as many members of ``waiting`` as fit. Returns None when all of them must wait."""
+        if num_lanes_left < 1 or waiting.key in self._computing:  # the same tokens will soon be in the prefix cache
             return None
         tokens = waiting.tokens
         keys = prefix_keys(tokens, self._page_tokens, self.version) if self._prefix_cache else []
-        # The last token is always computed: its hidden state draws the first new one.
+        # The last token is always computed: its hidden state is needed to sample the first new token.
         found = self._pool.match(keys[: (len(tokens) - 1) // self._page_tokens])
         num_new = -(-len(tokens) // self._page_tokens) - len(found)
-        # Every sample will want a page of its own soon; without room for one it would only be preempted.
+        # Every sample soon needs another page. Without a free page it would be preempted at once.
         if num_new + 1 > self._pool.num_available:
             self._pool.release(found)
             return None
@@ -162,7 +258,7 @@ class Prompts:
         return job
 
     def complete(self, job: PromptJob) -> None:
-        """All tokens of ``job`` are in the cache: its pages can be found, and they are the caller's from now on."""
+        """All tokens of ``job`` are in the cache: register its pages for reuse. The caller now owns the pages."""
         del self._computing[job.key]
         self._num_computing -= len(job.members)
         if self._prefix_cache and job.version == self.version:

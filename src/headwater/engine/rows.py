@@ -1,25 +1,100 @@
-"""The state of the sequences that are being decoded, as tensors: one row of each tensor per sequence.
+"""The rows of the decode batch: which lane each row belongs to (host) and the state of each row (device tensors).
 
-A decode step reads and writes these tensors only, so its cost in Python does not grow with the number of rows, and on
-CUDA it can be captured once and replayed. Rows are kept at the front; a hole is filled by moving the last row into it.
+A decode step reads and writes only the tensors in ``DecodeRows``. Its cost in Python therefore does not grow with the
+number of rows, and on CUDA the step can be captured once and replayed. Rows in use are kept at the front: the last row
+moves into a gap when one opens.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.engine.plans import MAX_STOP_IDS, NewRow, SamplingNeeds
-from headwater.engine.sampler import SamplingBatch
-from headwater.engine.upload import upload
+from headwater.engine.plans import MAX_STOP_IDS, NewRow
+from headwater.engine.sampler import SamplingBatch, SamplingNeeds
 
 
-class Rows:
-    """Device tensors of up to ``capacity`` rows, and the outputs of the last few steps."""
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a small host tensor to ``device``. On a CPU it is returned unchanged."""
+    if device.type == "cuda":
+        # Pinned memory makes the copy asynchronous. A copy from pageable memory would wait for all queued steps.
+        return values.pin_memory().to(device, non_blocking=True)
+    return values
+
+
+class RowMap:
+    """Maps rows to the lanes that occupy them.
+
+    The lowest free row is used first, because the device computes every row up to the last one in use.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.num_rows = 0
+        """Number of rows up to the last one in use."""
+        self._lane_of_row = np.full(capacity, -1, np.int64)
+        self._free = list(range(capacity))  # a heap
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
+    def lanes(self) -> NDArray[np.int64]:
+        """The lane of each row up to the last one in use; -1 for a free row."""
+        return self._lane_of_row[: self.num_rows]
+
+    def running(self) -> NDArray[np.int64]:
+        """Lanes that occupy a row, in row order."""
+        lanes = self.lanes()
+        return lanes[lanes >= 0]
+
+    def next_row(self) -> int:
+        return self._free[0]
+
+    def take(self, row: int, lane: int) -> None:
+        """Assign ``next_row`` to ``lane``."""
+        taken = heapq.heappop(self._free)
+        assert taken == row, "the lowest free row is assigned first"
+        self._lane_of_row[row] = lane
+        self.num_rows = max(self.num_rows, row + 1)
+
+    def give_back(self, row: int) -> None:
+        self._lane_of_row[row] = -1
+        heapq.heappush(self._free, row)
+        self._shrink()
+
+    def give_back_all(self) -> list[int]:
+        """Free every row. Returns the rows that were in use."""
+        rows: list[int] = np.flatnonzero(self._lane_of_row >= 0).tolist()
+        self._lane_of_row[:] = -1
+        self._free = list(range(len(self._lane_of_row)))
+        self.num_rows = 0
+        return rows
+
+    def compact(self) -> list[tuple[int, int, int]]:
+        """Fill gaps with the last rows. Returns ``(source row, target row, lane)`` for each move."""
+        moves = []
+        while self._free and self._free[0] < self.num_rows:
+            target, source = heapq.heappop(self._free), self.num_rows - 1
+            lane = int(self._lane_of_row[source])
+            self._lane_of_row[target], self._lane_of_row[source] = lane, -1
+            heapq.heappush(self._free, source)
+            moves.append((source, target, lane))
+            self._shrink()
+        return moves
+
+    def _shrink(self) -> None:
+        while self.num_rows and self._lane_of_row[self.num_rows - 1] < 0:
+            self.num_rows -= 1
+
+
+class DecodeRows:
+    """Device tensors for up to ``capacity`` rows, and the outputs of the most recent steps."""
 
     def __init__(self, capacity: int, max_pages: int, max_steps: int, device: torch.device) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -37,7 +112,7 @@ class Rows:
         self.alive = zeros(capacity, dtype=torch.bool)
         self.stop_ids = zeros(capacity, MAX_STOP_IDS) - 1
         self.early_stop_ids = zeros(capacity, MAX_STOP_IDS) - 1
-        """All stop tokens of rows with a least number of tokens; as wide as the longest list so far needs."""
+        """All stop tokens of the rows that have a minimum length. Its width is that of the longest list so far."""
         self.page_table = zeros(capacity, max_pages, dtype=torch.int32)
         self.keys = zeros(capacity)
         self.temperature = zeros(capacity, dtype=torch.float32)
@@ -49,7 +124,7 @@ class Rows:
         self.out_logprobs = zeros(max_steps, capacity, dtype=torch.float32)
 
     def admit(self, new: Sequence[NewRow]) -> Tensor:
-        """Set up rows whose prompts have just been computed; their first token is still to be drawn."""
+        """Initialise rows whose prompts have just been computed. Their first token has not been sampled yet."""
         rows = self._tensor([each.row for each in new])
         columns: list[tuple[Tensor, list[float] | list[int]]] = [
             (self.positions, [each.num_tokens - 1 for each in new]),
@@ -72,13 +147,13 @@ class Rows:
         return rows
 
     def set_pages(self, rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
-        """Page ``columns[i]`` of row ``rows[i]`` is ``pages[i]``."""
+        """Set entry ``columns[i]`` of row ``rows[i]`` in the page table to ``pages[i]``."""
         if len(rows):
             packed = upload(torch.from_numpy(np.stack([rows, columns, pages]).astype(np.int64)), self.device)
             self.page_table[packed[0], packed[1]] = packed[2].to(torch.int32)
 
     def kill(self, rows: Sequence[int]) -> None:
-        """These rows make no further tokens."""
+        """Stop generating for these rows."""
         if rows:
             index = self._tensor(list(rows))
             self.alive[index] = False
@@ -86,7 +161,7 @@ class Rows:
             self.context_lens[index] = 0
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Rows change places; the sources are dead afterwards."""
+        """Copy the state of ``sources`` to ``targets`` and stop the source rows."""
         if not sources:
             return
         source, target = self._tensor(list(sources)), self._tensor(list(targets))
@@ -95,14 +170,14 @@ class Rows:
         self.kill(sources)
 
     def refresh_slots(self, num_rows: int, page_tokens: int) -> None:
-        """Where the next token of each row goes; to be called once its page is in the table."""
+        """Compute the cache slot of each row's next token. Call this after its page has been entered in the table."""
         rows = slice(0, num_rows)
         self.slots[rows] = self._slots(self.page_table[rows], self.positions[rows], self.alive[rows], page_tokens)
 
     def advance(self, rows: Tensor, tokens: Tensor, logprobs: Tensor, page_tokens: int) -> None:
-        """Take the tokens just drawn for ``rows``: the plain form of ``kernels.advance``.
+        """Record the tokens just sampled for ``rows`` and update their state, as ``kernels.advance`` does on CUDA.
 
-        A row that is dead draws as well, because leaving it out would change the shape of the step; its token is -1.
+        A stopped row is sampled as well, because omitting it would change the shape of the step. Its token is -1.
         """
         alive = self.alive[rows]
         step = self.step.to(torch.int64)
@@ -138,7 +213,7 @@ class Rows:
         )
 
     def forbid_early_stops(self, logits: Tensor, rows: Tensor | slice) -> Tensor:
-        """A row that has not made its least number of tokens cannot draw one that would end it."""
+        """Give stop tokens a probability of zero in rows that have not reached their minimum length."""
         stops = self.early_stop_ids[rows]
         early = (self.num_generated[rows] < self.min_new[rows])[:, None] & (stops >= 0)
         penalty = torch.where(early, -torch.inf, 0.0).to(logits.dtype)
@@ -147,13 +222,13 @@ class Rows:
     def _forbid_early(self, rows: Tensor, lists: Sequence[Sequence[int]]) -> None:
         width, longest = self.early_stop_ids.shape[1], max(map(len, lists))
         if longest > width:
-            # Doubled at least: the table moves, and a CUDA graph that reads it has to be captured again.
-            with torch.inference_mode(False):  # it outlives the pass that rows are admitted in
+            # At least double the width: the table moves, so CUDA graphs that read it must be captured again.
+            with torch.inference_mode(False):  # the table outlives the pass in which rows are admitted
                 self.early_stop_ids = F.pad(self.early_stop_ids, (0, max(longest, 2 * width) - width), value=-1)
         self._set_lists(self.early_stop_ids, rows, lists)
 
     def _set_lists(self, table: Tensor, rows: Tensor, lists: Sequence[Sequence[int]]) -> None:
-        """Row by row as much of each list as the table is wide, then -1."""
+        """Write each list to its row, cut to the width of the table and padded with -1."""
         values = np.full((len(lists), table.shape[1]), -1, np.int64)
         for place, each in enumerate(lists):
             values[place, : len(each)] = each[: table.shape[1]]

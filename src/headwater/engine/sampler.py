@@ -1,7 +1,7 @@
-"""Drawing tokens: one uniform number per token, turned into a token by the inverse of the cumulative distribution.
+"""Sampling: one uniform number per token is mapped to a token with the inverse of the cumulative distribution.
 
-The uniform is a hash of (request key, position), so a request draws the same tokens whatever else is in the batch, and
-an interrupted request goes on exactly where it stopped.
+The uniform number is a hash of the request's key and the position. A request therefore samples the same tokens
+whatever else is in the batch, and an interrupted request continues exactly where it stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwater.core.records import SamplingParams
-from headwater.engine.plans import SamplingNeeds
 
 _CHUNK = 256
 
@@ -33,8 +32,31 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
-    # torch shifts signed numbers arithmetically; masking the copied sign bits makes the shift logical.
+    # torch shifts signed numbers arithmetically. Masking the copied sign bits makes the shift logical.
     return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@dataclass(frozen=True)
+class SamplingNeeds:
+    """What sampling needs for a set of rows. Operations that no row needs are skipped."""
+
+    truncates: bool = False
+    """Whether any row truncates its distribution. Otherwise the vocabulary is not sorted."""
+    scales: bool = False
+    """Whether any row has a temperature other than 1. Otherwise one pass over the logits is saved."""
+    has_greedy: bool = False
+    """Whether any row takes the most likely token. Otherwise it is not searched for."""
+    has_minimum: bool = False
+    """Whether any row has a minimum number of tokens."""
+
+    @classmethod
+    def of(cls, *params: SamplingParams) -> SamplingNeeds:
+        return cls(
+            truncates=any(each.top_k > 0 or each.top_p < 1 or each.min_p > 0 for each in params),
+            scales=any(each.temperature not in (0.0, 1.0) for each in params),
+            has_greedy=any(each.temperature == 0 for each in params),
+            has_minimum=any(each.min_new_tokens > 0 for each in params),
+        )
 
 
 @dataclass(frozen=True)
@@ -64,11 +86,11 @@ class SamplingBatch:
 
     @property
     def cuts(self) -> Tensor:
-        """Per row, whether its distribution is cut."""
+        """Per row, whether its distribution is truncated."""
         return ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)) & (self.temperature > 0)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SamplingBatch:
-        """The same settings with every column changed alike."""
+        """The same settings with ``change`` applied to every column."""
         return replace(
             self,
             keys=change(self.keys),
@@ -80,9 +102,9 @@ class SamplingBatch:
 
 
 def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per row of ``logits`` [rows, vocabulary].
+    """Sample one token per row of ``logits`` [rows, vocabulary].
 
-    Returns the tokens and their log-probs under the distribution they were drawn from (temperature and truncation
+    Returns the tokens and their log-probs under the distribution they were sampled from (temperature and truncation
     applied). Greedy rows report the log-prob at temperature 1.
     """
     greedy = batch.temperature == 0
@@ -90,7 +112,7 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> tuple[Ten
     if batch.needs.scales:
         scaled = scaled / torch.where(greedy, 1.0, batch.temperature)[:, None]
     if batch.needs.truncates:
-        # Rows that cut nothing keep their very bits, whatever their neighbours ask for.
+        # Rows without truncation keep exactly the same bits, whatever their neighbours need.
         scaled = torch.where(batch.cuts[:, None], _truncate(scaled.log_softmax(dim=-1), batch), scaled)
     highest = scaled.amax(dim=-1, keepdim=True)
     tokens, total = _inverse_cdf((scaled - highest).exp_(), uniforms(batch.keys, positions))
@@ -101,10 +123,10 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> tuple[Ten
 
 
 def _inverse_cdf(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row the first place where the running sum passes ``uniform`` times the total, and the total.
+    """Per row, the first index where the cumulative sum exceeds ``uniform`` times the total, and the total.
 
-    The sum runs over chunks first and then inside one chunk, so that only a small part of a large vocabulary is summed
-    in steps. In float64: the smallest probability must still move the sum.
+    The sum runs over chunks first and then inside one chunk, so that only a small part of a large vocabulary needs a
+    cumulative sum. It is computed in float64, because the smallest probability must still change the sum.
     """
     num_rows, vocabulary = weights.shape
     if vocabulary % _CHUNK:
@@ -122,20 +144,20 @@ def _inverse_cdf(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
     index = torch.searchsorted(cumulative, target, right=True)
-    # Rounding may push the target up to the total; the last place that adds anything is the answer then. A sum that is
-    # NaN has no such place: the token does not matter then, for its log-prob is NaN and its request fails.
+    # Rounding may push the target up to the total. Then the result is the last index with a positive weight. If the
+    # sum is NaN, the index does not matter: the log-prob is NaN and the request fails.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
     return torch.minimum(index, last).clamp(max=cumulative.shape[1] - 1)
 
 
 def _truncate(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Remove what top-k, top-p and min-p exclude and renormalise; the likeliest token always stays."""
-    # Stable: of equally likely tokens at the border the lower ids stay, whichever algorithm sorts.
+    """Remove what top-k, top-p and min-p exclude and renormalise. The most likely token is always kept."""
+    # A stable sort keeps the lower ids among equally likely tokens at the boundary, whichever algorithm sorts.
     ordered, order = logprobs.sort(stable=True, dim=-1, descending=True)
     rank = torch.arange(ordered.shape[-1], device=ordered.device)[None, :]
     top_k = torch.where(batch.top_k > 0, batch.top_k, ordered.shape[-1])
     keep = rank < top_k[:, None]
-    # top-p works on what top-k left over, as samplers conventionally do.
+    # top-p applies to the tokens that top-k kept, as is conventional.
     probabilities = torch.where(keep, ordered, -torch.inf).softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     keep &= before < batch.top_p[:, None]

@@ -1,26 +1,134 @@
-"""Decides what runs next: which chunks of which prompts, which rows, and who makes room when pages run out.
+"""Decides what runs next: which chunks of which prompts, which rows, and which sequence is preempted for its pages.
 
-Host bookkeeping only; the loop carries the plans out. Everything that is done per token is a numpy operation over all
-lanes; Python touches a sequence when it arrives, starts, is preempted and ends.
+This is host bookkeeping only; the loop executes the plans. Per-token work consists of numpy operations over all lanes.
+Python handles an individual sequence only when it arrives, starts, is preempted, or ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwater.engine.lanes import Lanes
-from headwater.engine.pages import PagePool, prefix_keys
-from headwater.engine.plans import DecodePlan, Moves, NeedsRoom, PrefillPlan
-from headwater.engine.prefill import Prefill
-from headwater.engine.prompts import Prompts
-from headwater.engine.row_map import RowMap
-from headwater.engine.sequence import Sequence
+from headwater.engine.pages import PagePool, Pages, prefix_keys
+from headwater.engine.plans import DecodePlan, Moves, NeedsRoom, NewRow, PrefillBatch, PrefillPlan
+from headwater.engine.prompts import Chunk, PromptJob, Prompts
+from headwater.engine.rows import RowMap
+from headwater.engine.sequence import EngineSequence
+
+
+@dataclass
+class Begun:
+    """The samples that start with a batch, one entry each, and the pages that are copied for them."""
+
+    lanes: list[int] = field(default_factory=list)
+    last_tokens: list[int] = field(default_factory=list)
+    """For each sample, the index in the batch of the last token of its prompt."""
+    copy_sources: list[int] = field(default_factory=list)
+    copy_targets: list[int] = field(default_factory=list)
+
+
+class Prefill:
+    """Packs chunks of prompts into one batch and assigns lanes, rows and pages to the samples of complete prompts."""
+
+    def __init__(self, prompts: Prompts, lanes: Lanes, rows: RowMap, pool: PagePool, page_tokens: int) -> None:
+        self._prompts = prompts
+        self._lanes = lanes
+        self._rows = rows
+        self._pool = pool
+        self._page_tokens = page_tokens
+
+    def plan(self, chunks: list[Chunk]) -> PrefillPlan:
+        table = np.zeros((len(chunks), max(len(chunk.job.pages) for chunk in chunks)), np.int32)
+        input_ids, positions, slots = [], [], []
+        complete: list[tuple[PromptJob, int]] = []
+        num_packed = 0
+        for place, chunk in enumerate(chunks):
+            job = chunk.job
+            position = np.arange(job.num_computed, job.num_computed + chunk.num_tokens)
+            table[place, : len(job.pages)] = job.pages
+            input_ids.append(job.tokens[position])
+            positions.append(position)
+            slots.append(job.pages[position // self._page_tokens] * self._page_tokens + position % self._page_tokens)
+            job.num_computed += chunk.num_tokens
+            num_packed += chunk.num_tokens
+            if not job.num_left:
+                complete.append((job, num_packed - 1))
+        begun = Begun()
+        for job, last_token in complete:
+            self._begin(job, last_token, begun)
+        lanes = np.array(begun.lanes, np.int64)
+        return PrefillPlan(
+            PrefillBatch(
+                input_ids=np.concatenate(input_ids, dtype=np.int64),
+                positions=np.concatenate(positions),
+                slots=np.concatenate(slots).astype(np.int64),
+                query_lens=[chunk.num_tokens for chunk in chunks],
+                context_lens=[chunk.job.num_computed for chunk in chunks],
+                page_table=table,
+                copied_pages=(np.array(begun.copy_sources, np.int32), np.array(begun.copy_targets, np.int32)),
+                new_rows=[self._new_row(lane) for lane in begun.lanes],
+                new_row_tokens=begun.last_tokens,
+                needs=self._lanes.needs_of(lanes),
+            ),
+            tuple(begun.lanes),
+            self._lanes.page_updates(lanes, np.zeros(len(lanes), np.int64)),
+        )
+
+    def _begin(self, job: PromptJob, last_token: int, begun: Begun) -> None:
+        """Assign a lane, a row and the prompt's pages to every member of a complete prompt. The last page is copied."""
+        self._prompts.complete(job)
+        for place, member in enumerate(job.members):
+            pages = self._pages_for_sample(job, is_last=place == len(job.members) - 1, begun=begun)
+            if pages is None:
+                self._pool.release(job.pages)
+                for left in job.members[place:]:
+                    self._prompts.add_again(left, job.key)
+                return
+            row = self._rows.next_row()
+            lane = self._lanes.take(member, row, job.tokens, pages, job.version)
+            self._rows.take(row, lane)
+            begun.lanes.append(lane)
+            begun.last_tokens.append(last_token)
+
+    def _pages_for_sample(self, job: PromptJob, *, is_last: bool, begun: Begun) -> Pages | None:
+        """The prompt's pages for one more sample; ``None`` when rows or pages have run out.
+
+        Every sample writes to a partly filled page, so each gets a copy of it. The last sample uses the original.
+        """
+        is_partly_filled = len(job.tokens) % self._page_tokens > 0
+        if self._rows.is_full or (is_partly_filled and not is_last and not self._pool.num_available):
+            return None
+        if is_last:
+            return job.pages
+        pages = job.pages.copy()
+        shared = pages[:-1] if is_partly_filled else pages
+        self._pool.retain(shared)
+        if is_partly_filled:
+            begun.copy_sources.append(int(pages[-1]))
+            pages[-1] = self._pool.allocate(1)[0]
+            begun.copy_targets.append(int(pages[-1]))
+        return pages
+
+    def _new_row(self, lane: int) -> NewRow:
+        sequence = self._lanes.sequence[lane]
+        assert sequence is not None
+        return NewRow(
+            row=int(self._lanes.row[lane]),
+            num_tokens=int(self._lanes.planned[lane]),
+            num_generated=len(sequence.tokens),
+            sampling=sequence.request.sampling,
+            stop_ids=sequence.stop_ids,
+            rng_key=sequence.request.rng_key,
+        )
 
 
 class Scheduler:
+    """Owns lanes, rows, prompts and the page pool. The engine's thread calls it."""
+
     def __init__(
         self,
         *,
@@ -46,7 +154,7 @@ class Scheduler:
 
     @property
     def version(self) -> int:
-        """Of the policy whose tokens are drawn now."""
+        """Version of the policy that samples tokens now."""
         return self._prompts.version
 
     @property
@@ -59,7 +167,7 @@ class Scheduler:
 
     @property
     def num_draining(self) -> int:
-        """While others are held: sequences that must end before those are released."""
+        """While new sequences are held back: the number of sequences that must end before they are released."""
         return self.num_running + self._prompts.num_admitted
 
     @property
@@ -68,21 +176,21 @@ class Scheduler:
 
     @property
     def is_followed(self) -> bool:
-        """Whether the host looks at a running sequence's tokens as they come."""
+        """Whether the host inspects the tokens of any running sequence as they arrive."""
         return bool(self.lanes.watched[self.running()].any())
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: EngineSequence) -> None:
         self._prompts.add(sequence)
 
     def running(self) -> NDArray[np.int64]:
-        """Lanes in use, in the order of their rows."""
+        """Lanes in use, in row order."""
         return self._rows.running()
 
     def end(self, lane: int, *, may_go_on: bool) -> int:
-        """Free a lane whose sequence has ended or goes back to the queue; returns its row. Output is already out.
+        """Free a lane whose sequence has ended or returns to the queue, with its output collected. Returns its row.
 
-        ``may_go_on`` keeps its pages findable: for the next turn of a conversation, or after a preemption. A response
-        that was cut off by its budget is not worth it.
+        ``may_go_on`` keeps its pages in the prefix cache, for the next turn of a conversation or after a preemption.
+        A response that reached its token limit is unlikely to be continued.
         """
         lanes = self.lanes
         row = int(lanes.row[lane])
@@ -94,9 +202,9 @@ class Scheduler:
         return row
 
     def preempt(self, lane: int) -> int:
-        """The sequence gives up its pages and waits to be computed again, tokens and all; returns its row.
+        """Release the pages of a sequence and return it to the queue with all its tokens. Returns its row.
 
-        As long as nobody needs the pages, they are found again.
+        Until the pages are reused, the prefix cache finds them again.
         """
         sequence = self.lanes.sequence[lane]
         assert sequence is not None
@@ -107,9 +215,9 @@ class Scheduler:
         return row
 
     def preempt_all(self) -> list[int]:
-        """Nothing stays in the cache; every sequence waits. Returns the rows that were in use.
+        """Empty the cache and return every sequence to the queue. Returns the rows that were in use.
 
-        Generation stands still meanwhile, so pages, lanes and rows are given back all at once.
+        Generation is stopped meanwhile, so pages, lanes and rows are released in bulk.
         """
         self._prompts.stop_computing()
         lanes = self.running()
@@ -122,25 +230,25 @@ class Scheduler:
         self.lanes.give_back_all(lanes)
         return self._rows.give_back_all()
 
-    def take_waiting(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Take out sequences that have not started, for good."""
+    def take_waiting(self, wanted: Callable[[EngineSequence], bool]) -> list[EngineSequence]:
+        """Remove sequences that are not running, for good."""
         return self._prompts.take_out(wanted)
 
     def weights_changed(self, version: int) -> None:
-        """From now on tokens are of ``version``; nothing new may build on what the cache holds of older weights."""
+        """From now on, tokens have this version. New sequences do not reuse cache entries of older weights."""
         self._prompts.weights_changed(version)
         self.pool.forget()
         self.lanes.version[self.running()] = -1
 
     def hold(self) -> None:
-        """Only what has started goes on, preempted or not; all else, half-computed prompts too, waits for release."""
+        """Hold back every sequence that has not started. Started sequences continue, even after a preemption."""
         self._prompts.hold()
 
     def release_held(self) -> None:
         self._prompts.release_held()
 
     def plan_prefill(self) -> PrefillPlan | None:
-        """The next chunks of prompts, and the rows that start where one is complete; ``None`` when none can go on."""
+        """The next chunks of prompts, and the rows that start with them; ``None`` when no prompt can be computed."""
         chunks = self._prompts.next_chunks(self.lanes.num_free)
         if not chunks:
             return None
@@ -148,7 +256,7 @@ class Scheduler:
         return self._prefill.plan(chunks)
 
     def compact(self) -> Moves:
-        """Fill holes among the rows with the last rows."""
+        """Fill gaps among the rows with the last rows."""
         moves = self._rows.compact()
         for _, target, lane in moves:
             self.lanes.row[lane] = target
@@ -156,14 +264,14 @@ class Scheduler:
 
     @property
     def num_rows(self) -> int:
-        """Rows up to the last one in use."""
+        """Number of rows up to the last one in use."""
         return self._rows.num_rows
 
     def plan_decode(self, num_steps: int, *, may_preempt: bool) -> tuple[DecodePlan | None, list[int]]:
-        """Pages for the next steps of all rows, and the rows of sequences that had to make room for them.
+        """Allocate pages for the next steps of all rows. Returns the plan, and the rows that were preempted for it.
 
-        ``None`` when every row has used its budget and only its output is still awaited. Raises ``NeedsRoom`` where a
-        sequence would have to be preempted and ``may_preempt`` is false.
+        The plan is ``None`` when every row has used its budget and only its output is pending. Raises ``NeedsRoom`` if
+        a sequence must be preempted and ``may_preempt`` is false.
         """
         preempted: list[int] = []
         while True:
@@ -195,7 +303,7 @@ class Scheduler:
         return plan, preempted
 
     def queued(self, num_steps: int) -> None:
-        """The planned steps, or fewer of them, are queued on the device."""
+        """Record that ``num_steps`` steps, at most the planned ones, are queued on the device."""
         lanes = self.running()
         left = self.lanes.end[lanes] - self.lanes.planned[lanes]
         self.lanes.planned[lanes] += np.clip(left, 0, num_steps)
@@ -203,7 +311,7 @@ class Scheduler:
     def _grow(self, lanes: NDArray[np.int64], num_new: NDArray[np.int64]) -> None:
         pages = self.pool.allocate(int(num_new.sum()))
         lane = np.repeat(lanes, num_new)
-        # 0, 1, ... within each lane's new pages
+        # 0, 1, ... within the new pages of each lane
         offset = np.arange(len(lane)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
         self.lanes.page_table[lane, self.lanes.num_pages[lane] + offset] = pages
         self.lanes.num_pages[lanes] += num_new
@@ -213,11 +321,11 @@ class Scheduler:
         return int(lanes[self.lanes.order[lanes].argmax()])
 
     def _remember(self, lane: int) -> None:
-        """Full pages of an ended sequence stay findable: the next turn of its conversation starts with them."""
+        """Register the full pages of a sequence: the next turn of its conversation starts with them."""
         lanes = self.lanes
         if not self._prefix_cache or lanes.version[lane] != self.version:
             return
         tokens = lanes.cached_tokens(lane)
         num_full = len(tokens) // self.page_tokens
-        if num_full > len(lanes.start[lane]) // self.page_tokens:  # the prompt's own pages are remembered already
+        if num_full > len(lanes.start[lane]) // self.page_tokens:  # the prompt's pages are already registered
             self.pool.register(lanes.pages(lane)[:num_full], prefix_keys(tokens, self.page_tokens, self.version))

@@ -14,19 +14,19 @@ from headwater.engine.plans import MAX_STOP_IDS
 
 
 @dataclass(eq=False)
-class Sequence:
-    """A request, everything generated for it so far, and who waits for it.
+class EngineSequence:
+    """A request, the tokens generated for it so far, and the callbacks of its caller.
 
-    Tokens live here; where they live on the device (lane, row, pages) is the scheduler's business and changes when the
-    sequence is preempted or interrupted. What is here is never lost: starting again means computing these tokens anew.
-    A request that comes with the beginning of its response enters as one that was interrupted there.
+    The scheduler decides where a sequence is on the device (lane, row, pages); that changes when the sequence is
+    preempted or interrupted. The tokens here are never lost: to resume, the engine computes their keys and values
+    again. A request with given tokens enters like a sequence that was interrupted after them.
     """
 
     request: ModelRequest
     stop_ids: tuple[int, ...]
     order: int
-    """Arrival number: older requests go first, younger ones make room."""
-    on_end: Callable[[Sequence], None]
+    """Arrival number: older requests run first, younger ones are preempted first."""
+    on_end: Callable[[EngineSequence], None]
     on_delta: Callable[[Delta], None] | None = None
     arrived: float = field(default_factory=time.perf_counter)
     started: float | None = None
@@ -36,22 +36,22 @@ class Sequence:
     stop_reason: StopReason | None = None
     num_streamed: int = 0
     num_checked: int = 0
-    """Tokens known to hold no stop string."""
+    """Number of tokens that have been searched for stop strings."""
     has_stopped: bool = False
-    """Whether it ended by a stop token or string, and not by its budget."""
+    """Whether it ended with a stop token or stop string, and not at its token limit."""
     error: Exception | None = None
 
     def __post_init__(self) -> None:
         num_given = len(self.request.given_tokens)
-        # Nobody is told the log-probs and versions of given tokens; these only keep the three lists equally long.
+        # The log-probs and versions of given tokens are never returned; they only keep the lists equally long.
         self.extend([*self.request.given_tokens], [0.0] * num_given, [NOT_SAMPLED] * num_given)
         self.num_streamed = num_given
-        # Whether the last given token ends the response is still to be seen; none before it did.
+        # The last given token may still end the response; the tokens before it did not.
         self.num_checked = max(0, num_given - 1)
 
     @property
     def is_watched(self) -> bool:
-        """Whether the host has to look at new tokens before the device has seen the end."""
+        """Whether the host must inspect new tokens while the sequence runs."""
         return self.on_delta is not None or bool(self.request.sampling.stop_strings) or self.has_many_stop_ids
 
     @property
@@ -63,7 +63,7 @@ class Sequence:
         return self.request.sampling.max_new_tokens - len(self.tokens)
 
     def all_tokens(self) -> NDArray[np.int32]:
-        """The prompt and everything generated: what has to be in the cache for the next token."""
+        """The prompt and all generated tokens: what must be in the cache before the next token."""
         return np.array([*self.request.input_tokens, *self.tokens], np.int32)
 
     def extend(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
@@ -72,11 +72,11 @@ class Sequence:
         self.versions += versions
 
     def truncate(self, num_tokens: int) -> None:
-        """Drop what was drawn after the response had already ended."""
+        """Discard tokens that were sampled after the end of the response."""
         del self.tokens[num_tokens:], self.logprobs[num_tokens:], self.versions[num_tokens:]
 
     def stream(self) -> None:
-        """Hand out what has not been handed out yet."""
+        """Pass new tokens to the caller that streams this request, if there is one."""
         if self.on_delta is not None and (len(self.tokens) > self.num_streamed or self.stop_reason is not None):
             new = slice(self.num_streamed, None)
             self.num_streamed = len(self.tokens)

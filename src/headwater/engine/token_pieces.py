@@ -1,10 +1,10 @@
-"""The bytes that each token adds to a text, for tokenizers whose texts are their tokens' bytes one after the other.
+"""The bytes of each token, for tokenizers whose decoded text is the concatenation of their tokens' bytes.
 
-    pieces = pieces_of(tokenizer)              # None for a tokenizer that joins its tokens in some other way
-    b"".join(map(pieces.of, tokens))           # holds every text that tokenizer.decode(tokens) shows
+    pieces = pieces_of(tokenizer)              # None for a tokenizer that joins its tokens in another way
+    b"".join(map(pieces.of, tokens))           # contains every text that tokenizer.decode(tokens) returns
 
-Two kinds are known. Byte-level BPE shows bytes that are no character as U+FFFD. SentencePiece with byte fallback shows
-a run of single-byte tokens as text if all of it is valid, and else as U+FFFD for each of them.
+Two kinds are supported. Byte-level BPE decodes invalid bytes as U+FFFD. SentencePiece with byte fallback decodes a run
+of single-byte tokens as text if the whole run is valid UTF-8, and otherwise as one U+FFFD per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from headwater.core.protocols import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no character, or not yet one."""
+"""What decoders return for bytes that are not, or not yet, a character."""
 
 _SINGLE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNDERLINE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -30,13 +30,15 @@ _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 @dataclass(frozen=True, eq=False)
 class TokenPieces:
+    """The bytes of every token of a tokenizer."""
+
     pieces: list[bytes]
-    """By token id; empty where there is no such token."""
+    """By token id; empty if there is no such token."""
     single_bytes: frozenset[int]
-    """Tokens that SentencePiece falls back to: how a run of them shows depends on all of it."""
+    """SentencePiece's byte-fallback tokens. How a run of them decodes depends on the whole run."""
 
     def of(self, token: int) -> bytes:
-        # A model may have more embeddings than there are tokens; decoders skip such ids.
+        # A model may have more embeddings than the tokenizer has tokens. Decoders skip such ids.
         return self.pieces[token] if token < len(self.pieces) else b""
 
     @cached_property
@@ -44,7 +46,7 @@ class TokenPieces:
         return max(map(len, self.pieces), default=0)
 
     def text(self, tokens: range) -> str:
-        """What decoding shows, but for a space at the beginning, which some decoders strip."""
+        """The decoded text, except for a leading space, which some decoders strip."""
         if not self.single_bytes:
             return b"".join(map(self.of, tokens)).decode(errors="replace")
         shown = (token for token in tokens if self.of(token))
@@ -60,8 +62,8 @@ class TokenPieces:
 
 
 def pieces_of(tokenizer: Tokenizer) -> TokenPieces | None:
-    """The pieces of a tokenizer's tokens; ``None`` where they do not make up its texts."""
-    key: Any = tokenizer  # the contract does not ask for a hash; what has none of its own has that of its identity
+    """The pieces of a tokenizer's tokens; ``None`` if its text is not their concatenation."""
+    key: Any = tokenizer  # the protocol does not require a hash, but every object has one by default
     return _known_pieces(key)
 
 
@@ -75,7 +77,7 @@ def _known_pieces(tokenizer: Any) -> TokenPieces | None:
     pieces = _pieces(decoder, [names.get(number, "") for number in range(max(names, default=-1) + 1)])
     if pieces is None:
         return None
-    # A subclass may decode in a way of its own, or tidy spaces up. One look at all tokens in a row shows it.
+    # A subclass may decode differently or clean up spaces. Decoding all tokens in a row reveals that.
     everything = range(len(pieces.pieces))
     text, expected = tokenizer.decode([*everything]), pieces.text(everything)
     return pieces if text in (expected, expected.removeprefix(" ")) else None
@@ -98,9 +100,9 @@ def _pieces(decoder: Any, names: list[str]) -> TokenPieces | None:
 
 
 def _byte_level() -> dict[int, int]:
-    """From the character that byte-level vocabularies write for each byte: itself if it prints, else one from 256 on.
+    """Maps the characters of byte-level vocabularies to bytes. A byte that does not print has a character above 255.
 
-    Other characters become one that is no byte, so that encoding says whether there were any.
+    Other characters map to one that is not a byte, so that encoding fails if any is present.
     """
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]
@@ -111,4 +113,4 @@ def _byte_level_piece(name: str, byte_of: dict[int, int]) -> bytes:
     try:
         return name.translate(byte_of).encode("latin-1")
     except UnicodeEncodeError:
-        return name.encode()  # an added token, written as it is
+        return name.encode()  # an added token, stored as plain text

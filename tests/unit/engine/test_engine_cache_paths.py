@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cases import case
 from engine.engine_parts import (
     LIMIT_S,
     assert_nothing_is_held,
@@ -20,8 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.engine.loop import MAX_PREFILLS_PER_ROUND
-
-pytestmark = pytest.mark.timeout(60)
 
 LENGTHS = (1, 3, 8, 15, 16, 17, 33, 50)
 SAMPLED = [request(tokens_of(length), key, max_new_tokens=16) for key, length in enumerate(LENGTHS)]
@@ -86,20 +85,21 @@ def test_without_a_prefix_cache_nothing_is_found():
         assert engine.metrics().num_tokens_prefilled == 100
 
 
-@pytest.mark.parametrize("length", [16, 37])
-def test_a_group_computes_its_prompt_once_and_says_what_its_members_say_alone(length):
-    group = [request(tokens_of(length), key, max_new_tokens=20) for key in range(16)]
-    with running() as engine:
-        together = engine.generate(group)
-        assert engine.metrics().num_tokens_prefilled == length
-    separate = []
-    with running(prefix_cache=False) as engine:
-        for each in group:
-            separate += engine.generate([each])
-        ungrouped = engine.metrics().num_tokens_prefilled
-    assert length * 12 <= ungrouped == 16 * length
-    assert_same(together, separate)
-    assert len(set(texts(together))) == 16
+def test_a_group_computes_its_prompt_once_and_says_what_its_members_say_alone():
+    for length in [16, 37]:
+        with case(length):
+            group = [request(tokens_of(length), key, max_new_tokens=10) for key in range(16)]
+            with running() as engine:
+                together = engine.generate(group)
+                assert engine.metrics().num_tokens_prefilled == length
+            separate = []
+            with running(prefix_cache=False) as engine:
+                for each in group:
+                    separate += engine.generate([each])
+                ungrouped = engine.metrics().num_tokens_prefilled
+            assert length * 12 <= ungrouped == 16 * length
+            assert_same(together, separate)
+            assert len(set(texts(together))) == 16
 
 
 def test_a_group_larger_than_the_rows_is_served_in_turns():
@@ -121,26 +121,20 @@ def test_a_group_larger_than_the_cache_is_served_in_turns():
         assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("num_pages", [13, 30])
-def test_making_room_for_others_changes_nothing(num_pages):
+def test_making_room_for_others_changes_nothing():
+    """Preempted sequences keep their tokens: no more tokens are generated than returned."""
     requests = [request(tokens_of(length), key, max_new_tokens=30) for key, length in enumerate((3, 9, 17, 9, 4, 12))]
     with running(page_tokens=4) as engine:
         expected = engine.generate(requests)
         assert engine.metrics().num_preempted == 0
-    with running(num_pages=num_pages) as engine:
-        assert_same(engine.generate(requests), expected)
-        assert engine.metrics().num_preempted > 0
-        assert_nothing_is_held(engine)
-
-
-def test_a_sequence_that_made_room_keeps_its_tokens():
-    """They are computed again as a prompt, not drawn again: no more tokens are generated than handed out."""
-    requests = [request(tokens_of(length), key, max_new_tokens=30) for key, length in enumerate((3, 9, 17, 9, 4, 12))]
-    with running(num_pages=13) as engine:
-        responses = engine.generate(requests)
-        metrics = engine.metrics()
-    assert metrics.num_preempted > 0
-    assert metrics.num_tokens_generated == sum(map(len, texts(responses)))
+    for num_pages in (13, 30):
+        with case(num_pages), running(num_pages=num_pages) as engine:
+            responses = engine.generate(requests)
+            assert_same(responses, expected)
+            metrics = engine.metrics()
+            assert metrics.num_preempted > 0
+            assert metrics.num_tokens_generated == sum(map(len, texts(responses)))
+            assert_nothing_is_held(engine)
 
 
 def test_a_sequence_that_made_room_after_an_update_in_flight_keeps_the_versions_of_its_tokens():
@@ -157,31 +151,31 @@ def test_a_sequence_that_made_room_after_an_update_in_flight_keeps_the_versions_
             assert versions == tuple(sorted(versions))
 
 
-@pytest.mark.parametrize("max_prefill_tokens", [3, 7, 16])
-def test_in_chunks_as_at_once(alone, max_prefill_tokens):
-    with running(max_prefill_tokens=max_prefill_tokens) as engine:
-        assert_same(engine.generate(ALL), alone)
+def test_in_chunks_as_at_once(alone):
+    for max_prefill_tokens in [3, 7, 16]:
+        with case(max_prefill_tokens), running(max_prefill_tokens=max_prefill_tokens) as engine:
+            assert_same(engine.generate(ALL), alone)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
-@pytest.mark.parametrize("settings", [{"max_prefill_tokens": 7}, {"num_pages": 30}, {"deterministic": True}])
-def test_a_sliding_window_sees_the_same_tokens_on_every_path(kind, settings):
+def test_a_sliding_window_sees_the_same_tokens_on_every_path():
     requests = [request(tokens_of(length), key, max_new_tokens=30) for key, length in enumerate((3, 17, 17, 40))]
-    with running(make_model(kind), page_tokens=4) as engine:
-        expected = engine.generate(requests)
-    with running(make_model(kind), **{"page_tokens": 4, **settings}) as engine:
-        assert_same(engine.generate(requests), expected)
+    for kind in ("mistral", "gemma3_text"):
+        with running(make_model(kind), page_tokens=4) as engine:
+            expected = engine.generate(requests)
+        for path in ({"max_prefill_tokens": 7}, {"num_pages": 30}, {"deterministic": True}):
+            with case(kind, path), running(make_model(kind), **{"page_tokens": 4, **path}) as engine:
+                assert_same(engine.generate(requests), expected)
 
 
-@pytest.mark.parametrize("num_turns", [1, 2, 3])
-def test_interrupted_by_an_update_to_the_same_weights_as_uninterrupted(alone, num_turns):
-    with stepped(decode_steps=4) as slow:
-        answers = [slow.submit(each) for each in ALL]
-        slow.turn(num_turns)
-        slow.engine.update_weights(weights(0, 1), "interrupt")
-        slow.finish()
-        assert slow.engine.metrics().num_interrupted > 0
-        assert_same([answer.result(LIMIT_S) for answer in answers], alone)
+def test_interrupted_by_an_update_to_the_same_weights_as_uninterrupted(alone):
+    for num_turns in [1, 2, 3]:
+        with case(num_turns), stepped(decode_steps=4) as slow:
+            answers = [slow.submit(each) for each in ALL]
+            slow.turn(num_turns)
+            slow.engine.update_weights(weights(0, 1), "interrupt")
+            slow.finish()
+            assert slow.engine.metrics().num_interrupted > 0
+            assert_same([answer.result(LIMIT_S) for answer in answers], alone)
 
 
 def test_a_request_for_a_prompt_that_is_being_computed_shares_the_computation():
@@ -231,7 +225,7 @@ def roomy():
         yield engine
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 24)), min_size=1, max_size=10),
     st.sampled_from([1, 5, 64]),

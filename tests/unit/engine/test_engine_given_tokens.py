@@ -13,8 +13,6 @@ from tiny import tokenizer
 from headwater.core.errors import RequestError
 from headwater.core.records import ModelRequest, ModelResponse
 
-pytestmark = pytest.mark.timeout(120)
-
 SAMPLING = (
     {},
     {"temperature": 0.0},
@@ -24,7 +22,7 @@ SAMPLING = (
 )
 REQUESTS = [
     request(tokens_of(length), number, max_new_tokens=20, **SAMPLING[number % len(SAMPLING)])
-    for number, length in enumerate((1, 5, 15, 16, 17, 40, 3, 8, 30, 64))
+    for number, length in enumerate((1, 5, 16, 17, 64, 3, 8, 15, 30, 40))
 ]
 
 
@@ -59,7 +57,7 @@ def test_every_split_of_every_response_is_the_response(engine, whole):
 
 
 @given(st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_a_response_in_many_pieces(engine, whole, data):
     place = data.draw(st.integers(0, len(REQUESTS) - 1))
     asked, wanted = REQUESTS[place], whole[place]

@@ -242,7 +242,7 @@ def check(play: Play, responses: list[tuple[Sent, ModelResponse]], *, logprobs_t
     assert_nothing_is_held(play.engine.engine)
 
 
-EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @EXAMPLES
@@ -261,7 +261,7 @@ def test_keeping_the_cache_across_updates_loses_nothing_either(steps, gpu_like):
         check(play, play.play(steps), logprobs_too=False)
 
 
-@settings(EXAMPLES, max_examples=10)
+@settings(EXAMPLES, max_examples=6)
 @given(operations(MODES), st.booleans())
 def test_deterministic_responses_are_to_the_bit_what_they_are_alone(steps, gpu_like):
     same = [("update", step[1], 0) if step[0] == "update" else step for step in steps]

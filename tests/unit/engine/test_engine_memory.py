@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+from cases import case
 from engine.engine_parts import assert_same, make_model, request, running, tokens_of
 from tiny import tokenizer
 
@@ -11,9 +14,7 @@ from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError, MemoryRefused
 from headwater.engine import kv_cache
 from headwater.engine.engine import Engine
-from headwater.engine.free_memory import available_ram
-
-pytestmark = pytest.mark.timeout(60)
+from headwater.engine.kv_cache import available_ram
 
 GIB = 2**30
 
@@ -76,43 +77,43 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_memory_is_what_the_machine_has_left_or_the_group_of_the_process(name, tmp_path):
-    files, expected = CASES[name]
-    assert available_ram(machine(tmp_path, files)) == expected
+def test_memory_is_what_the_machine_has_left_or_the_group_of_the_process(tmp_path):
+    for name in CASES:
+        with case(name):
+            files, expected = CASES[name]
+            assert available_ram(machine(tmp_path / name, files)) == expected
 
 
 def test_a_machine_that_does_not_tell_is_taken_for_a_laptop(tmp_path):
     assert available_ram(tmp_path) == 8 * GIB
 
 
-@pytest.mark.parametrize(("settings", "named"), [({}, 0.4), ({"memory_fraction": 0.2}, 0.2)])
-def test_a_cache_that_does_not_fit_is_refused_by_the_setting_that_decided(monkeypatch, settings, named):
-    monkeypatch.setattr(kv_cache, "free_bytes", lambda _: 1000)
-    with pytest.raises(ConfigError) as caught:
-        Engine(make_model(), tokenizer(), EngineConfig(**settings))
-    assert f"engine.memory_fraction = {named} of" in str(caught.value)
-    assert "kv_cache_gib" not in str(caught.value)
+def test_a_cache_that_does_not_fit_is_refused_by_the_setting_that_decided(monkeypatch):
+    for settings, named in [({}, 0.4), ({"memory_fraction": 0.2}, 0.2)]:
+        with case(settings, named):
+            monkeypatch.setattr(kv_cache, "free_bytes", lambda _: 1000)
+            with pytest.raises(ConfigError) as caught:
+                Engine(make_model(), tokenizer(), EngineConfig(**settings))
+            assert f"engine.memory_fraction = {named} of" in str(caught.value)
+            assert "kv_cache_gib" not in str(caught.value)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
-def test_an_engine_that_finds_no_memory_to_wake_up_says_what_it_needs_and_can_be_woken_later(error):
-    asked = request(tokens_of(9))
-    with running() as engine:
-        expected = engine.generate([asked])
-        engine.sleep()
-        allocate = engine._runner.cache.allocate_again
-
-        def fails():
-            raise error("no")
-
-        engine._runner.cache.allocate_again = fails
-        with pytest.raises(MemoryRefused, match=r"kv_cache takes [\d.]+ GiB and [\d.]+ GiB are free on cpu.*stays asl"):
-            engine.wake(["weights", "kv_cache"])
-        assert engine.is_alive
-        assert engine.metrics().is_asleep
-        assert not engine._memory.is_asleep("weights"), "what came back before is back"
-        assert engine._memory.is_asleep("kv_cache")
-        engine._runner.cache.allocate_again = allocate
-        engine.wake()
-        assert_same(engine.generate([asked]), expected)
+def test_an_engine_that_finds_no_memory_to_wake_up_says_what_it_needs_and_can_be_woken_later():
+    for error in [torch.OutOfMemoryError, MemoryError]:
+        with case(error):
+            asked = request(tokens_of(9))
+            with running() as engine:
+                expected = engine.generate([asked])
+                engine.sleep()
+                allocate = engine._runner.cache.allocate_again
+                engine._runner.cache.allocate_again = Mock(side_effect=error("no"))
+                needed = r"kv_cache needs [\d.]+ GiB, but only [\d.]+ GiB are free on cpu.*stays asleep"
+                with pytest.raises(MemoryRefused, match=needed):
+                    engine.wake(["weights", "kv_cache"])
+                assert engine.is_alive
+                assert engine.metrics().is_asleep
+                assert not engine._memory.is_asleep("weights"), "what came back before is back"
+                assert engine._memory.is_asleep("kv_cache")
+                engine._runner.cache.allocate_again = allocate
+                engine.wake()
+                assert_same(engine.generate([asked]), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import case
 from engine.engine_parts import (
     KINDS,
     assert_same,
@@ -24,7 +25,7 @@ from headwater.config.schema import EngineConfig
 from headwater.core.errors import ModelError
 from headwater.engine.engine import Engine
 from headwater.engine.model_spec import FUSED, SUPPORTED
-from headwater.engine.runners.cpu_ops import CpuOps
+from headwater.engine.runners.decoder import CpuOps
 from headwater.engine.runners.plain import Runner
 
 LENGTHS = (1, 16, 17, 40)
@@ -42,11 +43,6 @@ SHAPE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def limit(request):
-    request.node.add_marker(pytest.mark.timeout(60))
-
-
 def generated(model, prompt, max_new_tokens, **settings):
     tokens = torch.tensor([prompt])
     output = model.generate(
@@ -60,25 +56,33 @@ def test_every_supported_architecture_is_tested_here():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_equals_transformers_generate(kind):
-    requests = [request(tokens_of(length), temperature=0.0, max_new_tokens=16) for length in LENGTHS]
+def test_greedy_equals_transformers_generate_and_logprobs_equal_a_full_forward_pass(kind):
+    greedy = [request(tokens_of(length), temperature=0.0, max_new_tokens=16) for length in LENGTHS]
+    sampled = [
+        request(tokens_of(length), key, max_new_tokens=12, **SETTINGS["hot" if key % 2 else "plain"])
+        for key, length in enumerate(LENGTHS)
+    ]
     with running(make_model(kind)) as engine:
-        responses = engine.generate(requests)
-    expected = [generated(reference(kind), each.input_tokens, 16, eos_token_id=None) for each in requests]
-    assert [list(each.output_tokens) for each in responses] == expected
-    assert len({token for tokens in expected for token in tokens}) > 12, "a model that says one thing shows nothing"
+        responses = engine.generate([*greedy, *sampled])
+    expected = [generated(reference(kind), each.input_tokens, 16, eos_token_id=None) for each in greedy]
+    assert [list(each.output_tokens) for each in responses[: len(greedy)]] == expected
+    assert len({token for tokens in expected for token in tokens}) > 12, "the model always predicts the same tokens"
+    for asked, response in zip(sampled, responses[len(greedy) :], strict=True):
+        logprobs = full_pass(reference(kind), response, asked.sampling)
+        assert response.output_logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
-def test_greedy_ends_at_the_end_token_as_generate_does(kind):
-    prompt = tokens_of(9)
-    model = make_model(kind)
-    end = generated(reference(kind), prompt, 12, eos_token_id=None)[7]
-    model.generation_config.eos_token_id = end
-    with running(model) as engine:
-        [response] = engine.generate([request(prompt, temperature=0.0, ignore_end=False)])
-    assert list(response.output_tokens) == generated(reference(kind), prompt, 12, eos_token_id=end)
-    assert (response.stop_reason, response.output_tokens[-1]) == ("stop", end)
+def test_greedy_ends_at_the_end_token_as_generate_does():
+    for kind in ["qwen3", "gemma3_text"]:
+        with case(kind):
+            prompt = tokens_of(9)
+            model = make_model(kind)
+            end = generated(reference(kind), prompt, 12, eos_token_id=None)[7]
+            model.generation_config.eos_token_id = end
+            with running(model) as engine:
+                [response] = engine.generate([request(prompt, temperature=0.0, ignore_end=False)])
+            assert list(response.output_tokens) == generated(reference(kind), prompt, 12, eos_token_id=end)
+            assert (response.stop_reason, response.output_tokens[-1]) == ("stop", end)
 
 
 SETTINGS = {
@@ -93,29 +97,22 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logprobs_are_those_of_a_full_forward_pass(kind):
-    requests = [
-        request(tokens_of(length), key, max_new_tokens=12, **SETTINGS["hot" if key % 2 else "plain"])
-        for key, length in enumerate(LENGTHS)
-    ]
-    with running(make_model(kind)) as engine:
-        for asked, response in zip(requests, engine.generate(requests), strict=True):
-            expected = full_pass(reference(kind), response, asked.sampling)
-            assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_logprobs_are_those_of_the_distribution_that_was_drawn_from(name, deterministic):
-    requests = [request(tokens_of(length), key, **SETTINGS[name]) for key, length in enumerate((3, 17, 18))]
-    # A neighbour of another kind: what it needs must not touch the others.
-    neighbours = [request(tokens_of(5), 9, **other) for other in SETTINGS.values()]
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(deterministic):
+    """All settings in one batch: what one row needs must not affect the others."""
+    requests = [
+        request(tokens_of(length), key, name, **sampling)
+        for name, sampling in SETTINGS.items()
+        for key, length in enumerate((3, 17, 18))
+    ]
     with running(deterministic=deterministic) as engine:
-        responses = engine.generate([*requests, *neighbours])
-    for asked, response in zip(requests, responses, strict=False):
-        expected = full_pass(reference(), response, asked.sampling)
-        assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
+        responses = engine.generate(requests)
+        alone = [engine.generate(requests[start : start + 3]) for start in range(0, len(requests), 3)]
+    for asked, response in zip(requests, responses, strict=True):
+        with case(asked.request_id):
+            expected = full_pass(reference(), response, asked.sampling)
+            assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
+    assert_same([each for group in alone for each in group], responses)
 
 
 def test_a_least_number_of_tokens_is_part_of_the_distribution():
@@ -133,39 +130,43 @@ def test_a_least_number_of_tokens_is_part_of_the_distribution():
         assert each.output_logprobs == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if make_model(kind).config.model_type in FUSED])
-def test_the_fused_decoder_agrees_with_transformers_own_layers(kind, monkeypatch):
-    requests = [request(tokens_of(length), key) for key, length in enumerate(LENGTHS)]
-    with running(make_model(kind)) as engine:
-        assert engine._runner._fused is not None
-        fused = engine.generate(requests)
-
+def test_the_fused_decoder_agrees_with_transformers_own_layers(monkeypatch):
     def unfused(model, spec, cache, rows, *, deterministic):
         return Runner(model, spec, cache, rows, CpuOps(), fused=False)
 
-    monkeypatch.setattr("headwater.engine.engine.make_runner", unfused)
-    with running(make_model(kind)) as engine:
-        assert engine._runner._fused is None
-        assert_same(engine.generate(requests), fused)
+    requests = [request(tokens_of(length), key) for key, length in enumerate(LENGTHS)]
+    kinds = [kind for kind in KINDS if reference(kind).config.model_type in FUSED and not kind.startswith("tiny:")]
+    for kind in kinds:
+        with case(kind), monkeypatch.context() as patch:
+            with running(make_model(kind)) as engine:
+                assert engine._runner._fused is not None
+                fused = engine.generate(requests)
+            patch.setattr("headwater.engine.engine.make_runner", unfused)
+            with running(make_model(kind)) as engine:
+                assert engine._runner._fused is None
+                assert_same(engine.generate(requests), fused)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("tiny:")])
-def test_deterministic_mode_computes_the_same_model(kind):
-    requests = [request(tokens_of(length), temperature=0.0, max_new_tokens=8) for length in (2, 17, 40)]
-    with running(make_model(kind), deterministic=True) as engine:
-        for asked, response in zip(requests, engine.generate(requests), strict=True):
-            assert list(response.output_tokens) == generated(reference(kind), asked.input_tokens, 8, eos_token_id=None)
-            expected = full_pass(reference(kind), response, asked.sampling)
-            assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
+def test_deterministic_mode_computes_the_same_model():
+    for kind in [kind for kind in KINDS if not kind.startswith("tiny:")]:
+        with case(kind):
+            requests = [request(tokens_of(length), temperature=0.0, max_new_tokens=8) for length in (2, 17, 40)]
+            with running(make_model(kind), deterministic=True) as engine:
+                for asked, response in zip(requests, engine.generate(requests), strict=True):
+                    assert list(response.output_tokens) == generated(
+                        reference(kind), asked.input_tokens, 8, eos_token_id=None
+                    )
+                    expected = full_pass(reference(kind), response, asked.sampling)
+                    assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 2, 32, 256])
-def test_the_size_of_a_page_changes_nothing(page_tokens):
+def test_the_size_of_a_page_changes_nothing():
     requests = [request(tokens_of(length), key) for key, length in enumerate(LENGTHS)]
     with running() as engine:
         usual = engine.generate(requests)
-    with running(page_tokens=page_tokens) as engine:
-        assert_same(engine.generate(requests), usual)
+    for page_tokens in (1, 2, 32, 256):
+        with case(page_tokens), running(page_tokens=page_tokens) as engine:
+            assert_same(engine.generate(requests), usual)
 
 
 def refused(config):
@@ -176,19 +177,20 @@ def refused(config):
 
 def test_an_unsupported_architecture_is_refused_by_name():
     message = refused(GPT2Config(vocab_size=512, n_embd=32, n_layer=1, n_head=2, eos_token_id=1))
-    assert "does not run gpt2 models" in message
+    assert "does not support gpt2 models" in message
     assert "qwen3" in message
     mixtral = MixtralConfig(**{**SHAPE, "num_local_experts": 2}, sliding_window=None)
-    assert "does not run mixtral models" in refused(mixtral)
+    assert "does not support mixtral models" in refused(mixtral)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope"])
-def test_other_rotary_embeddings_than_those_it_runs_are_refused(kind):
-    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 128}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    message = refused(LlamaConfig(**SHAPE, rope_parameters=rope))
-    assert f"does not run {kind!r} rotary embeddings; it runs default, linear, llama3;" in message
+def test_other_rotary_embeddings_than_those_it_runs_are_refused():
+    for kind in ["dynamic", "yarn", "longrope"]:
+        with case(kind):
+            rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 128}
+            if kind == "longrope":
+                rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+            message = refused(LlamaConfig(**SHAPE, rope_parameters=rope))
+            assert f"does not support {kind!r} rotary embeddings; it supports default, linear, llama3;" in message
 
 
 def test_one_such_embedding_among_several_is_enough_to_refuse():

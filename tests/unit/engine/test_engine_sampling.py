@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from cases import case
 from engine.engine_parts import (
     END,
     LIMIT_S,
@@ -23,8 +24,6 @@ from tiny import tokenizer
 
 from headwater.engine.plans import MAX_STOP_IDS
 
-pytestmark = pytest.mark.timeout(60)
-
 PROMPT = tokens_of(9)
 
 
@@ -34,21 +33,22 @@ def engine():
         yield engine
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_first_tokens_follow_the_models_distribution(engine, temperature):
-    count = 3000
-    requests = [request(PROMPT, key, max_new_tokens=1, temperature=temperature) for key in range(count)]
-    drawn = torch.tensor([each.output_tokens[0] for each in engine.generate(requests)])
-    probabilities = (logits_after(reference(), PROMPT)[-1] / temperature).double().softmax(-1)
-    observed, expected = torch.bincount(drawn, minlength=512).double(), probabilities * count
-    likely = expected >= 5  # the rest is one cell: chi-square wants cells that are not nearly empty
-    observed = torch.cat([observed[likely], observed[~likely].sum()[None]])
-    expected = torch.cat([expected[likely], expected[~likely].sum()[None]])
-    statistic, freedom = float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
-    assert freedom > 30
-    # Wilson and Hilferty: the cube root of chi-square is nearly normal. Three and a half deviations.
-    deviate = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
-    assert abs(deviate) < 3.5
+def test_first_tokens_follow_the_models_distribution(engine):
+    for temperature in [0.5, 1.0]:
+        with case(temperature):
+            count = 3000
+            requests = [request(PROMPT, key, max_new_tokens=1, temperature=temperature) for key in range(count)]
+            drawn = torch.tensor([each.output_tokens[0] for each in engine.generate(requests)])
+            probabilities = (logits_after(reference(), PROMPT)[-1] / temperature).double().softmax(-1)
+            observed, expected = torch.bincount(drawn, minlength=512).double(), probabilities * count
+            likely = expected >= 5  # the rest is one cell: chi-square wants cells that are not nearly empty
+            observed = torch.cat([observed[likely], observed[~likely].sum()[None]])
+            expected = torch.cat([expected[likely], expected[~likely].sum()[None]])
+            statistic, freedom = float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
+            assert freedom > 30
+            # Wilson and Hilferty: the cube root of chi-square is nearly normal. Three and a half deviations.
+            deviate = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
+            assert abs(deviate) < 3.5
 
 
 def test_later_tokens_follow_it_too(engine):
@@ -78,10 +78,9 @@ def test_neighbouring_keys_and_positions_are_unrelated(engine):
         assert sum(one == other for one, other in zip(first[1:], second, strict=False)) < 8
 
 
-@pytest.mark.parametrize("key", [0, -1, 2**63 - 1, -(2**63)])
-def test_every_64_bit_key_can_be_used(engine, key):
-    [response] = engine.generate([request(PROMPT, key)])
-    assert len(response.output_tokens) == 12
+def test_every_64_bit_key_can_be_used(engine):
+    responses = engine.generate([request(PROMPT, key) for key in (0, -1, 2**63 - 1, -(2**63))])
+    assert [len(each.output_tokens) for each in responses] == [12] * 4
 
 
 def expected_cut(tokens, stops, minimum=0):
@@ -89,26 +88,26 @@ def expected_cut(tokens, stops, minimum=0):
     return tokens[: ends[0]] if ends else tokens
 
 
-@pytest.mark.parametrize("num_stops", [1, 16, 17, 60])
-@pytest.mark.parametrize("prefix", [False, True])
-def test_a_stop_token_ends_the_response_however_many_there_are(engine, num_stops, prefix):
+def test_a_stop_token_ends_the_response_however_many_there_are(engine):
     """Up to sixteen are watched on the device and the rest on the host."""
-    requests = [request(PROMPT, key, max_new_tokens=40) for key in range(12)]
-    free = texts(engine.generate(requests))
-    # The stop that counts stands last in the list, behind ones that never come.
-    never = [token for token in range(6, 512) if all(token not in tokens for tokens in free)][: num_stops - 1]
-    stop = free[0][9]
-    stops = (stop, *never) if prefix else (*never, stop)
-    cut = engine.generate([request(PROMPT, key, max_new_tokens=40, stop_token_ids=stops) for key in range(12)])
-    assert texts(cut) == [expected_cut(tokens, stops) for tokens in free]
-    assert [each.stop_reason for each in cut] == ["stop" if stop in tokens else "length" for tokens in free]
-    assert len(cut[0].output_tokens) <= 10
+    for num_stops, prefix in [(1, True), (16, False), (17, False), (60, False), (60, True)]:
+        with case(num_stops, prefix):
+            requests = [request(PROMPT, key, max_new_tokens=40) for key in range(12)]
+            free = texts(engine.generate(requests))
+            # The stop that counts stands last in the list, behind ones that never come.
+            never = [token for token in range(6, 512) if all(token not in tokens for tokens in free)][: num_stops - 1]
+            stop = free[0][9]
+            stops = (stop, *never) if prefix else (*never, stop)
+            cut = engine.generate([request(PROMPT, key, max_new_tokens=40, stop_token_ids=stops) for key in range(12)])
+            assert texts(cut) == [expected_cut(tokens, stops) for tokens in free]
+            assert [each.stop_reason for each in cut] == ["stop" if stop in tokens else "length" for tokens in free]
+            assert len(cut[0].output_tokens) <= 10
 
 
 def test_the_models_own_end_token_ends_a_response_unless_it_is_ignored(engine):
-    many = texts(engine.generate([request(PROMPT, key, max_new_tokens=20) for key in range(400)]))
+    many = texts(engine.generate([request(PROMPT, key, max_new_tokens=20) for key in range(200)]))
     ends = [key for key, tokens in enumerate(many) if END in tokens]
-    assert ends, "no key out of 400 drew the end token"
+    assert ends, "no key out of 200 sampled the end token"
     [free] = texts(engine.generate([request(PROMPT, ends[0], max_new_tokens=20)]))
     [response] = engine.generate([request(PROMPT, ends[0], max_new_tokens=20, ignore_end=False)])
     assert response.output_tokens == free[: free.index(END) + 1]
@@ -116,18 +115,18 @@ def test_the_models_own_end_token_ends_a_response_unless_it_is_ignored(engine):
     assert len(free) == 20
 
 
-@pytest.mark.parametrize("num_stops", [MAX_STOP_IDS, MAX_STOP_IDS + 1, 200])
-@pytest.mark.parametrize("minimum", [1, 7, 40])
-def test_no_stop_token_before_the_least_number_of_tokens(engine, minimum, num_stops):
-    stops = tuple(range(6, 6 + num_stops))
-    sampling = {"max_new_tokens": 40, "stop_token_ids": stops}
-    free = engine.generate([request(PROMPT, key, **sampling) for key in range(40)])
-    assert any(len(each.output_tokens) <= minimum for each in free)
-    bounded = engine.generate([request(PROMPT, key, min_new_tokens=minimum, **sampling) for key in range(40)])
-    for each in bounded:
-        assert len(each.output_tokens) > minimum or each.stop_reason == "length"
-        assert not set(each.output_tokens[:minimum]) & set(stops)
-        assert each.stop_reason == ("stop" if each.output_tokens[-1] in stops and minimum < 40 else "length")
+def test_no_stop_token_before_the_least_number_of_tokens(engine):
+    for minimum, num_stops in [(1, MAX_STOP_IDS), (7, MAX_STOP_IDS), (7, MAX_STOP_IDS + 1), (1, 200), (40, 200)]:
+        with case(minimum, num_stops):
+            stops = tuple(range(6, 6 + num_stops))
+            sampling = {"max_new_tokens": 40, "stop_token_ids": stops}
+            free = engine.generate([request(PROMPT, key, **sampling) for key in range(40)])
+            assert any(len(each.output_tokens) <= minimum for each in free)
+            bounded = engine.generate([request(PROMPT, key, min_new_tokens=minimum, **sampling) for key in range(40)])
+            for each in bounded:
+                assert len(each.output_tokens) > minimum or each.stop_reason == "length"
+                assert not set(each.output_tokens[:minimum]) & set(stops)
+                assert each.stop_reason == ("stop" if each.output_tokens[-1] in stops and minimum < 40 else "length")
 
 
 def test_one_token_is_enough_if_asked_for(engine):
@@ -135,10 +134,10 @@ def test_one_token_is_enough_if_asked_for(engine):
     assert (len(response.output_tokens), response.stop_reason) == (1, "length")
 
 
-@pytest.mark.parametrize("maximum", [7, 8, 9, 10, 247])
-def test_never_more_than_the_greatest_number_of_tokens(engine, maximum):
-    responses = engine.generate([request(PROMPT, key, max_new_tokens=maximum) for key in range(3)])
-    assert [len(each.output_tokens) for each in responses] == [maximum] * 3
+def test_never_more_than_the_greatest_number_of_tokens(engine):
+    limits = (7, 8, 9, 10, 247)
+    responses = engine.generate([request(PROMPT, key, max_new_tokens=limit) for key, limit in enumerate(limits)])
+    assert tuple(len(each.output_tokens) for each in responses) == limits
 
 
 def text_of(tokens):
@@ -158,22 +157,22 @@ def first_end(tokens, stops, minimum=0):
     return len(tokens)
 
 
-@pytest.mark.parametrize("decode_steps", [1, 3, 8])
-@pytest.mark.parametrize("place", [0, 6, 13])
-def test_a_stop_string_across_tokens_ends_the_response_where_it_is_complete(decode_steps, place):
+def test_a_stop_string_across_tokens_ends_the_response_where_it_is_complete():
     """Also inside a round of steps: what the round drew after it is dropped."""
-    with running(decode_steps=decode_steps) as engine:
-        [free] = texts(engine.generate([request(PROMPT, 11, max_new_tokens=40)]))
-        stop = spanning_stop(free, place)
-        sampling = {"max_new_tokens": 40, "stop_strings": ("never in there", stop)}
-        [response] = engine.generate([request(PROMPT, 11, **sampling)])
-        deltas = run(collect(engine.astream(request(PROMPT, 11, **sampling))))
-    end = first_end(free, [stop])
-    assert response.output_tokens == free[:end]
-    assert response.stop_reason == "stop"
-    assert len(response.output_logprobs) == len(response.output_versions) == end
-    assert tuple(token for delta in deltas for token in delta.tokens) == free[:end]
-    assert deltas[-1].stop_reason == "stop"
+    for decode_steps, place in [(1, 6), (3, 0), (8, 13)]:
+        with case(decode_steps, place):
+            with running(decode_steps=decode_steps) as engine:
+                [free] = texts(engine.generate([request(PROMPT, 11, max_new_tokens=40)]))
+                stop = spanning_stop(free, place)
+                sampling = {"max_new_tokens": 40, "stop_strings": ("never in there", stop)}
+                [response] = engine.generate([request(PROMPT, 11, **sampling)])
+                deltas = run(collect(engine.astream(request(PROMPT, 11, **sampling))))
+            end = first_end(free, [stop])
+            assert response.output_tokens == free[:end]
+            assert response.stop_reason == "stop"
+            assert len(response.output_logprobs) == len(response.output_versions) == end
+            assert tuple(token for delta in deltas for token in delta.tokens) == free[:end]
+            assert deltas[-1].stop_reason == "stop"
 
 
 def test_a_stop_string_within_the_least_number_of_tokens_does_not_count(engine):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+from cases import case
 from engine.engine_parts import LIMIT_S, assert_nothing_is_held, request, run, running, stepped, tokens_of
 
 from headwater.core.errors import RolloutFailed, WaitTimeout
@@ -14,8 +16,6 @@ from headwater.core.waits import open_waits
 from headwater.engine import delivery, intake
 from headwater.engine.delivery import Gathering, Mailbox, wait_for
 from headwater.engine.loop import MAX_PREFILLS_PER_ROUND
-
-pytestmark = pytest.mark.timeout(60)
 
 LONG = request(tokens_of(9), 1, "long", max_new_tokens=240)
 
@@ -176,27 +176,33 @@ def test_waiting_for_an_engine_that_computes_nothing_has_an_end_and_says_so(monk
         until(lambda: not engine._intake.num_open, "the abandoned requests go on")
 
 
-@pytest.mark.parametrize(("stop", "go_on"), [("pause", "resume"), ("sleep", "wake")])
-def test_a_paused_or_sleeping_engine_may_be_waited_for_as_long_as_it_takes(monkeypatch, stop, go_on):
-    monkeypatch.setattr(delivery, "_LOOK_S", 0.01)
-    monkeypatch.setattr(delivery, "_STALL_LIMIT_S", 0.1)
+def test_slow_progress_and_a_stopped_engine_may_be_waited_for_as_long_as_it_takes(monkeypatch):
+    """Looks five minutes apart, ten of them: far longer than the limit of ten minutes without progress."""
+    clock = iter(range(0, 10**6, 300))
+    monkeypatch.setattr(delivery, "_LOOK_S", 0.001)
+    monkeypatch.setattr(delivery, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    for name, value in (("slow", lambda looks: looks // 2), ("stopped", lambda _: None)):
+        with case(name):
+            gathering, looks = Gathering(1), []
+
+            def progress(value=value, gathering=gathering, looks=looks):
+                looks.append(1)
+                if len(looks) == 10:
+                    gathering.take(0, SimpleNamespace(error=None, response=lambda: "done"))
+                return value(len(looks))
+
+            assert gathering.wait(progress) == ["done"]
+
+
+def test_an_engine_that_is_paused_or_asleep_reports_no_progress():
     with running() as engine:
-        getattr(engine, stop)()
-        threading.Timer(0.4, getattr(engine, go_on)).start()
-        started = time.monotonic()
-        [response] = engine.generate([request(tokens_of(5))])
-        assert time.monotonic() - started > 0.3
-        assert len(response.output_tokens) == 12
-
-
-def test_slow_progress_is_progress(monkeypatch):
-    monkeypatch.setattr(delivery, "_LOOK_S", 0.01)
-    monkeypatch.setattr(delivery, "_STALL_LIMIT_S", 0.3)
-    with running(decode_steps=1) as engine:
-        decode = engine._runner.decode
-        engine._runner.decode = lambda *arguments: time.sleep(0.06) or decode(*arguments)
-        [response] = engine.generate([request(tokens_of(5))])
-        assert response.generate_s > 0.6
+        assert engine._loop.progress() is not None
+        for stop, go_on in (("pause", "resume"), ("sleep", "wake")):
+            with case(stop):
+                getattr(engine, stop)()
+                assert engine._loop.progress() is None
+                getattr(engine, go_on)()
+                assert engine._loop.progress() is not None
 
 
 def test_closing_an_engine_that_hangs_has_an_end(monkeypatch):
@@ -228,9 +234,9 @@ def test_a_control_call_that_does_not_end_says_whether_it_has_begun(monkeypatch)
         release, begun = threading.Event(), threading.Event()
         first = engine._loop.call(lambda: begun.set() or release.wait(LIMIT_S))
         assert begun.wait(LIMIT_S)
-        with pytest.raises(WaitTimeout, match="pausing waited for running requests and is called off"):
+        with pytest.raises(WaitTimeout, match="pausing was waiting for running requests and is cancelled"):
             engine.pause()
-        with pytest.raises(WaitTimeout, match="resting has begun"):
+        with pytest.raises(WaitTimeout, match="resting has started"):
             wait_for(first, "resting")
         release.set()
     assert not engine.is_paused

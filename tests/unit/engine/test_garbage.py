@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from headwater.engine.garbage import garbage_put_off
+from headwater.engine.memory import garbage_put_off
 
 
 def test_it_is_on_again_once_the_last_one_has_left():

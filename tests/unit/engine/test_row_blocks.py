@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from cases import case
 
 from headwater.core.records import SamplingParams
-from headwater.engine.runners.row_blocks import NUM_ROWS, padded, sample_in_blocks
+from headwater.engine.runners.fixed_rows import NUM_ROWS, padded, sample_in_blocks
 from headwater.engine.sampler import SamplingBatch, sample
 
 SETTINGS = ({}, {"temperature": 0.0}, {"top_k": 7}, {"temperature": 0.7, "top_p": 0.8}, {"min_p": 0.05})
@@ -27,14 +27,15 @@ def test_the_last_block_is_filled_with_zeros():
     assert padded(torch.ones(NUM_ROWS)).tolist() == [1.0] * NUM_ROWS
 
 
-@pytest.mark.parametrize("vocabulary", [256, 300])
-@pytest.mark.parametrize("rows", [1, NUM_ROWS, NUM_ROWS + 5])
-def test_what_is_drawn_is_what_the_plain_sampler_draws(rows, vocabulary):
-    logits, params, keys, positions = inputs(rows, vocabulary)
-    tokens, logprobs = sample_in_blocks(logits, batch_of(params, keys), positions)
-    expected_tokens, expected_logprobs = sample(logits, batch_of(params, keys), positions)
-    assert torch.equal(tokens, expected_tokens)
-    torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
+def test_what_is_drawn_is_what_the_plain_sampler_draws():
+    for rows in [1, NUM_ROWS, NUM_ROWS + 5]:
+        for vocabulary in [256, 300]:
+            with case(rows, vocabulary):
+                logits, params, keys, positions = inputs(rows, vocabulary)
+                tokens, logprobs = sample_in_blocks(logits, batch_of(params, keys), positions)
+                expected_tokens, expected_logprobs = sample(logits, batch_of(params, keys), positions)
+                assert torch.equal(tokens, expected_tokens)
+                torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_has_the_same_bits_alone_and_at_any_place():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from cases import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,16 +42,17 @@ def test_uniforms_are_uniform():
     assert ((counts - 500) ** 2 / 500).sum() < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_follow_the_distribution(temperature):
-    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5]])
-    rows = 20_000
-    tokens, logprobs = draw(logits, rows, temperature=temperature)
-    probabilities = (logits[0] / temperature).softmax(-1)
-    expected = probabilities * rows
-    counts = torch.bincount(tokens, minlength=5)
-    assert ((counts - expected) ** 2 / expected).sum() < 18.5  # 4 degrees of freedom, p = 0.001
-    torch.testing.assert_close(logprobs, probabilities.log()[tokens])
+def test_tokens_follow_the_distribution():
+    for temperature in [0.5, 1.0, 2.0]:
+        with case(temperature):
+            logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5]])
+            rows = 20_000
+            tokens, logprobs = draw(logits, rows, temperature=temperature)
+            probabilities = (logits[0] / temperature).softmax(-1)
+            expected = probabilities * rows
+            counts = torch.bincount(tokens, minlength=5)
+            assert ((counts - expected) ** 2 / expected).sum() < 18.5  # 4 degrees of freedom, p = 0.001
+            torch.testing.assert_close(logprobs, probabilities.log()[tokens])
 
 
 def test_greedy_takes_the_likeliest():
@@ -60,26 +61,24 @@ def test_greedy_takes_the_likeliest():
     torch.testing.assert_close(logprobs[0], torch.tensor([0.0, 3.0, 1.0]).log_softmax(-1)[1])
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
+def test_truncation_keeps_exactly_these():
+    for truncation, kept in [
         ({"top_k": 2}, {3, 0}),
         ({"top_p": 0.5}, {3}),
         ({"top_p": 0.75}, {3, 0}),
         ({"min_p": 0.3}, {3, 0}),
         ({"top_k": 1}, {3}),
-    ],
-)
-def test_truncation_keeps_exactly_these(settings, kept):
-    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])  # probabilities .24 .09 .03 .64
-    tokens, logprobs = draw(logits, 2000, **settings)
-    assert set(tokens.tolist()) == kept
-    alone = torch.full((4,), -torch.inf)
-    alone[list(kept)] = logits[0, list(kept)]
-    torch.testing.assert_close(logprobs, alone.log_softmax(-1)[tokens])
+    ]:
+        with case(truncation, kept):
+            logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])  # probabilities .24 .09 .03 .64
+            tokens, logprobs = draw(logits, 2000, **truncation)
+            assert set(tokens.tolist()) == kept
+            alone = torch.full((4,), -torch.inf)
+            alone[list(kept)] = logits[0, list(kept)]
+            torch.testing.assert_close(logprobs, alone.log_softmax(-1)[tokens])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(0, 2**31), st.integers(1, 40))
 def test_a_row_does_not_depend_on_its_neighbours(seed, rows):
     generator = torch.Generator().manual_seed(seed)
@@ -101,13 +100,14 @@ def test_a_token_without_probability_is_never_drawn():
     assert set(tokens.tolist()) == {1, 4}
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}])
-@pytest.mark.parametrize("vocabulary", [6, 300])
-def test_a_row_without_a_distribution_draws_with_logprob_nan(wrong, cut, vocabulary):
-    logits = torch.zeros(2, vocabulary)
-    logits[1, 4] = wrong
-    tokens, logprobs = sample(logits, batch_of(2, **cut), torch.zeros(2, dtype=torch.int64))
-    assert (tokens >= 0).all()
-    assert (tokens < vocabulary).all()
-    assert logprobs.isnan().tolist() == [False, True]
+def test_a_row_without_a_distribution_draws_with_logprob_nan():
+    for vocabulary in [6, 300]:
+        for cut in [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}]:
+            for wrong in [torch.nan, torch.inf]:
+                with case(vocabulary, cut, wrong):
+                    logits = torch.zeros(2, vocabulary)
+                    logits[1, 4] = wrong
+                    tokens, logprobs = sample(logits, batch_of(2, **cut), torch.zeros(2, dtype=torch.int64))
+                    assert (tokens >= 0).all()
+                    assert (tokens < vocabulary).all()
+                    assert logprobs.isnan().tolist() == [False, True]

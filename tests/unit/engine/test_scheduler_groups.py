@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from engine.engine_parts import request, running, stepped, texts, tokens_of, weights
 
-from headwater.engine.sequence import Sequence
-
-pytestmark = pytest.mark.timeout(60)
+from headwater.engine.sequence import EngineSequence
 
 PROMPT = tokens_of(100)
 FULL_PAGES = 96
@@ -44,14 +42,14 @@ def test_prompts_that_arrive_together_compute_a_common_start_once():
 @pytest.fixture
 def reads(monkeypatch):
     """The sequences whose tokens were gone through one by one."""
-    reads: list[Sequence] = []
-    all_tokens = Sequence.all_tokens
+    reads: list[EngineSequence] = []
+    all_tokens = EngineSequence.all_tokens
 
     def noted(sequence):
         reads.append(sequence)
         return all_tokens(sequence)
 
-    monkeypatch.setattr(Sequence, "all_tokens", noted)
+    monkeypatch.setattr(EngineSequence, "all_tokens", noted)
     return reads
 
 

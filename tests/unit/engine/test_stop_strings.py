@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from cases import case
 from engine.stop_parts import KINDS, NO_SUCH_TOKEN, first_end, first_end_after, piece, responses, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ from tiny import tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from headwater.engine.stop_strings import find_stop
+from headwater.engine.stops import find_stop
 from headwater.engine.token_pieces import pieces_of
 
 
@@ -34,10 +34,11 @@ def test_one_token_per_byte():
     assert len(encode("a ß\n")) == 5
 
 
-@pytest.mark.parametrize("num_checked", range(9))
-def test_a_stop_across_tokens_is_found_however_much_was_seen_before(num_checked):
-    tokens = encode("xyzabc  STOP tail")
-    assert find_stop(tokenizer(), tokens, num_checked, ["STOP"]) == len("xyzabc  STOP")
+def test_a_stop_across_tokens_is_found_however_much_was_seen_before():
+    for num_checked in range(9):
+        with case(num_checked):
+            tokens = encode("xyzabc  STOP tail")
+            assert find_stop(tokenizer(), tokens, num_checked, ["STOP"]) == len("xyzabc  STOP")
 
 
 def test_the_first_of_several_stops_counts():
@@ -63,7 +64,7 @@ def test_characters_of_several_tokens_are_found():
     assert find_stop(tokenizer(), tokens, 0, ["€"]) == len("price: 5€".encode())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.text(alphabet="ab€", max_size=30),
     st.lists(
@@ -89,9 +90,8 @@ def test_looking_a_few_tokens_at_a_time_finds_the_same(text, stop, stride):
     assert found == plain(tokens, 0, [stop])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=400, deadline=None)
-@given(data=st.data(), stride=st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+@given(kind=st.sampled_from(KINDS), data=st.data(), stride=st.integers(1, 9))
 def test_a_response_ends_with_the_first_token_whose_text_holds_a_stop(kind, data, stride):
     tokens, stops = data.draw(responses(kind))
     expected = first_end(kind, tokens, stops)
@@ -101,9 +101,8 @@ def test_a_response_ends_with_the_first_token_whose_text_holds_a_stop(kind, data
     assert next((end for end in found if end is not None), None) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=400, deadline=None)
-@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+@given(kind=st.sampled_from(KINDS), data=st.data())
 def test_what_was_passed_over_does_not_count_for_any_tokenizer(kind, data):
     tokens, stops = data.draw(responses(kind))
     num_checked = data.draw(st.integers(0, len(tokens)))
@@ -126,10 +125,11 @@ def test_a_space_that_decoding_strips_from_a_part_is_there_in_the_whole():
     assert find_stop(tokenizer_of(kind), tokens[1:], 0, [" ab"]) is None, "the first space of all is no text"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_pieces_of_tokens_are_their_bytes(kind):
-    pieces = pieces_of(tokenizer_of(kind))
-    assert pieces.pieces == [piece(kind, token) for token in range(len(tokenizer_of(kind)))]
+def test_the_pieces_of_tokens_are_their_bytes():
+    for kind in KINDS:
+        with case(kind):
+            pieces = pieces_of(tokenizer_of(kind))
+            assert pieces.pieces == [piece(kind, token) for token in range(len(tokenizer_of(kind)))]
 
 
 def word_tokenizer(decoder, **settings):
@@ -139,20 +139,18 @@ def word_tokenizer(decoder, **settings):
     return PreTrainedTokenizerFast(tokenizer_object=plain, **settings)
 
 
-@pytest.mark.parametrize(
-    ("joined", "tokens", "stop"),
-    [
+def test_a_tokenizer_that_joins_tokens_in_its_own_way_is_decoded():
+    for joined, tokens, stop in [
         (word_tokenizer(decoders.WordPiece()), [0, 1, 3], "ab"),
         (word_tokenizer(decoders.Metaspace()), [0, 3], "ab"),
         (word_tokenizer(decoders.ByteLevel(), clean_up_tokenization_spaces=True), [0, 2], "a."),
         (word_tokenizer(None), [0, 3], "a b"),
-    ],
-)
-def test_a_tokenizer_that_joins_tokens_in_its_own_way_is_decoded(joined, tokens, stop):
-    assert pieces_of(joined) is None
-    assert stop in joined.decode(tokens[:2])
-    assert find_stop(joined, tokens, 0, [stop]) == 2
-    assert find_stop(joined, tokens, 1, [stop]) == 2
+    ]:
+        with case(joined, tokens, stop):
+            assert pieces_of(joined) is None
+            assert stop in joined.decode(tokens[:2])
+            assert find_stop(joined, tokens, 0, [stop]) == 2
+            assert find_stop(joined, tokens, 1, [stop]) == 2
 
 
 def test_a_stop_of_broken_characters_is_found():

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, registered with transformers so that its own decoder layers call it."""
+"""Attention over the paged cache, registered with transformers so that its decoder layers call it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ NAME = "headwater_paged"
 
 
 class PagedAttention(Protocol):
-    """How the queries of one forward pass find their keys: one implementation per device and kind of pass."""
+    """Attention of one forward pass over the paged cache. There is one implementation per device and kind of pass."""
 
     def __call__(self, layer: int, query: Tensor, *, scale: float, window: int) -> Tensor:
-        """``[tokens, heads, head dim]`` in and out; keys and values of the same tokens are already stored."""
+        """Input and output are ``[tokens, heads, head dim]``. Keys and values of these tokens are already stored."""
         ...
 
 
 def use_paged_attention(model: Any) -> None:
-    """Make ``model`` attend through whatever ``PagedAttention`` its forward call is given as ``paged_attention``."""
+    """Make ``model`` use the ``PagedAttention`` that its forward call receives as ``paged_attention``."""
     AttentionInterface.register(NAME, _attend)
     model.set_attn_implementation(NAME)
 
@@ -40,7 +40,7 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    # All tokens of a pass are one row of length T to transformers: [1, heads, T, head dim].
+    # For transformers, all tokens of a pass are one row of length T: [1, heads, T, head dim].
     kv_cache.store(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1), slots)
     output = paged_attention(module.layer_idx, query[0].transpose(0, 1), scale=scaling, window=sliding_window or 0)
     return output[None], None

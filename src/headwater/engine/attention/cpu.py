@@ -1,7 +1,8 @@
-"""Attention on the CPU: read the pages of sequences side by side, then torch's own attention.
+"""Attention on a CPU: ``CpuDecode`` and ``CpuPrefill`` for speed, ``BlockwiseAttention`` for deterministic results.
 
-Sequences are read in batches, each padded to its longest. A batch holds sequences of similar length and takes a limited
-amount of memory, so neither time nor memory grows with the number of sequences times the longest of them.
+The fast implementations copy the pages of several sequences side by side and call torch's attention. A batch contains
+sequences of similar length, padded to the longest, and uses a limited amount of memory. Neither time nor memory grows
+with the number of sequences times the length of the longest.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch import Tensor
 from headwater.engine.kv_cache import CPU_COPY_BYTES, CPU_MASK_BYTES, KVCache
 
 _MASK_ITEM_BYTES = 8
-"""A byte where it is worked out what is seen, another two meanwhile, and a float in torch's attention."""
+"""Bytes per mask entry: one for the mask, up to three for intermediate results, four for torch's float mask."""
 
 
 class CpuDecode:
-    """One query per sequence. The query heads that share a key head stand where a prompt's positions would."""
+    """Decoding: one query per sequence. Query heads that share a key head take the place of a prompt's positions."""
 
     def __init__(self, cache: KVCache, page_table: Tensor, context_lens: Tensor) -> None:
-        # A row without work has no context; letting it see slot 0 keeps its unused result finite.
+        # A row without work has no context. Letting it see slot 0 keeps its unused result finite.
         lengths = context_lens.to(torch.int64).clamp(min=1)
         num_pages = -(-lengths.numpy() // cache.page_tokens)
         self._batches = [
@@ -42,7 +43,7 @@ class CpuDecode:
 
 
 class CpuPrefill:
-    """Chunks of prompts, packed one after the other. Chunks of similar size are padded and computed together."""
+    """Packed chunks of prompts. Chunks of similar size are padded and computed together."""
 
     def __init__(
         self, cache: KVCache, page_table: Tensor, query_lens: Sequence[int], context_lens: Sequence[int]
@@ -50,7 +51,7 @@ class CpuPrefill:
         starts = np.concatenate([[0], np.cumsum(query_lens)])
         alike: dict[tuple[int, int], list[int]] = {}
         for place, (num_queries, num_keys) in enumerate(zip(query_lens, context_lens, strict=True)):
-            # Powers of two bound the padding to half, and the number of calls to a few.
+            # Grouping by powers of two limits padding to half of a batch, and limits the number of calls.
             alike.setdefault((num_queries.bit_length(), num_keys.bit_length()), []).append(place)
         most_pages = _most_pages(cache)
         self._batches = [
@@ -89,7 +90,7 @@ class _PaddedRows:
         return _attend(grouped, keys, values, self._masks[window], broken, scale).reshape(query.shape)
 
     def _mask(self, window: int) -> Tensor:
-        """What torch adds to the scores; given a mask of truth values it would work this out in every layer."""
+        """The mask that torch adds to the scores. From a boolean mask, torch would compute it again in every layer."""
         seen = self._places < self._lengths
         if window:
             seen &= self._places >= self._lengths - window
@@ -110,11 +111,11 @@ class _PaddedChunks:
         self._places = torch.arange(self._reader.num_tokens)
         offsets = np.arange(num_queries)
         self._present = torch.from_numpy(offsets[None, :] < query_lens[:, None])
-        # A padded query repeats its chunk's last one, and its result is dropped.
+        # A padded query repeats the last query of its chunk. Its result is discarded.
         clipped = np.minimum(offsets[None, :], query_lens[:, None] - 1)
         self._index = torch.from_numpy(starts[:, None] + clipped)
         self._positions = torch.from_numpy((context_lens - query_lens)[:, None] + clipped)
-        # What each query sees of each key takes room too: so many queries of every chunk at a time.
+        # The masks need memory too, so only some queries of every chunk are computed at a time.
         bytes_per_query = len(page_table) * self._reader.num_tokens * _MASK_ITEM_BYTES
         self._num_at_once = max(1, CPU_MASK_BYTES // bytes_per_query)
 
@@ -132,13 +133,13 @@ class _PaddedChunks:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, broken: Tensor | None, scale: float) -> Tensor:
-    """Attention to what ``mask`` lets be seen of the keys, whatever the ``broken`` tokens hold that are not."""
+    """Attention to the keys that ``mask`` makes visible. ``broken`` tokens that are masked do not affect the result."""
     shares_keys = keys.shape[1] != query.shape[1]
     output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=shares_keys)
     if broken is None:
         return output
-    # torch adds -inf to the scores of what is not seen and multiplies its values by zero, and both make NaN of NaN and
-    # of infinity. So those are left out, and only a query that really sees one keeps what comes of it.
+    # For masked keys torch adds -inf to the scores and multiplies the values by zero. With NaN or infinity, both give
+    # NaN. So broken tokens are replaced by zeros, and only a query that really sees one keeps the broken result.
     gone = broken[:, None, :, None]
     keys, values = keys.masked_fill(gone, 0), values.masked_fill(gone, 0)
     sound = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=shares_keys)
@@ -152,14 +153,14 @@ def _most_pages(cache: KVCache) -> int:
 
 
 def _similar(num_pages: NDArray[np.int64], most_pages: int) -> Iterator[Tensor | slice]:
-    """Which sequences to read together: padded they have at most twice their pages, and ``most_pages`` if possible."""
+    """Which sequences to read together: padding at most doubles their pages, up to ``most_pages`` if possible."""
     longest = int(num_pages.max())
     if len(num_pages) * longest <= 2 * int(num_pages.sum()):
-        # The usual case, without a look at each of them.
+        # The usual case, without a loop over sequences.
         at_once = max(1, most_pages // longest)
         yield from (slice(start, start + at_once) for start in range(0, len(num_pages), at_once))
         return
-    # Powers of two bound the padding to half, and the number of calls to a few.
+    # Grouping by powers of two limits padding to half of a batch, and limits the number of calls.
     classes = np.frexp(num_pages.astype(np.float64))[1]
     for each in np.unique(classes):
         members = np.flatnonzero(classes == each)
@@ -173,7 +174,7 @@ def _pieces(places: list[int], longest: int, most_pages: int) -> Iterator[list[i
 
 
 class _PageReader:
-    """Puts the pages of every sequence of a batch side by side, layer by layer."""
+    """Copies the pages of every sequence of a batch side by side, one layer at a time."""
 
     def __init__(self, cache: KVCache, page_table: Tensor, num_tokens: int) -> None:
         num_pages = max(1, -(-num_tokens // cache.page_tokens))
@@ -183,9 +184,9 @@ class _PageReader:
         self.num_tokens = num_pages * cache.page_tokens
 
     def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values as ``[sequences, kv heads, tokens, head dim]``, valid until anything else is read.
+        """Keys and values as ``[sequences, kv heads, tokens, head dim]``, and which tokens are broken, if any.
 
-        And which tokens of which sequence are broken, where any is.
+        The returned tensors are valid until the next read.
         """
         keys, values = self._cache.read(layer, self._pages)
         shape = (self._num_sequences, self.num_tokens, *keys.shape[2:])
@@ -195,3 +196,50 @@ class _PageReader:
             values.view(shape).transpose(1, 2),
             None if broken is None else broken.view(shape[:2]),
         )
+
+
+class BlockwiseAttention:
+    """Attention whose bits depend only on the query and its keys.
+
+    Every query is computed separately, page by page from first to last, with a running softmax. The page size fixes
+    the shapes of all products, so the batch cannot make a library choose another order of summation. ``page_table``
+    and ``positions`` have one row per query, whichever sequence it belongs to.
+    """
+
+    def __init__(self, cache: KVCache, page_table: Tensor, positions: Tensor) -> None:
+        self._cache = cache
+        self._positions = positions
+        self._num_pages = int(positions.max()) // cache.page_tokens + 1
+        self._pages = page_table[:, : self._num_pages].to(torch.int64)
+
+    def __call__(self, layer: int, query: Tensor, *, scale: float, window: int) -> Tensor:
+        keys, values = self._cache.layer(layer)
+        num_queries, num_heads, head_dim = query.shape
+        num_kv_heads, page_tokens = keys.shape[2], keys.shape[1]
+        group = num_heads // num_kv_heads
+        grouped = query.reshape(num_queries * num_kv_heads, group, head_dim) * scale
+        highest = query.new_full((num_queries * num_kv_heads, group, 1), -torch.inf)
+        total = torch.zeros_like(highest)
+        output = torch.zeros_like(grouped)
+        for page in range(self._num_pages):
+            # [queries, tokens, kv heads, head dim] → one small product per query and key head.
+            index = self._pages[:, page]
+            key = keys[index].transpose(1, 2).reshape(-1, page_tokens, head_dim)
+            value = values[index].transpose(1, 2).reshape(-1, page_tokens, head_dim)
+            places = page * page_tokens + torch.arange(page_tokens)
+            distance = self._positions[:, None] - places
+            seen = distance >= 0
+            if window:
+                seen &= distance < window
+            seen = seen[:, None, :].expand(-1, num_kv_heads, -1).reshape(-1, 1, page_tokens)
+            scores = torch.bmm(grouped, key.transpose(1, 2)).masked_fill(~seen, -torch.inf)
+            new_highest = torch.maximum(highest, scores.amax(dim=-1, keepdim=True))
+            # As long as no key is visible, both are -inf. Their difference must then mean "no rescaling".
+            rescale = torch.exp(torch.where(new_highest == -torch.inf, 0.0, highest - new_highest))
+            weights = torch.where(seen, torch.exp(scores - new_highest), 0.0)
+            total = total * rescale + weights.sum(dim=-1, keepdim=True)
+            if self._cache.has_broken:
+                value = value.masked_fill(~seen.transpose(1, 2), 0)  # zero times NaN is NaN
+            output = output * rescale + torch.bmm(weights, value)
+            highest = new_highest
+        return (output / total).view(num_queries, num_heads, head_dim)

@@ -1,4 +1,4 @@
-"""Attention on CUDA: our Triton kernels over the paged cache."""
+"""Attention on CUDA, with Triton kernels over the paged cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from headwater.engine.kernels.prefill_attention import (
     queries_per_tile,
 )
 from headwater.engine.kv_cache import KVCache
-from headwater.engine.upload import upload
+from headwater.engine.rows import upload
 
 _TYPICAL_CONTEXT = 1024
 
 
 class CudaDecode:
-    """One query per row; rows without work have no context."""
+    """Decoding: one query per row. Rows without work have no context."""
 
     def __init__(self, cache: KVCache, page_table: Tensor, context_lens: Tensor) -> None:
         self._cache = cache
@@ -44,7 +44,7 @@ class CudaDecode:
 
 
 class CudaPrefill:
-    """Chunks of prompts, packed one after the other. Its results do not depend on how prompts are cut into chunks."""
+    """Packed chunks of prompts. The results do not depend on how prompts are cut into chunks."""
 
     def __init__(
         self, cache: KVCache, page_table: Tensor, tiles: Tensor, query_starts: Tensor, context_lens: Tensor
@@ -69,7 +69,7 @@ class CudaPrefill:
 
     @classmethod
     def of_rows(cls, cache: KVCache, page_table: Tensor, context_lens: Tensor) -> CudaPrefill:
-        """A decode step as chunks of one query each: the same bits as a prefill of the same tokens."""
+        """A decode step as chunks of one query each, with the same bits as a prefill of the same tokens."""
         starts = torch.arange(len(context_lens) + 1, dtype=torch.int32, device=context_lens.device)
         tiles = torch.stack([starts[:-1], torch.zeros_like(starts[:-1])], dim=1)
         return cls(cache, page_table, tiles, starts, context_lens)

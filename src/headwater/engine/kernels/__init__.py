@@ -1,5 +1,5 @@
 """Triton kernels of the embedded engine.
 
-Every function here may be captured in a CUDA graph: nothing waits for the device, nothing is tuned at call time, and a
-grid depends on shapes alone. With ``TRITON_INTERPRET=1`` the same kernels run on CPU tensors, slowly.
+Every function can be captured in a CUDA graph: none waits for the device or tunes at call time, and grids depend only
+on shapes. With ``TRITON_INTERPRET=1`` the same kernels run slowly on CPU tensors.
 """

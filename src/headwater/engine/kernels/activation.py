@@ -1,4 +1,4 @@
-"""The gated activation of merged projections, rounded between activation and product as transformers rounds."""
+"""The gated activation of merged projections. Like transformers, it rounds between activation and product."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "gate_up's rows must be contiguous"
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-    # Tokens are the grid's second dimension, which ends at 65535: far more than one forward pass carries.
+    # Tokens are the second dimension of the grid, which is limited to 65535, more than one forward pass has.
     _silu_and_mul[(triton.cdiv(size, _BLOCK), tokens)](
         gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4
     )

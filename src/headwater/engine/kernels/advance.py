@@ -1,4 +1,4 @@
-"""Moving every row of a decode batch on by one token, without the host."""
+"""Advances every row of a decode batch by one token, without the host."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _advance(
         stop = tl.load(stop_ids + rows[:, None] * NUM_STOPS + stops[None, :], mask=active[:, None], other=-1)
         is_stop = tl.max((stop == token[:, None]).to(tl.int32), axis=1) > 0
 
-        # Padding is -1, which no sampled token is, so an active row cannot match it.
+        # Padding is -1, which is never sampled, so an active row cannot match it.
         finished = (is_stop & (generated > least)) | (generated >= most)
         goes_on = active & (finished == 0)
         page_index = position // PAGE
@@ -68,11 +68,11 @@ def _advance(
         tl.store(last_tokens + rows, token, mask=active)
         tl.store(num_generated + rows, generated, mask=active)
         tl.store(positions + rows, position, mask=active)
-        # A row that has ended has no context: attention has nothing to read for it.
+        # A row that has ended has no context, so attention reads nothing for it.
         tl.store(context_lens + rows, tl.where(goes_on, context, 0), mask=active)
         tl.store(alive + rows, goes_on.to(tl.int8), mask=active)
         tl.store(slots + rows, slot, mask=inside)
-    # Every warp must have read the old step before one of them writes the new one.
+    # All warps must have read the old step before one of them writes the new one.
     tl.debug_barrier()
     tl.store(step_index, step + 1)
 
@@ -96,10 +96,10 @@ def advance(
     step_index: Tensor,
     page_tokens: int,
 ) -> None:
-    """Record the sampled ``tokens``, end the rows that are done, and point the others at their next cache slot.
+    """Record the sampled ``tokens``, end rows that are finished, and set the next cache slot of the others.
 
-    Rows that are not alive record -1 and keep their state; their slot is 0, on the scratch page. ``step_index`` counts
-    up by one; a step beyond the ``out_tokens`` [steps, rows] is not recorded.
+    Rows that are not alive record -1 and keep their state; their slot is 0, on the scratch page. ``step_index`` is
+    incremented. A step beyond the size of ``out_tokens`` [steps, rows] is not recorded.
     """
     rows = tokens.shape[0]
     num_stops = stop_ids.shape[1]
@@ -107,7 +107,7 @@ def advance(
     assert out_tokens.shape == out_logprobs.shape, "out_tokens and out_logprobs must have the same shape"
     assert out_tokens.shape[1] == rows, f"out_tokens has {out_tokens.shape[1]} columns for {rows} rows"
     block = min(_BLOCK, triton.next_power_of_2(rows))
-    # One program for all rows: it alone reads and writes the step, so no other can see it half way.
+    # One program for all rows, so that no other program reads the step while it changes.
     _advance[(1,)](
         tokens,
         logprobs,

@@ -1,7 +1,7 @@
-"""Attention of one new token per row over its paged cache: the kernel that reads most of a decode step's bytes.
+"""Attention of one new token per row over the paged cache. This kernel reads most of the bytes of a decode step.
 
-One program serves all query heads that share a kv head, so each key and value is read once. It is bound by memory, so
-its settings aim at bytes in flight: several programs per multiprocessor, each with a few tiles under way.
+One program handles all query heads that share a kv head, so each key and value is read once. The kernel is limited by
+memory bandwidth. Its settings maximise bytes in flight: several programs per multiprocessor with several loads each.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -22,17 +22,17 @@ _MIN_DOT_ROWS = 16
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How a decode program is cut and scheduled."""
+    """Tile size and schedule of a decode program."""
 
     block_n: int
     """Keys per tile."""
     num_warps: int
     num_stages: int
-    """Tiles under way at once, the one being used included."""
+    """Tiles in flight at once, including the one in use."""
 
 
 def default_config(head_dim: int, element_bytes: int) -> DecodeConfig:
-    """Tiles of about 16 KB of keys and values together, so that four programs share a multiprocessor."""
+    """Tiles with about 16 KB of keys and values, so that four programs fit on a multiprocessor."""
     if head_dim * element_bytes <= 128:
         return DecodeConfig(block_n=64, num_warps=4, num_stages=4)
     if head_dim * element_bytes <= 256:
@@ -41,7 +41,7 @@ def default_config(head_dim: int, element_bytes: int) -> DecodeConfig:
 
 
 def suggest_num_splits(rows: int, num_kv_heads: int, max_context: int, num_processors: int = 132) -> int:
-    """Enough splits for about three programs per multiprocessor, none shorter than 64 keys."""
+    """Enough splits for about three programs per multiprocessor, but none shorter than 64 keys."""
     wanted = triton.cdiv(3 * num_processors, rows * num_kv_heads)
     return int(max(1, min(wanted, max_context // 64, 16)))
 
@@ -84,7 +84,7 @@ def _decode(
     first_tile = first // BLOCK_N
     end_tile = (context + BLOCK_N - 1) // BLOCK_N
     if NUM_SPLITS > 1:
-        # Each row's own tiles are shared out equally, so a row's result does not depend on its neighbours' lengths.
+        # Only the row's own tiles are divided, so a row's result does not depend on the lengths of other rows.
         per_split = (end_tile - first_tile + NUM_SPLITS - 1) // NUM_SPLITS
         first_tile += split * per_split
         end_tile = tl.minimum(end_tile, first_tile + per_split)
@@ -130,7 +130,7 @@ def _decode(
             total = tl.dot(weights.to(value.dtype), value, total * rescale[:, None], input_precision=PRECISION)
             running_max = new_max
 
-    # A row, or a split, without keys has a sum of zero: it yields zeros and a weight of zero.
+    # A row or split without keys has a sum of zero. Its result is zero, with a weight of zero.
     result = total / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
     if NUM_SPLITS > 1:
         partial_rows = (row * NUM_SPLITS + split) * NUM_HEADS + kv_head * GROUP + heads
@@ -182,7 +182,7 @@ def paged_decode_attention(
 ) -> Tensor:
     """Attend from ``q`` [rows, heads, head_dim] to the first ``context_lens[row]`` tokens of each row's pages.
 
-    With ``window`` > 0 only the last ``window`` of them are seen. A row without context yields zeros.
+    With ``window`` > 0, only the last ``window`` of them are visible. A row without context returns zeros.
     """
     check_caches(q, k_cache, v_cache, page_table)
     rows, num_heads, head_dim = q.shape

@@ -1,6 +1,6 @@
-"""RMS norm, alone and fused with what comes before it: the residual addition, and the sum of a product's parts.
+"""RMS norm, alone and fused with the operations before it: the residual addition, and the sum of a product's parts.
 
-Roundings follow transformers: float32 statistics, the normalised value rounded to the tensor's dtype, then the weight.
+Rounding follows transformers: float32 statistics, the normalised value rounded to the tensor's dtype, then the weight.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -48,7 +48,7 @@ def _rms_norm(
         values += tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         values += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
-    # Rounded before the addition, as if the product had been written first.
+    # Round before the addition, as if the product had been written to memory first.
     values = values.to(dtype)
     if ADD:
         address = residual + row * residual_stride + columns
@@ -104,7 +104,7 @@ def _launch(
         PARTS=num_parts,
         HAS_BIAS=bias is not None,
         ADD=residual is not None,
-        # Eight values per thread make one 16-byte access in bfloat16.
+        # Eight values per thread are one 16-byte access in bfloat16.
         num_warps=min(max(block // 256, 1), 16),
     )
     return out

@@ -1,8 +1,8 @@
-"""Finding keys and values in the paged cache, for both attention kernels.
+"""Addressing of keys and values in the paged cache, for both attention kernels.
 
-A cache is ``[num_pages, num_kv_heads, page_tokens, head_dim]``, read in tiles of ``BLOCK_N`` tokens. A page id loaded
-inside the loop over tiles would take a stage of the compiler's pipeline before the keys, and leave fewer tiles under
-way. So the ids of a run of pages are held in registers, one per lane of a warp, and a tile's id is picked out of them.
+A cache is ``[num_pages, num_kv_heads, page_tokens, head_dim]``, read in tiles of ``BLOCK_N`` tokens. Loading a page id
+inside the loop over tiles would use one stage of the compiler's pipeline and leave fewer tiles in flight. So the ids of
+a run of pages are kept in registers, one per lane of a warp, and each tile selects its id from them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -17,13 +17,13 @@ PAGES_PER_RUN = tl.constexpr(_RUN)
 
 
 def tiles_per_run(page_tokens: int, block_n: int) -> int:
-    """How many tiles the ids of one run serve. The first may begin inside a page, which costs part of the last page."""
+    """The number of tiles covered by the ids of one run. The first tile may begin inside a page."""
     return max(1, (_RUN - 1) * page_tokens // block_n)
 
 
 @triton.jit
 def load_page_ids(table_row, first_key, end_key, PAGE: tl.constexpr):
-    """The ids of the run of pages that starts with ``first_key``'s; the scratch page for what lies past ``end_key``."""
+    """The ids of the run of pages that starts at ``first_key``. Pages past ``end_key`` are the scratch page."""
     pages = first_key // PAGE + tl.arange(0, PAGES_PER_RUN)
     return tl.load(table_row + pages, mask=pages * PAGE < end_key, other=0)
 
@@ -47,7 +47,7 @@ def tile_offsets(
         page = tl.sum(tl.where(tl.arange(0, PAGES_PER_RUN) == index, page_ids, 0), axis=0)
         offsets = page.to(tl.int64) * page_stride + (first_key % PAGE) * token_stride + steps * token_stride
     else:
-        # Tiles of several pages are for small pages only, which are not used where speed matters.
+        # Tiles span several pages only if pages are small, which is not the fast configuration.
         keys = first_key + steps
         pages = tl.load(table_row + keys // PAGE, mask=keys < end_key, other=0)
         offsets = pages.to(tl.int64) * page_stride + (keys % PAGE) * token_stride
@@ -55,7 +55,7 @@ def tile_offsets(
 
 
 def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor) -> None:
-    """What both attention kernels take for granted about their inputs."""
+    """Check the inputs that both attention kernels rely on."""
     head_dim = q.shape[-1]
     assert q.is_contiguous(), "q must be contiguous"
     assert k_cache.shape == v_cache.shape, f"caches differ: {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"

@@ -1,8 +1,8 @@
 """Causal attention of chunks of queries over the paged cache, also the engine's batch-invariant attention.
 
-A tile of queries holds all heads that share a kv head, so keys and values are read once per kv head. Keys are visited
-from the first one in blocks of fixed size, and blocks a query does not see leave its sums untouched. A query's bits
-therefore depend on itself, its position and its keys alone: whole prompts, chunks of them and single tokens agree.
+A tile of queries has all heads that share a kv head, so keys and values are read once per kv head. Keys are processed
+in order, in blocks of fixed size, and blocks that a query does not see do not change its sums. A query's bits therefore
+depend only on the query, its position and its keys: whole prompts, chunks and single tokens agree.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -25,7 +25,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How a prefill program is cut and scheduled; results agree bit for bit only under one config."""
+    """Tile sizes and schedule of a prefill program. Results agree bit for bit only with the same config."""
 
     block_m: int
     """Rows of a tile: queries times the query heads of one kv head."""
@@ -36,7 +36,7 @@ class PrefillConfig:
 
 
 def default_config(head_dim: int, element_bytes: int) -> PrefillConfig:
-    """Tiles that Hopper's warp-group multiplication takes; float32 has no such instruction and little shared memory."""
+    """Tiles for Hopper's warp-group multiplication. float32 has no such instruction and needs smaller tiles."""
     if element_bytes == 4:
         return PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2)
     if head_dim <= 128:
@@ -45,16 +45,16 @@ def default_config(head_dim: int, element_bytes: int) -> PrefillConfig:
 
 
 def queries_per_tile(num_heads: int, num_kv_heads: int, config: PrefillConfig) -> int:
-    """How many queries a tile holds; what ``build_tiles`` needs."""
+    """The number of queries per tile, for ``build_tiles``."""
     group = num_heads // num_kv_heads
     assert group <= config.block_m, f"{group} query heads per kv head exceed block_m = {config.block_m}"
     return config.block_m // group
 
 
 def build_tiles(query_lens: Sequence[int] | NDArray[np.integer], queries: int) -> NDArray[np.int32]:
-    """The tile map of chunks of these lengths: ``[num_tiles, 2]``, the chunk and its first query in each tile.
+    """The tile map for chunks of these lengths, ``[num_tiles, 2]``: the chunk and the first query of each tile.
 
-    ``build_tiles([5, 2], 4)`` is ``[[0, 0], [0, 4], [1, 0]]``. A map may be padded with ``[-1, 0]``, to no effect.
+    ``build_tiles([5, 2], 4)`` is ``[[0, 0], [0, 4], [1, 0]]``. A map may be padded with ``[-1, 0]``.
     """
     counts = [-(-int(length) // queries) for length in query_lens]
     chunks = np.repeat(np.arange(len(counts)), counts)
@@ -148,7 +148,7 @@ def _prefill(
             new_max = tl.maximum(running_max, tl.max(scores, axis=1))
             subtracted = new_max
             if WINDOW > 0:
-                # Blocks before a query's window are all -inf to it; subtracting -inf would make NaN of zeros.
+                # In blocks before a query's window all scores are -inf. Subtracting -inf would turn zeros into NaN.
                 subtracted = tl.where(new_max == float("-inf"), 0.0, new_max)
             rescale = tl.exp2(running_max - subtracted)
             weights = tl.exp2(scores - subtracted[:, None])
@@ -173,11 +173,12 @@ def paged_prefill_attention(
     window: int = 0,
     config: PrefillConfig | None = None,
 ) -> Tensor:
-    """Attend from ``q`` [tokens, heads, head_dim], chunks packed one after another, to each chunk's pages.
+    """Attend from ``q`` [tokens, heads, head_dim], packed chunks, to each chunk's pages.
 
-    Chunk ``i`` owns the queries ``query_starts[i]:query_starts[i + 1]`` and row ``i`` of ``page_table``;
-    ``context_lens[i]`` counts its history and itself, and its keys and values are in the cache already. ``tiles`` comes
-    from ``build_tiles(query_lens, queries_per_tile(...))`` with the same config. Tokens of no tile are left unwritten.
+    Chunk ``i`` has the queries ``query_starts[i]:query_starts[i + 1]`` and row ``i`` of ``page_table``.
+    ``context_lens[i]`` is the length of its history plus the chunk; all of these keys and values are in the cache.
+    ``tiles`` is ``build_tiles(query_lens, queries_per_tile(...))`` with the same config. Tokens outside all tiles are
+    not written.
     """
     check_caches(q, k_cache, v_cache, page_table)
     _, num_heads, head_dim = q.shape

@@ -1,4 +1,4 @@
-"""Splitting the merged qkv projection: optional head norms, rotary positions, and the cache write, in one launch."""
+"""Splits the merged qkv projection: optional head norms, rotary embedding and the cache write in one launch."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _rope_and_store(
     source = qkv + token * qkv_stride + heads[:, None] * (2 * HALF) + dims[None, :]
     raw_low = tl.load(source, mask=mask, other=0.0)
     raw_high = tl.load(source + HALF, mask=mask, other=0.0)
-    # Both halves of a row of the tables are the same; the first is enough.
+    # Both halves of a row of the tables are equal, so only the first is read.
     cosine = tl.load(cos + position * cos_stride + dims, mask=dims_mask, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(sin + position * sin_stride + dims, mask=dims_mask, other=0.0).to(tl.float32)[None, :]
 
@@ -100,8 +100,8 @@ def rope_and_store(
 ) -> Tensor:
     """Rotate queries and keys of ``qkv`` [tokens, (heads + 2 kv_heads) * head_dim] and write keys and values to slots.
 
-    ``cos`` and ``sin`` are tables over positions, of ``head_dim`` or ``head_dim / 2`` columns. Rotation happens in
-    float32 and is rounded once. Returns the queries [tokens, heads, head_dim].
+    ``cos`` and ``sin`` are tables over positions with ``head_dim`` or ``head_dim / 2`` columns. The rotation is
+    computed in float32 and rounded once. Returns the queries [tokens, heads, head_dim].
     """
     kv_heads, page_tokens, head_dim = k_cache.shape[1:]
     tokens = qkv.shape[0]

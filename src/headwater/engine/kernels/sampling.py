@@ -1,8 +1,8 @@
-"""Drawing tokens on the device: the same counter-based uniforms as ``headwater.engine.sampler``, in two launches.
+"""Sampling on the device in two launches, with the same counter-based uniform numbers as ``headwater.engine.sampler``.
 
-The first reads all logits once and leaves a maximum and a sum of exponentials per chunk of the vocabulary. The second
-finds the chunk in which the cumulative probability crosses the uniform, and reads only that chunk again. All of it
-happens row by row in a fixed order, so a row's token does not depend on the batch.
+The first launch reads all logits once and writes a maximum and a sum of exponentials per chunk of the vocabulary. The
+second finds the chunk in which the cumulative probability crosses the uniform number, and reads only that chunk again.
+Every row is computed in a fixed order, so a row's token does not depend on the batch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -33,7 +33,7 @@ def _summarise_chunks(
     address = logits + row.to(tl.int64) * row_stride + tokens
     scaled = tl.load(address, mask=tokens < vocabulary, other=float("-inf")).to(tl.float32) * factor
     highest = tl.max(scaled, axis=0)
-    # A chunk without any allowed token has the maximum -inf; subtracting that would make NaN of its zeros.
+    # The maximum of a chunk without any allowed token is -inf. Subtracting it would turn zeros into NaN.
     weights = tl.exp(scaled - tl.where(highest == float("-inf"), 0.0, highest))
     tl.store(chunk_max + row * num_chunks + chunk, highest)
     tl.store(chunk_sum + row * num_chunks + chunk, tl.sum(weights, axis=0))
@@ -50,9 +50,10 @@ def _uniform(key, position):
 
 @triton.jit
 def _first_above(cumulative, target, weights, indices, NONE: tl.constexpr):
-    """First index with weight whose cumulative sum exceeds the target; the last with weight where rounding left none.
+    """The first index with a positive weight whose cumulative sum exceeds the target.
 
-    A parallel sum need not grow monotonically to the last bit, so the weight itself is asked for.
+    If rounding leaves none, the last index with a positive weight. The weight is checked because a parallel sum is not
+    monotonic to the last bit.
     """
     first = tl.min(tl.where((cumulative > target) & (weights > 0), indices, NONE), axis=0)
     last = tl.max(tl.where(weights > 0, indices, 0), axis=0)
@@ -104,7 +105,7 @@ def _draw(
     tokens = chunk * CHUNK + steps
     row_logits = logits + row.to(tl.int64) * row_stride
     scaled = tl.load(row_logits + tokens, mask=tokens < vocabulary, other=float("-inf")).to(tl.float32) * factor
-    # Inside the chunk weights are relative to its own maximum, so that they do not underflow in an unlikely chunk.
+    # Inside the chunk, weights are relative to its own maximum, so that they do not underflow in an unlikely chunk.
     weights = tl.exp(scaled - safe_max)
     local_target = (target - before) * tl.exp((safe_highest - safe_max).to(tl.float64))
     cumulative = tl.cumsum(weights.to(tl.float64), axis=0)
@@ -121,10 +122,10 @@ def _draw(
 def sample_tokens(
     logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, *, chunk: int = _CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row of ``logits`` [rows, vocabulary]; temperature 0 takes the first of the likeliest tokens.
+    """Sample one token per row of ``logits`` [rows, vocabulary]. Temperature 0 takes the first most likely token.
 
-    Returns tokens (int64) and the log-probs (float32) of the distribution they were drawn from; greedy rows report the
-    log-prob at temperature 1. ``chunk`` tokens are summarised at a time; it must be a power of two.
+    Returns tokens (int64) and log-probs (float32) under the distribution they were sampled from. Greedy rows report
+    the log-prob at temperature 1. ``chunk`` is the number of tokens per chunk, a power of two.
     """
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1, "the vocabulary must be the contiguous dimension of logits"

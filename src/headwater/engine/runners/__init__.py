@@ -1,4 +1,4 @@
-"""Which runner serves which device and mode."""
+"""Selects the runner for a device and mode."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec
-from headwater.engine.rows import Rows
-from headwater.engine.runners.cpu_ops import CpuOps
+from headwater.engine.rows import DecodeRows
+from headwater.engine.runners.decoder import CpuOps
 from headwater.engine.runners.fixed_rows import FixedRowsRunner
 from headwater.engine.runners.plain import Runner
 
 
-def make_runner(model: Any, spec: ModelSpec, cache: KVCache, rows: Rows, *, deterministic: bool) -> Runner:
+def make_runner(model: Any, spec: ModelSpec, cache: KVCache, rows: DecodeRows, *, deterministic: bool) -> Runner:
     if spec.device.type == "cuda":
-        # Needs Triton, which only CUDA builds of torch bring along.
+        # Needs Triton, which only CUDA builds of torch install.
         from headwater.engine.runners.cuda import CudaRunner
 
         return CudaRunner(model, spec, cache, rows, deterministic=deterministic)

@@ -1,7 +1,7 @@
-"""The runner of a CUDA device: fused layers, Triton kernels, and one CUDA graph per number of rows.
+"""The runner for a CUDA device: fused layers, cuBLAS and Triton kernels, and one CUDA graph per number of rows.
 
-A decode step reads and writes only the tensors of ``Rows``, so it is captured once per bucket of rows and replayed;
-Python does nothing per token. Prompts differ in shape and are launched kernel by kernel.
+A decode step reads and writes only the tensors of ``DecodeRows``. It is captured once per bucket of rows and then
+replayed, so Python does no work per token. Prompts differ in shape and are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -12,32 +12,94 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwater.core.errors import ModelError
 from headwater.engine.attention.cuda import CudaDecode, CudaPrefill
+from headwater.engine.kernels.activation import silu_and_mul
 from headwater.engine.kernels.advance import advance
+from headwater.engine.kernels.linear import invariant_linear, split_linear, suggest_slices
+from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
+from headwater.engine.kernels.rope import rope_and_store
 from headwater.engine.kernels.sampling import sample_tokens
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import FUSED, ModelSpec, can_fuse
-from headwater.engine.plans import PrefillBatch, SamplingNeeds
-from headwater.engine.rows import Rows
-from headwater.engine.runners.cuda_ops import CudaOps, InvariantCudaOps
+from headwater.engine.plans import PrefillBatch
+from headwater.engine.rows import DecodeRows
+from headwater.engine.runners.decoder import HeadNorms, Projection, Rotary
+from headwater.engine.runners.fixed_rows import sample_in_blocks
 from headwater.engine.runners.plain import Output, Runner
-from headwater.engine.runners.row_blocks import sample_in_blocks
-from headwater.engine.sampler import SamplingBatch, sample
+from headwater.engine.sampler import SamplingBatch, SamplingNeeds, sample
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _BUCKET_STEP = 64
-"""Beyond the listed buckets: few enough graphs to capture, little enough padding to compute."""
+"""Distance of further buckets: a compromise between the number of graphs to capture and padding."""
+
+
+class CudaOps:
+    """The decoder's operations on CUDA: cuBLAS for products, Triton kernels for the rest."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def linear_add_rms_norm(
+        self, x: Tensor, projection: Projection, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor:
+        slices = suggest_slices(x.shape[0], *projection.weight.shape)
+        if slices > 1:
+            parts = split_linear(x, projection.weight, slices)
+            return sum_add_rms_norm(parts, projection.bias, residual, norm_weight, eps)
+        product = F.linear(x, projection.weight, projection.bias)
+        return add_rms_norm(product, residual, norm_weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_and_mul(gate_up)
+
+    def rope_and_store(
+        self, qkv: Tensor, rotary: Rotary, slots: Tensor, cache: KVCache, layer: int, norms: HeadNorms | None
+    ) -> Tensor:
+        keys, values = cache.layer(layer)
+        return rope_and_store(
+            qkv,
+            rotary.cos,
+            rotary.sin,
+            rotary.positions,
+            slots,
+            keys,
+            values,
+            cache.spec.num_heads,
+            q_norm=None if norms is None else norms.query,
+            k_norm=None if norms is None else norms.key,
+            eps=0.0 if norms is None else norms.eps,
+        )
+
+
+class InvariantCudaOps(CudaOps):
+    """Products in fixed tiles, so that a token's bits do not depend on the number of other tokens."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return invariant_linear(x, weight, bias)
+
+    def linear_add_rms_norm(
+        self, x: Tensor, projection: Projection, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor:
+        # Never in slices, because the number of slices depends on the number of rows.
+        product = invariant_linear(x, projection.weight, projection.bias)
+        return add_rms_norm(product, residual, norm_weight, eps)
 
 
 class CudaRunner(Runner):
-    def __init__(self, model: Any, spec: ModelSpec, cache: KVCache, rows: Rows, *, deterministic: bool) -> None:
+    """``Runner`` with CUDA graphs for decoding."""
+
+    def __init__(self, model: Any, spec: ModelSpec, cache: KVCache, rows: DecodeRows, *, deterministic: bool) -> None:
         if deterministic and not can_fuse(model.config):
             raise ModelError(
-                f"engine.deterministic = true: on a GPU it covers {', '.join(FUSED)} models, not {spec.model_type}; "
-                "use engine.deterministic=false, or model.device=cpu"
+                f"engine.deterministic = true: on a GPU this mode supports {', '.join(FUSED)} models, not "
+                f"{spec.model_type}; use engine.deterministic=false, or model.device=cpu"
             )
         super().__init__(model, spec, cache, rows, InvariantCudaOps() if deterministic else CudaOps())
         self._deterministic = deterministic
@@ -66,17 +128,17 @@ class CudaRunner(Runner):
         return self._read(num_steps, slice(0, num_rows))
 
     def _graph(self, num_rows: int, needs: SamplingNeeds) -> torch.cuda.CUDAGraph:
-        # The kernel handles temperature and greedy rows by itself; only the others need another graph.
+        # The sampling kernel handles temperature and greedy rows, so only the other needs require another graph.
         needs = SamplingNeeds(needs.truncates, True, True, needs.has_minimum)
-        # This table moves when it grows; graphs that read the old one are left behind.
+        # This table moves when it grows. Graphs that read the old table are not used again.
         width = self.rows.early_stop_ids.shape[1] if needs.has_minimum else 0
         graph = self._graphs.get((num_rows, needs, width))
         if graph is None:
             with self._idle_rows(num_rows):
-                self._decode_step(num_rows, needs)  # compiles kernels, which a capture cannot
+                self._decode_step(num_rows, needs)  # compiles kernels, which is not possible during a capture
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                # Other threads, a learner's say, may use the device meanwhile.
+                # Other threads, for example a learner's, may use the device during the capture.
                 with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
                     self._decode_step(num_rows, needs)
             self._graph_memory = graph.pool()
@@ -85,7 +147,7 @@ class CudaRunner(Runner):
 
     @contextmanager
     def _idle_rows(self, num_rows: int) -> Iterator[None]:
-        """For the time of a capture no row is alive, so that the trial step changes nothing."""
+        """Mark all rows as stopped during a capture, so that the trial step changes nothing."""
         alive, slots = self.rows.alive[:num_rows].clone(), self.rows.slots[:num_rows].clone()
         self.rows.alive[:num_rows] = False
         self.rows.slots[:num_rows] = 0
@@ -135,7 +197,7 @@ class CudaRunner(Runner):
         positions = positions.to(torch.int64)
         tokens, logprobs = sample_tokens(logits, settings.keys, positions, settings.temperature)
         if settings.needs.truncates:
-            # The kernel does not cut; rows that do not either keep its bits, whatever their neighbours ask for.
+            # The kernel does not truncate. Rows without truncation keep its bits, whatever their neighbours need.
             draw = sample_in_blocks if self._deterministic else sample
             cuts, (cut_tokens, cut_logprobs) = settings.cuts, draw(logits, settings, positions)
             tokens, logprobs = torch.where(cuts, cut_tokens, tokens), torch.where(cuts, cut_logprobs, logprobs)

@@ -1,7 +1,7 @@
-"""A decoder's layers as few, large operations: merged projections, and norms, rotary and activation in one pass each.
+"""A decoder as a few large operations: merged projections, and one pass each for norms, rotary and activation.
 
-The weights are those of the transformers model: projections that read the same input are laid side by side in memory
-and the model's own parameters become views of the parts, so names, checkpoints and weight updates do not change.
+The weights are those of the transformers model. Projections that read the same input are merged in memory, and the
+model's parameters become views of the merged tensors, so names, checkpoints and weight updates do not change.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwater.engine.attention import PagedAttention
@@ -20,7 +21,7 @@ from headwater.engine.model_spec import ModelSpec
 
 
 class DecoderOps(Protocol):
-    """The operations of a layer on one device."""
+    """The operations of a decoder layer on one device."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -40,7 +41,7 @@ class DecoderOps(Protocol):
 
 @dataclass
 class Rotary:
-    """Tables over all positions, and the positions of this pass."""
+    """Rotary tables for all positions, and the positions of this pass."""
 
     cos: Tensor
     sin: Tensor
@@ -48,13 +49,13 @@ class Rotary:
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of this pass, looked up once for all layers."""
+        """Cosines and sines of this pass, gathered once for all layers."""
         return self.cos[self.positions], self.sin[self.positions]
 
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Norms of each query and key head, as Qwen3 has them."""
+    """Norms of the query and key heads, as in Qwen3."""
 
     query: Tensor
     key: Tensor
@@ -63,12 +64,16 @@ class HeadNorms:
 
 @dataclass(frozen=True)
 class Projection:
+    """A linear layer, possibly merged from several."""
+
     weight: Tensor
     bias: Tensor | None
 
 
 @dataclass(frozen=True)
 class FusedLayer:
+    """The weights and settings of one decoder layer."""
+
     input_norm: Tensor
     qkv: Projection
     head_norms: HeadNorms | None
@@ -133,7 +138,7 @@ def _fuse(layer: Any, config: Any) -> FusedLayer:
 
 @torch.no_grad()
 def _merge(*projections: nn.Linear) -> Projection:
-    """The projections one below the other, as one; their own parameters become views of it."""
+    """Stack the projections into one. The parameters of the model become views of it."""
     weight = _stack([projection.weight for projection in projections])
     biases = [projection.bias for projection in projections]
     return Projection(weight, _stack(biases) if biases[0] is not None else None)
@@ -152,6 +157,53 @@ def _stack(parameters: Sequence[Tensor]) -> Tensor:
 @torch.no_grad()
 def _rotary_tables(decoder: Any, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     positions = torch.arange(spec.max_positions, device=spec.device)[None]
-    # The argument only tells the module which type and device to answer in.
+    # The first argument only determines the dtype and device of the result.
     cos, sin = decoder.rotary_emb(torch.zeros(1, device=spec.device), positions)
     return cos[0].contiguous(), sin[0].contiguous()
+
+
+class CpuOps:
+    """The operations in plain torch, for a CPU."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        mean_square = norm.square_().div_(x.shape[-1])
+        return weight * (wide * mean_square.add_(eps).rsqrt_()).to(x.dtype)
+
+    def linear_add_rms_norm(
+        self, x: Tensor, projection: Projection, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor:
+        product = F.linear(x, projection.weight, projection.bias)
+        return self.rms_norm(residual.add_(product), norm_weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def rope_and_store(
+        self, qkv: Tensor, rotary: Rotary, slots: Tensor, cache: KVCache, layer: int, norms: HeadNorms | None
+    ) -> Tensor:
+        spec = cache.spec
+        num_rotated = spec.num_heads + spec.num_kv_heads
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
+        if norms is not None:
+            weights = torch.cat((norms.query.expand(spec.num_heads, -1), norms.key.expand(spec.num_kv_heads, -1)))
+            rotated = self.rms_norm(rotated, weights, norms.eps)
+        rotated = _rotate(rotated, *rotary.rows)
+        cache.store(layer, rotated[:, spec.num_heads :], value, slots)
+        return rotated[:, : spec.num_heads]
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate ``[tokens, heads, head dim]`` by the tokens' angles. The second half of the tables repeats the first."""
+    half = heads.shape[-1] // 2
+    output = heads * cos[:, None]
+    sin = sin[:, None, :half]
+    output[..., :half].addcmul_(heads[..., half:], sin, value=-1)
+    output[..., half:].addcmul_(heads[..., :half], sin)
+    return output.to(heads.dtype)

@@ -1,25 +1,53 @@
-"""The deterministic runner of the CPU: a token's bits do not depend on what is computed beside it.
+"""The deterministic runner for a CPU: a token's bits do not depend on what else is in the batch.
 
-A matrix product gives a row the same bits wherever it stands, as long as the number of rows is the same; another number
-may select another kernel. So every pass is made of blocks of exactly ``NUM_ROWS`` tokens, the last one padded, and
-attention is computed query by query over fixed pages. Prefill, chunks, decode and recomputation then agree bit for bit.
+Libraries choose an algorithm by shape and alignment. A matrix product gives a row the same bits at any position as long
+as the number of rows is the same. So every pass consists of blocks of exactly ``NUM_ROWS`` tokens, with the last block
+and the vocabulary padded, and attention is computed query by query over fixed pages. Prefill, chunks, decoding and
+recomputation then agree bit for bit.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwater.core.errors import ModelError
-from headwater.engine.attention.blockwise import BlockwiseAttention
+from headwater.engine.attention.cpu import BlockwiseAttention
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.plans import PrefillBatch
 from headwater.engine.runners.plain import Runner
-from headwater.engine.runners.row_blocks import NUM_ROWS, padded, sample_in_blocks
-from headwater.engine.sampler import SamplingBatch
+from headwater.engine.sampler import SamplingBatch, sample
+
+NUM_ROWS = 64
+_VOCABULARY_MULTIPLE = 256
+
+
+def padded(block: Tensor) -> Tensor:
+    """``block`` with rows of zeros added up to ``NUM_ROWS`` rows."""
+    missing = NUM_ROWS - block.shape[0]
+    return F.pad(block, (0, 0) * (block.dim() - 1) + (0, missing)) if missing else block
+
+
+def sample_in_blocks(logits: Tensor, settings: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """``sample`` in blocks: a row's token and log-prob have the same bits whatever other rows there are."""
+    missing = -logits.shape[1] % _VOCABULARY_MULTIPLE
+    drawn = []
+    for start in range(0, len(logits), NUM_ROWS):
+        block = slice(start, start + NUM_ROWS)
+        rows = logits[block]
+        if missing:
+            rows = F.pad(rows, (0, missing), value=-torch.inf)  # tokens that are never sampled
+        part = settings.map(lambda column, block=block: padded(column[block]))  # type: ignore[misc]
+        tokens, logprobs = sample(padded(rows), part, padded(positions[block]))
+        drawn.append((tokens[: len(rows)], logprobs[: len(rows)]))
+    tokens, logprobs = (torch.cat(each) for each in zip(*drawn, strict=True))
+    return tokens, logprobs
 
 
 class FixedRowsRunner(Runner):
+    """``Runner`` in blocks of a fixed number of tokens."""
+
     def _prefill_hidden(self, batch: PrefillBatch, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         chunk_of_token = torch.repeat_interleave(torch.tensor(batch.query_lens))
         page_table = torch.from_numpy(batch.page_table)
@@ -32,11 +60,11 @@ class FixedRowsRunner(Runner):
         )
 
     def _in_blocks(self, input_ids: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor) -> Tensor:
-        # In order: a token of a prompt finds the keys of earlier blocks in the cache.
+        # In order: the tokens of a prompt need the keys of earlier blocks in the cache.
         hidden = []
         for start in range(0, len(input_ids), NUM_ROWS):
             block = slice(start, start + NUM_ROWS)
-            # Padding writes to the scratch page and reads from it.
+            # Padding reads from and writes to the scratch page.
             ids, places, targets = (padded(each[block]) for each in (input_ids, positions, slots))
             attention = BlockwiseAttention(self.cache, padded(page_table[block]), places)
             hidden.append(self._hidden(ids, places, targets, attention)[: len(input_ids[block])])
@@ -53,7 +81,7 @@ class FixedRowsRunner(Runner):
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Refuse to promise what this machine's libraries do not keep: the same token at two places of a block."""
+        """Raise ``ModelError`` if this machine's libraries give a token different bits at two positions of a block."""
         cache, self.cache = self.cache, KVCache(self.spec, NUM_ROWS + 1, self.cache.page_tokens)
         try:
             ids = torch.arange(NUM_ROWS) % min(self.spec.vocab_size, NUM_ROWS - 1)
@@ -62,12 +90,12 @@ class FixedRowsRunner(Runner):
             self.cache = cache
         if not same:
             raise ModelError(
-                "engine.deterministic = true: on this machine a token's result depends on its place in the batch, so "
-                "the promise cannot be kept; set trainer.num_threads=1, or engine.deterministic=false"
+                "engine.deterministic = true: on this machine a token's result depends on its position in the batch; "
+                "set trainer.num_threads=1, or engine.deterministic=false"
             )
 
     def _logits_alone(self, ids: Tensor) -> Tensor:
-        """Logits of one-token sequences, each with a page of its own."""
+        """Logits of one-token sequences, each in a separate page."""
         pages = torch.arange(1, NUM_ROWS + 1)
         start = torch.zeros(NUM_ROWS, dtype=torch.int64)
         attention = BlockwiseAttention(self.cache, pages[:, None], start)

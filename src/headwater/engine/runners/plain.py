@@ -1,7 +1,7 @@
-"""Runs the model: chunks of prompts into the cache, and decode steps over the rows.
+"""Runs the model: computes chunks of prompts into the cache, and decode steps over the rows.
 
-This is the plain runner, for the CPU and for reading: the model's layers with our attention, then sampling, then the
-update of the rows. ``cuda`` and ``fixed_rows`` replace parts of it.
+This is the plain runner for a CPU: the model's layers with paged attention, then sampling, then the update of the
+rows. ``cuda`` and ``fixed_rows`` replace parts of it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from headwater.engine.attention import PagedAttention, use_paged_attention
 from headwater.engine.attention.cpu import CpuDecode, CpuPrefill
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec, can_fuse
-from headwater.engine.plans import PrefillBatch, SamplingNeeds
-from headwater.engine.rows import Rows
+from headwater.engine.plans import PrefillBatch
+from headwater.engine.rows import DecodeRows, upload
 from headwater.engine.runners.decoder import DecoderOps, FusedDecoder
-from headwater.engine.sampler import SamplingBatch, sample
-from headwater.engine.upload import upload
+from headwater.engine.sampler import SamplingBatch, SamplingNeeds, sample
 
 _EARLY_END = 8
-"""On a CPU a round of steps ends early once one in so many rows has finished: it would only compute for nothing."""
+"""On a CPU a round ends early once one in this many rows has finished, to avoid computing finished rows."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """What some steps drew, ``[steps, rows]``; -1 where a row was dead. On CUDA it arrives after it was asked for."""
+    """The output of some steps, ``[steps, rows]``; -1 where a row had stopped. On CUDA it is copied asynchronously."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -44,14 +43,14 @@ class Output:
 
 
 class Runner:
-    """One model, its cache and its rows on one device."""
+    """A model with its cache and rows on one device."""
 
     def __init__(
-        self, model: Any, spec: ModelSpec, cache: KVCache, rows: Rows, ops: DecoderOps, *, fused: bool = True
+        self, model: Any, spec: ModelSpec, cache: KVCache, rows: DecodeRows, ops: DecoderOps, *, fused: bool = True
     ) -> None:
         use_paged_attention(model)
         self._decoder = model.get_decoder()
-        # Fewer, larger operations where the architecture allows; transformers' own layers otherwise.
+        # Fewer, larger operations if the architecture allows it; otherwise the layers of transformers.
         self._fused = FusedDecoder(model, spec, ops) if fused and can_fuse(model.config) else None
         self._ops = ops
         self._head = model.get_output_embeddings()
@@ -60,18 +59,18 @@ class Runner:
         self.rows = rows
 
     def use_device(self) -> None:
-        """Called once by the thread that runs everything else: which device is current is a thread's own affair."""
+        """Called once by the engine's thread: the current device is a property of the thread."""
 
     def bucket_of(self, num_rows: int) -> int:
-        """How many rows are computed when ``num_rows`` are in use."""
+        """The number of rows that are computed when ``num_rows`` are in use."""
         return num_rows
 
     def forget_addresses(self) -> None:
-        """Weights or cache are about to move; whatever remembers where they were must forget it."""
+        """Called before weights or cache move: discard everything that depends on their addresses."""
 
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch) -> Output | None:
-        """Compute the chunks; where a prompt is complete, its rows start and draw their first token."""
+        """Compute the chunks. Rows of complete prompts start and sample their first token."""
         input_ids, positions, slots = map(self._uploaded, (batch.input_ids, batch.positions, batch.slots))
         hidden = self._prefill_hidden(batch, input_ids, positions, slots)
         if not batch.new_rows:
@@ -81,7 +80,7 @@ class Runner:
             self.cache.copy_pages(self._uploaded(sources.astype(np.int64)), self._uploaded(targets.astype(np.int64)))
         rows = self.rows.admit(batch.new_rows)
         self.rows.step.zero_()
-        # The samples of a prompt share its last hidden state; the head is applied once per prompt.
+        # The samples of a prompt share its last hidden state, so the head is applied once per prompt.
         last, member_of = np.unique(np.asarray(batch.new_row_tokens), return_inverse=True)
         logits = self._logits(hidden[self._uploaded(last)])
         self._draw(logits[self._uploaded(member_of)], rows, batch.needs)
@@ -89,7 +88,7 @@ class Runner:
 
     @torch.inference_mode()
     def decode(self, num_rows: int, num_steps: int, needs: SamplingNeeds) -> Output:
-        """Up to ``num_steps`` tokens for each of the first rows."""
+        """Generate up to ``num_steps`` tokens for each of the first ``num_rows`` rows."""
         self.rows.step.zero_()
         self.rows.refresh_slots(num_rows, self.cache.page_tokens)
         num_alive = int(self.rows.alive[:num_rows].sum())
@@ -117,7 +116,7 @@ class Runner:
         return self._hidden(rows.last_tokens[:num_rows], rows.positions[:num_rows], rows.slots[:num_rows], attention)
 
     def _hidden(self, input_ids: Tensor, positions: Tensor, slots: Tensor, attention: PagedAttention) -> Tensor:
-        """Last hidden states ``[tokens, hidden]`` of tokens that know their position and their slot in the cache."""
+        """Last hidden states ``[tokens, hidden]`` of tokens with given positions and cache slots."""
         if self._fused is not None:
             return self._fused(input_ids, positions, slots, attention, self.cache)
         output = self._decoder(
@@ -135,7 +134,7 @@ class Runner:
         return self._ops.linear(hidden, self._head.weight, self._head.bias)
 
     def _draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> None:
-        """Draw a token for each of ``rows`` and let the rows take it."""
+        """Sample a token for each of ``rows`` and update the rows."""
         if needs.has_minimum:
             logits = self.rows.forbid_early_stops(logits, rows)
         positions = self.rows.num_generated[rows].to(torch.int64)
@@ -146,7 +145,7 @@ class Runner:
         return sample(logits, settings, positions)
 
     def _read(self, num_steps: int, rows: Tensor | slice) -> Output:
-        # Clones: the next steps write to the same places.
+        # Clone, because the next steps write to the same tensors.
         state = self.rows
         return Output(
             state.out_tokens[:num_steps, rows].clone(),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from cases import case
 from engine.kernels.support import DEVICE, HALF, PagedCache, attend, randn
 
 from headwater.engine.kernels.prefill_attention import (
@@ -42,38 +42,40 @@ def run(
     )
 
 
-@pytest.mark.parametrize("window", [0, 9])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page"), [(6, 1, 64, 64), (4, 2, 24, 16)])
-def test_matches_a_float64_reference(heads, kv_heads, head_dim, page, window):
-    cache = PagedCache([40, 3, 70], kv_heads, head_dim, page, torch.float32)
-    chunks = [(row, cache.lengths[row], randn(n, heads, head_dim, seed=row)) for row, n in ((0, 40), (1, 1), (2, 30))]
-    actual = run(cache, chunks, window=window)
-    expected = [attend(q, cache.keys[row], cache.values[row], SCALE, window=window) for row, _, q in chunks]
-    torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+def test_matches_a_float64_reference():
+    for heads, kv_heads, head_dim, page, window in [(6, 1, 64, 64, 0), (4, 2, 24, 16, 0), (4, 2, 24, 16, 9)]:
+        with case(heads, kv_heads, head_dim, page, window):
+            cache = PagedCache([40, 3, 70], kv_heads, head_dim, page, torch.float32)
+            chunks = [
+                (row, cache.lengths[row], randn(n, heads, head_dim, seed=row)) for row, n in ((0, 40), (1, 1), (2, 30))
+            ]
+            actual = run(cache, chunks, window=window)
+            expected = [attend(q, cache.keys[row], cache.values[row], SCALE, window=window) for row, _, q in chunks]
+            torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_half_precision():
-    cache = PagedCache([80], 2, 64, 64, HALF)
-    q = randn(80, 12, 64, dtype=HALF)
-    actual = run(cache, [(0, 80, q)])
+    cache = PagedCache([40], 2, 64, 64, HALF)
+    q = randn(40, 6, 64, dtype=HALF)
+    actual = run(cache, [(0, 40, q)])
     torch.testing.assert_close(actual.double(), attend(q, cache.keys[0], cache.values[0], SCALE), rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("window", [0, 21])
-def test_whole_chunked_and_single_token_prefill_agree_bit_for_bit(dtype, window):
-    length, heads = 70, 6
-    cache = PagedCache([length, 50], 1, 32, 16, dtype)
-    q = randn(length, heads, 32, dtype=dtype, seed=1)
-    other = randn(50, heads, 32, dtype=dtype, seed=2)
-    whole = run(cache, [(0, length, q)], window=window)
-    beside = run(cache, [(1, 50, other), (0, length, q)], window=window)[50:]
-    assert torch.equal(whole, beside)
-    ends = [13, 14, 45, 70]
-    pieces = [(0, end, q[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-    assert torch.equal(whole, run(cache, pieces, window=window))
-    singles = [(0, end, q[end - 1 : end]) for end in range(1, length + 1, 3)]
-    assert torch.equal(whole[::3], run(cache, singles, window=window))
+def test_whole_chunked_and_single_token_prefill_agree_bit_for_bit():
+    for dtype, window in [(torch.float32, 0), (torch.float32, 21), (HALF, 0)]:
+        with case(dtype, window):
+            length, heads = 50, 3
+            cache = PagedCache([length, 20], 1, 32, 16, dtype)
+            q = randn(length, heads, 32, dtype=dtype, seed=1)
+            other = randn(20, heads, 32, dtype=dtype, seed=2)
+            whole = run(cache, [(0, length, q)], window=window)
+            beside = run(cache, [(1, 20, other), (0, length, q)], window=window)[20:]
+            assert torch.equal(whole, beside)
+            ends = [13, 14, 45, 50]
+            pieces = [(0, end, q[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+            assert torch.equal(whole, run(cache, pieces, window=window))
+            singles = [(0, end, q[end - 1 : end]) for end in range(1, length + 1, 9)]
+            assert torch.equal(whole[::9], run(cache, singles, window=window))
 
 
 def test_tiles_of_chunks():

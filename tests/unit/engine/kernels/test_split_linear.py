@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from cases import case
 from engine.kernels.support import HALF, randn
 from torch.nn import functional as F
 
-from headwater.engine.kernels.split_linear import possible_slices, split_linear, suggest_slices
+from headwater.engine.kernels.linear import possible_slices, split_linear, suggest_slices
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("slices", [1, 3])
-def test_the_parts_add_up_to_the_product(dtype, slices):
-    x, weight = randn(7, 384, dtype=dtype), randn(40, 384, dtype=dtype, seed=1)
-    parts = split_linear(x, weight, slices)
-    assert parts.shape == (slices, 7, 40)
-    assert parts.dtype == torch.float32
-    torch.testing.assert_close(parts.sum(0).double(), F.linear(x.double(), weight.double()), rtol=1e-4, atol=1e-3)
+def test_the_parts_add_up_to_the_product():
+    for slices in [1, 3]:
+        for dtype in [torch.float32, HALF]:
+            with case(slices, dtype):
+                x, weight = randn(7, 384, dtype=dtype), randn(40, 384, dtype=dtype, seed=1)
+                parts = split_linear(x, weight, slices)
+                assert parts.shape == (slices, 7, 40)
+                assert parts.dtype == torch.float32
+                torch.testing.assert_close(
+                    parts.sum(0).double(), F.linear(x.double(), weight.double()), rtol=1e-4, atol=1e-3
+                )
 
 
 def test_each_part_is_the_product_of_its_slice():

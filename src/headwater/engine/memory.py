@@ -1,23 +1,30 @@
-"""What the engine holds on its device: in place, or given back while it sleeps."""
+"""The engine's device memory, which ``sleep`` releases and ``wake`` allocates, and Python's garbage collection."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import gc
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 
 from headwater.core.errors import ConfigError, MemoryRefused
 from headwater.core.protocols import ALL_TAGS, MemoryTag
-from headwater.engine.free_memory import free_bytes
-from headwater.engine.kv_cache import KVCache
+from headwater.engine.kv_cache import KVCache, free_bytes
 from headwater.engine.loop import EngineLoop
 from headwater.engine.model_weights import ModelWeights
 
 _GIB = 2**30
+_lock = threading.Lock()
+_num_putting_off = 0
+_was_enabled = True
 
 
 class DeviceMemory:
-    """The KV cache and the weights. ``sleep`` and ``wake`` run on the loop's thread."""
+    """The KV cache and the weights on the device. ``sleep`` and ``wake`` run on the loop's thread."""
 
     def __init__(self, loop: EngineLoop, cache: KVCache, weights: ModelWeights, num_weight_bytes: int) -> None:
         self._loop = loop
@@ -44,7 +51,7 @@ class DeviceMemory:
             torch.cuda.empty_cache()
 
     def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Tag by tag: what has been taken again before memory runs out stays, and the rest can be asked for later."""
+        """Allocate one tag after another. If memory runs out, the tags allocated so far stay awake."""
         for tag in tags:
             if tag in self._asleep:
                 try:
@@ -68,8 +75,9 @@ class DeviceMemory:
 
     def _refusal(self, tag: MemoryTag) -> MemoryRefused:
         return MemoryRefused(
-            f"wake: {tag} takes {self._num_bytes[tag] / _GIB:.2f} GiB and {free_bytes(self._device) / _GIB:.2f} GiB "
-            f"are free on {self._device}; the engine stays asleep: free memory there, then wake it again"
+            f"wake: {tag} needs {self._num_bytes[tag] / _GIB:.2f} GiB, but only "
+            f"{free_bytes(self._device) / _GIB:.2f} GiB are free on {self._device}; the engine stays asleep; free "
+            "memory on that device, then call wake again"
         )
 
 
@@ -77,3 +85,38 @@ def check_tags(tags: Sequence[MemoryTag]) -> None:
     unknown = [tag for tag in tags if tag not in ALL_TAGS]
     if unknown or not tags:
         raise ConfigError([f"tags = {list(tags)}: must be one or more of {', '.join(ALL_TAGS)}"])
+
+
+@cache
+def settle_garbage() -> None:
+    """Exclude all existing objects from garbage collection, once per process.
+
+    Importing torch and transformers creates about half a million objects. Without this, the collector scans them
+    repeatedly in the middle of decoding rounds, more often with more requests.
+    """
+    gc.collect()
+    gc.freeze()
+    # Some extension modules print warnings at exit about objects that still exist.
+    atexit.register(gc.unfreeze)
+
+
+@contextmanager
+def garbage_put_off() -> Iterator[None]:
+    """Disable garbage collection inside the block.
+
+    With a thousand open requests, one collection takes longer than swapping the weights. The switch applies to the
+    whole process: if several engines are inside the block, the last one to leave enables collection again.
+    """
+    global _num_putting_off, _was_enabled
+    with _lock:
+        if not _num_putting_off:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _num_putting_off += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_putting_off -= 1
+            if not _num_putting_off and _was_enabled:
+                gc.enable()
