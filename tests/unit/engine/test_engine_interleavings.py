@@ -242,7 +242,7 @@ def check(play: Play, responses: list[tuple[Sent, ModelResponse]], *, logprobs_t
     assert_nothing_is_held(play.engine.engine)
 
 
-EXAMPLES = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @EXAMPLES

@@ -101,7 +101,7 @@ SETTINGS = {
 def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(deterministic):
     """All settings in one batch: what one row needs must not affect the others."""
     requests = [
-        request(tokens_of(length), key, name, **sampling)
+        request(tokens_of(length), key, name, max_new_tokens=8, **sampling)
         for name, sampling in SETTINGS.items()
         for key, length in enumerate((3, 17, 18))
     ]
@@ -148,7 +148,7 @@ def test_the_fused_decoder_agrees_with_transformers_own_layers(monkeypatch):
 
 
 def test_deterministic_mode_computes_the_same_model():
-    for kind in [kind for kind in KINDS if not kind.startswith("tiny:")]:
+    for kind in ("llama", "llama3", "qwen2_window", "qwen3", "mistral", "gemma", "gemma3_text"):
         with case(kind):
             requests = [request(tokens_of(length), temperature=0.0, max_new_tokens=8) for length in (2, 17, 40)]
             with running(make_model(kind), deterministic=True) as engine:

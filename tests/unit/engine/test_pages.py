@@ -126,7 +126,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
 def test_the_page_used_longest_ago_is_forgotten_first():

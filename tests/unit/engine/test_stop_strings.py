@@ -90,7 +90,7 @@ def test_looking_a_few_tokens_at_a_time_finds_the_same(text, stop, stride):
     assert found == plain(tokens, 0, [stop])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(kind=st.sampled_from(KINDS), data=st.data(), stride=st.integers(1, 9))
 def test_a_response_ends_with_the_first_token_whose_text_holds_a_stop(kind, data, stride):
     tokens, stops = data.draw(responses(kind))
@@ -101,7 +101,7 @@ def test_a_response_ends_with_the_first_token_whose_text_holds_a_stop(kind, data
     assert next((end for end in found if end is not None), None) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(kind=st.sampled_from(KINDS), data=st.data())
 def test_what_was_passed_over_does_not_count_for_any_tokenizer(kind, data):
     tokens, stops = data.draw(responses(kind))
