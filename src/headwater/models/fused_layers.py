@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gated products as one kernel each, for training on CUDA: Liger's, where installed."""
+"""Fused norms, rotary embeddings and gated products for training on CUDA, from Liger if it is installed."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _ACTIVATIONS = {
     "gemma": _GELU,
     "gemma3_text": _GELU,
 }
-"""The architectures that are tested, and the activation that Liger computes for each, whatever the model asks for."""
+"""The tested architectures, with the activations that Liger computes. Liger ignores the model's setting."""
 _ROTARY = "apply_rotary_pos_emb"
 
 
 def use_fused_layers(model: Any) -> bool:
-    """Put Liger's kernels into the layers of ``model`` alone; False where that cannot be done, and the log says why."""
+    """Use Liger's kernels in the layers of this model only. Log the reason and return False if that is not possible."""
     reason = _reason_against(model)
     if reason is None:
         reason = _fuse(model)
     if reason is not None:
-        logger.warning("layers train unfused, and slower: %s", reason)
+        logger.warning("training uses unfused, slower layers: %s", reason)
     return reason is None
 
 
@@ -46,13 +46,13 @@ def _reason_against(model: Any) -> str | None:
         return f"fused layers are tested with {', '.join(_ACTIVATIONS)}, not with {config.model_type}"
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation not in _ACTIVATIONS[config.model_type]:
-        return f"{config.model_type} with the activation {activation} is not what Liger computes"
+        return f"{config.model_type} with the activation {activation} is not supported by Liger"
     return None
 
 
 def _fuse(model: Any) -> str | None:
-    """Let Liger change ``model``; a reason where it refuses, and then nothing has changed."""
-    # When an operation is first used it warns of every backend of it that this machine does not have.
+    """Let Liger change ``model``. If it refuses, return the reason and leave the model unchanged."""
+    # Liger warns about every backend that is not available when an operation is first used.
     logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     from transformers.integrations.liger import apply_liger_kernel
 
@@ -60,9 +60,9 @@ def _fuse(model: Any) -> str | None:
     modeling = sys.modules[type(decoder).__module__]
     before = dict(vars(modeling))
     try:
-        # Log-probs are read off hidden states, so its losses are not for us.
+        # Log-probs are computed from hidden states, so Liger's losses are not used.
         apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
-    except TypeError as error:  # a class around the decoder that it does not know
+    except TypeError as error:  # the class around the decoder is unknown to Liger
         return str(error)
     finally:
         _keep_to_instance(modeling, before)
@@ -71,15 +71,15 @@ def _fuse(model: Any) -> str | None:
     return None
 
 
-# Liger replaces classes and the rotary function of transformers' module, which all models of an architecture share.
-# Other models may live on a CPU, where it cannot run, or may be meant to stay as they are.
+# Liger replaces classes and the rotary function in transformers' module, which all models of an architecture share.
+# Other models may be on a CPU, where Liger cannot run, or may have to stay unfused.
 
 _is_rotary_fused: ContextVar[bool] = ContextVar("is_rotary_fused", default=False)
 
 
 @dataclass(frozen=True)
 class _Rotary:
-    """The rotary function of a transformers module: fused within the attention of a fused model, plain elsewhere."""
+    """The rotary function of a transformers module: fused in the attention of a fused model, plain otherwise."""
 
     plain: Callable[..., tuple[Tensor, Tensor]]
     fused: Callable[..., tuple[Tensor, Tensor]]
@@ -89,7 +89,7 @@ class _Rotary:
 
 
 def _keep_to_instance(modeling: Any, before: dict[str, Any]) -> None:
-    """Undo what was done to ``modeling``, but for a rotary function that knows for whom it is called."""
+    """Restore ``modeling``, except for a rotary function that distinguishes between fused and other models."""
     plain, fused = before.get(_ROTARY), vars(modeling).get(_ROTARY)
     for name, value in before.items():
         setattr(modeling, name, value)

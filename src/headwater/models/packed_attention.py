@@ -1,7 +1,8 @@
-"""Attention over packed sequences, registered with transformers so that its own decoder layers call it.
+"""Attention over packed sequences, registered with transformers so that its decoder layers call it.
 
-A pack is many sequences one after the other, as one row. Its **segments** say who sees whom: the tokens of a segment
-see those of its prefix (another stretch of the pack, a prompt that several samples share) and, causally, each other.
+A pack is a single row that contains many sequences one after the other. Its **segments** define the attention mask: the
+tokens of a segment attend to its prefix (another part of the pack, such as a prompt that several samples share) and,
+causally, to each other.
 """
 
 from __future__ import annotations
@@ -35,49 +36,49 @@ _LOGIT_FIELDS = (
     "lm_head_multiplier",
     "output_multiplier",
 )
-"""What transformers' models call a change to their logits; 1 or none leaves them as they are."""
+"""Config fields with which transformers' models change their logits. 1 and None have no effect."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Stretches of a pack, in its order and covering it, each with the stretch it sees besides itself."""
+    """Consecutive parts of a pack that cover it. Each has a prefix, another part of the pack that it attends to."""
 
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     prefix_starts: NDArray[np.int64]
     prefix_lengths: NDArray[np.int64]
-    """0 for a segment that sees only itself."""
+    """0 for a segment without a prefix."""
 
     def key_places(self, segment: int) -> NDArray[np.int64]:
-        """The tokens a segment sees, in the order of their positions."""
+        """The tokens that a segment attends to, in the order of their positions."""
         prefix, start = self.prefix_starts[segment], self.starts[segment]
         own = np.arange(start, start + self.lengths[segment])
         return np.concatenate([np.arange(prefix, prefix + self.prefix_lengths[segment]), own])
 
 
 def rows_of(tensor: Tensor, places: Tensor) -> Tensor:
-    """``tensor[places]``, by the way whose backward pass adds up rows that occur twice always in the same order."""
+    """``tensor[places]``, with a backward pass that always sums repeated rows in the same order."""
     if tensor.is_cuda:
         return tensor[places]
     return tensor.index_select(0, places.flatten()).view(*places.shape, *tensor.shape[1:])
 
 
 class PackedAttention(Protocol):
-    """One way to compute the attention of one pack, on one kind of device."""
+    """An implementation of attention over one pack, for one kind of device."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
-        """``[tokens, heads, head dim]`` in and out; a ``window`` of 0 means no sliding window."""
+        """Inputs and output are ``[tokens, heads, head dim]``. A ``window`` of 0 means no sliding window."""
         ...
 
 
 def packed_attention(segments: Segments, device: torch.device, dtype: torch.dtype) -> PackedAttention:
-    # The variable-length kernel takes half precision only.
+    # The variable-length kernel supports only half precision.
     has_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     return VarlenAttention(segments, device) if has_kernel else BucketedAttention(segments, device)
 
 
 class VarlenAttention:
-    """On CUDA: torch's variable-length kernel. Keys that several segments see are laid out once per segment."""
+    """On CUDA: torch's variable-length kernel. Keys of a shared prefix are copied once per segment."""
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
         key_lengths = segments.lengths + segments.prefix_lengths
@@ -109,25 +110,25 @@ class VarlenAttention:
 
 @cache
 def _varlen_attention() -> Callable[..., Any]:
-    """torch's kernel, where every group of query heads finds its own key head by itself."""
+    """Torch's kernel with grouped-query attention."""
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build of torch
 
-    # torch 2.11 takes fewer key heads without being told.
-    must_be_told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return partial(varlen_attn, enable_gqa=True) if must_be_told else varlen_attn
+    # torch 2.11 has no such argument and supports grouped queries by default.
+    has_argument = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if has_argument else varlen_attn
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Segments of one shape."""
+    """Segments with the same shape."""
 
     queries: Tensor
-    """``[segments, query length]``: places in the pack."""
+    """``[segments, query length]``: positions in the pack."""
     keys: Tensor
 
 
 class BucketedAttention:
-    """On a CPU, and in float32: segments of equal shape together, so that nothing is padded and few calls are made."""
+    """On a CPU and in float32: segments of equal shape are computed together, without padding and in few calls."""
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
         shapes: dict[tuple[int, int], list[int]] = {}
@@ -165,10 +166,10 @@ class BucketedAttention:
 
 
 def use_packed_attention(model: Any) -> None:
-    """Make ``model`` attend through the ``PackedAttention`` that its forward call is given as ``packed_attention``."""
+    """Make ``model`` use the ``PackedAttention`` that is passed to its forward call as ``packed_attention``."""
     if not model._supports_attention_backend:
         raise ModelError(
-            f"{model.config.model_type}: its layers do not take an attention function, so it cannot be trained on "
+            f"{model.config.model_type}: its layers do not accept an attention function, so it cannot be trained on "
             f"packed sequences; {_REMEDY}"
         )
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
@@ -183,19 +184,19 @@ def use_packed_attention(model: Any) -> None:
 
 
 def _check_layers(model: Any) -> None:
-    """Convolutions and recurrent states run along the whole row, from one sequence of a pack into the next."""
+    """Refuse convolutions and recurrent states, which would leak from one sequence of a pack into the next."""
     config = model.config.get_text_config(decoder=True)
     for field in _LAYER_FIELDS:
         others = sorted(set(getattr(config, field, None) or ()) - _PACKED_LAYERS)
         if others:
             raise ModelError(
-                f"{config.model_type}: {field} has {', '.join(others)}, and only full_attention and sliding_attention "
-                "keep the sequences of a pack apart; use a model of such layers alone"
+                f"{config.model_type}: {field} has {', '.join(others)}, but only full_attention and sliding_attention "
+                "keep the sequences of a pack separate; use a model that has only such layers"
             )
 
 
 def _check_logits(model: Any) -> None:
-    """The learner reads log-probs off the output layer's product, and misses what a model does to logits after it."""
+    """Refuse changes to the logits: the learner computes log-probs directly from the output layer."""
     if model.get_output_embeddings() is None:
         return
     config = model.config.get_text_config(decoder=True)
@@ -204,7 +205,7 @@ def _check_logits(model: Any) -> None:
         if value not in (None, 1):
             raise ModelError(
                 f"{config.model_type}: {field} = {value} changes the logits after the output layer, which the learner "
-                "does not do, so its log-probs would be wrong; use a model without it (Llama, Qwen, Mistral)"
+                "does not support, so its log-probs would be wrong; use a model without it (Llama, Qwen, Mistral)"
             )
 
 
@@ -225,17 +226,19 @@ def _attend(
 ) -> tuple[Tensor, None]:
     if packed_attention is None:
         raise ModelError(
-            f"{module.config.model_type}: its layers do not hand on what a forward pass is given, so it cannot be "
+            f"{module.config.model_type}: its layers do not pass on the arguments of a forward pass, so it cannot be "
             f"trained on packed sequences; {_REMEDY}"
         )
     if query.shape[-1] != value.shape[-1]:
         raise ModelError(
-            f"{module.config.model_type}: its values have another width than its queries ({value.shape[-1]}, not "
-            f"{query.shape[-1]}), which cannot be trained packed yet; {_REMEDY}"
+            f"{module.config.model_type}: its values and queries have different widths ({value.shape[-1]} and "
+            f"{query.shape[-1]}), which is not supported in packed training; {_REMEDY}"
         )
     if softcap is not None or s_aux is not None:
-        raise ModelError(f"{module.config.model_type}: attention with a soft cap or sinks cannot be trained packed yet")
-    # All tokens of a pack are one row of length T to transformers: [1, heads, T, head dim].
+        raise ModelError(
+            f"{module.config.model_type}: packed training does not support attention with a soft cap or sinks"
+        )
+    # For transformers a pack is one row of length T: [1, heads, T, head dim].
     output = packed_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

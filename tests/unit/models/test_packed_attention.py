@@ -74,10 +74,10 @@ def test_a_decoder_without_a_list_of_layers_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (NemotronConfig(**{**SHAPE, "vocab_size": 512}), "nemotron: its layers do not hand on"),
+        (NemotronConfig(**{**SHAPE, "vocab_size": 512}), "nemotron: its layers do not pass on"),
         (
             DeepseekV2Config(**{**SHAPE, "vocab_size": 512, "num_key_value_heads": 2, "head_dim": 64}),
-            r"deepseek_v2: its values have another width than its queries \(128, not 192\)",
+            r"deepseek_v2: its values and queries have different widths \(128 and 192\)",
         ),
     ],
     ids=lambda value: getattr(value, "model_type", ""),

@@ -107,7 +107,7 @@ def test_chat_template_shows_tools_and_their_calls() -> None:
 def test_chat_template_refuses_what_it_cannot_show() -> None:
     for message, complaint in (
         ({"role": "robot", "content": "x"}, "unknown role robot"),
-        ({"role": "user", "content": [{"type": "image"}]}, "takes only text"),
+        ({"role": "user", "content": [{"type": "image"}]}, "accepts only text"),
     ):
         with pytest.raises(TemplateError, match=complaint):
             TOKENIZER.apply_chat_template([message], tokenize=False)

@@ -1,7 +1,7 @@
-"""The chat templates of the models that we make ourselves.
+"""The chat templates of the built-in models.
 
-Each is a head, which says how a message is marked, and the common body. ``{% generation %}`` encloses what the
-assistant itself would produce, its end token included, so ``return_assistant_tokens_mask=True`` works.
+Each template is a head, which defines the markers of a message, and a common body. ``{% generation %}`` encloses what
+the assistant generates, including its end token, so ``return_assistant_tokens_mask=True`` works.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BODY = """\
     {%- elif content is iterable -%}
         {%- for part in content -%}
             {%- if part.type != "text" -%}
-                {{- raise_exception("this model takes only text; found a part of type " ~ part.type) -}}
+                {{- raise_exception("this model accepts only text; found a part of type " ~ part.type) -}}
             {%- endif -%}
             {{- part.text -}}
         {%- endfor -%}
@@ -66,4 +66,4 @@ TINY_TEMPLATE = _TINY_HEAD + _BODY
 """``<|user|>What is 7 + 5?<|end|><|assistant|>``"""
 
 CHATML_TEMPLATE = _CHATML_HEAD + _BODY
-"""What SmolLM2 was trained with, its default system message included."""
+"""The template that SmolLM2 was trained with, including its default system message."""
