@@ -31,7 +31,7 @@ from headwater.core.registry import PACKAGE_ROOT, is_path, nearest
 T = TypeVar("T", AdvantageTraits, LossTraits, CorrectionTraits)
 
 _SIMPLE = {"float": float, "int": int, "bool": bool, "str": str}
-_SEQUENCES = ("Sequence", "list", "tuple")
+_SEQUENCES: dict[str, type] = {"Sequence": Sequence, "list": list, "tuple": tuple}
 _CONSTRAINTS = {
     name: thing
     for name, thing in vars(constraints).items()
@@ -319,9 +319,13 @@ def _subscript(node: ast.Subscript, source: Source) -> Any:
     if base == "Optional":
         return _union([_hint(items[0], source), type(None)])
     if base in _SEQUENCES:
-        inner = _hint(items[0], source)
-        return Any if inner is Any else GenericAlias(tuple, (inner, ...))
+        given = tuple(... if _is_ellipsis(item) else _hint(item, source) for item in items)
+        return Any if Any in given else GenericAlias(_SEQUENCES[base], given)
     return Any
+
+
+def _is_ellipsis(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is ...
 
 
 def _union(options: list[Any]) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from headwater.config.load import load_config
 
 
@@ -16,16 +14,16 @@ def test_no_recipe_is_all_defaults():
     assert loaded.given == frozenset()
 
 
-@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "---\n", "null\n"])
-def test_an_empty_recipe_is_refused(write, problems, text):
-    assert problems(write("empty.yaml", text)) == [
-        "empty.yaml: is empty; write settings into it, or name another recipe"
-    ]
+def test_an_empty_recipe_is_refused(write, problems):
+    for text in ("", "# nothing but a comment\n", "---\n", "null\n"):
+        assert problems(write("empty.yaml", text)) == [
+            "empty.yaml: is empty; write settings into it, or name another recipe"
+        ]
 
 
-@pytest.mark.parametrize("text", ["rollout:\n", "{}\n"])
-def test_an_empty_section_is_all_defaults(write, text):
-    assert load_config(write("empty.yaml", text)).config == load_config(None).config
+def test_an_empty_section_is_all_defaults(write):
+    for text in ("rollout:\n", "{}\n"):
+        assert load_config(write("empty.yaml", text)).config == load_config(None).config
 
 
 def test_origins_name_file_and_line(write):
@@ -127,11 +125,11 @@ def test_a_missing_recipe_and_a_folder_are_named(write, problems, tmp_path):
     assert line.startswith("folder: cannot be read: ")
 
 
-@pytest.mark.parametrize("value", ["3", "[a.yaml, 3]", "{a: b}", "", "[]"])
-def test_extends_must_be_paths(write, problems, value):
-    write("a.yaml", "")
-    (line,) = problems(write("r.yaml", f"run: {{name: x}}\nextends: {value}\n"))
-    assert line == "r.yaml:2: extends: must be the path of a recipe, or a list of paths"
+def test_extends_must_be_paths(write, problems):
+    for value in ("3", "[a.yaml, 3]", "{a: b}", "", "[]"):
+        write("a.yaml", "")
+        (line,) = problems(write("r.yaml", f"run: {{name: x}}\nextends: {value}\n"))
+        assert line == "r.yaml:2: extends: must be the path of a recipe, or a list of paths"
 
 
 def test_duplicate_keys_name_both_lines(write, problems):
@@ -154,25 +152,25 @@ def test_a_syntax_error_gives_line_column_and_reason(write, problems):
     assert line.startswith("tab.yaml:2:1: not valid YAML: found character '\\t'")
 
 
-@pytest.mark.parametrize("text", ["- run\n", "just text\n", "3\n"])
-def test_the_root_must_be_a_mapping(write, problems, text):
-    (line,) = problems(write("r.yaml", text))
-    assert line.startswith("r.yaml:1: a recipe must be a mapping of sections")
+def test_the_root_must_be_a_mapping(write, problems):
+    for text in ("- run\n", "just text\n", "3\n"):
+        (line,) = problems(write("r.yaml", text))
+        assert line.startswith("r.yaml:1: a recipe must be a mapping of sections")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("run: !!python/name:os.system {}\n", "r.yaml:1: 'tag:yaml.org,2002:python/name:os.system' is not a kind of"),
-        ("run: {name: !env HOME}\n", "r.yaml:1: '!env' is not a kind of value that recipes have; remove the tag"),
-        ("run: {1: x}\n", "r.yaml:1: key 1: must be text; put it in quotes"),
-        ("base: &b {name: x}\nrun:\n  <<: *b\n", "r.yaml:3: merge keys (<<) are not part of recipes"),
-        ("data:\n  task_args: &a\n    again: *a\n", "r.yaml:2: this value contains itself"),
-        ("run: {name: x}\n---\nrun: {name: y}\n", "r.yaml:2:1: not valid YAML: but found another document"),
-    ],
-)
-def test_yaml_that_recipes_do_not_have(write, problems, text, expected):
-    assert any(line.startswith(expected) for line in problems(write("r.yaml", text)))
+NOT_IN_RECIPES = [
+    ("run: !!python/name:os.system {}\n", "r.yaml:1: 'tag:yaml.org,2002:python/name:os.system' is not a kind of"),
+    ("run: {name: !env HOME}\n", "r.yaml:1: '!env' is not a kind of value that recipes have; remove the tag"),
+    ("run: {1: x}\n", "r.yaml:1: key 1: must be text; put it in quotes"),
+    ("base: &b {name: x}\nrun:\n  <<: *b\n", "r.yaml:3: merge keys (<<) are not part of recipes"),
+    ("data:\n  task_args: &a\n    again: *a\n", "r.yaml:2: this value contains itself"),
+    ("run: {name: x}\n---\nrun: {name: y}\n", "r.yaml:2:1: not valid YAML: but found another document"),
+]
+
+
+def test_yaml_that_recipes_do_not_have(write, problems):
+    for text, expected in NOT_IN_RECIPES:
+        assert any(line.startswith(expected) for line in problems(write("r.yaml", text))), text
 
 
 def test_a_file_that_is_not_text(write, problems):

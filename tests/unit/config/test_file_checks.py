@@ -1,4 +1,4 @@
-"""What a run about to start, or to go on, must find on the disk."""
+"""Files that a run needs to start, and settings that it cannot change when it is resumed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ def refused(recipe: Path | None, overrides: list[str], *checks) -> list[str]:
     return list(caught.value.problems)
 
 
-@pytest.mark.parametrize("key", ["data.train", "data.eval"])
-def test_a_missing_file_is_named_first_with_its_key(write, key):
+def test_a_missing_file_is_named_first_with_its_key(write):
     write("there.jsonl", "{}")
-    overrides = [f"{key}=[there.jsonl, missing.jsonl]", "trainer.total_steps=1", "eval.every_steps=2"]
-    first, *others = refused(None, overrides, files_exist)
-    assert first.startswith(f"{key} = [there.jsonl, missing.jsonl] (command line): no such file: missing.jsonl (looked")
-    assert others
+    for key in ("data.train", "data.eval"):
+        overrides = [f"{key}=[there.jsonl, missing.jsonl]", "trainer.total_steps=1", "eval.every_steps=2"]
+        first, *others = refused(None, overrides, files_exist)
+        named = f"{key} = [there.jsonl, missing.jsonl] (command line): no such file: missing.jsonl (looked"
+        assert first.startswith(named)
+        assert others
 
 
-@pytest.mark.parametrize("overrides", [["data.train=part-*.jsonl"], ["data.train=x.jsonl", "data.dataset=my.py:Mine"]])
-def test_patterns_and_names_of_ones_own_dataset_are_no_missing_files(write, overrides):
+def test_patterns_and_the_names_of_a_custom_dataset_are_no_missing_files(write):
     write("part-1.jsonl", "{}")
-    load_config(None, overrides, [files_exist])
+    for overrides in (["data.train=part-*.jsonl"], ["data.train=x.jsonl", "data.dataset=my.py:Mine"]):
+        load_config(None, overrides, [files_exist])
 
 
 def test_a_pattern_that_matches_nothing(write):
@@ -45,35 +46,35 @@ def test_reading_a_recipe_needs_no_files(write):
     assert load_config(None, ["data.train=missing.jsonl"]).config.data.train == ("missing.jsonl",)
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        (
-            "model.path=tiny:llama",
-            "model.path = 'tiny:llama' (command line): {} was made with 'tiny:qwen3', and its we",
-        ),
-        ("run.seed=1", "run.seed = 1 (command line): {} was made with 0"),
-        ("data.train=countdown", "data.train = [countdown] (command line): {} was made with [arithmetic]"),
-        ("data.task_args.max_operand=99", "data.task_args = {{max_operand: 99}} (command line): {} was made with {{}}"),
-        (
-            "warm_start.num_steps=5",
-            "warm_start.num_steps = 5 (command line): {} was made with 0, and its warm st",
-        ),
-    ],
-)
-def test_what_a_checkpoint_has_decided_cannot_be_changed(override, told):
-    (problem,) = refused(None, [override], fits_checkpoint(load_config(None).config, CHECKPOINT))
-    assert problem.startswith(told.format(CHECKPOINT))
-    assert f"model.path={CHECKPOINT}/model" in problem
+DECIDED = [
+    (
+        "model.path=tiny:llama",
+        "model.path = 'tiny:llama' (command line): {} was made with 'tiny:qwen3', and its we",
+    ),
+    ("run.seed=1", "run.seed = 1 (command line): {} was made with 0"),
+    ("data.train=countdown", "data.train = [countdown] (command line): {} was made with [arithmetic]"),
+    ("data.task_args.max_operand=99", "data.task_args = {{max_operand: 99}} (command line): {} was made with {{}}"),
+    (
+        "warm_start.num_steps=5",
+        "warm_start.num_steps = 5 (command line): {} was made with 0, and its warm st",
+    ),
+]
 
 
-@pytest.mark.parametrize("override", ["lora.rank=4", "lora.alpha=16", "lora.targets=[q_proj]"])
-def test_adapters_stay_as_their_checkpoint_has_them(override):
+def test_what_a_checkpoint_depends_on_cannot_be_changed():
+    for override, reported in DECIDED:
+        (problem,) = refused(None, [override], fits_checkpoint(load_config(None).config, CHECKPOINT))
+        assert problem.startswith(reported.format(CHECKPOINT)), override
+        assert f"model.path={CHECKPOINT}/model" in problem, override
+
+
+def test_settings_of_adapters_cannot_be_changed():
     before = load_config(None, ["lora.rank=8"]).config
-    (problem,) = refused(None, ["lora.rank=8", override], fits_checkpoint(before, CHECKPOINT))
-    assert problem.startswith(override.split("=")[0])
-    assert "was made with" in problem
-    assert "its adapters" in problem
+    for override in ("lora.rank=4", "lora.alpha=16", "lora.targets=[q_proj]"):
+        (problem,) = refused(None, ["lora.rank=8", override], fits_checkpoint(before, CHECKPOINT))
+        assert problem.startswith(override.split("=")[0])
+        assert "was made with" in problem
+        assert "its adapters" in problem
 
 
 def test_other_settings_of_a_resumed_run_may_change():
@@ -86,7 +87,7 @@ def test_other_settings_of_a_resumed_run_may_change():
     load_config(None, overrides, [fits_checkpoint(load_config(None).config, CHECKPOINT)])
 
 
-def test_what_was_moved_may_be_named_anew(write):
+def test_a_file_that_was_moved_may_get_its_new_name(write):
     write("models/new/config.json", "{}")
     before = load_config(None, ["model.path=./models/old", "data.train=old.jsonl"]).config
     load_config(None, ["model.path=./models/new", "data.train=new.jsonl"], [fits_checkpoint(before, CHECKPOINT)])

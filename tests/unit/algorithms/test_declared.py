@@ -1,0 +1,70 @@
+"""What the built-in algorithms declare: as the source says it, so Python has it, and nonsense is refused."""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+from algorithms.doc_sections import ALGORITHMS, CHAPTERS
+
+from headwater.config.declared import read_declared
+from headwater.config.traits import AdvantageTraits, CorrectionTraits, LossTraits
+
+TRAITS = {"Advantages": AdvantageTraits, "Policy losses": LossTraits, "Corrections": CorrectionTraits}
+
+
+def test_types_and_ranges_read_from_the_source_are_those_of_the_function():
+    for chapter, name in ALGORITHMS:
+        declared, function = read_declared(TRAITS[chapter], name), CHAPTERS[chapter].resolve(name)
+        hints = get_type_hints(function, include_extras=True)
+        defaults = function.__kwdefaults__ or {}
+        assert list(declared.parameters) == list(defaults), name
+        for argument, parameter in declared.parameters.items():
+            assert parameter.hint == hints[argument], f"{name}: {argument}"
+            assert parameter.hint is not Any, f"{name}: {argument}"
+            assert parameter.default == defaults[argument], f"{name}: {argument}"
+
+
+def test_defaults_are_allowed():
+    for chapter, name in ALGORITHMS:
+        declared = read_declared(TRAITS[chapter], name)
+        defaults = {argument: parameter.default for argument, parameter in declared.parameters.items()}
+        assert list(declared.problems(defaults)) == [], name
+
+
+NONSENSE = [
+    (AdvantageTraits, "grpo", {"epsilon": 0}),
+    (AdvantageTraits, "gpg", {"divisor": 0}),
+    (AdvantageTraits, "gae", {"gamma": 1.1}),
+    (AdvantageTraits, "gae", {"lam": -0.1}),
+    (AdvantageTraits, "gdpo", {"reward_weights": ["a"]}),
+    (AdvantageTraits, "rloo", {"singleton": "one"}),
+    (LossTraits, "ppo", {"clip_low": -0.1}),
+    (LossTraits, "ppo", {"dual_clip": 1.0}),
+    (LossTraits, "decoupled", {"dual_clip": 0.5}),
+    (LossTraits, "decoupled", {"lower": 6.0}),
+    (LossTraits, "sapo", {"tau_positive": 0}),
+    (LossTraits, "sapo", {"aggregation": "token_mean"}),
+    (LossTraits, "dro", {"beta": 0}),
+    (LossTraits, "kl_cov", {"fraction": 2}),
+    (LossTraits, "clip_cov", {"upper": 0}),
+    (LossTraits, "dppo_tv", {"bound_low": -1}),
+    (CorrectionTraits, "truncate", {"lower": 3.0}),
+    (CorrectionTraits, "truncate", {"upper": 0}),
+    (CorrectionTraits, "icepop", {"upper": 0.4}),
+    (CorrectionTraits, "reject", {"upper": 1.0, "lower": 2.0}),
+    (CorrectionTraits, "m2po", {"threshold": 0}),
+]
+USEFUL = [
+    (AdvantageTraits, "gdpo", {"reward_weights": [1, 0.5]}),
+    (LossTraits, "ppo", {"dual_clip": float("inf")}),
+    (LossTraits, "decoupled", {"metric": "k1", "lower": -1.0, "dual_clip": None}),
+    (LossTraits, "sapo", {"aggregation": None}),
+    (CorrectionTraits, "truncate", {"upper": float("inf")}),
+]
+
+
+def test_nonsense_is_refused_and_useful_values_are_not():
+    for traits, name, arguments in NONSENSE:
+        assert len(list(read_declared(traits, name).problems(arguments))) == 1, (name, arguments)
+    for traits, name, arguments in USEFUL:
+        assert list(read_declared(traits, name).problems(arguments)) == [], (name, arguments)
