@@ -214,8 +214,8 @@ def test_at_staleness_zero_the_weights_of_every_step_are_those_of_a_plain_loop(t
     assert checksums(run_here(tmp_path, "continuous", base=SYNC)) == expected
     few = run_here(tmp_path, "few_at_a_time", "rollout.max_concurrent_groups=3", base=SYNC)
     assert checksums(few) == expected
-    original = rollout_setup._admission
-    monkeypatch.setattr(rollout_setup, "_admission", lambda config: replace(original(config), in_waves=True))
+    original = rollout_setup.make_admission
+    monkeypatch.setattr(rollout_setup, "make_admission", lambda config: replace(original(config), in_waves=True))
     assert checksums(run_here(tmp_path, "in_waves", base=SYNC)) == expected
 
 

@@ -68,7 +68,7 @@ def a_wait(kind="batch", seconds=1000.0, limit=1800.0):
 
 
 def write_ledger(run, step=12, counts=BALANCED, dropped=(), trained=8):
-    """A line as the trainer writes it at the end of a step."""
+    """Append a line as the trainer does at the end of a step."""
     record = {"kind": "step", "step": step, "time": time.time(), "weights": "float32-1", "counts": counts}
     record["trained"] = [{"id": n, "uid": "u", "index": n, "epoch": 0, "requests": []} for n in range(trained)]
     record["dropped"] = [
@@ -79,7 +79,7 @@ def write_ledger(run, step=12, counts=BALANCED, dropped=(), trained=8):
 
 
 def resume(run, step):
-    """As the trainer notes that it goes on from ``step``."""
+    """Write the record of a resume from ``step``, as the trainer does."""
     record = {"kind": "resume", "step": step, "time": time.time()}
     run.append_metrics(record)
     run.append_ledger(record)
@@ -146,7 +146,7 @@ def test_on_another_machine_the_heartbeat_decides(run):
         assert examine(run).life.state == state
 
 
-def test_how_it_ended_is_told(run):
+def test_the_way_a_run_ended_is_reported(run):
     for state, healthy, resumes in (("finished", True, False), ("interrupted", True, True), ("failed", False, True)):
         write_status(run, state=state, time=time.time() - 7200, error="OSError: no space left on device\nand more")
         diagnosis = examine(run)
@@ -171,7 +171,7 @@ def test_a_step_that_takes_unusually_long_is_blamed_on_what_is_waited_for(run):
     assert examine(run).findings == (), "an evaluation comes between"
 
 
-def test_a_supervised_start_is_told_and_the_steps_of_training_are_not_a_stage(run):
+def test_the_progress_of_a_warm_start_is_reported_as_a_stage(run):
     write_status(run, step=0, stage={"name": "supervised start", "done": 30, "total": 200})
     stage = examine(run).stage
     assert (stage.name, stage.done, stage.total, examine(run).findings) == ("supervised start", 30, 200, ())
@@ -213,7 +213,7 @@ def test_a_run_that_has_only_its_settings(run):
 # Damage
 
 
-def test_a_damaged_status_is_loud_and_the_rest_is_told(run):
+def test_a_damaged_status_is_a_problem_and_the_other_files_are_used(run):
     add_steps(run, 12)
     run.status_file.write_text('{"pid": 12')
     write_ledger(run)
@@ -224,7 +224,7 @@ def test_a_damaged_status_is_loud_and_the_rest_is_told(run):
     assert diagnosis.ledger.counts == BALANCED
 
 
-def test_a_damaged_ledger_is_loud(run):
+def test_a_damaged_ledger_is_a_problem(run):
     write_status(run)
     for content in (
         "{{{\n",
@@ -249,7 +249,7 @@ def test_a_ledger_line_that_is_being_written_is_no_damage(run):
 # Resumed runs
 
 
-def test_a_run_that_has_just_resumed_stands_where_it_went_back_to(run):
+def test_a_run_that_has_just_resumed_is_at_the_step_of_the_resume(run):
     """Until its first step ends: no damage, and the books are those of the step from which it resumed."""
     add_steps(run, 12)
     for step in range(1, 13):
@@ -273,8 +273,8 @@ def test_a_run_that_starts_again_has_no_books_yet(run):
             assert examine(run).findings == (), step
 
 
-def test_what_a_resume_went_back_behind_is_not_held_against_the_run(run):
-    """Neither books that did not balance nor drops of a course that is not taken again."""
+def test_records_that_a_resume_made_invalid_are_ignored(run):
+    """Neither an unbalanced ledger nor drops after the step of the resume count."""
     write_ledger(run, 11)
     write_ledger(run, 12, counts=BALANCED | {"trained": 90}, dropped=["rejected"] * 50)
     write_status(run)
@@ -286,7 +286,7 @@ def test_what_a_resume_went_back_behind_is_not_held_against_the_run(run):
     assert (gather(run).ledger.step, gather(run).ledger.num_trained) == (12, 8 + 4)
 
 
-def test_settings_of_another_version_do_not_keep_the_rest_from_being_told(run):
+def test_unreadable_settings_do_not_hide_the_rest(run):
     write_status(run)
     run.write_config("trainer: {no_such_key: 1}\n")
     diagnosis = examine(run)
@@ -294,7 +294,7 @@ def test_settings_of_another_version_do_not_keep_the_rest_from_being_told(run):
     assert diagnosis.total_steps == 80
 
 
-def test_a_ledger_that_does_not_balance_is_loud(run):
+def test_a_ledger_that_does_not_balance_is_a_problem(run):
     for change, told in (
         ({"trained": 90}, "6 dispatched prompts are neither trained, dropped, buffered nor in flight"),
         ({"in_flight": 5}, "1 dispatched prompts are counted twice"),
@@ -397,7 +397,7 @@ def test_drops_are_read_from_the_status_if_there_is_no_ledger(run):
     assert "on_stale=mask" in remedy(diagnosis, "drops")
 
 
-def test_an_engine_that_was_restarted_is_told(run):
+def test_restarts_of_the_engine_are_reported(run):
     for restarts, severity in ((1, "hint"), (5, "problem")):
         write_status(run, engine_restarts=restarts)
         (found,) = examine(run).findings
@@ -406,27 +406,27 @@ def test_an_engine_that_was_restarted_is_told(run):
             assert cause in found.remedy
 
 
-def test_who_waits_for_whom_is_told(run):
+def test_a_learner_that_waits_is_reported(run):
     write_status(run)
     add_steps(run, 12, **{"time/wait_s": 1.5})
     assert hints(examine(run)) == ["the learner waits for rollouts 75% of the time"]
     assert "raise rollout.max_staleness" in remedy(examine(run), "learner_waits")
 
 
-def test_generation_that_is_ahead_is_told(run):
+def test_generation_that_is_ahead_is_reported(run):
     write_status(run)
     add_steps(run, 12, **{"time/wait_s": 0.01})
     assert hints(examine(run)) == ["generation is ahead: 4 groups wait for the learner"]
 
 
-def test_steps_that_become_slower_are_told(run):
+def test_slower_steps_are_reported(run):
     write_status(run)
     add_steps(run, 20, step_s=2.0)
     add_steps(run, 10, step_s=5.0)
     assert hints(examine(run)) == ["steps have become slower: 2.0 s before, 5.0 s now"]
 
 
-def test_a_disk_that_is_full_is_told(run, monkeypatch):
+def test_a_full_disk_is_reported(run, monkeypatch):
     write_status(run)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100 * 2**20}))
     assert "0.1 GiB are left on the disk" in problems(examine(run))[0]
@@ -441,7 +441,7 @@ def test_json_holds_the_same(run):
     assert content["ledger"] == {"counts": BALANCED, "missing": 0}
 
 
-def test_waits_of_a_dead_run_stand_still(run):
+def test_waits_of_a_dead_run_do_not_grow(run):
     write_status(run, process_start="another boot+1", time=time.time() - 5000, waits=[a_wait(seconds=3.0)])
     evidence = gather(run)
     assert life_of(evidence).is_over

@@ -24,7 +24,7 @@ def test_opening_something_else_is_an_error(tmp_path):
         RunDirectory.open(tmp_path)
 
 
-def test_settings_of_a_resume_stand_beside_the_first(tmp_path):
+def test_settings_of_a_resume_are_kept_in_addition_to_the_first(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     for text in ("a: 1", "a: 1", "a: 2", "a: 3"):
         run.write_config(text)
@@ -41,7 +41,7 @@ def test_the_last_record_of_a_repeated_step_counts(tmp_path):
     assert len(run.metrics_file.read_text().splitlines()) == 4
 
 
-def test_records_behind_a_resume_no_longer_count(tmp_path):
+def test_records_after_the_step_of_a_resume_are_invalid(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     for step in (1, 2, 3, 4):
         run.append_metrics({"kind": "train", "step": step})
@@ -52,7 +52,7 @@ def test_records_behind_a_resume_no_longer_count(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_line_cut_off_by_a_kill_costs_only_itself(tmp_path, caplog):
+def test_an_incomplete_line_is_skipped(tmp_path, caplog):
     run = RunDirectory.create(tmp_path, "run")
     run.metrics_file.write_text('{"kind": "train", "step": 1}\n{"kind": "tra')
     run.append_metrics({"kind": "train", "step": 2})
@@ -83,7 +83,7 @@ def test_the_end_of_a_long_file_is_read_alone(tmp_path):
     assert run.last_metrics(10**6) == run.read_metrics()
 
 
-def test_the_end_of_a_ledger_is_read_as_it_stands(tmp_path):
+def test_the_end_of_a_ledger_respects_resumes(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     assert run.last_ledger(5) == []
     for step in range(1, 6):

@@ -1,4 +1,4 @@
-"""The status file: what a run says of itself while it lives and when it ends."""
+"""The status file, while a run lives and when it ends."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def eventually(read, seconds=60.0):
     return answer
 
 
-def test_a_running_run_tells_who_it_is_and_what_it_does(tmp_path):
+def test_a_running_run_writes_its_identity_and_state(tmp_path):
     path, began = tmp_path / "status.json", time.time()
     with StatusFile(path, lambda: READING, every_s=0.01):
-        assert read_status(path) is not None, "it is there at once"
+        assert read_status(path) is not None, "it exists immediately"
         status = eventually(lambda: read_status(path) if read_status(path).step == 12 else None)
     assert (status.pid, status.state, status.error) == (os.getpid(), "running", "")
     assert status.process_start == process_start(os.getpid())
@@ -52,7 +52,7 @@ def test_a_running_run_tells_who_it_is_and_what_it_does(tmp_path):
     assert status.counts == READING["ledger"]
     assert status.drops == {DropKind.REWARD_TIMED_OUT: Drops(3, "no result within 60 s")}
     assert (status.oldest_groups[0].uid, status.capacity, status.engine_restarts) == ("row-7", 0, 1)
-    assert [each.name for each in tmp_path.iterdir()] == ["status.json"], "nothing is left beside it"
+    assert [each.name for each in tmp_path.iterdir()] == ["status.json"], "no temporary file is left"
 
 
 def test_open_waits_are_in_it_with_and_without_a_limit(tmp_path):
@@ -150,7 +150,7 @@ def test_a_message_whose_arguments_do_not_fit_is_kept_as_it_is():
     assert [line.message for line in log.lines()] == ["%d engines"]
 
 
-def test_a_folder_that_is_gone_stops_no_run(tmp_path, caplog):
+def test_a_missing_folder_does_not_stop_the_run(tmp_path, caplog):
     readings = []
     with StatusFile(tmp_path / "gone" / "status.json", lambda: readings.append(1) or READING, every_s=0.01):
         eventually(lambda: len(readings) >= 3)
@@ -173,7 +173,7 @@ def test_a_process_is_known_by_its_start(tmp_path):
         assert began == process_start(child.pid)
         assert began != process_start(os.getpid())
         child.kill()
-        # Nobody has looked after it yet: it is a zombie, and gone all the same.
+        # Its exit status was not collected, so it is a zombie, which counts as gone.
         eventually(lambda: process_start(child.pid) is None)
     assert process_start(child.pid) is None
 

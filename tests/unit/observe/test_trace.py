@@ -46,7 +46,7 @@ def test_overlapping_spans_are_one_bar(clock, tmp_path):
     assert bars(trace, tmp_path) == [("reward", 0, 3, {"spans": 3, "most at once": 3})]
 
 
-def test_names_have_tracks_of_their_own_and_overlap_is_seen(clock, tmp_path):
+def test_every_name_has_a_track_and_overlap_is_visible(clock, tmp_path):
     trace = Trace(clock=clock)
     trace.begin("train", step=1)
     clock.now += 1
@@ -64,7 +64,7 @@ def test_names_have_tracks_of_their_own_and_overlap_is_seen(clock, tmp_path):
     assert order[tracks["generate"]] < order[tracks["train"]], "generation is drawn over training"
 
 
-def test_rounds_that_follow_at_once_are_joined_and_others_are_not(clock, tmp_path):
+def test_only_rounds_that_follow_immediately_are_joined(clock, tmp_path):
     trace = Trace(clock=clock)
     for gap_s, version in ((0.0001, 0), (0.0001, 0), (0.5, 0), (0.0001, 0), (0.0001, 1), (0, 1)):
         trace.begin("generate", version=version)
@@ -77,7 +77,7 @@ def test_rounds_that_follow_at_once_are_joined_and_others_are_not(clock, tmp_pat
     ]  # fmt: skip
 
 
-def test_a_bar_that_is_open_is_drawn_up_to_now_and_goes_on(clock, tmp_path):
+def test_an_open_bar_is_drawn_up_to_now_and_continues(clock, tmp_path):
     trace = Trace(clock=clock)
     trace.begin("wait", kind="batch")
     clock.now += 1
@@ -88,7 +88,7 @@ def test_a_bar_that_is_open_is_drawn_up_to_now_and_goes_on(clock, tmp_path):
     assert bars(trace, tmp_path) == [("wait", 0, 2, {"kind": "batch"})]
 
 
-def test_memory_is_bounded_and_what_is_dropped_is_said(clock, tmp_path):
+def test_memory_is_bounded_and_discarded_bars_are_counted(clock, tmp_path):
     trace = Trace(max_events=10, clock=clock)
     for step in range(100):
         trace.begin("train", step=step)
@@ -102,7 +102,7 @@ def test_memory_is_bounded_and_what_is_dropped_is_said(clock, tmp_path):
     assert [each["name"] for each in content["traceEvents"] if each["ph"] == "i"] == ["89 older bars were discarded"]
 
 
-def test_it_is_written_now_and_then(clock, tmp_path):
+def test_it_is_written_at_intervals(clock, tmp_path):
     trace, path = Trace(clock=clock), tmp_path / "trace.json"
     trace.write_if_due(path)
     assert not path.exists()
@@ -112,10 +112,10 @@ def test_it_is_written_now_and_then(clock, tmp_path):
     clock.now += 59
     trace.write_if_due(path)
     assert path.stat().st_mtime_ns == first
-    assert [each.name for each in tmp_path.iterdir()] == ["trace.json"], "nothing is left beside it"
+    assert [each.name for each in tmp_path.iterdir()] == ["trace.json"], "no temporary file is left"
 
 
-def test_spans_are_drawn_with_what_is_said_of_them_from_many_threads(tmp_path):
+def test_spans_of_many_threads_are_drawn_with_their_arguments(tmp_path):
     trace = Trace()
     spans = Spans(trace)
 

@@ -1,4 +1,4 @@
-"""A real executor around workflows that do as they are told, and prompts that can be counted."""
+"""A real executor with scripted workflows and numbered prompts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def draw_of(number: int) -> PromptDraw:
 
 
 class Rows:
-    """``row0``, ``row1``, ...; so many of them, or without end."""
+    """``row0``, ``row1``, ...; ``num_rows`` of them, or an endless stream."""
 
     def __init__(self, num_rows: int | None = None) -> None:
         self.num_rows = num_rows
@@ -76,8 +76,8 @@ def executor_of(
     num_samples: int = 2,
     engine: object = None,
     on_failure: str = "stop",
-    timeout_s: float = 30.0,
-    episode_timeout_s: float = 30.0,
+    timeout_s: float = 120.0,
+    episode_timeout_s: float = 120.0,
     greedy: object = None,
     should_accept: Callable[[Any], bool] | None = None,
     max_retries: int = 0,

@@ -1,4 +1,4 @@
-"""What goes wrong in an episode stops the run with its cause or is dropped and counted; the books balance after it."""
+"""A failing episode stops the run with its cause, or its group is dropped. The ledger balances afterwards."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from headwater.rollout.ledger import LedgerCounts
 
 @pytest.fixture(autouse=True)
 def watch_often(monkeypatch):
-    """Episodes that take too long are looked for once a second; tests do not want to wait for that."""
+    """Slow episodes are looked for once a second; tests check more often."""
     monkeypatch.setattr(flight_module, "_WATCH_EVERY_S", 0.02)
 
 
-@pytest.fixture(params=[True, False], ids=["in waves", "as there is room"])
+@pytest.fixture(params=[True, False], ids=["in waves", "continuously"])
 def in_waves(request) -> bool:
     return request.param
 
@@ -51,7 +51,7 @@ def never_returns(data):
     return asyncio.sleep(3600)
 
 
-async def swallows_its_cancellation(data):
+async def suppresses_its_cancellation(data):
     try:
         await asyncio.sleep(3600)
     except asyncio.CancelledError:
@@ -69,7 +69,11 @@ FAULTS: list[tuple[Callable, DropKind, str]] = [
     (nonsense, DropKind.FAILED, "workflow Scripted returned a dict for row row1; return a Trajectory"),
     (of_another_prompt, DropKind.FAILED, "raised ValueError: group of prompt row1 holds a trajectory of row77"),
     (never_returns, DropKind.TIMED_OUT, "row row1: its episodes took longer than rollout.episode_timeout_s"),
-    (swallows_its_cancellation, DropKind.TIMED_OUT, "row row1: its episodes took longer than rollout.episode_timeout"),
+    (
+        suppresses_its_cancellation,
+        DropKind.TIMED_OUT,
+        "row row1: its episodes took longer than rollout.episode",
+    ),
     (waits_for_what_was_cancelled, DropKind.FAILED, "on row row1 awaited something that was cancelled"),
 ]
 
@@ -118,7 +122,7 @@ class FailingEngine(HeldEngine):
 
 
 class AsksTheEngine:
-    """A workflow that passes on what the engine answers, or fails by itself if it is told to."""
+    """A workflow that passes on the engine's error, or wraps it."""
 
     def __init__(self, *, wraps: bool = False) -> None:
         self.wraps = wraps
@@ -134,7 +138,7 @@ class AsksTheEngine:
             raise
 
 
-def test_an_error_of_the_engine_is_told_from_one_of_the_workflow():
+def test_errors_of_the_engine_and_of_the_workflow_have_different_kinds():
     for wraps, kind in ((False, DropKind.ENGINE_FAILED), (True, DropKind.FAILED)):
         with executor_of(AsksTheEngine(wraps=wraps), engine=FailingEngine(), on_failure="drop") as executor:
             (dropped,) = executor.prepare_batch(Rows()).dropped
@@ -170,7 +174,7 @@ def test_a_run_whose_rollouts_all_fail_stops_with_the_first_causes(in_waves):
             assert counts(executor) == LedgerCounts(6, 0, 6, buffered=0, in_flight=0), fault
 
 
-def test_what_runs_ahead_and_fails_also_stops_the_run():
+def test_failures_of_groups_that_run_ahead_also_stop_the_run():
     rows = Rows()
     with executor_of(Scripted(raises), on_failure="drop", in_waves=False, max_staleness=4) as executor:
         with pytest.raises(RolloutFailed, match="only 0 are complete"):
@@ -208,7 +212,7 @@ def test_an_engine_that_cannot_be_held_reaches_the_learner():
 
 
 def scored_by(function_file, timeout_s: float = 30.0) -> Scripted:
-    """Episodes whose reward is the one a person wrote."""
+    """Episodes with a user's reward function."""
     manager = NaiveRewardManager(
         RewardConfig(function=f"{function_file}:compute_score", timeout_s=timeout_s), Spans(None)
     )
@@ -252,7 +256,7 @@ def test_a_reward_that_fails_stops_the_run_or_drops_the_group(tmp_path, in_waves
 
 
 def test_a_learner_that_is_interrupted_while_it_waits_leaves_books_that_balance(monkeypatch):
-    """Ctrl-C reaches the learner's thread; the rollouts are not asked."""
+    """Ctrl-C reaches the learner's thread, not the rollouts."""
     started = threading.Event()
 
     async def slow(data):

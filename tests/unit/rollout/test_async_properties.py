@@ -1,8 +1,8 @@
-"""Whatever the order in which things happen: nothing too old is trained on, nothing is lost, nothing counted twice.
+"""For any order of events: nothing too old is trained on, nothing is lost, nothing is counted twice.
 
-Runs of the real executor in a simulated time. Its event loop and the learner share one thread: the loop goes one turn
-further whenever the learner waits or works, and an episode takes a random number of turns. So a run of hundreds of
-groups takes milliseconds, and the same numbers give the same run.
+The real executor runs in simulated time. Its event loop and the learner share one thread: the loop advances by one turn
+whenever the learner waits or works, and an episode takes a random number of turns. A run of hundreds of groups takes
+milliseconds, and the same numbers give the same run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STALE = "stale"
 
 
 class SimulatedTasks(AsyncTaskRunner):
-    """The event loop, without a thread of its own: it runs when it is turned."""
+    """The event loop without a separate thread: it runs when ``turn`` is called."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -59,7 +59,7 @@ class SimulatedTasks(AsyncTaskRunner):
 
 
 class TurningCondition:
-    """The dispatcher's condition: to wait on it is to let the event loop go on."""
+    """The dispatcher's condition: waiting on it advances the event loop."""
 
     def __init__(self, tasks: SimulatedTasks) -> None:
         self._tasks = tasks
@@ -72,7 +72,7 @@ class TurningCondition:
 
 
 class Engine:
-    """Makes a token every few turns, and tags it with the version that it serves at that moment."""
+    """Generates a token every few turns, tagged with the current version."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -99,7 +99,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class World:
-    """How things go in one run."""
+    """The parameters of one run."""
 
     seed: int
     batch_size: int = 3
@@ -160,7 +160,7 @@ async def turns(count: int) -> None:
 
 @dataclass
 class Course:
-    """A run as it goes: the executor, the engine, the stream, and what became of every dispatch so far."""
+    """A run in progress: executor, engine, prompts, and the outcome of every dispatch so far."""
 
     world: World
     tasks: SimulatedTasks
@@ -183,7 +183,7 @@ class Course:
         return batch
 
     def update(self) -> None:
-        """As the trainer does it: the engine has the new weights first, then the books, then there is room."""
+        """As in the trainer: the engine gets the weights, then the ledger is updated, then more groups may start."""
         self.pass_time()
         self.version += 1
         self.engine.version = self.version
@@ -324,7 +324,7 @@ def test_a_prompt_whose_group_was_too_old_comes_back_once_and_no_token_is_masked
 STRAGGLING = World(
     seed=0, batch_size=4, max_staleness=1, num_steps=25, max_tokens=40, stragglers=0.3, learner_turns=30
 )  # fmt: skip
-"""Here groups do become too old, so that the properties above say something."""
+"""Here groups do become too old, so the properties above are not vacuous."""
 
 
 def test_the_simulation_does_make_groups_too_old():
@@ -350,7 +350,7 @@ def ages(batch: RolloutBatch, version: int) -> set[int]:
 
 @settings(max_examples=30, deadline=None)
 @given(worlds(), st.integers(0, 15), st.sampled_from(["taken", "updating", "updated"]), st.integers(0, 60))
-def test_a_run_that_goes_on_from_a_snapshot_loses_and_repeats_no_draw(world, num_steps, phase, num_turns):
+def test_a_run_that_resumes_from_a_snapshot_loses_and_repeats_no_draw(world, num_steps, phase, num_turns):
     with course(world) as first:
         while first.version < min(num_steps, world.num_steps - 1):
             first.take()
@@ -383,7 +383,7 @@ def test_a_run_that_goes_on_from_a_snapshot_loses_and_repeats_no_draw(world, num
 
 
 def restore(second: Course, text: str, first: Course) -> None:
-    """What a new process knows: the file, the step, and what the run directory says has ended."""
+    """Restore what a new process has: the file, the step, and the records of the run directory."""
     snapshot = RolloutSnapshot.from_json(text, second.rows.again)
     second.rows.load_state_dict(snapshot.cursor)
     second.version = second.engine.version = first.version
@@ -406,7 +406,7 @@ def test_at_staleness_zero_the_batches_are_those_of_a_plain_loop(world, in_waves
 
 
 def plain_loop(world: World) -> list[tuple[Group, ...]]:
-    """Prompt after prompt, until the batch is full; no dispatcher, no room, no books."""
+    """One prompt after the other until the batch is full, without dispatcher, admission and ledger."""
     engine, rows, groups = Engine(), Rows(), GroupRunner(Episodes(world), num_samples=2, on_failure="drop")
 
     async def next_batch() -> tuple[Group, ...]:

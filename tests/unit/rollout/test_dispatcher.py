@@ -1,4 +1,4 @@
-"""Jobs start while there is room; results and errors reach whoever waits."""
+"""Jobs start while there is capacity; results and errors reach the consumer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwater.rollout.task_runner import AsyncTaskRunner
 
 
 class Bench:
-    """A dispatcher whose jobs are numbers; each yields its number when it is let go, or at once."""
+    """A dispatcher whose jobs are numbers. Each job returns its number, after ``release`` if jobs are held."""
 
     def __init__(self, tasks: AsyncTaskRunner, capacity: int = 3, **options) -> None:
         self.tasks = tasks
@@ -52,15 +52,15 @@ class Bench:
     def draw(self, count: int) -> list[int]:
         return [next(self.jobs) for _ in range(count)]
 
-    def let_go(self, job: int) -> None:
-        self.tasks.call(lambda: self.held[job].set(), "letting go")
+    def release(self, job: int) -> None:
+        self.tasks.call(lambda: self.held[job].set(), "releasing")
 
     def settle(self) -> None:
-        """Let the loop do what it has to do by itself."""
+        """Let the event loop process everything that is pending."""
         for _ in range(20):
             self.tasks.call(lambda: None, "turning")
 
-    def wait(self, count: int, hard_limit_s: float = 5.0) -> list[int]:
+    def wait(self, count: int, hard_limit_s: float = 60.0) -> list[int]:
         return self.dispatcher.wait_results(count, lambda: "the test waits", hard_limit_s=hard_limit_s)
 
 
@@ -70,7 +70,7 @@ def bench():
         yield lambda **options: Bench(tasks, **options)
 
 
-def test_never_more_run_than_there_is_room_for(bench):
+def test_the_capacity_is_never_exceeded(bench):
     it = bench(capacity=3)
     it.dispatcher.submit(range(20))
     results: list[int] = []
@@ -80,19 +80,19 @@ def test_never_more_run_than_there_is_room_for(bench):
     assert it.most_running == 3
 
 
-def test_nothing_is_drawn_beyond_the_room_there_is(bench):
+def test_nothing_is_drawn_beyond_the_capacity(bench):
     it = bench(capacity=3)
     it.is_held = True
     it.dispatcher.open(it.draw)
     it.settle()
     assert it.started == [100, 101, 102]
-    it.let_go(101)
+    it.release(101)
     it.settle()
     assert it.started == [100, 101, 102, 103]
     assert it.dispatcher.num_running == 3
 
 
-def test_what_was_submitted_goes_before_what_is_drawn(bench):
+def test_submitted_jobs_start_before_drawn_ones(bench):
     it = bench(capacity=3)
     it.is_held = True
     it.dispatcher.pause()
@@ -103,7 +103,7 @@ def test_what_was_submitted_goes_before_what_is_drawn(bench):
     assert it.started == [1, 2, 100]
 
 
-def test_what_waits_for_room_can_be_seen(bench):
+def test_waiting_jobs_are_visible(bench):
     it = bench(capacity=2)
     it.is_held = True
     it.dispatcher.submit(range(5))
@@ -112,7 +112,7 @@ def test_what_waits_for_room_can_be_seen(bench):
     assert it.dispatcher.num_submitted == 3
 
 
-def test_more_room_is_used_when_it_is_told_of_it(bench):
+def test_more_capacity_is_used_after_a_notification(bench):
     it = bench(capacity=1)
     it.is_held = True
     it.dispatcher.open(it.draw)
@@ -142,13 +142,13 @@ def test_an_error_of_a_job_reaches_the_waiter_and_stops_further_starts(bench):
         it.wait(1)
 
 
-def test_an_error_cancels_what_still_runs_and_the_first_is_told(bench):
+def test_an_error_cancels_running_jobs_and_the_first_error_is_raised(bench):
     it = bench(capacity=3)
     it.is_held = True
     it.errors |= {100: ValueError("first"), 101: ValueError("second")}
     it.dispatcher.open(it.draw)
     it.settle()
-    it.let_go(100)
+    it.release(100)
     it.settle()
     assert it.num_running == 0
     with pytest.raises(ValueError, match="first"):
@@ -170,7 +170,7 @@ def test_an_error_of_the_draw_reaches_the_waiter_and_what_was_submitted_still_wa
     assert it.dispatcher.submitted() == [1, 2]
 
 
-def test_nothing_starts_in_the_place_of_what_was_called_off(bench):
+def test_nothing_replaces_cancelled_jobs(bench):
     it = bench(capacity=2)
     it.is_held = True
     it.dispatcher.open(it.draw)
@@ -188,7 +188,7 @@ def test_paused_it_starts_nothing_and_lets_finish_what_runs(bench):
     it.settle()
     it.dispatcher.pause()
     it.dispatcher.pause()
-    it.let_go(100)
+    it.release(100)
     assert it.wait(1) == [100]
     it.settle()
     assert it.started == [100, 101]
@@ -209,7 +209,7 @@ def test_without_jobs_it_is_idle_and_the_waiter_gets_what_there_is(bench):
     assert it.wait(1) == []
     it.dispatcher.submit([1, 2])
     results: list[int] = []
-    while arrived := it.wait(5):
+    while arrived := it.wait(60):
         results += arrived
     assert sorted(results) == [1, 2]
 
@@ -222,7 +222,7 @@ def test_a_draw_that_gives_fewer_says_that_there_are_no_more(bench):
     assert it.wait(1) == []
 
 
-def test_without_room_and_with_nothing_that_runs_it_is_idle(bench):
+def test_without_capacity_and_running_jobs_it_is_idle(bench):
     it = bench(capacity=0)
     it.dispatcher.open(it.draw)
     assert it.wait(1) == []
@@ -257,24 +257,24 @@ def test_jobs_that_begin_together_begin_within_one_start(bench):
     assert waves[0] == [0, 1, 2]
 
 
-def test_room_that_appears_while_jobs_start_is_not_overlooked(bench):
-    """The look that finds it comes while others are being started; it must not be forgotten."""
-    is_starting, may_go_on = threading.Event(), threading.Event()
+def test_capacity_that_appears_while_jobs_start_is_used(bench):
+    """The notification arrives while other jobs are being started."""
+    is_starting, may_continue = threading.Event(), threading.Event()
 
     @asynccontextmanager
     async def starting():
         yield
         if not is_starting.is_set():
             is_starting.set()
-            await asyncio.to_thread(may_go_on.wait, 5)
+            await asyncio.to_thread(may_continue.wait, 60)
 
     it = bench(capacity=1, starting=starting)
     it.is_held = True
     it.dispatcher.open(it.draw)
-    is_starting.wait(5)
+    is_starting.wait(60)
     it.capacity = 2
     it.dispatcher.notify()
-    may_go_on.set()
+    may_continue.set()
     for _ in range(200):
         it.settle()
         if len(it.started) == 2:
@@ -282,8 +282,8 @@ def test_room_that_appears_while_jobs_start_is_not_overlooked(bench):
     assert it.started == [100, 101]
 
 
-def test_a_look_between_the_last_check_for_room_and_its_end_is_not_lost(bench):
-    """Admission has just seen that there is no room; then there is, and the notice comes before it has ended."""
+def test_a_notification_after_the_last_check_of_an_admission_is_not_lost(bench):
+    """The admission has seen no capacity; then there is some, and the notification comes before its end."""
     it = bench(capacity=1)
     it.is_held = True
     look = it.room
@@ -305,17 +305,17 @@ def test_a_look_between_the_last_check_for_room_and_its_end_is_not_lost(bench):
 
 
 def test_a_job_that_starts_while_the_consumer_looks_is_not_taken_for_the_end_of_all_work(bench):
-    """It takes the last room between two looks of the consumer: there is none left then, and yet there is work."""
+    """It takes the last capacity between two checks of the consumer: none is left, but there is still work."""
     it = bench(capacity=1)
     it.is_held, room = True, it.room
     consumer, is_looking, has_started = threading.current_thread(), threading.Event(), threading.Event()
 
     def look() -> int:
         if threading.current_thread() is not consumer:
-            is_looking.wait(5)
+            is_looking.wait(60)
             return room()
         is_looking.set()
-        has_started.wait(5)
+        has_started.wait(60)
         return room()
 
     def begin(job: int):
@@ -325,7 +325,7 @@ def test_a_job_that_starts_while_the_consumer_looks_is_not_taken_for_the_end_of_
 
     it.dispatcher._capacity, it.dispatcher._work = look, begin
     it.dispatcher.open(it.draw)
-    letting_go = threading.Timer(0.2, lambda: it.let_go(100))
-    letting_go.start()
+    releasing = threading.Timer(0.2, lambda: it.release(100))
+    releasing.start()
     assert it.wait(1) == [100]
-    letting_go.join()
+    releasing.join()

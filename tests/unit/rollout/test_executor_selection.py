@@ -1,4 +1,4 @@
-"""Groups that teach nothing are replaced, within limits; a greedy episode gives each group its baseline."""
+"""Groups without different rewards are replaced, within limits; a greedy episode provides the baseline of a group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def differs(group: Group) -> bool:
     return len({each.reward for each in group.trajectories}) > 1
 
 
-@pytest.fixture(params=[True, False], ids=["in waves", "as there is room"])
+@pytest.fixture(params=[True, False], ids=["in waves", "continuously"])
 def run(request) -> Callable[..., RolloutBatch]:
     def first_batch(score, **options) -> RolloutBatch:
         return one_batch(scored(score), num_prompts=1000, in_waves=request.param, **options)
@@ -43,7 +43,7 @@ def test_only_groups_whose_samples_differ_are_kept(run):
     assert all(each.kind == DropKind.FILTERED for each in batch.dropped)
 
 
-def test_after_the_last_round_it_goes_on_with_what_it_has():
+def test_after_the_last_round_the_batch_may_be_short():
     batch = one_batch(scored(every_third), should_accept=differs, max_rounds=1)
     assert uids(batch) == ["row0"]
     assert len(batch.dropped) == 2
@@ -63,7 +63,7 @@ def test_no_group_at_all_is_an_error_that_names_the_setting():
     assert "max_retries" not in str(caught.value)
 
 
-def test_what_failed_is_told_from_what_was_filtered(run):
+def test_failed_and_filtered_groups_have_different_kinds(run):
     def score(data):
         if number_of(data) == 1:
             raise RewardFailed("no reward")

@@ -1,4 +1,4 @@
-"""Every dispatch ends exactly once, and the books say where each one is."""
+"""Every dispatch ends exactly once, and the ledger knows the state of each."""
 
 from __future__ import annotations
 
@@ -66,24 +66,24 @@ def test_a_second_end_is_refused():
             assert ledger.counts() == before, (end, again)
 
 
-def test_what_has_not_finished_cannot_be_trained_on():
+def test_an_unfinished_dispatch_cannot_be_trained_on():
     with pytest.raises(RunError, match="dispatch 0 cannot be trained on: it is in_flight"):
         ledger_with(1).train(0, {})
 
 
-def test_what_has_finished_cannot_finish_again():
+def test_a_finished_dispatch_cannot_finish_again():
     ledger = ledger_with(1)
     ledger.finish(0)
     with pytest.raises(RunError, match="dispatch 0 cannot be finished: it is buffered"):
         ledger.finish(0)
 
 
-def test_a_dispatch_that_never_was_has_no_end():
+def test_an_unknown_dispatch_cannot_end():
     with pytest.raises(RunError, match="dispatch 5"):
         ledger_with(1).drop(5, DropKind.FAILED, "unknown")
 
 
-def test_books_that_differ_from_what_is_there_are_an_error_that_says_both():
+def test_counts_that_differ_from_reality_are_an_error_that_names_both():
     ledger = ledger_with(3)
     ledger.finish(0)
     assert ledger.check(num_buffered=1, num_in_flight=2).is_balanced
@@ -107,7 +107,7 @@ def test_a_record_says_what_ended_and_how_its_tokens_were_made_and_is_taken_once
     assert ledger.take_record() == {"trained": [], "dropped": []}
 
 
-def test_a_second_attempt_is_a_dispatch_of_its_own():
+def test_a_second_attempt_is_a_separate_dispatch():
     ledger = ledger_with(1)
     again = ledger.dispatch(draw_of(0), attempt=1)
     assert (again.id, again.attempt, again.draw.index) == (1, 1, 0)
@@ -115,7 +115,7 @@ def test_a_second_attempt_is_a_dispatch_of_its_own():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("dftx"), st.integers(0, 30)), max_size=120))
-def test_the_books_balance_after_any_events_and_go_on_from_their_state(events):
+def test_the_ledger_balances_after_any_events_and_is_restored_from_its_state(events):
     ledger = Ledger()
     states: dict[int, str] = {}
     dispatches = {}

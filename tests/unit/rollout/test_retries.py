@@ -1,4 +1,4 @@
-"""Failures that pass by themselves, samples a group can do without, and code that must not end the thread of all."""
+"""Retries, partial groups, and errors that must not end the rollout thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwater.core.errors import RewardFailed, RolloutFailed
 
 
 def failing(num_failures: int, sample: int = 1, uid: str = "row1", error: type[BaseException] = RewardFailed):
-    """An episode that fails so many times before it works."""
+    """An episode that fails ``num_failures`` times before it succeeds."""
     tries: Counter[str] = Counter()
 
     def outcome(data):
@@ -35,7 +35,7 @@ def test_a_group_that_failed_is_retried(caplog):
         assert caplog.text.count("row row1 is retried") == 2, on_failure
 
 
-def test_it_is_tried_so_often_and_no_more():
+def test_the_number_of_retries_is_limited():
     with pytest.raises(RewardFailed, match="restarting"):
         one_batch(failing(3), max_retries=2)
     batch = one_batch(failing(3), max_retries=2, on_failure="drop")
@@ -43,7 +43,7 @@ def test_it_is_tried_so_often_and_no_more():
     assert [(each.uid, each.message) for each in batch.dropped] == [("row1", "the reward service is restarting")]
 
 
-def test_a_group_goes_on_without_the_samples_that_failed(caplog):
+def test_a_group_continues_without_the_samples_that_failed(caplog):
     batch = one_batch(failing(99), num_samples=3, on_failure="drop", allow_partial_groups=True)
     assert uids(batch) == ["row0", "row1", "row2"]
     assert [len(group.trajectories) for group in batch.groups] == [3, 2, 3]

@@ -1,4 +1,4 @@
-"""Prompts run beside the ledger: called off at any moment, nothing of them runs on."""
+"""Given prompts that are cancelled at any moment leave nothing running."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headwater.rollout.task_runner import AsyncTaskRunner
 
 
 @pytest.mark.parametrize("is_held", [True, False], ids=["while the engine is held", "later"])
-def test_what_is_called_off_does_not_run_on(is_held):
-    """As by Ctrl-C when an evaluation begins; its groups have started, and the engine may still be held for them."""
+def test_cancelled_prompts_do_not_keep_running(is_held):
+    """As after Ctrl-C at the beginning of an evaluation: its groups have started, and the engine may still be held."""
     engine, num_begun, num_ended = HeldEngine(), 0, 0
 
-    async def stands(data):
+    async def sleeps(data):
         nonlocal num_begun, num_ended
         num_begun += 1
         try:
@@ -28,7 +28,7 @@ def test_what_is_called_off_does_not_run_on(is_held):
         finally:
             num_ended += 1
 
-    async def call_off() -> None:
+    async def cancel_all() -> None:
         flights = [Flight(Dispatch(number, draw_of(number)), 0, groups.num_episodes) for number in range(3)]
         work = asyncio.create_task(side_by_side._run_all(flights))
         while num_begun < 6 or engine.calls != (["pause"] if is_held else ["pause", "resume"]):  # noqa: ASYNC110  turn by turn
@@ -37,12 +37,12 @@ def test_what_is_called_off_does_not_run_on(is_held):
         with pytest.raises(asyncio.CancelledError):
             await work
 
-    groups = GroupRunner(Scripted(stands), num_samples=2, on_failure="stop")
+    groups = GroupRunner(Scripted(sleeps), num_samples=2, on_failure="stop")
     with AsyncTaskRunner() as tasks:
         side_by_side = SideBySide(
             engine, groups, tasks, lambda: held_engine(engine), timeout_s=30.0, episode_timeout_s=30.0
         )
-        tasks.start(call_off()).result(10)
+        tasks.start(cancel_all()).result(60)
         assert (num_begun, num_ended) == (6, 6)
         assert side_by_side._flights.describe() == "no group is running"
         assert engine.calls == ["pause", "resume"]

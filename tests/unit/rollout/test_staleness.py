@@ -17,7 +17,7 @@ def manager(max_concurrent=8, batch_size=4, max_staleness=1):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 3), st.lists(st.sampled_from("sarv"), max_size=80))
-def test_whoever_asks_first_never_runs_ahead(max_concurrent, batch_size, max_staleness, events):
+def test_generation_never_runs_further_ahead_than_allowed(max_concurrent, batch_size, max_staleness, events):
     admission, version = manager(max_concurrent, batch_size, max_staleness), 0
     for event in events:
         running = admission.counts.running
@@ -78,7 +78,7 @@ def test_threads_do_not_lose_counts():
 
 
 def ran(admission: StalenessManager, count: int) -> StalenessManager:
-    """So many groups have run and were accepted."""
+    """``count`` groups have run and were accepted."""
     for _ in range(count):
         admission.enqueue()
         admission.start()
@@ -98,18 +98,18 @@ def test_the_places_of_a_batch_that_was_short_are_used_up():
     admission = ran(manager(batch_size=4, max_staleness=0), 3)
     admission.forfeit(1)
     assert admission.capacity(0) == 0
-    # So the next version has room for one batch, and not for one and a quarter.
+    # The next version has capacity for exactly one batch.
     assert admission.capacity(1) == 4
 
 
-def test_no_room_is_made_for_batches_that_never_come():
+def test_no_capacity_for_batches_after_the_last():
     admission = StalenessManager(max_concurrent=100, batch_size=4, max_staleness=2, num_batches=4)
     assert [admission.capacity(version) for version in range(6)] == [12, 16, 16, 16, 16, 16]
     ran(admission, 16)
     assert admission.capacity(50) == 0
 
 
-def test_too_many_that_run_make_the_room_negative():
+def test_too_many_groups_make_the_capacity_negative():
     admission = ran(manager(batch_size=4, max_staleness=1), 8)
     admission.forfeit(2)
     assert admission.capacity(0) == -2

@@ -1,4 +1,4 @@
-"""Signals are taken where the run is consistent."""
+"""Signals are handled where the run is consistent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_interrupt_inside_a_deferred_block_waits_for_its_end(number):
     assert seen == ["this update", "finished"]
 
 
-def test_a_second_interrupt_is_obeyed_at_once():
+def test_a_second_interrupt_is_immediate():
     interrupts = Interrupts(lambda doing: None)
     seen = []
 
@@ -76,7 +76,7 @@ def test_a_second_interrupt_is_not_raised_once_more():
     assert seen == ["saved", "went on"]
 
 
-def test_handlers_are_put_back():
+def test_handlers_are_restored():
     before = signal.getsignal(signal.SIGINT)
     with Interrupts(lambda doing: None).installed():
         assert signal.getsignal(signal.SIGINT) != before
@@ -84,8 +84,8 @@ def test_handlers_are_put_back():
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGHUP])
-def test_a_terminal_that_hangs_up_does_not_insist(first):
-    """It sends a signal, and its shell the same one again."""
+def test_repeated_hang_ups_do_not_stop_a_deferred_block(first):
+    """It sends a signal, and its shell sends the same one again."""
     interrupts = Interrupts(lambda doing: None)
     seen = []
 
@@ -98,7 +98,7 @@ def test_a_terminal_that_hangs_up_does_not_insist(first):
 
     with pytest.raises(KeyboardInterrupt), interrupts.installed():
         block()
-    os.kill(os.getpid(), signal.SIGHUP)  # what is left to do is done
+    os.kill(os.getpid(), signal.SIGHUP)  # ignored from now on
     assert seen == ["finished"]
 
 

@@ -1,4 +1,4 @@
-"""What the config makes of rollouts: greedy baselines and the filter of groups, on the real engine."""
+"""Rollouts as configured: greedy baselines and the filter of groups, on the real engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_baseline_of_remax_is_what_greedy_decoding_scores(rollout):
     assert len({group.baseline for group in batch.groups}) > 1
 
 
-def test_other_advantages_pay_for_no_greedy_response(rollout):
+def test_other_advantages_generate_no_greedy_response(rollout):
     parts = rollout("algorithm.advantage=rloo")
     assert parts.train_rollouts.rollout_batch(stream(parts).take(2)).baselines() is None
 

@@ -37,7 +37,7 @@ def test_the_curve_is_a_picture(tmp_path):
     assert (tmp_path / "empty.png").stat().st_size > 1000
 
 
-def test_the_summary_is_told_from_the_run_directory_alone(tmp_path):
+def test_the_summary_needs_only_the_run_directory(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     run.append_metrics({"kind": "eval", "step": 0, "reward/mean": 0.2})
     for step in range(1, 6):
@@ -81,7 +81,7 @@ def test_an_interrupted_run_gets_advice_that_more_steps_would_not_change(tmp_pat
     assert last.startswith("Interrupted before the first checkpoint")
 
 
-def test_the_shares_of_the_learner_add_up_and_rollouts_stand_apart(tmp_path):
+def test_the_shares_of_the_learner_add_up_and_rollouts_are_separate(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     seconds = {"wait": 0.4, "experience": 0.1, "train": 0.45, "publish": 0.05, "generate": 0.3, "reward": 0.25}
     run.append_metrics(record(1, **{f"time/{name}_s": spent for name, spent in seconds.items()}))
