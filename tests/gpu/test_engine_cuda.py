@@ -24,7 +24,7 @@ from engine.engine_parts import (
     tokens_of,
     weights,
 )
-from engine.test_engine_interleavings import MODES, TAGS, Play, check
+from engine.play import MODES, TAGS, Play, check
 from tiny import tokenizer
 from transformers import Gemma3TextConfig, GemmaConfig, LlamaConfig, MistralConfig
 
@@ -36,8 +36,6 @@ from headwater.engine.engine import Engine
 from headwater.engine.runners.fixed_rows import sample_in_blocks
 from headwater.engine.sampler import SamplingBatch
 from headwater.models.load import load_model
-
-pytestmark = pytest.mark.timeout(120)
 
 SHAPE = {
     "vocab_size": 512,

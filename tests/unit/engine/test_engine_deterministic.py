@@ -21,8 +21,6 @@ from hypothesis import strategies as st
 
 from headwater.engine.runners.fixed_rows import NUM_ROWS
 
-pytestmark = pytest.mark.timeout(120)
-
 LENGTHS = (1, 2, 7, 15, 16, 17, 33, 64, 70)
 SAMPLING = (
     {},
