@@ -379,7 +379,7 @@ def test_requests_fail_under_weights_that_make_nan_and_the_engine_takes_better_o
     with running(model, kv_cache_gib=0.5) as engine:
         expected = engine.generate(asked)
         engine.update_weights(WeightUpdate(1, huge.items())).result(LIMIT_S)
-        with pytest.raises(LogitsBroken, match="weights of version 1 are NaN or infinite"):
+        with pytest.raises(LogitsBroken, match="weights of version 1 produced NaN or infinite logits"):
             engine.generate(asked)
         engine.update_weights(WeightUpdate(2, good.items())).result(LIMIT_S)
         assert_same(engine.generate(asked), expected)
