@@ -146,7 +146,7 @@ def tokenizer() -> Any:
     return load_tokenizer("tiny:qwen3")
 
 
-# OpenAI's dialect
+# The OpenAI API
 
 
 def test_it_tells_where_it_serves(server):
@@ -262,7 +262,7 @@ def test_refusals_reach_the_client(client):
         client.completions.create(model="gpt-17", prompt="abc")
 
 
-# SGLang's dialect
+# The SGLang API
 
 
 def test_generate(server, tokenizer):
@@ -502,7 +502,7 @@ def test_only_who_has_the_key_is_let_in(server):
 
 
 def send(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
-    """A request whose answer nobody reads yet."""
+    """A request whose reply is not read yet."""
     data = json.dumps(body).encode()
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=300)

@@ -68,7 +68,7 @@ def test_the_token_after_a_broken_character_begins_behind_it():
     broken, star, mark = EURO[1], *tokenizer().encode(" *!")
     assert tokenizer().decode([broken, star, mark]) == "\ufffd *!"
     assert offsets_of([broken, star, mark]) == (0, 1, 3)
-    end = tokenizer().eos_token_id  # no text of its own
+    end = tokenizer().eos_token_id  # has no text
     assert offsets_of([broken, end]) == (0, 1)
 
 
