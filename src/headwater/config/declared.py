@@ -117,19 +117,20 @@ def read_declared(traits: type[T], name: str) -> Declared[T] | None:
 
     WrongDeclaration says what is wrong with the source.
     """
+    kind: Any = traits  # mypy does not take a type with a variable for hashable
     if not is_path(name):
         path = PACKAGE_ROOT.joinpath(*traits.package.split(".")[1:], f"{name}.py")
-        return _read(traits, _source(path), name, name) if path.is_file() else None
+        return _read(kind, _source(path), name, name) if path.is_file() else None
     module, _, attribute = name.rpartition(":")
     found = Path(module).expanduser().resolve() if module.endswith(".py") else _module_file(module)
     if found is None or not found.is_file():
         return None
-    return _read(traits, _source(found), name, attribute)
+    return _read(kind, _source(found), name, attribute)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
-    """The parsed text of one file."""
+    """The parsed text of one version of a file; equal only to itself, so that what is read from it can be cached."""
 
     path: Path
     bindings: Mapping[str, ast.stmt]
@@ -205,7 +206,8 @@ def _find_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
     return None
 
 
-def _read(traits: type[T], source: Source, name: str, attribute: str) -> Declared[T] | None:
+@lru_cache(maxsize=256)
+def _read(traits: type[Any], source: Source, name: str, attribute: str) -> Declared[Any] | None:
     found = _definition(source, attribute)
     if found is None:
         return None
