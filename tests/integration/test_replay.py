@@ -81,7 +81,7 @@ def test_other_weights_are_noticed_at_their_step(replay, recorded):
     change_ledger(run, lambda records: records[2].update(weights="float32-0"))
     result = replay(run)
     assert result.code == 2
-    assert "the weights after step 3 are not those of the recorded run" in result.stderr
+    assert "the weights after step 3 differ from the recorded run" in result.stderr
 
 
 def test_another_order_of_groups_gives_other_weights(replay, recorded):
