@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from headwater.core.protocols import EpisodeEngine, EpisodeInput
+from headwater.core.protocols import EpisodeInput
 from headwater.core.randomness import derive_key
 from headwater.core.records import Trajectory
-from headwater.workflows import WorkflowContext
-from headwater.workflows.rlvr import RlvrWorkflow
+from headwater.workflows import Episode, WorkflowContext
+from headwater.workflows.rlvr import rlvr
 
 
 def log_normal(data: EpisodeInput, *, mean: float, sigma: float) -> float:
@@ -26,31 +26,33 @@ def log_normal(data: EpisodeInput, *, mean: float, sigma: float) -> float:
     return float(generator.lognormal(math.log(mean) - sigma**2 / 2, sigma))
 
 
-class LongTailed(RlvrWorkflow):
-    """Responses of log-normal length, the longest ``max_new_tokens``; the model's end token does not end them."""
+class LongTailed:
+    """Responses of log-normal length, at most ``max_new_tokens``; the model's end token does not end them."""
 
     def __init__(self, context: WorkflowContext, *, mean_tokens: float, sigma: float) -> None:
-        super().__init__(context)
-        self._base, self._mean_tokens, self._sigma = context, mean_tokens, sigma
+        self._context, self._mean_tokens, self._sigma = context, mean_tokens, sigma
 
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeInput) -> Trajectory:
-        longest = self._base.sampling.max_new_tokens
-        length = round(log_normal(data, mean=self._mean_tokens, sigma=self._sigma))
-        sampling = replace(self._base.sampling, max_new_tokens=min(max(1, length), longest), ignore_end=True)
-        return await RlvrWorkflow(replace(self._base, sampling=sampling)).arun_episode(engine, data)
+    async def run(self, episode: Episode) -> Trajectory:
+        longest = self._context.sampling.max_new_tokens
+        length = round(log_normal(episode.data, mean=self._mean_tokens, sigma=self._sigma))
+        return await _full_length(self._context, episode, min(max(1, length), longest))
 
 
-class SlowTool(RlvrWorkflow):
+class SlowTool:
     """Responses of ``max_new_tokens``, then a tool that answers after a log-normal time, then the score."""
 
     def __init__(self, context: WorkflowContext, *, mean_s: float, sigma: float) -> None:
-        super().__init__(replace(context, sampling=replace(context.sampling, ignore_end=True)))
-        self._mean_s, self._sigma = mean_s, sigma
+        self._context, self._mean_s, self._sigma = context, mean_s, sigma
 
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeInput) -> Trajectory:
-        trajectory = await super().arun_episode(engine, data)
-        await asyncio.sleep(log_normal(data, mean=self._mean_s, sigma=self._sigma))
+    async def run(self, episode: Episode) -> Trajectory:
+        trajectory = await _full_length(self._context, episode, self._context.sampling.max_new_tokens)
+        await asyncio.sleep(log_normal(episode.data, mean=self._mean_s, sigma=self._sigma))
         return trajectory
+
+
+async def _full_length(context: WorkflowContext, episode: Episode, num_tokens: int) -> Trajectory:
+    sampling = replace(context.sampling, max_new_tokens=num_tokens, ignore_end=True)
+    return await rlvr(Episode(replace(context, sampling=sampling), episode.engine, episode.data))
 
 
 def compute_score(*, solution_str: str, **_: Any) -> float:

@@ -21,20 +21,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import headwater
 from headwater.config.load import load_config
 from headwater.config.schema import Config
+from headwater.core.records import Trajectory
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import RunDirectory
 from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
-from headwater.workflows import WorkflowContext
-from headwater.workflows.rlvr import RlvrWorkflow
+from headwater.workflows import Episode, WorkflowContext
+from headwater.workflows.rlvr import rlvr
 
 
-class FullLength(RlvrWorkflow):
-    """``rlvr`` that goes on to the last token, whatever the model says."""
+class FullLength:
+    """``rlvr`` that ignores the model's end token and always generates ``max_new_tokens``."""
 
     def __init__(self, context: WorkflowContext) -> None:
-        super().__init__(replace(context, sampling=replace(context.sampling, ignore_end=True)))
+        self._context = replace(context, sampling=replace(context.sampling, ignore_end=True))
+
+    async def run(self, episode: Episode) -> Trajectory:
+        return await rlvr(Episode(self._context, episode.engine, episode.data))
 
 
 def compute_score(*, solution_str: str, **_: Any) -> float:

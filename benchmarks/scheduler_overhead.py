@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from options import parser_of
@@ -36,6 +37,7 @@ from headwater.rollout.group import PromptDraw
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
+from headwater.workflows import EngineWorkflow, EpisodeRunner, WorkflowContext
 
 NUM_PROMPT_TOKENS = 16
 NUM_NEW_TOKENS = 16
@@ -72,17 +74,18 @@ class HoldingEngine:
 class OneRequest:
     """The least a workflow can do. Its trajectories are made once: making them is no part of the scheduling."""
 
-    made: dict[int, Trajectory] = field(default_factory=dict)
+    made: dict[tuple[int, int], Trajectory] = field(default_factory=dict)
 
     async def arun_episode(self, engine: EpisodeEngine, data: EpisodeInput) -> Trajectory:
         response = await engine.agenerate(_REQUEST)
-        version = response.output_versions[0]
-        if version not in self.made:
-            self.made[version] = Trajectory.from_response(data.prompt, data.sample, response, Score(1.0))
-        return self.made[version]
+        key = response.output_versions[0], data.sample
+        if key not in self.made:
+            self.made[key] = Trajectory.from_response(data.prompt, data.sample, response, Score(1.0))
+        return self.made[key]
 
 
-_REQUEST = ModelRequest("row", PROMPT.tokens, SamplingParams(max_new_tokens=NUM_NEW_TOKENS), rng_key=0)
+_SAMPLING = SamplingParams(max_new_tokens=NUM_NEW_TOKENS)
+_REQUEST = ModelRequest("row", PROMPT.tokens, _SAMPLING, rng_key=0)
 _RESPONSES: dict[int, ModelResponse] = {}
 
 
@@ -91,6 +94,11 @@ def _response(version: int) -> ModelResponse:
         count = NUM_NEW_TOKENS
         _RESPONSES[version] = ModelResponse(PROMPT.tokens, (7,) * count, (-0.5,) * count, (version,) * count, "length")
     return _RESPONSES[version]
+
+
+def _runner() -> EpisodeRunner:
+    unused: Any = None  # the workflow needs neither a tokenizer nor a reward
+    return EpisodeRunner(EngineWorkflow(OneRequest()), WorkflowContext(unused, unused, _SAMPLING), "OneRequest")
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,7 @@ class Learner:
         self.engine = HoldingEngine(schedule.num_in_flight, schedule.batch_size * schedule.num_samples)
         self.executor = WorkflowExecutor(
             self.engine,  # type: ignore[arg-type]  only asked for responses
-            GroupRunner(OneRequest(), num_samples=schedule.num_samples, on_failure="stop"),
+            GroupRunner(_runner(), num_samples=schedule.num_samples, on_failure="stop"),
             tasks,
             Admission(batch_size=schedule.batch_size, max_staleness=schedule.max_staleness, in_waves=False),
             timeout_s=60.0,

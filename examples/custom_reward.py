@@ -1,10 +1,10 @@
-"""Your own reward: a function in a file, named in the config.
+"""A custom reward: a function in a file, named in the config.
 
     headwater train recipes/quickstart.yaml reward.function=examples/custom_reward.py:compute_score
 
-It may be `async`, may take settings of its own (reward.function_args), and may return a number or a dict with `score`.
-If it raises or takes too long, the run stops with the cause, or drops and counts the row (rollout.on_failure): a
-failure never becomes a reward of 0.
+It may be `async`, may take settings (reward.function_args), and returns a number or a dict with `score`. If it raises
+or takes too long, the run stops with the cause, or the row is dropped and counted (rollout.on_failure). A failure
+never becomes a reward of 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def compute_score(
     close_score: float = 0.2,
     tolerance: int = 3,
 ) -> dict[str, float]:
-    """1.0 for the right number, `close_score` for one nearby, 0.0 for everything else."""
+    """1.0 for the right number, `close_score` for one within `tolerance`, 0.0 otherwise."""
     try:
         error = abs(int(solution_str) - int(ground_truth))
     except ValueError:  # not a number: a wrong answer, not a failed reward

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 from varied_reward import compute_score as varied
 
-from headwater.core.randomness import derive_key
-from headwater.core.records import ModelRequest, Trajectory
-from headwater.core.transcript import Transcript
+from headwater.core.records import Trajectory
 
 
 async def until_step(run: str, step: int) -> None:
@@ -36,16 +33,9 @@ class TwoParts:
         self._context = context
         self._run, self._row, self._step = run, row, step
 
-    async def arun_episode(self, engine, data) -> Trajectory:
-        transcript = Transcript(data.prompt, data.sample)
+    async def run(self, episode) -> Trajectory:
         for part in range(2):
-            if part and data.prompt.extra_info["index"] == self._row:
+            if part and episode.prompt.extra_info["index"] == self._row:
                 await until_step(self._run, self._step)
-            sampling = replace(self._context.sampling, max_new_tokens=self._context.sampling.max_new_tokens // 2)
-            key = derive_key(data.rng_key, "part", part)
-            name = f"{data.prompt.uid}#{data.sample}/{part}"
-            response = await engine.agenerate(ModelRequest(name, transcript.tokens, sampling, key))
-            transcript.add_response(response)
-        text = self._context.tokenizer.decode(transcript.tokens, skip_special_tokens=True)
-        score = await self._context.reward.score(data.prompt, text)
-        return transcript.finish(reward=score.value, stop_reason=response.stop_reason)
+            await episode.reply(self._context.sampling.max_new_tokens // 2, turn=part)
+        return episode.finish(await episode.score())

@@ -49,6 +49,7 @@ def normalize_rewards(
     columns: Tensor,
     *,
     groups: Tensor,
+    episodes: Tensor | None = None,
     mean_level: Level,
     std_level: Level,
     leave_one_out: bool,
@@ -59,13 +60,14 @@ def normalize_rewards(
 
     Every reward is divided by the deviation where it stands, and what the mean takes off is taken off in ``columns``
     ``[samples]``, where the scores stand: rewards of turns keep their places and their proportions. Where a group is
-    asked for, a sample that is left alone of its own counts for nothing.
+    asked for, a sample that is left alone of its own counts for nothing. ``episodes`` ``[samples]`` is equal for the
+    pieces of an episode; the mean and the deviation are over episodes.
     """
     wide = rewards.double()
     scores = wide.sum(dim=1, keepdim=True)
     kept = torch.ones_like(scores)
-    centred = scores - _mean(scores, kept, _grouping(groups, mean_level), leave_one_out)
-    std = _std(centred, kept, _grouping(groups, std_level), unbiased)
+    centred = scores - _mean(scores, kept, _grouping(groups, mean_level, episodes), leave_one_out)
+    std = _std(centred, kept, _grouping(groups, std_level, episodes), unbiased)
     scale = kept
     if std is not None:
         centred = centred / (std + epsilon)
@@ -73,17 +75,17 @@ def normalize_rewards(
         scale = (1 / (std + epsilon)).where(std > _ROUNDING * wide.abs().max(), 0.0)
     if "group" in (mean_level, std_level):
         # It cannot be compared, and would always come out as 1 or -1.
-        alone = Groups.of(groups).single[:, None]
+        alone = Groups.of(groups, episodes).single[:, None]
         centred, scale = centred.masked_fill(alone, 0.0), scale.masked_fill(alone, 0.0)
     place = columns[:, None]
     elsewhere = (wide * scale).scatter(1, place, 0.0)
     return elsewhere.scatter(1, place, centred - elsewhere.sum(dim=1, keepdim=True)).to(rewards.dtype)
 
 
-def _grouping(numbers: Tensor, level: Level) -> Groups | None:
+def _grouping(numbers: Tensor, level: Level, episodes: Tensor | None = None) -> Groups | None:
     if level == "none":
         return None
-    return Groups.of(numbers if level == "group" else torch.zeros_like(numbers))
+    return Groups.of(numbers if level == "group" else torch.zeros_like(numbers), episodes)
 
 
 def _total(values: Tensor, groups: Groups) -> Tensor:
@@ -96,7 +98,7 @@ def _mean(values: Tensor, kept: Tensor, groups: Groups | None, leave_one_out: bo
         return torch.zeros_like(values)
     total, count = _total(values, groups), _total(kept, groups)
     if leave_one_out:
-        others = (total - values) / (count - 1).clamp(min=1)
+        others = (total - groups.of_episode(values)) / (count - 1).clamp(min=1)
         return torch.where(count > 1, others, torch.zeros_like(others))
     return total / count.clamp(min=1)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from headwater.core.records import Delta, ModelRequest, ModelResponse, Prompt, Score, Trajectory
+from headwater.core.records import Delta, ModelRequest, ModelResponse, Prompt, Score
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +112,7 @@ class EngineStatus:
 
 
 class EpisodeEngine(Protocol):
-    """What an episode sees of the engine: it may ask for responses, as often as it likes."""
+    """What an episode sees of the engine."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse: ...
 
@@ -166,25 +166,37 @@ async def whole_response(engine: EpisodeEngine, request: ModelRequest) -> AsyncG
     yield Delta(response.output_tokens, response.output_logprobs, response.output_versions, response.stop_reason)
 
 
-class RolloutWorkflow(Protocol):
-    """One episode. ``None`` means rejected: the episode is counted and not trained on."""
-
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeInput) -> Trajectory | list[Trajectory] | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EpisodeInput:
-    """What a workflow is given: the prompt, which sample of its group this is, and the key of its randomness."""
+    """One episode to run."""
 
     prompt: Prompt
     sample: int
+    """Number of the episode within its group."""
     rng_key: int
+    """All randomness of the episode is derived from this key."""
+
+
+class ScorableEpisode(Protocol):
+    """What a reward manager sees of an episode. ``Episode`` and ``Answer`` both have it."""
+
+    @property
+    def prompt(self) -> Prompt: ...
+    @property
+    def text(self) -> str:
+        """The model's last reply."""
+        ...
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]]:
+        """The whole conversation: the prompt's messages, the model's replies and the messages between them."""
+        ...
 
 
 class RewardManager(Protocol):
-    """Scores a finished response. Raises ``RewardFailed`` where it cannot; never invents a number."""
+    """Scores an episode. Raises ``RewardFailed`` if it cannot; a failure is never turned into a number."""
 
-    async def score(self, prompt: Prompt, response_text: str) -> Score: ...
+    async def score(self, episode: ScorableEpisode) -> Score: ...
 
 
 class TrainEngine(Protocol):

@@ -193,8 +193,20 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """A single reply to a prompt, for scoring text that did not come from an ``Episode``."""
+
+    prompt: Prompt
+    text: str
+
+    @property
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        return (*self.prompt.messages, {"role": "assistant", "content": self.text})
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The tokens of one finished episode.
+    """The tokens of one finished episode, or of one piece of it.
 
     ``loss_mask`` is 1 on tokens that the policy sampled and should learn from. On tokens that it did not sample,
     ``versions`` is -1 and ``logprobs`` is 0.0.
@@ -203,7 +215,7 @@ class Trajectory:
     uid: str
     """The uid of the prompt. Trajectories with the same uid form a group."""
     sample: int
-    """Index of the episode within the group."""
+    """Number of the episode within the group. Pieces of one episode share it; groups are compared over episodes."""
     tokens: tuple[int, ...]
     prompt_length: int
     """Number of leading tokens that are the prompt."""

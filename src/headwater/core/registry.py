@@ -22,6 +22,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 T = TypeVar("T")
 
+_REGISTERS = re.compile(r"^@\w+\.register\b", re.MULTILINE)
+
 
 class Traits:
     """Base of the records that state, at a registration, what the config checks must know about an extension."""
@@ -46,9 +49,10 @@ def is_path(name: str) -> bool:
 
 
 def known_names(package: str) -> list[str]:
-    """Return the names in a registry folder: its files, listed without importing them."""
+    """Return the names in a registry folder: its files that register something, found without importing them."""
     folder = PACKAGE_ROOT.joinpath(*package.split(".")[1:])
-    return sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    files = (path for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    return sorted(path.stem for path in files if _REGISTERS.search(path.read_text(encoding="utf-8")))
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -154,9 +158,10 @@ class Registry:
     def resolve(self, name: str) -> Any:
         if is_path(name):
             return load_object(name)
-        if name not in self.names():
-            raise UnknownName(f"unknown {self.kind} {name!r}; {nearest(name, self.names())}")
-        importlib.import_module(f"{self.package}.{name}")
+        if name not in self._objects:
+            if name not in self.names():
+                raise UnknownName(f"unknown {self.kind} {name!r}; {nearest(name, self.names())}")
+            importlib.import_module(f"{self.package}.{name}")
         if name not in self._objects:
             raise UnknownName(f"{self.package}.{name} registers no {self.kind}")
         return self._objects[name]

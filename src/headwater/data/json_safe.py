@@ -1,4 +1,4 @@
-"""Python values as JSON and back, without losing tuples, sets, dates or keys that are not strings."""
+"""Converts Python values to JSON and back, preserving tuples, sets, dates and keys that are not strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TAGS = {_TUPLE, _SET, _ITEMS, _DATE, _DATETIME}
 
 
 def to_json_safe(value: Any) -> Any:
-    """Only dicts with string keys, lists and plain values; a type JSON has not becomes a tagged dict, or its text."""
+    """The value as dicts with string keys, lists and plain values. Other types become a tagged dict or text."""
     if isinstance(value, (np.generic, np.ndarray)):
         value = value.tolist()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -36,7 +36,7 @@ def to_json_safe(value: Any) -> Any:
 
 
 def from_json_safe(value: Any) -> Any:
-    """What ``to_json_safe`` was given."""
+    """The inverse of ``to_json_safe``."""
     if isinstance(value, list):
         return [from_json_safe(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The datasets of a run, as the config names them."""
+"""Loads the datasets that the config names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from headwater.core.records import Prompt
 from headwater.core.registry import blaming, load_object
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.data.sources import is_task
-from headwater.data.task import Split
+from headwater.data.tasks import Split
 
 
 class PromptDataset(Protocol):
-    """What training needs of a dataset. A class of your own (``data.dataset``) is made with the keyword arguments of
-    ``RLHFDataset``: sources, config, tokenizer, split, seed, num_rows, processor."""
+    """What training needs from a dataset.
+
+    A custom class (``data.dataset``) is constructed with the keyword arguments of ``RLHFDataset``: sources, config,
+    tokenizer, split, seed, num_rows, processor.
+    """
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Prompt: ...
@@ -26,7 +29,7 @@ class PromptDataset(Protocol):
 def load_dataset(
     config: DataConfig, tokenizer: Tokenizer, split: Split, seed: int, processor: Any = None
 ) -> PromptDataset | None:
-    """The train or eval prompts; None when there are no eval prompts: files without ``data.eval``."""
+    """The train or eval prompts. None if there are no eval prompts: the data are files and ``data.eval`` is empty."""
     sources = sources_of(config, split)
     if not sources:
         return None
@@ -43,7 +46,7 @@ def load_dataset(
 
 
 def sources_of(config: DataConfig, split: Split) -> list[str]:
-    """Without ``data.eval``, the tasks among ``data.train`` are evaluated on their held-out problems."""
+    """The sources of a split. If ``data.eval`` is empty, the tasks in ``data.train`` provide held-out problems."""
     if split == "train":
         return list(config.train)
     return list(config.eval) or [source for source in config.train if is_task(source)]
@@ -59,14 +62,14 @@ def _custom_dataset(path: str, arguments: dict[str, Any]) -> PromptDataset:
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:
         names = ", ".join(arguments)
-        raise DataError(f"{label}: {error}; it is made with the keyword arguments {names}") from error
+        raise DataError(f"{label}: {error}; it is constructed with the keyword arguments {names}") from error
     try:
         dataset: PromptDataset = cls(**arguments)
     except HeadwaterError:
         raise
-    except Exception as error:  # a class of the user's may raise anything
+    except Exception as error:  # a custom class may raise anything
         raise DataError(
-            f"{label}: making it raised {type(error).__name__}: {error}; run with --debug to see where"
+            f"{label}: its constructor raised {type(error).__name__}: {error}; run with --debug to see where"
         ) from error
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):

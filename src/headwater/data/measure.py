@@ -1,4 +1,4 @@
-"""Prompt lengths of all rows, by one process or several; the result and the first error do not depend on how many."""
+"""Measures the prompt lengths of all rows. The number of worker processes never changes the result."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from headwater.data.row_store import PlacedRow
 
 ROWS_PER_CHUNK = 256
 MIN_ROWS_FOR_WORKERS = 20_000
-"""Below this, starting processes takes longer than measuring in one."""
+"""With fewer rows, starting worker processes takes longer than measuring in this one."""
 MAX_AUTO_WORKERS = 8
 MIN_ROWS_FOR_BAR = 2_000
 
 ReadRow = Callable[[int], PlacedRow]
 Measured = tuple[list[int], DataError | None]
-"""Lengths up to the first bad row of a chunk, and what was wrong with it."""
+"""Lengths up to the first invalid row of a chunk, and the error of that row."""
 
 
 def choose_num_workers(num_asked: int, num_rows: int) -> int:
-    """``num_asked`` 0 chooses by rows and cores; there are never more workers than chunks of rows."""
+    """``num_asked`` 0 chooses by the number of rows and cores. There are never more workers than chunks of rows."""
     num_chunks = -(-num_rows // ROWS_PER_CHUNK)
     if num_asked == 0:
         num_asked = 1 if num_rows < MIN_ROWS_FOR_WORKERS else min(_num_cores(), MAX_AUTO_WORKERS)
@@ -38,7 +38,7 @@ def measure_lengths(read_row: ReadRow, num_rows: int, builder: PromptBuilder, nu
     """Number of prompt tokens of rows 0..num_rows-1. Raises the error of the first row that cannot be built."""
     chunks = _measure_here if num_workers == 1 else _measure_in_workers
     lengths: list[int] = []
-    # Closed here, so that worker processes end with the first error, not when its traceback is forgotten.
+    # Closing the generator ends the worker processes at the first error, not when its traceback is freed.
     with _progress_bar(num_rows) as show, closing(chunks(read_row, num_rows, builder, num_workers)) as results:
         for measured, error in results:
             if error is not None:
@@ -56,7 +56,7 @@ def _measure_here(read_row: ReadRow, num_rows: int, builder: PromptBuilder, _: i
 def _measure_in_workers(
     read_row: ReadRow, num_rows: int, builder: PromptBuilder, num_workers: int
 ) -> Generator[Measured, None, None]:
-    """This process reads rows and hands them out, so that any kind of source works and memory stays bounded."""
+    """This process reads the rows and sends them to the workers: every kind of source works and memory is bounded."""
     pool = ProcessPoolExecutor(
         num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(_pickled(builder),)
     )
@@ -71,7 +71,7 @@ def _measure_in_workers(
             yield _first_error(future.result(), read_error)
     except BrokenProcessPool as error:
         raise DataError(
-            "data.num_filter_workers: the processes that measure prompt lengths died; start your script's work under "
+            "data.num_filter_workers: the processes that measure prompt lengths died; guard your script with "
             "if __name__ == '__main__', or set data.num_filter_workers=1"
         ) from error
     finally:
@@ -79,7 +79,7 @@ def _measure_in_workers(
 
 
 def _read_chunks(read_row: ReadRow, num_rows: int) -> Iterator[tuple[list[PlacedRow], DataError | None]]:
-    """Chunks of rows; a row that cannot be read ends them, and its error travels behind the rows before it."""
+    """Chunks of rows. A row that cannot be read ends the stream; its error is returned with the rows before it."""
     for start in range(0, num_rows, ROWS_PER_CHUNK):
         rows: list[PlacedRow] = []
         for index in range(start, min(start + ROWS_PER_CHUNK, num_rows)):
@@ -138,7 +138,7 @@ def _num_cores() -> int:
 
 @contextmanager
 def _progress_bar(num_rows: int) -> Iterator[Callable[[int], None]]:
-    """Shown on a terminal, for datasets that keep a person waiting."""
+    """Shown on a terminal, for large datasets."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

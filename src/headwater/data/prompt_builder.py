@@ -1,27 +1,28 @@
-"""From a row to a ``Prompt``: read the chat, render it with the chat template, tokenise it."""
+"""From a row to a ``Prompt``: read the chat and its media, render it with the chat template, tokenise it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
+from headwater.chat.messages import Message, count_parts, read_messages, split_placeholders, without_nones
+from headwater.chat.render import RESERVED_ARGUMENTS, ChatError, encode_rendered, render_chat
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
-from headwater.data.chat import Message, count_parts, read_messages, split_placeholders, without_nones
-from headwater.data.media import as_list, load_image, load_video
 from headwater.data.row_store import PlacedRow
 
-FIXED_TEMPLATE_ARGUMENTS = {"add_generation_prompt": True, "tokenize": False}
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @dataclass(frozen=True)
 class PromptBuilder:
-    """Depends on one row at a time, so that worker processes and the training process build the same prompt."""
+    """Builds one prompt from one row, so worker processes and the training process build the same prompt."""
 
     config: DataConfig
     tokenizer: Tokenizer
@@ -29,12 +30,12 @@ class PromptBuilder:
     """A transformers processor, for rows with images or videos."""
 
     def __post_init__(self) -> None:
-        for name in FIXED_TEMPLATE_ARGUMENTS:
+        for name in ("add_generation_prompt", *RESERVED_ARGUMENTS):
             if name in self.config.chat_template_args:
                 raise DataError(f"data.chat_template_args.{name}: is fixed for prompts; leave it out")
 
     def build(self, placed: PlacedRow) -> Prompt:
-        """The prompt at its full length; the policy for overlong prompts is the dataset's."""
+        """The prompt at its full length. The dataset decides what to do with prompts that are too long."""
         row, place = placed.row, placed.place
         messages = read_messages(row, self.config.prompt_key, self.config.system_prompt, place)
         messages, multi_modal = self._with_media(messages, placed)
@@ -47,7 +48,7 @@ class PromptBuilder:
             uid=placed.uid,
             messages=tuple(messages),
             text=text,
-            tokens=tuple(tokens),
+            tokens=tokens,
             data_source=_data_source(row, placed),
             ground_truth=_ground_truth(row, place),
             extra_info=extra_info,
@@ -61,7 +62,7 @@ class PromptBuilder:
         keys = {"image": self.config.image_key, "video": self.config.video_key}
         kinds = [kind for kind, key in keys.items() if key in placed.row]
         with_parts = split_placeholders(messages, kinds) if kinds else messages
-        values = {kind: as_list(placed.row.get(key)) for kind, key in keys.items()}
+        values = {kind: _as_list(placed.row.get(key)) for kind, key in keys.items()}
         for kind, key in keys.items():
             num_parts, num_values = count_parts(with_parts, kind), len(values[kind])
             if num_parts != num_values:
@@ -77,7 +78,7 @@ class PromptBuilder:
                 "use a vision model, or remove the column"
             )
         multi_modal: dict[str, tuple[Any, ...]] = {}
-        for kind, load in (("image", load_image), ("video", load_video)):
+        for kind, load in (("image", _load_image), ("video", _load_video)):
             if values[kind]:
                 where = f"{placed.place}: {keys[kind]}"
                 loaded = [load(item, f"{where}[{i}]", placed.folder) for i, item in enumerate(values[kind])]
@@ -85,32 +86,26 @@ class PromptBuilder:
         return with_parts, multi_modal
 
     def _render(self, messages: list[Message], place: str) -> str:
-        renderer = self.tokenizer if self.processor is None else self.processor
-        arguments = {**FIXED_TEMPLATE_ARGUMENTS, **self.config.chat_template_args}
+        owner = self.tokenizer if self.processor is None else self.processor
         try:
-            text = renderer.apply_chat_template(messages, **arguments)
-        except (TemplateError, TypeError, ValueError, AttributeError) as error:
-            if not getattr(renderer, "chat_template", "unknown"):
-                raise DataError(
-                    f"{place}: {type(renderer).__name__} has no chat template; "
-                    "use an instruct model, or set tokenizer.chat_template"
-                ) from error
+            return render_chat(owner, messages, self.config.chat_template_args)
+        except ChatError as error:
+            if not error.has_template:
+                raise DataError(f"{place}: {error}; use an instruct model, or set tokenizer.chat_template") from error
             raise DataError(
-                f"{place}: the chat template refuses {self.config.prompt_key} ({type(error).__name__}: {error}); "
+                f"{place}: the chat template refuses {self.config.prompt_key} ({error}); "
                 "change the row's messages or data.chat_template_args"
             ) from error
-        return str(text)
 
-    def _tokenize(self, text: str, multi_modal: Mapping[str, Any], place: str) -> list[int]:
-        # The template already wrote the special tokens; the tokenizer must not add a second beginning-of-text.
+    def _tokenize(self, text: str, multi_modal: Mapping[str, Any], place: str) -> tuple[int, ...]:
         if self.processor is None:
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
+            return encode_rendered(self.tokenizer, text)
         media = {kind: list(values) for kind, values in multi_modal.items()}
         try:
             encoded = self.processor(text=[text], add_special_tokens=False, **media)
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(f"{place}: the processor refuses the row ({type(error).__name__}: {error})") from error
-        return [int(token) for token in encoded["input_ids"][0]]
+        return tuple(int(token) for token in encoded["input_ids"][0])
 
 
 def _mapping(row: Mapping[str, Any], key: str, place: str) -> dict[str, Any]:
@@ -138,3 +133,51 @@ def _tools_kwargs(row: Mapping[str, Any], extra_info: Mapping[str, Any], place: 
     nested = without_nones(_mapping(extra_info, "tools_kwargs", f"{place}: extra_info"))
     merged = {**nested, **without_nones(_mapping(row, "tools_kwargs", place))}
     return {tool: without_nones(value) if isinstance(value, Mapping) else value for tool, value in merged.items()}
+
+
+def _as_list(value: Any) -> list[Any]:
+    """The items of a media column. A column with a single image need not wrap it in a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _load_image(value: Any, where: str, folder: Path | None) -> Image:
+    """An RGB image from a path, encoded bytes, ``{"bytes": ...}``, ``{"path": ...}`` or a Pillow image."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError(f"{where}: images need Pillow; pip install headwater[vision]") from error
+    try:
+        opened = value if isinstance(value, Image.Image) else Image.open(_image_stream(value, where, folder))
+        return opened.convert("RGB")
+    except OSError as error:
+        raise DataError(f"{where}: not a readable image ({error}); fix or remove it") from error
+
+
+def _load_video(value: Any, where: str, folder: Path | None) -> Any:
+    """A list of frames becomes a list of images. A path is checked. Anything else is passed to the processor."""
+    if isinstance(value, (list, tuple)):
+        return [_load_image(frame, f"{where} frame {number}", folder) for number, frame in enumerate(value)]
+    return str(_existing_file(value, where, folder)) if isinstance(value, str) else value
+
+
+def _image_stream(value: Any, where: str, folder: Path | None) -> io.BytesIO | Path:
+    if isinstance(value, Mapping):
+        # The layout of datasets.Image: where both are given, the path is only the name of the original file.
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return io.BytesIO(value)
+    if isinstance(value, (str, Path)):
+        return _existing_file(str(value), where, folder)
+    hint = "give a path, {'bytes': ...}, {'path': ...} or a Pillow image"
+    raise DataError(f"{where}: a {type(value).__name__} is not an image; {hint}")
+
+
+def _existing_file(name: str, where: str, folder: Path | None) -> Path:
+    tried: Sequence[Path] = [start / Path(name).expanduser() for start in (folder, Path()) if start is not None]
+    for path in tried:
+        if path.is_file():
+            return path
+    looked = " and ".join(str(path) for path in tried)
+    raise DataError(f"{where}: no such file: {looked}; relative paths start at the data file's folder")

@@ -1,10 +1,10 @@
-"""Prompts from tasks, files and dataset objects, rendered by the model's chat template.
+"""Prompts from tasks, files and dataset objects, rendered with the model's chat template.
 
     dataset = RLHFDataset(["data/train.parquet"], config.data, tokenizer)
     dataset[0].tokens
 
-A row is read, rendered and tokenised when it is asked for. With ``data.truncation`` filter or error every row is built
-once at construction, so that a bad row stops the run before it starts.
+A row is read, rendered and tokenised on access. If ``data.truncation`` is ``filter`` or ``error``, every row is also
+built once at construction, so an invalid row stops the run before it starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
@@ -22,14 +22,16 @@ from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.data.measure import choose_num_workers, measure_lengths
 from headwater.data.prompt_builder import PromptBuilder
-from headwater.data.row_store import PlacedRow, Rows, SupportsRows
+from headwater.data.row_store import PlacedRow, RowStore, SupportsRows
 from headwater.data.sources import open_source, task_labels
-from headwater.data.task import Split
-from headwater.data.truncation import cut_tokens
+from headwater.data.tasks import Split
+
+if TYPE_CHECKING:
+    from headwater.core.data_proto import DataProto
 
 
 class RLHFDataset:
-    """All rows of all sources, one after the other, less those that are filtered out."""
+    """The rows of all sources, one source after the other, without the rows that are filtered out."""
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class RLHFDataset:
         num_rows: int | None = None,
         processor: Any = None,
     ) -> None:
-        """``num_rows`` and ``seed`` are for tasks, which make their rows; files and dataset objects are used whole."""
+        """``num_rows`` and ``seed`` apply to tasks, which generate rows; files and dataset objects are used whole."""
         self._config = config
         self._split = split
         self._builder = PromptBuilder(config, tokenizer, processor)
@@ -63,7 +65,7 @@ class RLHFDataset:
         if overlong == "filter" or overlong == "error":
             raise self._too_long(placed, len(prompt.tokens), "was shorter when the dataset was built; start again")
         if prompt.multi_modal:
-            # A cut through the tokens of an image leaves the model with half an image.
+            # A cut inside the tokens of an image would leave the model with part of an image.
             raise self._too_long(placed, len(prompt.tokens), "has images or videos, which cannot be cut")
         return dataclasses.replace(prompt, tokens=cut_tokens(prompt.tokens, limit, overlong))
 
@@ -73,7 +75,7 @@ class RLHFDataset:
         return self._starts[-1] - len(self._kept)
 
     def _read_row(self, number: int) -> PlacedRow:
-        """Row ``number`` of all sources taken together."""
+        """Row ``number``, counted over all sources."""
         source = bisect.bisect_right(self._starts, number) - 1
         store, row = self._stores[source], number - self._starts[source]
         return PlacedRow(
@@ -110,9 +112,51 @@ class RLHFDataset:
         )
 
 
+def cut_tokens(tokens: tuple[int, ...], limit: int, cut: Literal["left", "right", "middle"]) -> tuple[int, ...]:
+    """At most ``limit`` tokens. ``cut`` names the part that is removed."""
+    if len(tokens) <= limit:
+        return tokens
+    if cut == "left":
+        return tokens[-limit:]
+    if cut == "right":
+        return tokens[:limit]
+    num_head = limit // 2
+    return tokens[:num_head] + tokens[len(tokens) - (limit - num_head) :]
+
+
+def collate(prompts: Sequence[Prompt], pad_token_id: int) -> DataProto:
+    """Prompts as one batch, padded on the left so that all responses start in the same column.
+
+    The tensors are ``input_ids``, ``attention_mask`` and ``position_ids``. Every other field of ``Prompt`` is an object
+    column of the same name.
+    """
+    import torch
+
+    from headwater.core.data_proto import DataProto
+
+    if not prompts:
+        raise DataError("collate: got no prompts; a batch needs at least one")
+    lengths = torch.tensor([len(prompt.tokens) for prompt in prompts])
+    width = int(lengths.max())
+    columns = torch.arange(width)
+    starts = (width - lengths).unsqueeze(1)
+    attention_mask = (columns >= starts).long()
+    input_ids = torch.full((len(prompts), width), pad_token_id, dtype=torch.long)
+    input_ids[attention_mask.bool()] = torch.tensor([token for prompt in prompts for token in prompt.tokens])
+    names = [field.name for field in dataclasses.fields(Prompt) if field.name != "tokens"]
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": (columns - starts).clamp(min=0),
+        },
+        non_tensors={name: [getattr(prompt, name) for prompt in prompts] for name in names},
+    )
+
+
 def _open_all(
     sources: Sequence[str | SupportsRows], config: DataConfig, split: Split, seed: int, num_rows: int | None
-) -> list[Rows]:
+) -> list[RowStore]:
     if isinstance(sources, str):
         raise DataError(f"sources = {sources!r}: must be a list; write [{sources!r}]")
     if not sources:
@@ -123,16 +167,16 @@ def _open_all(
     if config.task_args and not labels:
         raise DataError(f"data.task_args = {dict(config.task_args)!r}: no data source is a task; leave it out")
     return [
-        rows
+        store
         for source in sources
-        for rows in open_source(
+        for store in open_source(
             source, split=split, num_rows=num_rows, seed=seed, task_args=config.task_args, labels=labels
         )
     ]
 
 
-def _unique_names(stores: Sequence[Rows]) -> list[str]:
-    """Two files of one name must not share uids: the second ``train`` becomes ``train#2``."""
+def _unique_names(stores: Sequence[RowStore]) -> list[str]:
+    """Two files with the same name must not share uids: the second ``train`` becomes ``train#2``."""
     seen: Counter[str] = Counter()
     names = []
     for store in stores:
@@ -141,5 +185,5 @@ def _unique_names(stores: Sequence[Rows]) -> list[str]:
     return names
 
 
-def _names(stores: Sequence[Rows]) -> str:
+def _names(stores: Sequence[RowStore]) -> str:
     return ", ".join(dict.fromkeys(store.name for store in stores))

@@ -1,4 +1,4 @@
-"""The order in which rows are visited: a new permutation every epoch, resumable from a few numbers.
+"""The order in which rows are drawn: a new permutation every epoch, resumable from a few numbers.
 
 >>> sampler = ShufflingSampler(num_rows=3, seed=0, shuffle=False)
 >>> [(draw.index, draw.epoch) for draw in sampler.take(4)]
@@ -19,14 +19,14 @@ from headwater.core.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Row ``index`` of the dataset, visited in pass ``epoch`` over it."""
+    """Row ``index`` of the dataset, drawn in epoch ``epoch``."""
 
     index: int
     epoch: int
 
 
 class ShufflingSampler:
-    """An endless stream of draws that depends on ``seed`` and ``num_rows`` alone, not on the sizes of the takes."""
+    """An endless stream of draws that depends only on ``seed`` and ``num_rows``, not on the sizes of the takes."""
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool = True) -> None:
         if num_rows < 1:
@@ -41,7 +41,7 @@ class ShufflingSampler:
         self._order = self._order_of(0)
 
     def take(self, count: int) -> list[Draw]:
-        """The next ``count`` draws, across the end of an epoch where need be."""
+        """The next ``count`` draws. They may cross the end of an epoch."""
         if count < 0:
             raise ValueError(f"count = {count}: must be >= 0")
         draws: list[Draw] = []
@@ -56,7 +56,7 @@ class ShufflingSampler:
         return draws
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Where the stream stands; of the same small size for any dataset."""
+        """The position in the stream. Its size does not depend on the dataset."""
         return {
             "seed": self.seed,
             "num_rows": self.num_rows,
@@ -66,11 +66,11 @@ class ShufflingSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where ``state_dict`` was taken."""
+        """Continue from the position that ``state_dict`` recorded."""
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
             raise DataError(
-                f"sampler state: {', '.join(missing)} missing; the checkpoint is damaged or of another kind"
+                f"sampler state: {', '.join(missing)} missing; the checkpoint is damaged or has another format"
             )
         for key, remedy in (
             ("num_rows", "the data, its filter or the tokenizer changed since the checkpoint"),
@@ -90,6 +90,6 @@ class ShufflingSampler:
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         if not self.shuffle:
             return np.arange(self.num_rows)
-        # RandomState, not Generator: numpy freezes its stream, so a resumed run keeps its order after an upgrade.
+        # numpy guarantees a stable stream for RandomState, not for Generator: a resumed run keeps its order.
         bits = np.random.MT19937(np.random.SeedSequence((self.seed, epoch)))
         return np.random.RandomState(bits).permutation(self.num_rows)

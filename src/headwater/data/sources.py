@@ -1,8 +1,8 @@
-"""What ``data.train`` and ``data.eval`` may name, and the rows behind each name.
+"""The sources that ``data.train`` and ``data.eval`` may name, and how each is opened.
 
 data/*.parquet, rows.jsonl, rows.json    files
-arithmetic, reasoning_gym:chain_sum      a built-in task, with an argument after the colon where it takes one
-my_package.tasks:rows, tasks.py:rows     a task of your own: rows(split, num_rows, seed, **options)
+arithmetic, reasoning_gym:chain_sum      a built-in task; some tasks take an argument after the colon
+my_package.tasks:rows, tasks.py:rows     a custom task: rows(split, num_rows, seed, **options)
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from headwater.core.errors import DataError
 from headwater.core.registry import blaming, load_object, nearest
-from headwater.data.row_store import JsonlRows, JsonRows, ListRows, ParquetRows, Rows, SupportsRows, check_file
-from headwater.data.task import TASKS, Split, Task, run_task
+from headwater.data.row_store import JsonlRows, JsonRows, ListRows, ParquetRows, RowStore, SupportsRows, check_file
+from headwater.data.tasks import TASKS, Split, Task, run_task
 
 FILE_KINDS = {".parquet": ParquetRows, ".jsonl": JsonlRows, ".json": JsonRows}
 
@@ -29,21 +29,21 @@ class FileSource:
 @dataclass(frozen=True)
 class TaskSource:
     label: str
-    """As the config names it."""
+    """The name in the config."""
     name: str
-    """As uids name it: without the folder of a user's file."""
+    """The name in uids: without the folder of a custom task's file."""
     task: Task
     argument: str | None = None
 
 
 def is_task(text: str) -> bool:
-    """Whether a source string names a task, which has a held-out split, and not files."""
+    """Whether a source string names a task. Tasks have a held-out split; files do not."""
     is_file = Path(text).suffix in FILE_KINDS
     return not is_file and (":" in text or text in TASKS.names())
 
 
 def parse_source(text: str) -> FileSource | TaskSource:
-    """Read a source string; files are looked up and tasks imported, but no row is made yet."""
+    """Parse a source string. Files are looked up and tasks are imported, but no rows are read or generated."""
     if Path(text).suffix in FILE_KINDS:
         return FileSource(_find_files(text))
     name, colon, argument = text.partition(":")
@@ -67,7 +67,7 @@ def parse_source(text: str) -> FileSource | TaskSource:
         raise DataError(f"data source {text!r}: unknown kind of file; must end in {kinds}")
     raise DataError(
         f"data source {text!r}: neither a task nor a {kinds} file; tasks: {nearest(text, TASKS.names())}; "
-        "or give your own as 'package.module:function'"
+        "or name a custom task as 'package.module:function'"
     )
 
 
@@ -79,8 +79,8 @@ def open_source(
     seed: int,
     task_args: Mapping[str, Any],
     labels: set[str],
-) -> list[Rows]:
-    """The rows a source stands for: one store per file, or one for a task or a dataset object."""
+) -> list[RowStore]:
+    """Open a source: one store per file, or one store for a task or a dataset object."""
     if not isinstance(source, str):
         return [_open_object(source)]
     parsed = parse_source(source)
@@ -100,7 +100,7 @@ def open_source(
 
 
 def task_labels(sources: Iterable[object]) -> set[str]:
-    """The names under which ``data.task_args`` may hold options for one task alone."""
+    """The names under which ``data.task_args`` may hold options for a single task."""
     labels: set[str] = set()
     for source in sources:
         if isinstance(source, str) and is_task(source):
@@ -109,7 +109,7 @@ def task_labels(sources: Iterable[object]) -> set[str]:
 
 
 def _options_of(source: TaskSource, task_args: Mapping[str, Any], labels: set[str]) -> dict[str, Any]:
-    """Options given to all tasks, then those under this task's own name."""
+    """Options for all tasks, updated with those under the name of this task."""
     options = {key: value for key, value in task_args.items() if key not in labels}
     for label in (source.label.partition(":")[0], source.label):
         own = task_args.get(label, {}) if label in labels else {}
@@ -119,7 +119,7 @@ def _options_of(source: TaskSource, task_args: Mapping[str, Any], labels: set[st
     return options
 
 
-def _open_object(source: SupportsRows) -> Rows:
+def _open_object(source: SupportsRows) -> RowStore:
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         hint = "give a path, a task, or an object with len() and rows by number, such as a datasets.Dataset"
         raise DataError(f"data source of type {type(source).__name__}: cannot be read; {hint}")

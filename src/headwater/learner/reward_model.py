@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.chat.render import ChatError, encode_rendered, render_chat
 from headwater.config.schema import LearnerConfig
 from headwater.core.errors import DataError, ModelError
 from headwater.learner.memory import CPU
@@ -65,7 +66,13 @@ class RewardModel:
                 )
 
     def _row(self, index: int, conversation: Conversation) -> Row:
-        tokens = self._tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=False)
+        try:
+            text = render_chat(self._tokenizer, conversation, add_generation_prompt=False)
+        except ChatError as error:
+            raise DataError(
+                f"reward.model: its chat template cannot render conversation {index} of the batch ({error})"
+            ) from error
+        tokens = encode_rendered(self._tokenizer, text)
         first = np.zeros(1, np.int64)
         # All of it as a prompt: what is read is the state of the last token, as if it predicted one more.
         return Row(index, prompt=np.array(tokens, np.int64), response=first[:0], columns=first, targets=first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
@@ -38,6 +39,14 @@ class Group:
         strangers = [each.uid for each in self.trajectories if each.uid != self.prompt.uid]
         if strangers:
             raise ValueError(f"group of prompt {self.prompt.uid} holds a trajectory of {strangers[0]}")
+
+    def episode_rewards(self) -> list[float]:
+        """One reward per episode: the mean over its pieces."""
+        rewards: dict[int, list[float]] = {}
+        for each in self.trajectories:
+            rewards.setdefault(each.sample, []).append(each.reward)
+        # The exact mean: pieces with equal rewards give exactly that reward.
+        return [statistics.mean(each) for each in rewards.values()]
 
     def oldest_version(self) -> int | None:
         """The oldest policy version among the trained tokens; None if no token is trained."""
@@ -82,6 +91,16 @@ class RolloutBatch:
     def group_numbers(self) -> torch.Tensor:
         """``[trajectories]``: the number of each trajectory's group."""
         return torch.tensor([number for number, group in enumerate(self.groups) for _ in group.trajectories])
+
+    def episode_numbers(self) -> torch.Tensor:
+        """``[trajectories]``: the number of each one's episode; pieces of one episode share it."""
+        numbers: dict[tuple[int, int], int] = {}
+        for group_number, group in enumerate(self.groups):
+            for each in group.trajectories:
+                numbers.setdefault((group_number, each.sample), len(numbers))
+        return torch.tensor(
+            [numbers[number, each.sample] for number, group in enumerate(self.groups) for each in group.trajectories]
+        )
 
     def baselines(self) -> torch.Tensor | None:
         """``[trajectories]``: the greedy reward of each trajectory's prompt; None if no baseline was computed."""

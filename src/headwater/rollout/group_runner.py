@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import statistics
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from headwater.core.errors import HeadwaterError, RewardFailed, RewardTimedOut, RolloutFailed
-from headwater.core.protocols import EpisodeEngine, EpisodeInput, RolloutWorkflow
+from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.randomness import derive_key
 from headwater.core.records import DropKind, Prompt, Trajectory
 from headwater.rollout.flight import Flight
 from headwater.rollout.group import Dropped, Group
+from headwater.workflows import EpisodeRunner
 
 T = TypeVar("T")
 
@@ -37,13 +40,13 @@ class GroupRunner:
 
     def __init__(
         self,
-        workflow: RolloutWorkflow,
+        workflow: EpisodeRunner,
         *,
         num_samples: int,
         on_failure: Literal["stop", "drop"],
         max_retries: int = 0,
         allow_partial_groups: bool = False,
-        greedy: RolloutWorkflow | None = None,
+        greedy: EpisodeRunner | None = None,
         should_accept: Callable[[Group], bool] | None = None,
     ) -> None:
         self._workflow = workflow
@@ -106,10 +109,10 @@ class GroupRunner:
             yield self._episode(self._greedy, flight, engine_of(GREEDY), data)
 
     async def _episode(
-        self, workflow: RolloutWorkflow, flight: Flight, engine: EpisodeEngine, data: EpisodeInput
+        self, workflow: EpisodeRunner, flight: Flight, engine: EpisodeEngine, data: EpisodeInput
     ) -> object:
         try:
-            result: object = await workflow.arun_episode(engine, data)
+            result: object = await workflow.run(engine, data)
         except (SystemExit, KeyboardInterrupt) as error:
             # Otherwise these would silently end the thread that runs all episodes.
             raise RolloutFailed(f"{self._where(data.prompt)} raised {type(error).__name__}") from error
@@ -121,7 +124,7 @@ class GroupRunner:
         return result
 
     def _where(self, prompt: Prompt) -> str:
-        return f"workflow {type(self._workflow).__name__} on row {prompt.uid}"
+        return f"workflow {self._workflow.name} on row {prompt.uid}"
 
     def _accepted(self, group: Group | Dropped) -> Group | Dropped:
         if isinstance(group, Group) and self._should_accept is not None and not self._should_accept(group):
@@ -133,28 +136,37 @@ class GroupRunner:
         if any(result is None or result == [] for result in results):
             return Dropped(prompt.uid, DropKind.REJECTED, "rejected by the workflow")
         lost = [result for result in results if isinstance(result, _Lost)]
-        kept = [result for result in results[: self._num_samples] if not isinstance(result, _Lost)]
-        greedy = results[self._num_samples :]
-        if lost and (len(kept) < _FEWEST_SAMPLES or any(isinstance(result, _Lost) for result in greedy)):
+        samples = [*range(self._num_samples), *[GREEDY] * (self._greedy is not None)]
+        pieces = {
+            sample: self._pieces(prompt, sample, result)
+            for sample, result in zip(samples, results, strict=True)
+            if not isinstance(result, _Lost)
+        }
+        greedy = pieces.pop(GREEDY, None)
+        if lost and (len(pieces) < _FEWEST_SAMPLES or (self._greedy is not None and greedy is None)):
             raise lost[0].error
         for each in lost:
             logger.warning("row %s continues without a sample: %s", prompt.uid, each.error)
-        baseline = self._trajectories(prompt, greedy)[-1].reward if greedy else None
-        return Group(prompt, tuple(self._trajectories(prompt, kept)), baseline, num_lost=len(lost))
+        baseline = statistics.mean(each.reward for each in greedy) if greedy else None
+        kept = tuple(itertools.chain.from_iterable(pieces.values()))
+        return Group(prompt, kept, baseline, num_lost=len(lost))
 
-    def _trajectories(self, prompt: Prompt, results: Sequence[object]) -> list[Trajectory]:
-        trajectories: list[Trajectory] = []
-        for result in results:
-            parts = result if isinstance(result, list) else [result]
-            for part in parts:
-                if not isinstance(part, Trajectory):
-                    name = type(self._workflow).__name__
-                    raise RolloutFailed(
-                        f"workflow {name} returned a {type(part).__name__} for row {prompt.uid}; "
-                        "return a Trajectory, a list of them, or None to reject the episode"
-                    )
-                trajectories.append(part)
-        return trajectories
+    def _pieces(self, prompt: Prompt, sample: int, result: object) -> list[Trajectory]:
+        """The trajectories of one episode."""
+        pieces: list[Trajectory] = []
+        for piece in result if isinstance(result, list) else [result]:
+            if not isinstance(piece, Trajectory):
+                raise RolloutFailed(
+                    f"workflow {self._workflow.name} returned a {type(piece).__name__} for row {prompt.uid}; "
+                    "return a Trajectory, a list of them, or None to reject the episode"
+                )
+            if piece.sample != sample:
+                raise RolloutFailed(
+                    f"workflow {self._workflow.name} returned a trajectory of sample {piece.sample} for sample "
+                    f"{sample} of row {prompt.uid}; groups are compared by sample, so set it to the episode's"
+                )
+            pieces.append(piece)
+        return pieces
 
 
 @dataclass(frozen=True, slots=True)

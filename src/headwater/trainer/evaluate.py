@@ -39,12 +39,13 @@ def evaluate(executor: WorkflowExecutor, dataset: PromptDataset, num_prompts: in
     prompts = [dataset[row] for row in range(min(num_prompts, len(dataset)))]
     batch = executor.rollout_batch([PromptDraw(prompt, derive_key(seed, "eval", prompt.uid)) for prompt in prompts])
     rollouts = [(group.prompt, trajectory) for group in batch.groups for trajectory in group.trajectories]
+    rewards = [reward for group in batch.groups for reward in group.episode_rewards()]
     count = len(rollouts)
     return Evaluation(
-        reward_mean=sum(each.reward for _, each in rollouts) / count,
+        reward_mean=sum(rewards) / len(rewards),
         num_prompts=len(batch.groups),
         num_dropped=len(batch.dropped),
-        num_samples=count,
+        num_samples=len(rewards),
         response_length_mean=sum(len(each.response_tokens) for _, each in rollouts) / count,
         stopped_fraction=sum(each.stop_reason == "stop" for _, each in rollouts) / count,
         rollouts=tuple(rollouts),

@@ -67,12 +67,13 @@ class ExperienceMaker:
             rewards = self._penalized(rewards, data, columns, metrics)
         if self.critic is not None:
             columns["values"] = self.critic.values(data)
-        mask, groups = data.batch["response_mask"], batch.group_numbers()
+        mask, groups, episodes = data.batch["response_mask"], batch.group_numbers(), batch.episode_numbers()
         estimated = self.advantage(
             AdvantageInputs(
                 rewards,
                 mask,
                 groups,
+                episodes=episodes,
                 values=columns.get("values"),
                 baselines=batch.baselines(),
                 turns=_turns(mask),
@@ -122,7 +123,13 @@ class ExperienceMaker:
         normalization = self.config.algorithm.normalize_rewards
         if normalization.is_on:
             columns = torch.tensor([score_column(each) for each in batch.trajectories])
-            rewards = normalize_rewards(rewards, columns, groups=batch.group_numbers(), **asdict(normalization))
+            rewards = normalize_rewards(
+                rewards,
+                columns,
+                groups=batch.group_numbers(),
+                episodes=batch.episode_numbers(),
+                **asdict(normalization),
+            )
         return rewards
 
     def _penalized(

@@ -133,10 +133,11 @@ def step_metrics(
     ledger: LedgerCounts,
 ) -> dict[str, float]:
     """The metrics of one training step. ``groups/dropped`` counts failures of all kinds."""
-    rewards = [each.reward for each in batch.trajectories]
+    of_groups = [group.episode_rewards() for group in batch.groups]
+    rewards = [reward for group in of_groups for reward in group]
     lengths = [len(each.response_tokens) for each in batch.trajectories]
     drops = Counter(each.kind for each in batch.dropped)
-    informative = sum(len({each.reward for each in group.trajectories}) > 1 for group in batch.groups)
+    informative = sum(len(set(group)) > 1 for group in of_groups)
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -144,7 +145,7 @@ def step_metrics(
         "reward/max": max(rewards),
         "response_length/mean": statistics.fmean(lengths),
         "response_length/max": max(lengths),
-        "stopped_fraction": sum(each.stop_reason == "stop" for each in batch.trajectories) / len(rewards),
+        "stopped_fraction": sum(each.stop_reason == "stop" for each in batch.trajectories) / len(lengths),
         # A group whose samples all have the same reward has no advantage, so nothing is learned from it.
         "groups/informative_fraction": informative / len(batch.groups),
         "groups/dropped": sum(count for kind, count in drops.items() if kind.is_failure),

@@ -12,7 +12,7 @@ from headwater.backends.served.engine import ServedEngine
 from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
-from headwater.core.protocols import InferenceEngine, MemoryTag, RolloutWorkflow
+from headwater.core.protocols import InferenceEngine, MemoryTag
 from headwater.core.records import SamplingParams
 from headwater.core.registry import blaming
 from headwater.data.load import PromptDataset, load_dataset
@@ -29,7 +29,7 @@ from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
 from headwater.trainer.arguments import with_arguments
-from headwater.workflows import WORKFLOWS, WorkflowContext
+from headwater.workflows import WORKFLOWS, EpisodeRunner, WorkflowContext, make_runner
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 
@@ -123,11 +123,9 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         max_staleness, timeout_s = config.rollout.max_staleness, config.rollout.timeout_s
         return ReplayedRollouts(engine, groups, tasks, schedule, max_staleness=max_staleness, timeout_s=timeout_s)
 
-    def workflow(sampling: SamplingParams) -> RolloutWorkflow:
-        made: RolloutWorkflow = make_workflow(
-            WorkflowContext(tokenizer, reward, sampling, config.data.chat_template_args)
-        )
-        return made
+    def workflow(sampling: SamplingParams) -> EpisodeRunner:
+        context = WorkflowContext(tokenizer, reward, sampling, config.data.chat_template_args)
+        return make_runner(config.rollout.workflow, make_workflow, context)
 
     advantage = read_declared(AdvantageTraits, config.algorithm.advantage)
     needs_greedy = advantage is not None and advantage.traits.needs_greedy_baseline
@@ -167,7 +165,7 @@ def make_admission(config: Config) -> Admission:
 
 
 def _scores_differ(group: Group) -> bool:
-    return len({each.reward for each in group.trajectories}) > 1
+    return len(set(group.episode_rewards())) > 1
 
 
 def describe(dataset: PromptDataset | None, kind: str) -> str:

@@ -1,38 +1,59 @@
-"""How an episode runs, from prompt to scored trajectory; one file each (see ``core.protocols.RolloutWorkflow``).
+"""Workflows, one file each: how an episode runs, from a prompt to a scored trajectory. See docs/workflows.md.
 
-A workflow class is made with ``(context, **rollout.workflow_args)``. docs/workflows.md says how to write one.
+A workflow is a class with ``async def run(self, episode)``, constructed with ``(context, **rollout.workflow_args)``, or
+a function ``async def workflow(episode, **rollout.workflow_args)``. Classes with ``arun_episode(engine, data)`` work
+too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-from headwater.core.errors import RolloutFailed
-from headwater.core.protocols import RewardManager, Tokenizer
-from headwater.core.records import Prompt, SamplingParams
+from headwater.core.errors import ConfigError
 from headwater.core.registry import Registry
+from headwater.workflows.episode import (
+    EngineWorkflow,
+    Episode,
+    EpisodeRunner,
+    FunctionWorkflow,
+    RolloutWorkflow,
+    WorkflowContext,
+)
+
+__all__ = [
+    "WORKFLOWS",
+    "EngineWorkflow",
+    "Episode",
+    "EpisodeRunner",
+    "RolloutWorkflow",
+    "WorkflowContext",
+    "make_runner",
+]
 
 WORKFLOWS = Registry("workflow", "headwater.workflows")
 
 
-@dataclass(frozen=True)
-class WorkflowContext:
-    """What every workflow is given to work with."""
-
-    tokenizer: Tokenizer
-    reward: RewardManager
-    sampling: SamplingParams
-    """``max_new_tokens`` is the room for everything after the prompt, all turns and what stands between them."""
-    chat_template_args: Mapping[str, Any] = field(default_factory=dict)
-    """data.chat_template_args: what prompts were rendered with, for messages that are added to them."""
+def make_runner(name: str, make: Callable[..., Any], context: WorkflowContext) -> EpisodeRunner:
+    """A runner of the workflow that ``rollout.workflow`` names. ``make`` is that workflow with its arguments bound."""
+    thing = WORKFLOWS.resolve(name)
+    label = getattr(thing, "__name__", name)
+    if inspect.iscoroutinefunction(thing):
+        return EpisodeRunner(FunctionWorkflow(make), context, label)
+    return EpisodeRunner(_as_workflow(make(context), f"rollout.workflow = {name}"), context, label)
 
 
-def refuse_media(prompt: Prompt, workflow: str) -> None:
-    """For a workflow that hands the model text alone: a picture left out would be a silent change of the task."""
-    if prompt.multi_modal:
-        raise RolloutFailed(
-            f"row {prompt.uid}: has {', '.join(prompt.multi_modal)}, and workflow {workflow} is for text; "
-            "leave those columns out, or set rollout.workflow to one that hands them to the model"
-        )
+def _as_workflow(made: Any, setting: str) -> RolloutWorkflow:
+    """``made`` as a workflow with ``run(episode)``."""
+    if inspect.iscoroutinefunction(getattr(made, "run", None)):
+        workflow: RolloutWorkflow = made
+        return workflow
+    if hasattr(made, "arun_episode"):
+        return EngineWorkflow(made)
+    raise ConfigError(
+        [
+            f"{setting}: a {type(made).__name__} is not a workflow; name a class with 'async def run(self, episode)', "
+            "or a function 'async def workflow(episode)'"
+        ]
+    )

@@ -1,28 +1,21 @@
-"""Retry with feedback: the model answers, hears that it was wrong, and answers again; a later success is worth less.
+"""Retry with feedback: the model answers, is told that it was wrong, and answers again. Later success is worth less.
 
-The whole episode is one trajectory. The model learns from all its answers and not from the feedback between them.
-``rollout.max_new_tokens`` is the room for all of it after the prompt, so that no number of turns makes a sequence that
-the model or the learner cannot hold; an episode that has no room for another turn ends with stop reason ``length``.
+The whole episode is one trajectory. The model is trained on all its answers, but not on the feedback between them.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from headwater.core.errors import ConfigError, RolloutFailed
-from headwater.core.protocols import EpisodeEngine, EpisodeInput
-from headwater.core.randomness import derive_key
-from headwater.core.records import ModelRequest, ModelResponse, Score, Trajectory
-from headwater.core.transcript import Transcript
-from headwater.data.next_turn import MODEL_TURN, tokens_until_next_turn
-from headwater.workflows import WORKFLOWS, WorkflowContext, refuse_media
+from headwater.core.errors import ConfigError
+from headwater.core.records import Score, Trajectory
+from headwater.workflows import WORKFLOWS, Episode, WorkflowContext
 
 
 @WORKFLOWS.register
 class MultiTurnWorkflow:
-    """``reward = turn_discount ** (turns - 1) * score of the last answer``; ``stop_reward`` ends the episode early.
+    """``reward = turn_discount ** (turns - 1) * score of the last answer``. A score of ``stop_reward`` ends it early.
 
-    ``max_turn_tokens`` keeps one long answer from using up the room of the others; 0 leaves it all to whoever is first.
+    ``max_turn_tokens`` limits each answer, so that one long answer does not use up the room of the others. 0 means no
+    limit per answer.
     """
 
     def __init__(
@@ -36,63 +29,26 @@ class MultiTurnWorkflow:
         max_turn_tokens: int = 0,
     ) -> None:
         _check(max_turns, turn_discount, feedback, max_turn_tokens)
-        self._context = context
         self._max_turns = max_turns
         self._turn_discount = turn_discount
-        self._feedback = feedback
+        self._feedback = {"role": "user", "content": feedback}
         self._stop_reward = stop_reward
-        self._max_turn_tokens = max_turn_tokens
+        self._max_turn_tokens = max_turn_tokens or None
 
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeInput) -> Trajectory:
-        refuse_media(data.prompt, "multi_turn")
-        transcript = Transcript(data.prompt, data.sample)
-        chat = [*data.prompt.messages]
+    async def run(self, episode: Episode) -> Trajectory:
         scores: list[Score] = []
-        while True:
-            response = await self._answer(engine, data, transcript, turn=len(scores))
-            text = self._context.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-            scores.append(await self._context.reward.score(data.prompt, text))
-            stop_reason = response.stop_reason
-            if scores[-1].value >= self._stop_reward or len(scores) == self._max_turns:
+        for turn in range(self._max_turns):
+            await episode.reply(self._max_turn_tokens, turn=turn)
+            scores.append(await episode.score())
+            is_over = scores[-1].value >= self._stop_reward or turn + 1 == self._max_turns
+            if is_over or not episode.tell([self._feedback]):
                 break
-            chat += [MODEL_TURN, {"role": "user", "content": self._feedback}]
-            feedback = tokens_until_next_turn(
-                self._context.tokenizer, chat, response.output_tokens, self._context.chat_template_args
-            )
-            if self._room(transcript) < len(feedback) + max(1, self._context.sampling.min_new_tokens):
-                stop_reason = "length"
-                break
-            transcript.add_given(feedback)
         reward = self._turn_discount ** (len(scores) - 1) * scores[-1].value
-        info = {"response_text": text, "num_turns": len(scores), "first_reward": scores[0].value}
-        return transcript.finish(
-            reward=reward,
-            stop_reason=stop_reason,
-            turn_rewards=(0.0,) * (len(scores) - 1) + (reward,),
-            info={**scores[-1].info, **info},
+        return episode.finish(
+            Score(reward, scores[-1].info),
+            turn_scores=(0.0,) * (len(scores) - 1) + (reward,),
+            info={"num_turns": len(scores), "first_reward": scores[0].value},
         )
-
-    async def _answer(
-        self, engine: EpisodeEngine, data: EpisodeInput, transcript: Transcript, turn: int
-    ) -> ModelResponse:
-        room = self._room(transcript)
-        if self._max_turn_tokens:
-            room = min(room, self._max_turn_tokens)
-        request = ModelRequest(
-            request_id=f"{data.prompt.uid}#{data.sample}/{turn}",
-            input_tokens=transcript.tokens,
-            sampling=replace(self._context.sampling, max_new_tokens=room),
-            rng_key=derive_key(data.rng_key, "turn", turn),
-        )
-        response = await engine.agenerate(request)
-        if response.stop_reason == "abort":
-            # Half an answer is no wrong answer: scoring it would turn a failure into a reward.
-            raise RolloutFailed(f"request {request.request_id}: the engine aborted it")
-        transcript.add_response(response)
-        return response
-
-    def _room(self, transcript: Transcript) -> int:
-        return self._context.sampling.max_new_tokens - transcript.num_response_tokens
 
 
 def _check(max_turns: int, turn_discount: float, feedback: str, max_turn_tokens: int) -> None:
@@ -105,6 +61,6 @@ def _check(max_turns: int, turn_discount: float, feedback: str, max_turn_tokens:
     if not feedback.strip():
         problems.append(f"{key}.feedback is empty: write what the model is told after a wrong answer")
     if max_turn_tokens < 0:
-        problems.append(f"{key}.max_turn_tokens = {max_turn_tokens}: must be >= 0; use 0 for no limit of its own")
+        problems.append(f"{key}.max_turn_tokens = {max_turn_tokens}: must be >= 0; use 0 for no limit per answer")
     if problems:
         raise ConfigError(problems)

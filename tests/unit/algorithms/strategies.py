@@ -55,6 +55,7 @@ def advantage_inputs(batch: Batch) -> AdvantageInputs:
         rewards,
         batch.mask,
         batch.groups,
+        episodes=torch.arange(rows),
         values=batch.normal(),
         baselines=batch.normal(rows),
         turns=columns // 2,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.errors import DataError
-from headwater.data.task import TASKS
+from headwater.data.tasks import TASKS
 from headwater.data.tasks.arithmetic import arithmetic
 
 

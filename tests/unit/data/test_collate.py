@@ -6,8 +6,7 @@ import torch
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.core.records import Prompt
-from headwater.data.collate import collate
-from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.data.rlhf_dataset import RLHFDataset, collate
 
 
 def prompt(uid, tokens, **fields):

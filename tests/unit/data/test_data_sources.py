@@ -73,15 +73,12 @@ def test_a_file_whose_name_looks_like_a_pattern(tmp_path):
     assert parse_source(str(path)) == FileSource((path,))
 
 
-@pytest.mark.parametrize("path", ["C:\\data\\rows.parquet", "rows.json", "a/b.jsonl"])
-def test_paths_are_files(path):
-    assert parse_source(path) == FileSource((Path(path),))
-    assert not is_task(path)
-
-
-@pytest.mark.parametrize("text", ["arithmetic", "reasoning_gym:x", "my.module:rows", "tasks.py:rows"])
-def test_tasks_are_tasks(text):
-    assert is_task(text)
+def test_files_are_told_from_tasks():
+    for path in ("C:\\data\\rows.parquet", "rows.json", "a/b.jsonl"):
+        assert parse_source(path) == FileSource((Path(path),))
+        assert not is_task(path), path
+    for text in ("arithmetic", "reasoning_gym:x", "my.module:rows", "tasks.py:rows"):
+        assert is_task(text), text
 
 
 def test_dataset_objects():
@@ -107,18 +104,18 @@ def test_bad_dataset_objects(source, message):
         open_one(source)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("arithmatic", "neither a task nor a .*did you mean 'arithmetic'"),
-        ("s3://bucket/rows.parquet", "not read over the network"),
-        ("hf://bucket/rows", "not read over the network"),
-        ("reasoning_gym:", "nothing follows the colon"),
-    ],
-)
-def test_bad_names(text, message):
-    with pytest.raises(DataError, match=message):
-        parse_source(text)
+BAD_NAMES = [
+    ("arithmatic", "neither a task nor a .*did you mean 'arithmetic'"),
+    ("s3://bucket/rows.parquet", "not read over the network"),
+    ("hf://bucket/rows", "not read over the network"),
+    ("reasoning_gym:", "nothing follows the colon"),
+]
+
+
+def test_bad_names():
+    for text, message in BAD_NAMES:
+        with pytest.raises(DataError, match=message):
+            parse_source(text)
 
 
 def test_bad_paths(tmp_path):

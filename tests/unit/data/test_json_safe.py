@@ -4,7 +4,7 @@ import datetime
 import json
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.data.json_safe import from_json_safe, to_json_safe
@@ -25,6 +25,7 @@ values = st.recursive(
 )
 
 
+@settings(deadline=None, max_examples=60)
 @given(values)
 def test_any_value_survives_json(value):
     assert from_json_safe(json.loads(json.dumps(to_json_safe(value)))) == value

@@ -93,7 +93,7 @@ def test_custom_class(tokenizer, user_file):
         ("Empty", "has no rows"),
         ("Dicts", "row 0 is a dict; __getitem__ must return headwater.core.records.Prompt"),
         ("NoLength", "has no __len__"),
-        ("OtherArguments", "it is made with the keyword arguments sources, config, tokenizer, split"),
+        ("OtherArguments", "it is constructed with the keyword arguments sources, config, tokenizer, split"),
         ("instance", "is a int; name a class"),
     ],
 )

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.data.measure import ROWS_PER_CHUNK, choose_num_workers
-from headwater.data.rlhf_dataset import RLHFDataset
-from headwater.data.truncation import cut_tokens
+from headwater.data.rlhf_dataset import RLHFDataset, cut_tokens
 
 OVERHEAD = len("[user][assistant]") + 1
 """Tokens the chat template adds to a message; ``<|end|>`` is one."""
@@ -27,6 +26,7 @@ def test_cuts():
     assert cut_tokens(tokens, 1, "middle") == (9,)
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from(["left", "right", "middle"]))
 def test_a_cut_never_exceeds_the_limit_and_loses_no_more_than_it_must(length, limit, cut):
     tokens = tuple(range(length))

@@ -71,7 +71,7 @@ def test_a_dataset_without_one_answer_gives_no_demonstration():
     [
         ("chain_sums", {}, "no dataset 'chain_sums'; nearest of its .*chain_sum"),
         ("chain_sum", {"max_term": 3}, "unknown option data.task_args.max_term = 3; did you mean 'max_terms'"),
-        ("chain_sum", {"size": 3}, "data.task_args.size = 3: is decided by data.num_train_rows"),
+        ("chain_sum", {"size": 3}, "data.task_args.size = 3: is set by data.num_train_rows"),
         ("chain_sum", {"min_terms": -1}, "min_terms"),
     ],
 )

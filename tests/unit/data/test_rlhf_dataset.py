@@ -127,30 +127,30 @@ def test_same_arguments_same_prompts_and_survives_pickle(tokenizer, write_parque
     assert list(first) == list(second) == list(pickle.loads(pickle.dumps(first)))
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"question": "Hi"}, r"no 'prompt'; the row has question; set data.prompt_key"),
-        ({"prompt": None}, r"no 'prompt'"),
-        ({"prompt": 3}, r"prompt is a int; must be a list of messages or a string"),
-        ({"prompt": {"role": "user"}}, r"prompt is a dict; must be a list of messages"),
-        ({"prompt": []}, r"prompt is empty"),
-        ({"prompt": "  "}, r"prompt is empty"),
-        ({"prompt": ["Hi"]}, r"prompt\[0\] is a str; must be a message"),
-        ({"prompt": [*CHAT, {"content": "a"}]}, r"prompt\[1\].role = None; must be 'system'"),
-        ({"prompt": [{"role": "user"}]}, r"prompt\[0\].content is missing"),
-        ({"prompt": [{"role": "user", "content": 3}]}, r"prompt\[0\].content is a int"),
-        ({"prompt": [{"role": "user", "content": ["a"]}]}, r"prompt\[0\].content\[0\] = 'a'; must be a part"),
-        ({"prompt": CHAT, "extra_info": "x"}, r"extra_info is a str; must be an object"),
-        ({"prompt": CHAT, "extra_info": {"tools_kwargs": 1}}, r"extra_info: tools_kwargs is a int"),
-        ({"prompt": CHAT, "reward_model": "7"}, r"reward_model is a str; must be an object"),
-        ({"prompt": CHAT, "data_source": 7}, r"data_source = 7; must be the name of a scorer"),
-    ],
-)
-def test_bad_rows_are_named_at_construction(tokenizer, write_jsonl, row, message):
-    path = write_jsonl([{"prompt": "fine"}, row])
-    with pytest.raises(DataError, match=r"rows.jsonl, line 2: " + message):
-        RLHFDataset([path], DataConfig(), tokenizer)
+BAD_ROWS = [
+    ({"question": "Hi"}, r"no 'prompt'; the row has question; set data.prompt_key"),
+    ({"prompt": None}, r"no 'prompt'"),
+    ({"prompt": 3}, r"prompt is a int; must be a list of messages or a string"),
+    ({"prompt": {"role": "user"}}, r"prompt is a dict; must be a list of messages"),
+    ({"prompt": []}, r"prompt is empty"),
+    ({"prompt": "  "}, r"prompt is empty"),
+    ({"prompt": ["Hi"]}, r"prompt\[0\] is a str; must be a message"),
+    ({"prompt": [*CHAT, {"content": "a"}]}, r"prompt\[1\].role = None; must be 'system'"),
+    ({"prompt": [{"role": "user"}]}, r"prompt\[0\].content is missing"),
+    ({"prompt": [{"role": "user", "content": 3}]}, r"prompt\[0\].content is a int"),
+    ({"prompt": [{"role": "user", "content": ["a"]}]}, r"prompt\[0\].content\[0\] = 'a'; must be a part"),
+    ({"prompt": CHAT, "extra_info": "x"}, r"extra_info is a str; must be an object"),
+    ({"prompt": CHAT, "extra_info": {"tools_kwargs": 1}}, r"extra_info: tools_kwargs is a int"),
+    ({"prompt": CHAT, "reward_model": "7"}, r"reward_model is a str; must be an object"),
+    ({"prompt": CHAT, "data_source": 7}, r"data_source = 7; must be the name of a scorer"),
+]
+
+
+def test_bad_rows_are_named_at_construction(tokenizer, write_jsonl):
+    for row, message in BAD_ROWS:
+        path = write_jsonl([{"prompt": "fine"}, row])
+        with pytest.raises(DataError, match=r"rows.jsonl, line 2: " + message):
+            RLHFDataset([path], DataConfig(), tokenizer)
 
 
 def test_tokenizer_without_chat_template(tokenizer_without_template, write_jsonl):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 
 import pytest
 import tiny
 
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, UnknownName
+from headwater.core.records import Answer, Score
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 
@@ -40,8 +40,11 @@ def not_a_number(data_source, solution_str, ground_truth, extra_info):
 def no_score(data_source, solution_str, ground_truth, extra_info):
     return {"points": 1}
 
+def turns(data_source, solution_str, ground_truth, extra_info, messages):
+    return {"score": len(messages), "last": messages[-1]["content"]}
+
 def hangs(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(5)
+    time.sleep(600)
 
 CONSTANT = 3
 """
@@ -55,7 +58,7 @@ def score(tmp_path):
     def call(name: str, text: str = "46", **settings):
         path = f"{file}:{name}" if name else ""
         manager = NaiveRewardManager(RewardConfig(function=path, **settings), Spans())
-        return asyncio.run(manager.score(tiny.prompt(uid="row7"), text))
+        return asyncio.run(manager.score(Answer(tiny.prompt(uid="row7"), text)))
 
     return call
 
@@ -65,13 +68,14 @@ def test_results_of_every_kind(score):
     result = score("details", function_args={"bonus": 0.25})
     assert (result.value, result.info) == (0.75, {"length": 2})
     assert score("slow_but_async").value == 0.25
+    assert score("turns") == Score(2.0, {"last": "46"})  # the whole conversation, for who names it
     assert score("").value == 1.0  # no function: the built-in scorer of the row's data_source
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", r"reward raises on row row7 .*raised KeyError: 'missing' at .*functions\.py:\d+; mend the function"),
+        ("raises", r"reward raises on row row7 .*raised KeyError: 'missing' at .*functions\.py:\d+; fix the function"),
         ("nothing", "returned None; return a finite number"),
         (
             "not_a_number",
@@ -86,21 +90,21 @@ def test_failures_are_never_numbers(score, name, message):
 
 
 def test_a_hanging_function_is_cut_off(score):
-    started = time.monotonic()
     with pytest.raises(RewardFailed, match=r"no result within 0.2 s; make it faster or raise reward\.timeout_s"):
         score("hangs", timeout_s=0.2)
-    assert time.monotonic() - started < 4
 
 
 def test_waiting_in_the_queue_does_not_count_as_time(tmp_path):
     file = tmp_path / "slow.py"
-    file.write_text("import time\ndef compute_score(**row):\n    time.sleep(0.2)\n    return 1.0\n")
-    manager = NaiveRewardManager(RewardConfig(function=f"{file}:compute_score", timeout_s=0.8), Spans())
+    file.write_text("import time\ndef compute_score(**row):\n    time.sleep(0.05)\n    return 1.0\n")
+    manager = NaiveRewardManager(
+        RewardConfig(function=f"{file}:compute_score", timeout_s=1.2, max_concurrent=1), Spans()
+    )
 
     async def many():
-        return await asyncio.gather(*(manager.score(tiny.prompt(), "x") for _ in range(48)))
+        return await asyncio.gather(*(manager.score(Answer(tiny.prompt(), "x")) for _ in range(30)))
 
-    assert [score.value for score in asyncio.run(many())] == [1.0] * 48
+    assert [score.value for score in asyncio.run(many())] == [1.0] * 30
 
 
 def test_a_hanging_function_does_not_hold_up_the_end_of_the_process(tmp_path):
@@ -110,12 +114,12 @@ def test_a_hanging_function_does_not_hold_up_the_end_of_the_process(tmp_path):
 import asyncio
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed
-from headwater.core.records import Prompt
+from headwater.core.records import Answer, Prompt
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 manager = NaiveRewardManager(RewardConfig(function={str(file) + ":compute_score"!r}, timeout_s=0.2), Spans())
 try:
-    asyncio.run(manager.score(Prompt("row", (), "text", (1,), "mine"), "x"))
+    asyncio.run(manager.score(Answer(Prompt("row", (), "text", (1,), "mine"), "x")))
 except RewardFailed:
     print("failed as it should")
 """
@@ -130,7 +134,7 @@ def test_bad_paths_are_named(score):
         score("CONSTANT")
 
 
-@pytest.mark.parametrize("name", ["nofile.py:nope", "headwater.rewards.exact_match:nope", "exact_mathc"])
+@pytest.mark.parametrize("name", ["nofile.py:nope", "headwater.rewards.scorers.exact_match:nope", "exact_mathc"])
 def test_a_function_that_is_not_there_is_blamed_on_its_setting(name):
     with pytest.raises(UnknownName, match=rf"^reward\.function = {name}: "):
         NaiveRewardManager(RewardConfig(function=name), Spans())
@@ -140,17 +144,20 @@ def test_a_name_borrowed_from_the_file_is_said_to_be():
     manager = NaiveRewardManager(RewardConfig(), Spans())
     prompt = tiny.prompt(uid="nosrc#2/train/0", data_source="nosrc")
     remedies = r"add a data_source to the rows that names a scorer, or set reward\.function"
-    with pytest.raises(RewardFailed, match=rf"'nosrc', the name of its file or task, which stands in .*{remedies}"):
-        asyncio.run(manager.score(prompt, "46"))
+    with pytest.raises(
+        RewardFailed, match=rf"'nosrc', the name of its file or task, which is the default .*{remedies}"
+    ):
+        asyncio.run(manager.score(Answer(prompt, "46")))
 
 
 def test_an_unknown_data_source_says_what_to_set():
     manager = NaiveRewardManager(RewardConfig(), Spans())
     with pytest.raises(RewardFailed, match=r"no built-in scorer for data_source 'mine'.*set reward\.function"):
-        asyncio.run(manager.score(tiny.prompt(data_source="mine"), "x"))
+        asyncio.run(manager.score(Answer(tiny.prompt(data_source="mine"), "x")))
 
 
 @pytest.mark.parametrize("name", ["openai/gsm8k", "gsm8k"])
 def test_data_sources_with_an_owner_find_their_scorer(name):
     manager = NaiveRewardManager(RewardConfig(), Spans())
-    assert asyncio.run(manager.score(tiny.prompt(data_source=name, ground_truth="5"), "#### 5")).value == 1.0
+    answer = Answer(tiny.prompt(data_source=name, ground_truth="5"), "#### 5")
+    assert asyncio.run(manager.score(answer)).value == 1.0

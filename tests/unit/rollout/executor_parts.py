@@ -10,12 +10,13 @@ from typing import Any
 from rollout.held_engine import HeldEngine
 
 from headwater.core.protocols import EpisodeInput
-from headwater.core.records import Prompt, Trajectory
+from headwater.core.records import Prompt, SamplingParams, Trajectory
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
+from headwater.workflows import EngineWorkflow, EpisodeRunner, WorkflowContext
 
 
 class Scripted:
@@ -30,6 +31,11 @@ class Scripted:
         await asyncio.sleep(0)
         result = self.outcome(data)
         return await result if asyncio.iscoroutine(result) else result
+
+
+def runner_of(workflow: object) -> EpisodeRunner:
+    context = WorkflowContext(None, None, SamplingParams(max_new_tokens=8))
+    return EpisodeRunner(EngineWorkflow(workflow), context, type(workflow).__name__)
 
 
 def ok(data: EpisodeInput, reward: float = 1.0, version: int = 0) -> Trajectory:
@@ -85,12 +91,12 @@ def executor_of(
     **admission: Any,
 ) -> Iterator[WorkflowExecutor]:
     groups = GroupRunner(
-        workflow,
+        runner_of(workflow),
         num_samples=num_samples,
         on_failure=on_failure,
         max_retries=max_retries,
         allow_partial_groups=allow_partial_groups,
-        greedy=greedy,
+        greedy=None if greedy is None else runner_of(greedy),
         should_accept=should_accept,
     )
     with AsyncTaskRunner() as tasks:

@@ -14,7 +14,7 @@ from rollout.held_engine import HeldEngine
 import headwater.rollout.flight as flight_module
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
-from headwater.core.records import DropKind
+from headwater.core.records import Answer, DropKind
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 from headwater.rollout.ledger import LedgerCounts
@@ -218,7 +218,7 @@ def scored_by(function_file, timeout_s: float = 30.0) -> Scripted:
     )
 
     async def outcome(data):
-        score = await manager.score(data.prompt, f"{data.prompt.uid} {data.sample}")
+        score = await manager.score(Answer(data.prompt, f"{data.prompt.uid} {data.sample}"))
         return ok(data, reward=score.value)
 
     return Scripted(outcome)

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout.executor_parts import Rows
+from rollout.executor_parts import Rows, runner_of
 
 import headwater.rollout.executor as executor_module
 from headwater.core.errors import RewardFailed
@@ -214,7 +214,7 @@ def course(world: World) -> Iterator[Course]:
     tasks = SimulatedTasks()
     executor = WorkflowExecutor(
         engine,
-        GroupRunner(Episodes(world), num_samples=2, on_failure="drop"),
+        GroupRunner(runner_of(Episodes(world)), num_samples=2, on_failure="drop"),
         tasks,
         Admission(
             batch_size=world.batch_size,
@@ -407,7 +407,7 @@ def test_at_staleness_zero_the_batches_are_those_of_a_plain_loop(world, in_waves
 
 def plain_loop(world: World) -> list[tuple[Group, ...]]:
     """One prompt after the other until the batch is full, without dispatcher, admission and ledger."""
-    engine, rows, groups = Engine(), Rows(), GroupRunner(Episodes(world), num_samples=2, on_failure="drop")
+    engine, rows, groups = Engine(), Rows(), GroupRunner(runner_of(Episodes(world)), num_samples=2, on_failure="drop")
 
     async def next_batch() -> tuple[Group, ...]:
         batch: list[Group] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from rollout.executor_parts import Rows, Scripted, draw_of, executor_of, number_of, ok, one_batch, uids
@@ -104,8 +105,21 @@ def test_it_stops_when_there_are_no_more_prompts(in_waves):
 
 
 def test_several_trajectories_of_one_episode_join_the_group():
-    batch = one_batch(Scripted(lambda data: [ok(data), ok(data)]))
-    assert [len(group.trajectories) for group in batch.groups] == [4, 4, 4]
+    batch = one_batch(Scripted(lambda data: [ok(data, 0.1), ok(data, 0.1), ok(data, 0.1 + data.sample)]))
+    assert [len(group.trajectories) for group in batch.groups] == [6, 6, 6]
+    assert batch.episode_numbers().tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
+    # One reward per episode, the mean of its pieces: exactly the reward of pieces that agree.
+    assert batch.groups[0].episode_rewards() == [0.1, pytest.approx(1.3 / 3)]
+
+
+def test_a_trajectory_of_another_sample_is_refused():
+    with pytest.raises(RolloutFailed, match="returned a trajectory of sample 0 for sample 1 of row row"):
+        one_batch(Scripted(lambda data: replace(ok(data), sample=0)))
+
+
+def test_the_greedy_baseline_is_the_mean_of_its_pieces():
+    greedy = Scripted(lambda data: [ok(data, 1.0), ok(data, 0.0)])
+    assert [group.baseline for group in one_batch(Scripted(ok), greedy=greedy).groups] == [0.5, 0.5, 0.5]
 
 
 # When the engine begins

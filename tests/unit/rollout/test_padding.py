@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.core.records import ModelResponse
-from headwater.core.transcript import Transcript
+from headwater.core.records import Trajectory
 from headwater.rollout.group import Group
 from headwater.rollout.padding import add_to_scores, pad_trajectories
 
@@ -55,12 +54,21 @@ def test_an_empty_response_keeps_its_reward():
 
 
 def two_turns(*versions: int):
-    transcript = Transcript(tiny.prompt(), sample=0)
-    for turn, version in zip(([7, 8], [9]), versions, strict=True):
-        given, count = transcript.tokens, len(turn)
-        transcript.add_response(ModelResponse(given, tuple(turn), (-1.0,) * count, (version,) * count, "stop"))
-        transcript.add_given([5])
-    return transcript.finish(reward=0.75, stop_reason="stop", turn_rewards=[0.25, 0.5])
+    first, second = versions
+    before = tiny.prompt().tokens
+    count = len(before)
+    return Trajectory(
+        uid="row",
+        sample=0,
+        tokens=(*before, 7, 8, 5, 9, 5),
+        prompt_length=count,
+        loss_mask=(0,) * count + (1, 1, 0, 1, 0),
+        logprobs=(0.0,) * count + (-1.0, -1.0, 0.0, -1.0, 0.0),
+        versions=(-1,) * count + (first, first, -1, second, -1),
+        reward=0.75,
+        stop_reason="stop",
+        turn_rewards=(0.25, 0.5),
+    )
 
 
 def test_rewards_of_turns_stand_where_each_turn_ends():

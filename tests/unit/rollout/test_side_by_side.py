@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rollout.executor_parts import Scripted, draw_of
+from rollout.executor_parts import Scripted, draw_of, runner_of
 from rollout.held_engine import HeldEngine
 
 from headwater.rollout.executor import held_engine
@@ -37,7 +37,7 @@ def test_cancelled_prompts_do_not_keep_running(is_held):
         with pytest.raises(asyncio.CancelledError):
             await work
 
-    groups = GroupRunner(Scripted(sleeps), num_samples=2, on_failure="stop")
+    groups = GroupRunner(runner_of(Scripted(sleeps)), num_samples=2, on_failure="stop")
     with AsyncTaskRunner() as tasks:
         side_by_side = SideBySide(
             engine, groups, tasks, lambda: held_engine(engine), timeout_s=30.0, episode_timeout_s=30.0

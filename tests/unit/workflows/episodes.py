@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import tiny
 
-from headwater.core.protocols import EpisodeEngine, EpisodeInput
+from headwater.core.protocols import EpisodeEngine, EpisodeInput, ScorableEpisode
 from headwater.core.records import Prompt, SamplingParams, Score
-from headwater.workflows import WorkflowContext
+from headwater.workflows import Episode, WorkflowContext
 from headwater.workflows.multi_turn import MultiTurnWorkflow
 
 END = 1
@@ -23,8 +23,8 @@ class ListedRewards:
         self._values = list(values)
         self.texts: list[str] = []
 
-    async def score(self, prompt: Prompt, response_text: str) -> Score:
-        self.texts.append(response_text)
+    async def score(self, episode: ScorableEpisode) -> Score:
+        self.texts.append(episode.text)
         value = self._values[len(self.texts) - 1]
         if isinstance(value, Exception):
             raise value
@@ -45,4 +45,5 @@ def run_multi_turn(
 ):
     context = WorkflowContext(tiny.tokenizer(), rewards, SamplingParams(max_new_tokens=max_new_tokens))
     workflow = MultiTurnWorkflow(context, **{"feedback": FEEDBACK, **settings})
-    return asyncio.run(workflow.arun_episode(engine, EpisodeInput(prompt or tiny.prompt(), sample=2, rng_key=7)))
+    data = EpisodeInput(prompt or tiny.prompt(), sample=2, rng_key=7)
+    return asyncio.run(workflow.run(Episode(context, engine, data)))

@@ -16,10 +16,11 @@ from workflows.scripted_engine import ScriptedEngine
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError, RewardFailed, RolloutFailed
 from headwater.core.protocols import EpisodeInput
+from headwater.core.randomness import derive_key
 from headwater.core.records import ModelResponse, Prompt, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.load import load_tokenizer
-from headwater.workflows import WORKFLOWS, WorkflowContext
+from headwater.workflows import WORKFLOWS, Episode, WorkflowContext
 from headwater.workflows.multi_turn import MultiTurnWorkflow
 
 PROMPT = "<|user|>12+34=<|end|><|assistant|>"
@@ -72,23 +73,27 @@ def test_each_turn_is_a_request_of_its_own():
     engine = ScriptedEngine([answer("1"), answer("2"), answer("3")], END)
     run_multi_turn(engine, ListedRewards([0.0, 0.0, 0.0]))
     assert [each.request_id for each in engine.requests] == ["row#2/0", "row#2/1", "row#2/2"]
-    assert len({each.rng_key for each in engine.requests}) == 3
+    assert [each.rng_key for each in engine.requests] == [derive_key(7, "turn", turn) for turn in range(3)]
     again = ScriptedEngine([answer("1"), answer("2"), answer("3")], END)
     run_multi_turn(again, ListedRewards([0.0, 0.0, 0.0]))
     assert again.requests == engine.requests
 
 
-@pytest.mark.parametrize(
-    ("scores", "num_turns", "reward"),
-    [
-        ([1.0], 1, 1.0),
-        ([0.0, 1.0], 2, 0.5),
-        ([0.2, 0.4, 0.8], 3, 0.2),
-        ([0.0, 0.0, -1.0], 3, -0.25),
-        ([0.7, 0.9], 2, 0.45),
-    ],
-)
-def test_later_answers_are_worth_less(scores, num_turns, reward):
+WORTH = [
+    ([1.0], 1, 1.0),
+    ([0.0, 1.0], 2, 0.5),
+    ([0.2, 0.4, 0.8], 3, 0.2),
+    ([0.0, 0.0, -1.0], 3, -0.25),
+    ([0.7, 0.9], 2, 0.45),
+]
+
+
+def test_later_answers_are_worth_less():
+    for scores, num_turns, reward in WORTH:
+        check_worth(scores, num_turns, reward)
+
+
+def check_worth(scores, num_turns, reward):
     engine = ScriptedEngine([answer(str(turn)) for turn in range(3)], END)
     trajectory = run_multi_turn(
         engine, ListedRewards(scores), turn_discount=0.5, stop_reward=0.9 if 0.9 in scores else 1.0
@@ -143,28 +148,28 @@ def test_an_aborted_answer_is_a_failure_and_no_wrong_answer():
 
 def test_pictures_are_refused():
     prompt = tiny.prompt(multi_modal={"images": ("a picture",)})
-    with pytest.raises(RolloutFailed, match="has images, and workflow multi_turn is for text"):
+    with pytest.raises(RolloutFailed, match="has images, but an episode sends only text"):
         run_multi_turn(ScriptedEngine([], END), ListedRewards([]), prompt)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"max_turns": 0}, "max_turns = 0: must be >= 1"),
-        ({"turn_discount": 1.5}, "turn_discount = 1.5: must be in"),
-        ({"feedback": " "}, "feedback is empty"),
-        ({"max_turn_tokens": -1}, "max_turn_tokens = -1: must be >= 0"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(setting, message):
-    with pytest.raises(ConfigError, match=f"rollout.workflow_args.{message}"):
-        run_multi_turn(ScriptedEngine([], END), ListedRewards([]), **setting)
+BAD_SETTINGS = [
+    ({"max_turns": 0}, "max_turns = 0: must be >= 1"),
+    ({"turn_discount": 1.5}, "turn_discount = 1.5: must be in"),
+    ({"feedback": " "}, "feedback is empty"),
+    ({"max_turn_tokens": -1}, "max_turn_tokens = -1: must be >= 0"),
+]
+
+
+def test_settings_that_make_no_sense_are_refused():
+    for setting, message in BAD_SETTINGS:
+        with pytest.raises(ConfigError, match=f"rollout.workflow_args.{message}"):
+            run_multi_turn(ScriptedEngine([], END), ListedRewards([]), **setting)
 
 
 answers = st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=1, max_size=5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     answers=answers,
     scores=st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=5, max_size=5),
@@ -220,7 +225,7 @@ def test_a_real_engine_sees_the_conversation_token_by_token():
         context = WorkflowContext(tokenizer, ListedRewards([0.0] * 12), SamplingParams(max_new_tokens=90))
         workflow = MultiTurnWorkflow(context, feedback=FEEDBACK, max_turn_tokens=12)
         inputs = [EpisodeInput(tiny.prompt(), sample, rng_key=sample) for sample in range(4)]
-        return await asyncio.gather(*(workflow.arun_episode(engine, each) for each in inputs))
+        return await asyncio.gather(*(workflow.run(Episode(context, engine, each)) for each in inputs))
 
     try:
         trajectories = asyncio.run(episodes())
@@ -249,6 +254,6 @@ def test_template_arguments_reach_the_feedback():
     context = WorkflowContext(
         tokenizer, ListedRewards([0.0, 1.0]), SamplingParams(max_new_tokens=100), {"opening": "So: "}
     )
-    asyncio.run(MultiTurnWorkflow(context).arun_episode(engine, EpisodeInput(prompt, 0, 0)))
+    asyncio.run(MultiTurnWorkflow(context).run(Episode(context, engine, EpisodeInput(prompt, 0, 0))))
     assert text.endswith("<|assistant|>So: ")
     assert tokenizer.decode(engine.requests[1].input_tokens).endswith("<|assistant|>So: ")

@@ -29,6 +29,8 @@ class AdvantageInputs:
     """1 on the tokens that are trained."""
     groups: Tensor
     """``[samples]``: equal within a group."""
+    episodes: Tensor | None = None
+    """``[samples]``: equal for the pieces of an episode. Groups are compared over episodes. None: each is one."""
     values: Tensor | None = None
     """The values of the critic."""
     baselines: Tensor | None = None
@@ -45,7 +47,7 @@ class AdvantageInputs:
 
     def __post_init__(self) -> None:
         samples = self.mask.shape[0]
-        check_shapes((samples,), groups=self.groups, baselines=self.baselines)
+        check_shapes((samples,), groups=self.groups, episodes=self.episodes, baselines=self.baselines)
         per_token = {name: getattr(self, name) for name in ("values", "old_logprobs", "sum_pi_squared", "weights")}
         check_shapes(tuple(self.mask.shape), rewards=self.rewards, turns=self.turns, **per_token)
         for name, value in per_token.items():

@@ -43,7 +43,7 @@ def gdpo(
             f"algorithm.advantage_args.reward_weights = {weights}: the reward has {parts.shape[1]} parts; "
             "give one weight for each"
         )
-    groups = Groups.of(inputs.groups)
+    groups = Groups.of(inputs.groups, inputs.episodes)
     scaled = [
         weight * group_relative(part, groups, normalize_by_std, epsilon)
         for weight, part in zip(weights, parts.unbind(dim=1), strict=True)

@@ -18,8 +18,9 @@ from headwater.config.traits import AdvantageTraits
     )
 )
 def gpg(inputs: AdvantageInputs, *, divisor: Annotated[float, MoreThan(0)] = 1.0) -> Advantages:
-    """``samples / max(nonzero scores, 1)·(s - mean) / divisor``; a response that is alone in
+    """``episodes / max(nonzero scores, 1)·(s - mean) / divisor``; a response that is alone in
     its group keeps its score."""
-    scores = inputs.scores
-    scale = len(scores) / (scores != 0).sum().clamp(min=1)
-    return outcome(scale * Groups.of(inputs.groups).centre(scores) / divisor, inputs.mask)
+    scores, groups = inputs.scores, Groups.of(inputs.groups, inputs.episodes)
+    of_episodes = groups.per_episode(scores)
+    scale = len(of_episodes) / (of_episodes != 0).sum().clamp(min=1)
+    return outcome(scale * groups.centre(scores) / divisor, inputs.mask)

@@ -23,7 +23,7 @@ def grpo(
     ``s`` is the sum of the rewards of a response; the deviation is the unbiased one. A group of one is compared with
     mean 0 and deviation 1. ``normalize_by_std=False`` omits the division (Dr. GRPO).
     """
-    groups = Groups.of(inputs.groups)
+    groups = Groups.of(inputs.groups, inputs.episodes)
     return outcome(group_relative(inputs.scores, groups, normalize_by_std, epsilon), inputs.mask)
 
 

@@ -20,14 +20,15 @@ def grpo_passk(
     inputs: AdvantageInputs, *, normalize_by_std: bool = True, epsilon: Annotated[float, MoreThan(0)] = 1e-6
 ) -> Advantages:
     """``(best - second) / (std + epsilon)`` on the best response of each group, 0 on the others; a tie gives 0."""
-    scores, groups = inputs.scores, Groups.of(inputs.groups)
+    scores, groups = inputs.scores, Groups.of(inputs.groups, inputs.episodes)
     if bool(groups.single.any()):
         raise DataError(
             "algorithm.advantage = grpo_passk compares the two best responses of a group, and a group has only one; "
             "set rollout.num_samples_per_prompt to 2 or more"
         )
-    best = scores == groups.max(scores)
-    second = groups.max(scores.masked_fill(best, -torch.inf))
+    of_episode = groups.of_episode(scores)
+    best = of_episode == groups.max(of_episode)
+    second = groups.max(of_episode.masked_fill(best, -torch.inf))
     leads = best & (groups.sum(best.long()) == 1)
     lead = torch.where(leads, scores - second, torch.zeros_like(scores))
     if normalize_by_std:

@@ -34,7 +34,7 @@ def optimal_token_baseline(
     """
     old_logprobs = require(inputs.old_logprobs, "old_logprobs", _USER, "set algorithm.old_logprobs")
     sum_pi_squared = require(inputs.sum_pi_squared, "sum_pi_squared", _USER, "the learner must compute it")
-    mask, groups = inputs.mask, Groups.of(inputs.groups)
+    mask, groups = inputs.mask, Groups.of(inputs.groups, inputs.episodes)
     returns = returns_to_go(inputs.rewards, mask)
     noise = 1 - 2 * old_logprobs.exp() + sum_pi_squared
     if inputs.weights is not None:
@@ -48,7 +48,7 @@ def optimal_token_baseline(
     above = keep(returns - lowest, mask)
     numerator = _group_sum(keep(above * path_noise, mask), position, groups)
     baseline = numerator / (_group_sum(keep(path_noise, mask), position, groups) + epsilon)
-    compared = groups.sum((lengths > 0).long()) if skip_masked else groups.size
+    compared = groups.sum((groups.max_of_episode(lengths) > 0).long()) if skip_masked else groups.size
     has_baseline = (compared > 1)[:, None].expand_as(position)
     if zero_tail:
         has_baseline = has_baseline & (position < _shared_length(lengths, groups)[:, None])
@@ -75,6 +75,7 @@ def _lowest(returns: Tensor, mask: Tensor, groups: Groups) -> Tensor:
 
 def _shared_length(lengths: Tensor, groups: Groups) -> Tensor:
     """``[samples]``: for the longest sample of a group, the second largest length; for the others, no limit."""
+    lengths = groups.max_of_episode(lengths)
     longest = lengths == groups.max(lengths)
     alone = longest & (groups.sum(longest.long()) == 1)
     second = groups.max(lengths.masked_fill(longest, 0))

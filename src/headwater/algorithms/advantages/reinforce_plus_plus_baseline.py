@@ -12,5 +12,5 @@ from headwater.config.traits import AdvantageTraits
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Advantages:
     """``s - mean`` on every token, whitened over the tokens of the batch; a response that is alone has
     baseline 0."""
-    centred = Groups.of(inputs.groups).centre(inputs.scores)
+    centred = Groups.of(inputs.groups, inputs.episodes).centre(inputs.scores)
     return outcome(whiten(centred[:, None].expand_as(inputs.mask), inputs.mask), inputs.mask)

@@ -1,4 +1,4 @@
-"""The child process of ``reasoning_gym``: a request on stdin, entries on stdout, both JSON."""
+"""The child process of the ``reasoning_gym`` task: reads a JSON request from stdin, writes JSON entries to stdout."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 from headwater.core.errors import DataError
 from headwater.core.registry import nearest
 from headwater.data.json_safe import to_json_safe
-from headwater.data.task import Split, split_of, stable_hash
+from headwater.data.tasks import Split, split_of, stable_hash
 
 CHUNK_ROWS = 500
-"""Problems per gym dataset: its default size, which every one of them accepts and makes quickly."""
+"""Problems per gym dataset: the default size, which every dataset accepts."""
 ENTRY_KEYS = ("question", "answer", "metadata")
 MIN_DRAWS, DRAWS_PER_ROW = 4_000, 40
 RESERVED = {"size": "data.num_train_rows and data.num_eval_rows", "seed": "run.seed"}
 
 
 def generate(dataset: str, split: Split, num_rows: int, seed: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Up to ``num_rows`` entries with different questions, and how many draws that took."""
+    """Up to ``num_rows`` entries with different questions, and the number of draws."""
     first_seed = stable_hash(f"{dataset}\n{seed}") % 2**31
     max_draws = max(MIN_DRAWS, DRAWS_PER_ROW * num_rows)
     entries: dict[str, dict[str, Any]] = {}
     num_draws = 0
     while len(entries) < num_rows and num_draws < max_draws:
-        # Entry i of a gym dataset is drawn from seed + i, so consecutive chunks never overlap.
+        # Entry i of a gym dataset is generated from seed + i, so consecutive chunks never overlap.
         chunk = _create(dataset, (first_seed + num_draws) % 2**32, options)
         for index in range(CHUNK_ROWS):
             entry = chunk[index]
@@ -50,7 +50,7 @@ def _create(dataset: str, seed: int, options: dict[str, Any]) -> Any:
     known = [field.name for field in dataclasses.fields(DATASETS[dataset][1])]
     for name, value in options.items():
         if name in RESERVED:
-            raise DataError(f"data.task_args.{name} = {value!r}: is decided by {RESERVED[name]}; leave it out")
+            raise DataError(f"data.task_args.{name} = {value!r}: is set by {RESERVED[name]}; leave it out")
         if name not in known:
             raise DataError(f"unknown option data.task_args.{name} = {value!r}; {nearest(name, known)}")
     try:
@@ -60,7 +60,7 @@ def _create(dataset: str, seed: int, options: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    # Some gym datasets print while they generate; keep the answer apart from that.
+    # Some gym datasets print while they generate. Their output goes to stderr, so stdout holds only the answer.
     answer_stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from headwater.core.errors import DataError
-from headwater.data.task import (
+from headwater.data.tasks import (
     TASKS,
-    Row,
     Split,
+    TaskRow,
     make_row,
     one_of,
     split_of,
@@ -28,7 +28,7 @@ OPERATIONS = ("+", "-", "*")
 STYLES = ("plain", "words")
 
 ENUMERATE_FACTOR = 40
-"""A problem space up to this many times the rows asked is listed whole; in a larger one random draws rarely repeat."""
+"""A problem space of up to this many times the requested rows is enumerated. In a larger one, draws rarely repeat."""
 
 
 @TASKS.register
@@ -42,8 +42,8 @@ def arithmetic(
     operations: Sequence[str] = ("+",),
     num_operands: int = 2,
     style: str = "plain",
-) -> list[Row]:
-    """``num_rows`` different problems; ``style`` plain asks ``12+34=``, words asks ``What is 12 + 34?``."""
+) -> list[TaskRow]:
+    """``num_rows`` different problems. ``style`` plain asks ``12+34=``; words asks ``What is 12 + 34?``."""
     one_of(NAME, "style", style, STYLES)
     space = _Space(
         low=whole_number(NAME, "min_operand", min_operand, 0),
@@ -83,7 +83,7 @@ class _Problem:
 
     @property
     def split(self) -> Split:
-        """34+12 goes where 12+34 goes, or half the held-out sums would stand in the train split, turned round."""
+        """34+12 is in the same split as 12+34; otherwise held-out sums would occur in the train split, reversed."""
         commutes = set(self.operations) in ({"+"}, {"*"})
         operands = tuple(sorted(self.operands)) if commutes else self.operands
         return split_of(NAME, _Problem(operands, self.operations).plain)

@@ -1,4 +1,4 @@
-"""GSM8K: school arithmetic in words, from the published files (MIT licence)."""
+"""GSM8K: grade-school maths word problems, from the published files (MIT licence)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from headwater.core.errors import DataError
 from headwater.data.row_store import JsonlRows
-from headwater.data.task import TASKS, Row, Split, make_row, task_generator, too_few_problems
+from headwater.data.tasks import TASKS, Split, TaskRow, make_row, task_generator, too_few_problems
 
 NAME = "gsm8k"
 FILES: dict[Split, str] = {"train": "train.jsonl", "eval": "test.jsonl"}
@@ -21,8 +21,8 @@ _CALCULATOR_MARK = re.compile(r"<<.*?>>")
 
 
 @TASKS.register
-def gsm8k(split: Split, num_rows: int, seed: int, *, folder: str = "") -> list[Row]:
-    """``num_rows`` rows of the published split, chosen by ``seed``, in file order; eval reads ``test.jsonl``."""
+def gsm8k(split: Split, num_rows: int, seed: int, *, folder: str = "") -> list[TaskRow]:
+    """``num_rows`` rows of the published split, chosen by ``seed``, in file order. Eval reads ``test.jsonl``."""
     path = _file(folder, split)
     published = JsonlRows(path, name=NAME)
     if len(published) < num_rows:
@@ -41,7 +41,7 @@ def _file(folder: Any, split: Split) -> Path:
     return path
 
 
-def _row(published: JsonlRows, index: int, split: Split) -> Row:
+def _row(published: JsonlRows, index: int, split: Split) -> TaskRow:
     row, place = published[index], published.place(index)
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str) or "####" not in answer:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from headwater.data.task import (
+from headwater.data.tasks import (
     TASKS,
-    Row,
     Split,
+    TaskRow,
     make_row,
     one_of,
     split_of,
@@ -24,11 +24,11 @@ MAX_DRAWS_PER_ROW = 200
 @TASKS.register
 def largest_digit(
     split: Split, num_rows: int, seed: int, *, num_digits: int = 5, demonstrations: str = "right"
-) -> list[Row]:
-    """``num_rows`` different numbers of ``num_digits`` digits.
+) -> list[TaskRow]:
+    """``num_rows`` different numbers with ``num_digits`` digits.
 
-    ``demonstrations="any_digit"`` shows the supervised start only what an answer looks like, one of the digits, and
-    leaves it to the reward to teach which one.
+    With ``demonstrations="any_digit"`` the warm start demonstrates only the format of an answer, a random digit of the
+    number. Which digit is right must be learned from the reward.
     """
     whole_number(NAME, "num_digits", num_digits, 2)
     one_of(NAME, "demonstrations", demonstrations, DEMONSTRATIONS)
@@ -38,7 +38,7 @@ def largest_digit(
         if len(numbers) == num_rows:
             break
         number = "".join(map(str, generator.integers(0, 10, size=num_digits)))
-        # The same digits in another order are the same problem: they stay in one split.
+        # The same digits in another order count as the same problem, so they stay in one split.
         if split_of(NAME, "".join(sorted(number))) == split:
             numbers[number] = None
     else:
@@ -47,7 +47,7 @@ def largest_digit(
     return [_row(number, split, index, demonstrations, generator) for index, number in enumerate(numbers)]
 
 
-def _row(number: str, split: Split, index: int, demonstrations: str, generator: np.random.Generator) -> Row:
+def _row(number: str, split: Split, index: int, demonstrations: str, generator: np.random.Generator) -> TaskRow:
     largest = max(number)
     return make_row(
         f"Largest of {number}?",

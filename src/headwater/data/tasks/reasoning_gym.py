@@ -1,4 +1,4 @@
-"""Any of the hundred-odd generators of the ``reasoning-gym`` package: ``reasoning_gym:chain_sum``."""
+"""The generators of the ``reasoning-gym`` package, more than a hundred: ``reasoning_gym:chain_sum``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from headwater.core.errors import DataError
 from headwater.data.json_safe import from_json_safe
-from headwater.data.task import TASKS, Row, Split, make_row, too_few_problems
+from headwater.data.tasks import TASKS, Split, TaskRow, make_row, too_few_problems
 
 NAME = "reasoning_gym"
 TIME_LIMIT_S = 600
 
 
 @TASKS.register
-def reasoning_gym(split: Split, num_rows: int, seed: int, argument: str, **options: Any) -> list[Row]:
-    """``num_rows`` different problems of the gym's dataset ``argument``; ``options`` are that dataset's own."""
+def reasoning_gym(split: Split, num_rows: int, seed: int, argument: str, **options: Any) -> list[TaskRow]:
+    """``num_rows`` different problems of the gym's dataset ``argument``; ``options`` are that dataset's options."""
     label = f"{NAME}:{argument}"
     if importlib.util.find_spec("reasoning_gym") is None:
         raise DataError(f"task {label}: the package reasoning-gym is not installed; pip install headwater[tasks]")
@@ -33,7 +33,7 @@ def reasoning_gym(split: Split, num_rows: int, seed: int, argument: str, **optio
 
 
 def gym_entry(extra_info: Mapping[str, Any]) -> dict[str, Any]:
-    """The gym's own entry behind a row, as its ``score_answer(answer, entry)`` wants it:
+    """The gym's entry of a row, in the format that ``score_answer(answer, entry)`` expects:
 
     dataset = reasoning_gym.create_dataset(extra_info["gym"]["dataset"], **extra_info["gym"]["options"])
     dataset.score_answer("42", gym_entry(extra_info))
@@ -46,7 +46,9 @@ def gym_entry(extra_info: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _row(label: str, split: Split, index: int, dataset: str, options: Mapping[str, Any], entry: dict[str, Any]) -> Row:
+def _row(
+    label: str, split: Split, index: int, dataset: str, options: Mapping[str, Any], entry: dict[str, Any]
+) -> TaskRow:
     answer = entry["answer"]
     return make_row(
         f"{entry['question']}\n\nPut the final answer between <answer> and </answer>.",
@@ -54,15 +56,18 @@ def _row(label: str, split: Split, index: int, dataset: str, options: Mapping[st
         ground_truth=answer,
         split=split,
         index=index,
-        # Some datasets accept many answers and give none.
+        # Some datasets accept many answers and provide none.
         demonstration=f"<answer>{answer}</answer>" if isinstance(answer, str) else None,
         gym={"dataset": dataset, "options": dict(options), **entry},
     )
 
 
 def _in_child_process(label: str, request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """Several gym datasets iterate over sets of strings, so that equal seeds give other problems in another process.
-    Only a process started with a fixed hash seed makes the same rows again when a run is resumed."""
+    """Generate entries in a process with a fixed hash seed.
+
+    Several gym datasets iterate over sets of strings, so their problems depend on Python's hash seed. With a fixed one,
+    a resumed run generates the same rows.
+    """
     try:
         payload = json.dumps(request)
     except TypeError as error:
@@ -75,7 +80,7 @@ def _in_child_process(label: str, request: Mapping[str, Any]) -> tuple[list[dict
         )
     except subprocess.TimeoutExpired as error:
         raise DataError(
-            f"task {label}: no rows within {TIME_LIMIT_S} s; ask for fewer, or set data.task_args"
+            f"task {label}: no rows within {TIME_LIMIT_S} s; request fewer rows, or change data.task_args"
         ) from error
     if child.returncode != 0:
         raise DataError(f"task {label}: the gym failed:\n{child.stderr.strip()[-2000:]}")

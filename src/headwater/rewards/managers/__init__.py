@@ -1,4 +1,4 @@
-"""Reward managers, one file each: how finished responses are handed to scoring functions."""
+"""Reward managers, one file each: they pass finished episodes to scoring functions."""
 
 from headwater.core.registry import Registry
 

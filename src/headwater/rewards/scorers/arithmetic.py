@@ -1,15 +1,15 @@
-"""Exact match of an integer answer."""
+"""Score of the ``arithmetic`` task."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from headwater.rewards.exact_match import exact_match
 from headwater.rewards.scorers import SCORERS
+from headwater.rewards.scorers.exact_match import exact_match
 
 
 @SCORERS.register
 def arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """1.0 when the response is the number and nothing else, 0.0 otherwise."""
-    return exact_match(solution_str, ground_truth)
+    """1.0 if the response is exactly the number, 0.0 otherwise."""
+    return exact_match(data_source, solution_str, ground_truth, extra_info)

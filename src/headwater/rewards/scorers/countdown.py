@@ -24,7 +24,7 @@ def countdown(
     *,
     format_score: float = 0.1,
 ) -> dict[str, float]:
-    """1.0 for a right equation in the last <answer>, ``format_score`` for a well-formed but wrong one, else 0.0."""
+    """1.0 for a correct equation in the last <answer>, ``format_score`` for a well-formed but wrong one, else 0.0."""
     answers = _ANSWER.findall(solution_str)
     if not answers:
         return {"score": 0.0, "well_formed": 0.0}
@@ -39,7 +39,7 @@ def countdown(
 
 
 def _evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The exact value of an expression of integers and + - * /, and the integers it uses; None for anything else."""
+    """The exact value of an expression of integers and + - * /, and the integers in it. None for any other text."""
     if len(expression) > _MAX_EXPRESSION_CHARACTERS:
         return None
     try:

@@ -23,12 +23,12 @@ def gsm8k(
     *,
     method: Literal["strict", "flexible"] = "strict",
 ) -> float:
-    """1.0 when the last number after ``####`` equals the answer; ``flexible`` takes the last number of the text."""
+    """1.0 when the last number after ``####`` equals the answer; ``flexible`` uses the last number of the text."""
     if method not in ("strict", "flexible"):
         raise ValueError(f"reward.function_args.method = {method!r}: use 'strict' or 'flexible'")
     right = _number(str(ground_truth))
     if right is None:
-        raise ValueError(f"the row's ground truth {ground_truth!r} is no number")
+        raise ValueError(f"the row's ground truth {ground_truth!r} is not a number")
     found = (_MARKED if method == "strict" else _ANY).findall(solution_str)
     if not found:
         return 0.0

@@ -1,4 +1,4 @@
-"""reasoning-gym's own score of an answer to one of its tasks."""
+"""The score that reasoning-gym gives an answer to one of its tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @SCORERS.register
 def reasoning_gym(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """The gym's verdict, 0.0 to 1.0, on the text in the last <answer>, or on the whole response where there is none."""
+    """The gym's score, 0.0 to 1.0, of the text in the last <answer>, or of the whole response if there is none."""
     answers = _ANSWER.findall(solution_str)
     answer = (answers[-1] if answers else solution_str).strip()
     gym = extra_info["gym"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
+from headwater.chat.messages import Message, read_messages
+from headwater.chat.render import RESERVED_ARGUMENTS, ChatError, encode_rendered, render_chat
 from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
-from headwater.data.chat import Message, read_messages
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
 from headwater.serving.openai.plan import (
@@ -99,7 +98,7 @@ def _text_of(content: Any, name: str) -> str | None:
 
 def _template_args(fields: Fields) -> dict[str, Any]:
     arguments = dict(fields.mapping("chat_template_kwargs") or {})
-    for fixed in ("tokenize", "return_dict", "return_tensors", "conversation", "chat_template"):
+    for fixed in RESERVED_ARGUMENTS:
         if fixed in arguments:
             raise ApiError(
                 f"chat_template_kwargs.{fixed}: cannot be set; remove it",
@@ -115,15 +114,14 @@ def _template_args(fields: Fields) -> dict[str, Any]:
 def _render(messages: list[Message], arguments: Mapping[str, Any], limits: ModelLimits) -> tuple[int, ...]:
     tokenizer = limits.tokenizer
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
-    except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
-        if not getattr(tokenizer, "chat_template", "unknown"):
+        text = render_chat(tokenizer, messages, arguments)
+    except ChatError as error:
+        if not error.has_template:
             raise ApiError(
                 "the model has no chat template; use /v1/completions, or serve an instruct model", param="messages"
             ) from error
-        raise ApiError(f"messages: the chat template refuses them: {error}", param="messages") from error
-    # The rendered text already contains the special tokens.
-    tokens = tuple(tokenizer.encode(checked_text(text, "messages"), add_special_tokens=False))
+        raise ApiError(f"messages: the chat template refuses them: {error.__cause__}", param="messages") from error
+    tokens = encode_rendered(tokenizer, checked_text(text, "messages"))
     if not tokens:
         raise ApiError("messages: the chat template renders them to an empty prompt", param="messages")
     return tokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import tiny
 
+from headwater.chat.next_turn import MODEL_TURN, tokens_until_next_turn
 from headwater.core.errors import RolloutFailed
-from headwater.data.next_turn import MODEL_TURN, tokens_until_next_turn
 from headwater.models.builtin.chat_template import CHATML_TEMPLATE
 from headwater.models.load import load_tokenizer
 
@@ -37,23 +37,23 @@ OPEN_ENDED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}
 USER_ENDED = "{% for m in messages %}{{ m.content }}{{ '<|end|>' if m.role == 'user' }}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "response", "expected"),
-    [
-        (TINY, "3<|end|>", "<|user|>Again.<|end|><|assistant|>"),
-        (TINY, "3", "<|end|><|user|>Again.<|end|><|assistant|>"),
-        (CHATML, "3<|end|>", "\n<|im_start|>user\nAgain.<|end|>\n<|im_start|>assistant\n"),
-        (CHATML, "3", "<|end|>\n<|im_start|>user\nAgain.<|end|>\n<|im_start|>assistant\n"),
-        (SPACED, "3<|end|>", "[Again.]"),
-        (SPACED, "3", " <|end|>[Again.]"),
-        (OPEN_ENDED, "3", "\nuser: Again.\nassistant:"),
-        (OPEN_ENDED, "3\n", "user: Again.\nassistant:"),
-        # Only the end of the model's own message counts: the end token further on closes somebody else's.
-        (USER_ENDED, "3<|end|>", "Again.<|end|>"),
-    ],
-)
-def test_a_message_is_ended_once(template, response, expected):
-    assert follows(template, response) == expected
+ENDINGS = [
+    (TINY, "3<|end|>", "<|user|>Again.<|end|><|assistant|>"),
+    (TINY, "3", "<|end|><|user|>Again.<|end|><|assistant|>"),
+    (CHATML, "3<|end|>", "\n<|im_start|>user\nAgain.<|end|>\n<|im_start|>assistant\n"),
+    (CHATML, "3", "<|end|>\n<|im_start|>user\nAgain.<|end|>\n<|im_start|>assistant\n"),
+    (SPACED, "3<|end|>", "[Again.]"),
+    (SPACED, "3", " <|end|>[Again.]"),
+    (OPEN_ENDED, "3", "\nuser: Again.\nassistant:"),
+    (OPEN_ENDED, "3\n", "user: Again.\nassistant:"),
+    # Only the end of the model's own message counts: the end token further on closes somebody else's.
+    (USER_ENDED, "3<|end|>", "Again.<|end|>"),
+]
+
+
+def test_a_message_is_ended_once():
+    for template, response, expected in ENDINGS:
+        assert follows(template, response) == expected, (template, response)
 
 
 def test_a_response_without_tokens_is_closed_by_the_template():
@@ -79,7 +79,7 @@ def test_template_arguments_are_passed_on():
     ],
 )
 def test_a_template_that_drops_or_repeats_answers_is_refused(template):
-    with pytest.raises(RolloutFailed, match="use a template that keeps every answer, once"):
+    with pytest.raises(RolloutFailed, match="use a template that shows every answer exactly once"):
         follows(template, "3<|end|>")
 
 

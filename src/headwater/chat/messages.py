@@ -1,4 +1,4 @@
-"""The chat of a row: messages checked, system prompt added, ``<image>`` and ``<video>`` placeholders split out."""
+"""Reads and checks chat messages, adds the system prompt, and splits ``<image>`` and ``<video>`` placeholders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Message = dict[str, Any]
 
 
 def read_messages(row: Mapping[str, Any], key: str, system_prompt: str, place: str) -> list[Message]:
-    """The messages in column ``key``; a plain string is one user message."""
+    """The messages in column ``key``. A plain string is read as one user message."""
     if row.get(key) is None:
         have = ", ".join(row) or "none"
         raise DataError(f"{place}: no {key!r}; the row has {have}; set data.prompt_key to the column with the chat")
@@ -31,7 +31,7 @@ def read_messages(row: Mapping[str, Any], key: str, system_prompt: str, place: s
 
 
 def split_placeholders(messages: Sequence[Message], kinds: Sequence[str]) -> list[Message]:
-    """Content as parts: ``"<image>What is this?"`` becomes an image part and a text part."""
+    """Split text content into parts: ``"<image>What is this?"`` becomes an image part and a text part."""
     pattern = re.compile("(" + "|".join(f"<{kind}>" for kind in kinds) + ")")
     return [
         {**message, "content": _parts(message["content"], pattern)} if isinstance(message["content"], str) else message
@@ -45,7 +45,7 @@ def count_parts(messages: Sequence[Message], kind: str) -> int:
 
 
 def without_nones(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Parquet gives every row the keys of all rows, None where a row had none; chat templates would see those keys."""
+    """Drop keys whose value is None. Parquet adds them to rows that lack a key, and chat templates would see them."""
     return {key: value for key, value in mapping.items() if value is not None}
 
 

@@ -1,0 +1,308 @@
+"""``Episode``: what a workflow works with.
+
+    async def run(self, episode):
+        for _ in range(self._max_turns):
+            text = await episode.reply()
+            if is_done(text) or not episode.tell([{"role": "user", "content": "Try again."}]):
+                break
+        return episode.finish(await episode.score())
+
+An episode records every token that the model reads and writes, in order. Tokens are only ever appended, so the model's
+next request reads exactly the tokens that the learner trains on later. The episode also keeps loss masks, log-probs,
+policy versions and randomness keys, and limits the length to ``rollout.max_new_tokens``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from headwater.chat.next_turn import MODEL_TURN, tokens_until_next_turn
+from headwater.chat.render import ChatError, encode_rendered, render_chat
+from headwater.core.errors import RolloutFailed
+from headwater.core.protocols import EpisodeEngine, EpisodeInput, RewardManager, Tokenizer
+from headwater.core.randomness import derive_key
+from headwater.core.records import (
+    NOT_SAMPLED,
+    ModelRequest,
+    ModelResponse,
+    Prompt,
+    SamplingParams,
+    Score,
+    StopReason,
+    Trajectory,
+)
+
+Message = Mapping[str, Any]
+EpisodeResult = Trajectory | list[Trajectory] | None
+"""One trajectory, several pieces of the same episode, or None if the workflow rejects the episode."""
+
+
+@dataclass(frozen=True)
+class WorkflowContext:
+    """What every workflow is constructed with."""
+
+    tokenizer: Tokenizer
+    reward: RewardManager
+    sampling: SamplingParams
+    """``max_new_tokens`` limits everything after the prompt: all replies and the messages between them."""
+    chat_template_args: Mapping[str, Any] = field(default_factory=dict)
+    """``data.chat_template_args``: arguments for the chat template, the same as for prompts."""
+
+
+class RolloutWorkflow(Protocol):
+    """Runs one episode at a time; many episodes run concurrently on the same object."""
+
+    async def run(self, episode: Episode) -> EpisodeResult: ...
+
+
+class Episode:
+    """One conversation with the model, from a prompt to a scored trajectory."""
+
+    def __init__(self, context: WorkflowContext, engine: EpisodeEngine, data: EpisodeInput) -> None:
+        self.context = context
+        self.engine = engine
+        self.data = data
+        self._name = f"{data.prompt.uid}#{data.sample}"
+        self._num_requests = 0
+        self._num_branches = 0
+        self._start(data.prompt.messages, data.prompt.tokens)
+
+    def _start(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
+        self.response: ModelResponse | None = None
+        """The engine's last response."""
+        self.stop_reason: StopReason = "stop"
+        """Why the last reply ended; ``length`` after ``tell`` found no room."""
+        self._chat: list[Message] = list(messages)
+        self._texts: list[str] = []
+        self._prompt_length = self._turn_start = len(tokens)
+        self._tokens: list[int] = []
+        self._loss_mask: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._append_given(tokens)
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.data.prompt
+
+    @property
+    def sample(self) -> int:
+        """Number of this episode within its group."""
+        return self.data.sample
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens so far: the input of the next request."""
+        return tuple(self._tokens)
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit, for replies and messages together.
+
+        The prompt of a branch with new messages may be longer than the episode's prompt; the excess uses up room.
+        """
+        sampling = self.context.sampling
+        excess = max(0, self._prompt_length - len(self.prompt.tokens))
+        return sampling.max_new_tokens - excess - (len(self._tokens) - self._prompt_length)
+
+    @property
+    def num_turns(self) -> int:
+        """Messages that the model wrote."""
+        return self._chat.count(MODEL_TURN)
+
+    @property
+    def text(self) -> str:
+        """The model's last message; empty before the first reply."""
+        return self._texts[-1] if self._texts else ""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The whole conversation, including the model's messages."""
+        texts = iter(self._texts)
+        return tuple(
+            {"role": "assistant", "content": next(texts)} if each == MODEL_TURN else each for each in self._chat
+        )
+
+    async def reply(self, max_tokens: int | None = None, stop: Sequence[str] = (), *, turn: int | None = None) -> str:
+        """Let the model write its next message, and return it as text.
+
+        ``max_tokens`` limits this message in addition to ``room``; ``stop`` adds strings that end it. By default the
+        first reply draws from the episode's key and later ones from a key derived from their number. ``turn`` sets
+        that number explicitly. Without ``tell`` in between, the model continues its previous message.
+
+        Raises ``RolloutFailed`` if the engine aborts the request: a part of an answer must never be scored.
+        """
+        self._check_can_reply()
+        request = self._request(max_tokens, stop, turn)
+        response = await self.engine.agenerate(request)
+        if response.stop_reason == "abort":
+            raise RolloutFailed(f"request {request.request_id}: the engine aborted it")
+        if response.input_tokens != request.input_tokens:
+            raise RolloutFailed(
+                f"request {request.request_id}: the engine answered for {len(response.input_tokens)} other input "
+                f"tokens than the {len(request.input_tokens)} it was sent"
+            )
+        self._num_requests += 1
+        self._append_response(response)
+        return self.text
+
+    def tell(self, messages: Sequence[Message]) -> bool:
+        """Append messages after the model's reply, in the format of the chat template. They are not trained.
+
+        Returns False, and appends nothing, if the messages and at least one more token do not fit. The episode's stop
+        reason is then ``length``.
+        """
+        if self._chat[-1:] != [MODEL_TURN] or self.response is None:
+            raise ValueError(
+                f"episode {self._name}: tell() must follow a reply(); pass all messages between two replies in one call"
+            )
+        chat = [*self._chat, *messages]
+        tokens = tokens_until_next_turn(
+            self.context.tokenizer, chat, self.response.output_tokens, self.context.chat_template_args
+        )
+        if self.room < len(tokens) + max(1, self.context.sampling.min_new_tokens):
+            self.stop_reason = "length"
+            return False
+        self._append_given(tokens)
+        self._chat = chat
+        return True
+
+    async def score(self) -> Score:
+        """Score the episode so far with the run's reward manager."""
+        return await self.context.reward.score(self)
+
+    def finish(
+        self, score: Score | float, *, turn_scores: Sequence[float] | None = None, info: Mapping[str, Any] | None = None
+    ) -> Trajectory:
+        """The trajectory to train on.
+
+        ``turn_scores`` distributes the score over the model's messages and must sum to it; by default the last message
+        gets all of it. ``info`` is stored with the rollout, beside the last reply (``response_text``) and the info of
+        the score.
+        """
+        if not isinstance(score, Score):
+            score = Score(float(score))
+        return Trajectory(
+            uid=self.prompt.uid,
+            sample=self.sample,
+            tokens=self.tokens,
+            prompt_length=self._prompt_length,
+            loss_mask=tuple(self._loss_mask),
+            logprobs=tuple(self._logprobs),
+            versions=tuple(self._versions),
+            reward=score.value,
+            stop_reason=self.stop_reason,
+            turn_rewards=tuple(turn_scores or ()),
+            info={**score.info, "response_text": self.text, **(info or {})},
+        )
+
+    def branch(self, messages: Sequence[Message] | None = None) -> Episode:
+        """Another piece of the same episode, with separate randomness.
+
+        It starts as a copy of this piece, or as a new conversation from ``messages`` (for example a summary that
+        replaces a long history). Finish every piece that should be trained and return them as a list; copied replies
+        are trained in each piece that holds them. Groups are compared over episodes: all pieces of an episode together
+        have the weight of one trajectory.
+        """
+        number, self._num_branches = self._num_branches, self._num_branches + 1
+        piece = copy.copy(self)
+        piece.data = replace(self.data, rng_key=derive_key(self.data.rng_key, "branch", number))
+        piece._name = f"{self._name}.{number}"
+        piece._num_requests = piece._num_branches = 0
+        if messages is not None:
+            piece._start(messages, self._render(messages))
+            return piece
+        piece._chat, piece._texts = list(self._chat), list(self._texts)
+        piece._tokens, piece._loss_mask = list(self._tokens), list(self._loss_mask)
+        piece._logprobs, piece._versions = list(self._logprobs), list(self._versions)
+        return piece
+
+    def _render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        tokenizer = self.context.tokenizer
+        try:
+            return encode_rendered(tokenizer, render_chat(tokenizer, messages, self.context.chat_template_args))
+        except ChatError as error:
+            raise RolloutFailed(f"episode {self._name}: the chat template refuses the messages ({error})") from error
+
+    def _check_can_reply(self) -> None:
+        if self.prompt.multi_modal:
+            raise RolloutFailed(
+                f"row {self.prompt.uid}: has {', '.join(self.prompt.multi_modal)}, but an episode sends only text to "
+                "the model; remove these columns, or set rollout.workflow to one that sends them itself"
+            )
+        if self.room < 1:
+            raise RolloutFailed(
+                f"episode {self._name}: no room for another reply; raise rollout.max_new_tokens, or end the episode "
+                "when tell() returns False"
+            )
+
+    def _request(self, max_tokens: int | None, stop: Sequence[str], turn: int | None) -> ModelRequest:
+        name, key = self._name, self.data.rng_key
+        if turn is None and self._num_requests:
+            turn = self._num_requests
+        if turn is not None:
+            name, key = f"{name}/{turn}", derive_key(key, "turn", turn)
+        sampling = self.context.sampling
+        limit = self.room if max_tokens is None else min(self.room, max_tokens)
+        return ModelRequest(
+            request_id=name,
+            input_tokens=self.tokens,
+            sampling=replace(sampling, max_new_tokens=limit, stop_strings=(*sampling.stop_strings, *stop)),
+            rng_key=key,
+        )
+
+    def _append_response(self, response: ModelResponse) -> None:
+        if self._chat[-1:] != [MODEL_TURN]:
+            self._turn_start = len(self._tokens)
+            self._chat.append(MODEL_TURN)
+            self._texts.append("")
+        self._tokens += response.output_tokens
+        self._loss_mask += [1] * len(response.output_tokens)
+        self._logprobs += response.output_logprobs
+        self._versions += response.output_versions
+        self._texts[-1] = self.context.tokenizer.decode(self._tokens[self._turn_start :], skip_special_tokens=True)
+        self.response, self.stop_reason = response, response.stop_reason
+
+    def _append_given(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+        self._loss_mask += [0] * len(tokens)
+        self._logprobs += [0.0] * len(tokens)
+        self._versions += [NOT_SAMPLED] * len(tokens)
+
+
+@dataclass(frozen=True)
+class EpisodeRunner:
+    """A workflow and the context that its episodes run in."""
+
+    workflow: RolloutWorkflow
+    context: WorkflowContext
+    name: str
+    """The workflow's name in error messages."""
+
+    async def run(self, engine: EpisodeEngine, data: EpisodeInput) -> EpisodeResult:
+        return await self.workflow.run(Episode(self.context, engine, data))
+
+
+@dataclass(frozen=True)
+class EngineWorkflow:
+    """Adapter for classes with AReaL's ``arun_episode(engine, data)``, which send requests to the engine themselves."""
+
+    wrapped: Any
+
+    async def run(self, episode: Episode) -> EpisodeResult:
+        result: EpisodeResult = await self.wrapped.arun_episode(episode.engine, episode.data)
+        return result
+
+
+@dataclass(frozen=True)
+class FunctionWorkflow:
+    """Adapter for a plain function ``async def workflow(episode)`` with its arguments bound."""
+
+    function: Callable[..., Any]
+
+    async def run(self, episode: Episode) -> EpisodeResult:
+        result: EpisodeResult = await self.function(episode)
+        return result
