@@ -24,7 +24,7 @@ from headwater.config.schema import Config
 from headwater.core.records import Trajectory
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import RunDirectory
-from headwater.trainer.learner_setup import build_training
+from headwater.trainer.learner_setup import LearnerSpec, build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
 from headwater.workflows import Episode, WorkflowContext
@@ -111,8 +111,8 @@ def main(job_file: Path, outcome_file: Path) -> None:
         config = config_of(job, Path(folder))
         rollout = build_rollout(config, config.model.path)
         try:
-            training = build_training(config, config.model.path, rollout.tokenizer, reference_path=config.model.path)
-            watch.attach(training.actor.engine.module)
+            training = build_training(LearnerSpec(config, config.model.path, config.model.path), rollout.tokenizer)
+            watch.attach(training.learner.actor.engine.module)
             run = RunDirectory.create(Path(config.run.root), config.run.name)
             Trainer(config, rollout, training, run, watch).fit()
         finally:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwater.learner.engine import TrainEngine
 from headwater.learner.packed_module import PackedModule
-from headwater.learner.packing import Pack, Row, pack_rows
+from headwater.learner.packing import Pack, PackRow, pack_rows
 from headwater.learner.token_logprobs import TokenStatistics, token_logprobs
 
 
@@ -48,8 +48,8 @@ class PaddedPolicyModule(PackedModule):
 class PaddedTrainEngine(TrainEngine):
     """Counts padding among the tokens of a micro-batch."""
 
-    def _pack(self, rows: Sequence[Row], width: int, max_tokens: int, min_packs: int) -> list[Pack]:
-        parts: list[list[Row]] = []
+    def _pack(self, rows: Sequence[PackRow], width: int, max_tokens: int, min_packs: int) -> list[Pack]:
+        parts: list[list[PackRow]] = []
         longest = 0
         for row in rows:
             length = len(row.prompt) + len(row.response)

@@ -30,9 +30,8 @@ from training_run import mean_lag, records, train
 
 from headwater.config.load import load_config
 from headwater.models.load import load_tokenizer
-from headwater.models.save import save_model
 from headwater.observe.progress import Display
-from headwater.trainer.learner_setup import build_training
+from headwater.trainer.learner_setup import LearnerSpec, build_training
 from headwater.trainer.warm_start import warm_start
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
@@ -95,13 +94,13 @@ def save_start(seed: int, num_steps: int, folder: Path) -> Path:
     overrides = [f"run.seed={seed}", f"warm_start.num_steps={num_steps}", "model.device=cpu"]
     config = load_config(RECIPE, overrides).config
     tokenizer = load_tokenizer(config.model.path)
-    training = build_training(config, config.model.path, tokenizer, reference_path=config.model.path)
-    engine, quiet = training.actor.engine, Display(Console(file=io.StringIO()))
+    training = build_training(LearnerSpec(config, config.model.path, config.model.path), tokenizer)
+    learner, quiet = training.learner, Display(Console(file=io.StringIO()))
     warm_start(
-        config.warm_start, engine, tokenizer, training.train_data, seed=seed, sampled_reward=lambda: 0.0, display=quiet
+        config.warm_start, learner, tokenizer, training.train_data, seed=seed, sampled_reward=lambda: 0.0, display=quiet
     )
-    save_model(engine.module.model, tokenizer, folder, dict(engine.export_weights()))
-    return folder
+    learner.save(folder)
+    return folder / "model"
 
 
 def run_job(job: Job, start: Path) -> Outcome:

@@ -14,7 +14,7 @@ from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
-from headwater.trainer.learner_setup import build_training
+from headwater.trainer.learner_setup import LearnerSpec, build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
 
@@ -28,7 +28,7 @@ def train(recipe: Path | None, settings: Mapping[str, Any], root: Path) -> RunDi
     config = load_config(recipe, overrides).config
     rollout = build_rollout(config, config.model.path)
     try:
-        training = build_training(config, config.model.path, rollout.tokenizer, reference_path=config.model.path)
+        training = build_training(LearnerSpec(config, config.model.path, config.model.path), rollout.tokenizer)
         run = RunDirectory.create(root, config.run.name)
         run.write_config(to_yaml(config))
         if not Trainer(config, rollout, training, run, Display(Console(file=io.StringIO()))).fit():

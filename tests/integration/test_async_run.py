@@ -18,13 +18,13 @@ import pytest
 from command import CUT_DOWN, ROOT, SMALL, metrics, train_here, weights
 
 import headwater.trainer.rollout_setup as rollout_setup
-from headwater.cli.exit_codes import EXIT_INTERRUPTED
 from headwater.cli.main import main
+from headwater.cli.process import EXIT_INTERRUPTED
 from headwater.config.load import load_config
 from headwater.data.sampler import ShufflingSampler
 from headwater.observe.run_directory import RunDirectory
 from headwater.rollout.source import PromptStream
-from headwater.trainer.learner_setup import build_training
+from headwater.trainer.learner_setup import LearnerSpec, build_training
 from headwater.trainer.rollout_setup import build_rollout
 from headwater.weights.publish import publish
 
@@ -195,14 +195,14 @@ def plain_loop() -> list[str]:
         config = load_config(Path(SYNC[0]), SYNC[1:]).config
         rollout = build_rollout(config, config.model.path)
         try:
-            training = build_training(config, config.model.path, rollout.tokenizer, reference_path=config.model.path)
+            training = build_training(LearnerSpec(config, config.model.path, config.model.path), rollout.tokenizer)
             stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
             published = []
             for version in range(config.trainer.total_steps):
                 batch = rollout.train_rollouts.rollout_batch(stream.take(config.trainer.num_prompts_per_step))
                 experience = training.experience.make(batch, version)
-                training.actor.update(experience.data)
-                published.append(publish(training.actor.engine, rollout.engine, version + 1))
+                training.learner.update(experience.data)
+                published.append(publish(training.learner, rollout.engine, version + 1))
             return published
         finally:
             rollout.close()

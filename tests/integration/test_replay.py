@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from command import CUT_DOWN, ROOT, Result, metrics, train_here
 
-from headwater.cli.exit_codes import EXIT_INTERRUPTED
 from headwater.cli.main import main
+from headwater.cli.process import EXIT_INTERRUPTED
 from headwater.data.sampler import ShufflingSampler
 from headwater.observe.run_directory import RunDirectory
 
@@ -67,7 +67,7 @@ def test_every_step_gives_the_recorded_weights(replay, recorded):
     assert any(len(made) > 1 for made in parts(recorded)), "no update came in the middle of a response"
     result = replay(recorded)
     assert result.code == 0, result.stderr
-    assert "All 5 steps gave bit for bit the recorded weights" in result.stdout
+    assert "The weights of all 5 steps equal the recorded ones, bit for bit" in result.stdout
     weights = [
         [each["weights"] for each in RunDirectory.open(run).read_ledger()]
         for run in (recorded, recorded.with_name("recorded-replay"))
@@ -130,7 +130,7 @@ def test_a_run_that_was_interrupted_and_resumed(replay, num_lost, tmp_path):
     assert sum(each["kind"] == "step" for each in lines) == num_steps + num_lost
     result = replay(run)
     assert result.code == 0, result.stderr
-    assert f"All {num_steps} steps gave bit for bit the recorded weights" in result.stdout
+    assert f"The weights of all {num_steps} steps equal the recorded ones, bit for bit" in result.stdout
 
 
 def test_a_run_in_which_tokens_were_masked_as_too_old(replay, tmp_path):
@@ -145,7 +145,7 @@ def test_a_run_in_which_tokens_were_masked_as_too_old(replay, tmp_path):
     assert sum(each["staleness/masked_tokens"] for each in metrics(run, "train")) > 0
     result = replay(run)
     assert result.code == 0, result.stderr
-    assert "All 5 steps gave bit for bit the recorded weights" in result.stdout
+    assert "The weights of all 5 steps equal the recorded ones, bit for bit" in result.stdout
 
 
 def test_only_some_steps(replay, recorded):

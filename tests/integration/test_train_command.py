@@ -80,7 +80,7 @@ def test_what_cannot_be_resumed_says_why(finished):
     assert "no such checkpoint; saved steps: 2, 4" in absent.stderr
     done = headwater("train", "--resume", finished)
     assert done.code == 2
-    assert "all 4 steps are done; to go on, add for example trainer.total_steps=8" in done.stderr
+    assert "all 4 steps are done; to continue, add for example trainer.total_steps=8" in done.stderr
     fewer = headwater("train", "--resume", finished, "trainer.total_steps=3")
     assert fewer.code == 2
     assert (

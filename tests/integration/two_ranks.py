@@ -1,39 +1,204 @@
-"""Runs a function on two gloo ranks, each a process of its own, and gives back what they returned."""
+"""What ``test_torchrun.py`` runs on two ranks, in one torchrun: the learner's calls in many settings.
+
+    torchrun --nproc-per-node 2 tests/integration/two_ranks.py FOLDER
+
+Rank 0 writes ``FOLDER/results.pt``. The test makes the same calls on one rank, with ``take_steps`` and ``resume``.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import sys
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+import tiny
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
-_LIMIT_S = 200
+from headwater.cluster.torchrun import join
+from headwater.config.load import load_config
+from headwater.core.data_proto import DataProto
+from headwater.core.errors import HeadwaterError
+from headwater.core.protocols import Learner
+from headwater.learner.learner import LocalLearner
+from headwater.learner.optimizer import held_by
+from headwater.learner.partition import balanced_parts
+from headwater.rollout.padding import pad_trajectories
+from headwater.trainer.learner_setup import LearnerSpec, build_learner
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+COMMON = (
+    "warm_start.num_steps=0", "learner.learning_rate=1e-3", "learner.skip_zero_advantages=false",
+    "learner.num_warmup_steps=0", "rollout.max_new_tokens=8", "data.max_prompt_tokens=8", "rollout.temperature=1.0",
+)  # fmt: skip
+KL = "algorithm.kl_in_loss=0.1"
+WITH_CRITIC = ("critic.enabled=true", "algorithm.advantage=gae", "critic.learning_rate=1e-3")
+SMALL_PACKS = "learner.max_tokens_per_microbatch=16"
 
 
-def on_two_ranks(function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
-    """``function(rank, *args)`` on both; what they return goes through ``torch.save``."""
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=_run, args=(rank, folder, function, args)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(_LIMIT_S)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
-    return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(2)]
+@dataclass(frozen=True)
+class Case:
+    settings: tuple[str, ...] = ()
+    num_rows: int = 12
+    silent: str = ""
+    """Which rows have no advantage: those of the "second rank", or "most"."""
+    what: tuple[str, ...] = ("logprobs",)
+    is_built: bool = False
+    """A model that is built rather than read from files."""
 
 
-def _run(rank: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+CASES = {
+    "plain": Case(),
+    "built": Case(("algorithm.kl_in_loss=0.1",), what=("logprobs", "reference_logprobs"), is_built=True),
+    "adapters": Case(("lora.rank=4", KL), what=("logprobs", "reference_logprobs")),
+    "critic and reference": Case((*WITH_CRITIC, KL, SMALL_PACKS), what=("logprobs", "reference_logprobs", "values")),
+    "checkpointed, by sequence": Case(
+        ("learner.checkpoint_activations=true", "algorithm.aggregation=seq-mean-token-mean")
+    ),
+    "critic in uneven mini-batches": Case(
+        (*WITH_CRITIC, SMALL_PACKS, "learner.num_minibatches=2", "learner.num_epochs=2"), 5, what=("values",)
+    ),
+    "more mini-batches than rows": Case(("learner.num_minibatches=4",), 2),
+    "fewer rows than ranks": Case((), 1),
+    "nothing to learn on one rank": Case(("learner.skip_zero_advantages=true",), silent="second rank"),
+    "nothing to learn in mini-batches": Case(
+        ("learner.skip_zero_advantages=true", "learner.num_minibatches=2"), silent="most"
+    ),
+    "bfloat16": Case(("model.dtype=bfloat16",)),
+    "adapters in bfloat16": Case(("lora.rank=4", "model.dtype=bfloat16")),
+}
+RESUMED = ("plain", "adapters", "critic and reference")
+
+
+def spec_of(case: Case, folder: Path) -> LearnerSpec:
+    model = "tiny:llama" if case.is_built else str(folder / "model")
+    prompts = ("trainer.num_prompts_per_step=4", "eval.every_steps=0")
+    config = load_config(RECIPE, [*COMMON, f"model.path={model}", *prompts, *case.settings]).config
+    return LearnerSpec(config, model, model)
+
+
+def experience(case: Case) -> DataProto:
+    trajectories = [tiny.trajectory(100 + row, uid=f"row{row // 4}", sample=row) for row in range(case.num_rows)]
+    data = pad_trajectories(trajectories, pad_token_id=0)
+    mask = data.batch["response_mask"]
+    advantages = torch.randn(case.num_rows, 1, generator=torch.Generator().manual_seed(0)) * mask
+    if case.silent:
+        advantages[balanced_parts(data, 2, num_minibatches=2 if case.silent == "most" else 1)[1]] = 0.0
+    if case.silent == "most":  # none of the first mini-batch, and one rank's rows of the second
+        advantages[: case.num_rows // 2] = 0.0
+    returns = torch.rand(mask.shape, generator=torch.Generator().manual_seed(1)) * mask
+    return data.with_columns(
+        tensors={
+            "old_logprobs": data.batch["rollout_logprobs"],
+            "advantages": advantages,
+            "values": torch.zeros_like(returns),
+            "returns": returns,
+        },
+        meta_info={"version": 0},
+    )
+
+
+def exported(learner: Learner, case: Case) -> dict[str, torch.Tensor]:
+    roles = ("policy", "critic") if "values" in case.what else ("policy",)
+    return {
+        f"{role}.{name}": tensor.clone() for role in roles for bucket in learner.export(role) for name, tensor in bucket
+    }
+
+
+def take_steps(learner: Learner, case: Case, folder: Path) -> dict[str, Any]:
+    """Two steps, with passes without a gradient before them and a checkpoint between them."""
+    data = experience(case)
+    computed = learner.compute(data, case.what)
+    if "reference_logprobs" in computed:
+        data = data.with_columns(tensors={"reference_logprobs": computed["reference_logprobs"]})
+    first = learner.update(data)
+    after_one = learner.compute(data, case.what)
+    learner.save(folder)
+    second = learner.update(data)
+    return {
+        "computed": computed,
+        "after_one": after_one,
+        "stats": [first, second],
+        "weights": exported(learner, case),
+        "status": learner.status(),
+    }
+
+
+def resume(learner: Learner, case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    """Weights after the second step, continued from the checkpoint."""
+    data = experience(case)
+    if "reference_logprobs" in case.what:
+        data = data.with_columns(tensors=learner.compute(data, ["reference_logprobs"]))
+    learner.load(folder)
+    learner.update(data)
+    return exported(learner, case)
+
+
+class Observed(LocalLearner):
+    """A learner that also answers what its rank holds, and fails on request."""
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of the parameters that this rank holds, and of all parameters."""
+        models = [each.module for each in self._engines()]
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        return {
+            "held": sum(held_by(each).nbytes for each in parameters),
+            "all": sum(each.numel() * each.element_size() for each in parameters),
+        }
+
+    def fail_alone(self, rank: int) -> None:
+        """Fail on one rank while the others wait for it."""
+        ranks = self.actor.engine.ranks
+        if ranks.index == rank:
+            raise MemoryError("no room for the gradients")
+        ranks.max(0)
+
+
+def build(spec: LearnerSpec) -> Observed:
+    learner = build_learner(spec)
+    learner.__class__ = Observed
+    return learner  # type: ignore[return-value]
+
+
+def error_of(call: Any) -> str:
     try:
-        torch.save(function(rank, *args), folder / f"result_{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+        call()
+    except HeadwaterError as error:
+        return str(error)
+    return "no error"
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    with closing(join()) as group:
+        if group.rank:
+            group.serve()
+            return
+        results: dict[str, Any] = {"taken": {}, "resumed": {}, "held": {}}
+        for name, case in CASES.items():
+            learner = group.build(build, spec_of(case, folder), timeout_s=300)
+            results["held"][name] = group.call("held_bytes", [()] * 2)
+            results["taken"][name] = take_steps(learner, case, folder / "of_two" / name)
+            if name in RESUMED:
+                learner = group.build(build, spec_of(case, folder), timeout_s=300)
+                results["resumed"][name] = resume(learner, case, folder / "of_one" / name)
+        spec = spec_of(Case(), folder)
+        strict = replace(spec.config, learner=replace(spec.config.learner, max_tokens_per_microbatch=4))
+        learner = group.build(build, replace(spec, config=strict), timeout_s=300)
+        results["too long"] = error_of(lambda: learner.compute(experience(Case(num_rows=4)), ["logprobs"]))
+        results["after an error"] = group.call("held_bytes", [()] * 2)
+        results["alone"] = error_of(lambda: group.call("fail_alone", [(1,)] * 2))
+        results["after a failure"] = error_of(lambda: group.call("held_bytes", [()] * 2))
+        results["failure"] = learner.status().failure
+        torch.save(results, folder / "results.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    import os
+
+    os._exit(0)

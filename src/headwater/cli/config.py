@@ -1,4 +1,4 @@
-"""``headwater config``: what a recipe amounts to, and where each value comes from."""
+"""``headwater config``: every setting of a recipe, and where its value comes from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from headwater.config.load import load_config
 
     recipe, overrides = args.recipe, list(args.overrides)
-    # The recipe may be left out, and then the first override stands in its place.
+    # Without a recipe, the first override takes its position.
     if recipe is not None and "=" in recipe and not Path(recipe).exists():
         recipe, overrides = None, [recipe, *overrides]
     _check_section(args.only)
@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
         print(to_yaml(loaded.config, args.only), end="")
         return 0
 
-    from headwater.cli.pipe import PipeConsole
+    from headwater.cli.process import pipe_console
 
     rows = [row for row in explain(loaded) if not args.only or row.key.startswith(f"{args.only}.")]
-    console = PipeConsole()
+    console = pipe_console()
     if not console.is_terminal:
-        # A pipe has no width; the narrow one rich assumes would cut keys and file names that someone greps for.
-        console = PipeConsole(width=max(console.width, PIPE_WIDTH))
+        # A pipe has no width, and Rich's narrow default would truncate keys and file names.
+        console = pipe_console(width=max(console.width, PIPE_WIDTH))
     for section in dict.fromkeys(row.key.partition(".")[0] for row in rows):
         grouped = [row for row in rows if row.key.startswith(f"{section}.")]
         console.print(_table(section, grouped, wide=console.width >= WIDE))
@@ -62,7 +62,7 @@ def _check_section(name: str) -> None:
 
 
 def _table(section: str, rows: list[Explained], *, wide: bool) -> Table:
-    """One section; a terminal that is not ``wide`` gets each explanation below its value, not beside it."""
+    """One section. Unless the terminal is ``wide``, explanations are printed below the values."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -75,7 +75,7 @@ def _table(section: str, rows: list[Explained], *, wide: bool) -> Table:
     for row in rows:
         given = row.origin != DEFAULT
         value = show(list(row.value) if isinstance(row.value, tuple) else row.value)
-        # Text objects, because a value such as [arithmetic] would be read as markup.
+        # Text objects, because a value such as [arithmetic] would be parsed as markup.
         cells = [
             Text(value, style="bold green" if given else "dim"),
             Text(row.origin, style="green" if given else "dim"),

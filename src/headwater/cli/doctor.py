@@ -1,4 +1,4 @@
-"""``headwater doctor``: is a run well, what does it wait for, and what usually helps."""
+"""``headwater doctor``: whether a run is healthy, what it waits for, and what usually helps."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from headwater.observe.doctor import Diagnosis
 
 HELP = (
-    "Say whether a run lives, where it stands, who waits on what, and what usually helps. Exit status 0: it is well or "
-    "finished; 1: something is wrong."
+    "Show whether a run is alive, how far it is, what it waits for, and what usually helps. Exit status 0: the run is "
+    "healthy or finished; 1: something is wrong."
 )
 _NUM_LOG_LINES = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="run directory, for example runs/quickstart")
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,14 +33,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(diagnosis.to_json(), indent=1))
     else:
-        from headwater.cli.pipe import PipeConsole
+        from headwater.cli.process import pipe_console
 
-        _print(PipeConsole(highlight=False, soft_wrap=True), diagnosis)
+        _print(pipe_console(highlight=False, soft_wrap=True), diagnosis)
     return 0 if diagnosis.is_healthy else 1
 
 
 def _print(console: Console, diagnosis: Diagnosis) -> None:
-    """Top to bottom: what is the matter, then what shows it."""
+    """Print the state first, then the evidence, then the findings."""
     from rich.markup import escape
 
     colour = "green" if diagnosis.is_healthy else "red"
@@ -54,7 +54,7 @@ def _print(console: Console, diagnosis: Diagnosis) -> None:
         if each.remedy:
             console.print(f"  [dim]{escape(each.remedy)}[/]")
     if not diagnosis.findings:
-        console.print("[green]✓[/] nothing is wrong")
+        console.print("[green]✓[/] no problems found")
     if diagnosis.resume:
         console.print(f"Resume with:  {escape(diagnosis.resume)}")
 
@@ -77,7 +77,8 @@ def _progress(diagnosis: Diagnosis) -> list[str]:
 
     total = f" of {diagnosis.total_steps}" if diagnosis.total_steps is not None else ""
     version = f", policy version {diagnosis.version}" if diagnosis.version is not None else ""
-    lines = [f"step {diagnosis.step}{total}{version}"]
+    ranks = f", {diagnosis.num_ranks} ranks" if diagnosis.num_ranks > 1 else ""
+    lines = [f"step {diagnosis.step}{total}{version}{ranks}"]
     if (stage := diagnosis.stage) is not None:
         lines.append(f"{stage.name}: step {stage.done} of at most {stage.total}, before training begins")
     if (last := diagnosis.last_metrics) is not None:

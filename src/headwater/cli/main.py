@@ -1,4 +1,4 @@
-"""The command line. Each command is one file here; it is imported only when its name was typed."""
+"""The command line. Each command is one file in this folder, which is imported only when the command is used."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import sys
 from collections.abc import Sequence
 
 import headwater
-from headwater.cli.exit_codes import EXIT_INTERRUPTED, EXIT_NO_READER, EXIT_USER_ERROR
-from headwater.cli.interrupts import interruptible
+from headwater.cli.process import EXIT_INTERRUPTED, EXIT_NO_READER, EXIT_USER_ERROR, interruptible, is_reader_gone
+from headwater.cluster import num_launched
 from headwater.core.errors import HeadwaterError
 from headwater.core.registry import nearest
 
 COMMANDS = {
     "train": "train a model by a recipe, or resume a run",
-    "replay": "run a recorded run again, token by token, and compare the weights of every step",
+    "replay": "repeat a recorded run, token by token, and compare the weights of every step",
     "eval": "mean reward of a run's model on held-out prompts",
-    "serve": "answer requests over HTTP: OpenAI's and SGLang's dialects",
-    "config": "show a recipe's settings: values, where they came from, what they mean",
-    "doctor": "say what a run does, what it waits for and what usually helps",
+    "serve": "serve a model over HTTP with OpenAI's and SGLang's APIs",
+    "config": "show a recipe's settings: their values, origins and meanings",
+    "doctor": "show what a run does, what it waits for and what usually helps",
     "fetch": "download a model that recipes can name",
 }
 
@@ -30,13 +30,25 @@ _DEBUG_HELP = "show a traceback for every error, and debug logs"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    code = _guarded(arguments)
+    torchrun = sys.modules.get("headwater.cluster.torchrun")
+    if torchrun is not None and torchrun.is_stuck():
+        # A thread is blocked in a collective operation, which would keep the interpreter from ending.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    return code
+
+
+def _guarded(arguments: Sequence[str] | None) -> int:
+    """Run the command; interrupts and a closed output become exit statuses."""
     try:
         with interruptible():
             try:
                 return _main(arguments)
             finally:
                 if sys.stdout is not None:
-                    sys.stdout.flush()  # if that fails, then here and not when the interpreter ends
+                    sys.stdout.flush()  # a failure is handled here and not at interpreter exit
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -74,13 +86,13 @@ def _top_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"headwater {headwater.__version__}")
     parser.add_argument("--debug", action="store_true", help=_DEBUG_HELP)
-    # Listed below, with what each does.
+    # The epilog lists the commands.
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     return parser
 
 
 def _split_at_command(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What stands up to the command, and what belongs to the command's own parser."""
+    """The arguments up to the command, and the arguments of the command."""
     for place, argument in enumerate(arguments):
         if not argument.startswith("-"):
             return arguments[: place + 1], arguments[place + 1 :]
@@ -94,11 +106,15 @@ def _run_command(name: str, arguments: list[str]) -> int:
     parser.add_argument("--debug", action="store_true", help=_DEBUG_HELP)
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.DEBUG if options.debug else logging.WARNING, format="%(levelname)s %(message)s")
-    # Libraries that fork or print on their own make progress bars unreadable.
+    # The tokenizers library prints warnings after a fork, which would garble progress bars.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        if num_launched() > 1 and name != "train":
+            raise HeadwaterError(
+                f"WORLD_SIZE = {num_launched()}: {name} runs in one process; start it without torchrun"
+            )
         code: int = module.run(options)
-    except (HeadwaterError, OSError) as error:  # OSError: a full disk, a folder that may not be written
+    except (HeadwaterError, OSError) as error:  # OSError: such as a full disk or a read-only folder
         if options.debug or _is_of_our_output(error):
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -107,11 +123,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
 
 def _is_of_our_output(error: Exception) -> bool:
-    if not isinstance(error, BrokenPipeError):
-        return False
-    from headwater.cli.pipe import is_reader_gone
-
-    return is_reader_gone()
+    return isinstance(error, BrokenPipeError) and is_reader_gone()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``headwater replay``: a recorded run once more, to the same bits."""
+"""``headwater replay``: repeat a recorded run and compare it bit for bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwater.cli.exit_codes import EXIT_INTERRUPTED
+from headwater.cli.process import EXIT_INTERRUPTED
 from headwater.core.errors import HeadwaterError, RunError
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from headwater.rollout.replay import RecordedSchedule
 
 HELP = (
-    "Run a recorded run again. Which groups each step took, and which policy version made each token, is read from "
-    "its ledger.jsonl; tokens and updates are computed anew, and the weights of every step must be the recorded ones, "
-    "bit for bit. Needs a run made with engine.deterministic=true. The replay gets a run directory of its own."
+    "Repeat a recorded run. The groups of each step and the policy version of each token are read from ledger.jsonl. "
+    "Tokens and updates are computed again, and the weights of every step must equal the recorded ones bit for bit. "
+    "The run must have been made with engine.deterministic=true. The replay gets a separate run directory."
 )
 
 
@@ -47,18 +47,18 @@ def _check(config: Config, schedule: RecordedSchedule, path: Path) -> None:
     if config.rollout.backend != "embedded" or not config.engine.deterministic:
         raise RunError(
             f"{path}: was made with rollout.backend = {config.rollout.backend} and engine.deterministic = "
-            f"{str(config.engine.deterministic).lower()}, so its bits depend on what the engine computed together; "
+            f"{str(config.engine.deterministic).lower()}, so its results depend on how the engine batched requests; "
             "record a run with rollout.backend=embedded engine.deterministic=true"
         )
     if schedule.has_mixed_responses and config.engine.update_mode == "in_flight":
         raise RunError(
-            f"{path}: was made with engine.update_mode = in_flight, where responses go on with keys and values "
-            "of older weights, which cannot be made again; record a run with engine.update_mode=interrupt"
+            f"{path}: was made with engine.update_mode = in_flight, where responses continue with keys and values "
+            "of older weights, which cannot be reproduced; record a run with engine.update_mode=interrupt"
         )
 
 
 def _check_same(configs: list[Config], path: Path) -> None:
-    """A resume may have changed the settings, and which step was made under which is not recorded."""
+    """A resume may have changed the settings, and the run does not record which step used which settings."""
     latest = configs[-1]
 
     def of_the_weights(config: Config) -> Config:
@@ -74,7 +74,7 @@ def _check_same(configs: list[Config], path: Path) -> None:
 
 
 def _for_replay(config: Config, path: Path) -> Config:
-    """The recorded settings, without what has no part in the weights."""
+    """The recorded settings without those that do not affect the weights."""
     return replace(
         config,
         run=replace(config.run, root=str(path.resolve().parent), name=f"{path.resolve().name}-replay"),
@@ -89,7 +89,7 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
     from headwater.config.explain import to_yaml
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.learner_setup import build_training
+    from headwater.trainer.learner_setup import LearnerSpec, build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout
 
@@ -98,7 +98,7 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
     display = Display()
     rollout = build_rollout(config, config.model.path, schedule)
     try:
-        training = build_training(config, config.model.path, rollout.tokenizer, reference_path=config.model.path)
+        training = build_training(LearnerSpec(config, config.model.path, config.model.path), rollout.tokenizer)
         directory = RunDirectory.create(Path(config.run.root), config.run.name)
         directory.write_config(to_yaml(config))
         display.say(f"Replaying {len(schedule.steps)} steps of {path} in {directory.path}")
@@ -106,7 +106,7 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
     finally:
         rollout.close()
     if not finished:
-        display.say("Interrupted; a replay starts from the beginning again.")
+        display.say("Interrupted. The next replay starts from the beginning.")
         return EXIT_INTERRUPTED
-    display.say(f"All {len(schedule.steps)} steps gave bit for bit the recorded weights.")
+    display.say(f"The weights of all {len(schedule.steps)} steps equal the recorded ones, bit for bit.")
     return 0

@@ -1,4 +1,4 @@
-"""``headwater serve``: a model behind HTTP."""
+"""``headwater serve``: serve a model over HTTP."""
 
 from __future__ import annotations
 
@@ -43,10 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings of the engine, for example engine.max_queue=64",
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at; default 127.0.0.1, this machine only"
+        "--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, which only this machine can reach"
     )
     parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"port to listen at; default {DEFAULT_PORT}; 0 takes a free one"
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help=f"port to listen on; default {DEFAULT_PORT}; 0 chooses a free port",
     )
     parser.add_argument(
         "--backend",
@@ -67,13 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="MIB",
         default=DEFAULT_MAX_BODY_MIB,
-        help=f"largest request taken; default {DEFAULT_MAX_BODY_MIB}",
+        help=f"largest accepted request; default {DEFAULT_MAX_BODY_MIB}",
     )
-    parser.add_argument("--seed", type=int, default=0, help="decides the weights of tiny: models; default 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights of tiny: models; default 0")
     parser.add_argument(
         "--until-eof",
         action="store_true",
-        help="stop when standard input ends, as it does when the program that started this one is gone",
+        help="stop when standard input closes, which happens when the parent process ends",
     )
     parser.add_argument("--served-name", metavar="NAME", help="the model's name in requests and replies; default MODEL")
 
@@ -112,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
                 args.model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed
             )
         except ModelError as error:
-            # In a recipe these would be settings; here they are arguments.
+            # These are settings in a recipe, but arguments of this command.
             text = str(error).replace("model.path", "MODEL").replace("model.device", "--device")
             raise ModelError(text) from error
         try:
@@ -123,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_model_folder(model: str) -> None:
-    """A run directory or a checkpoint is no model, but holds some."""
+    """Point from a run directory or a checkpoint to the model that it contains."""
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         return
@@ -138,13 +141,13 @@ def check_model_folder(model: str) -> None:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What the dotted settings of this command may be."""
+    """The dotted settings that this command accepts."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
 def read_engine_config(overrides: Sequence[str]) -> EngineConfig:
-    """``engine.key=value`` settings, checked as those of a recipe are."""
+    """``engine.key=value`` settings, checked like those of a recipe."""
     problems: list[str] = []
     tree: Tree = Branch({}, Origin(COMMAND_LINE, 0))
     for text in overrides:
@@ -180,17 +183,17 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 
 
 def _stop_at_eof() -> None:
-    # Not through sys.stdin, whose lock would be held when the interpreter ends.
+    # Not through sys.stdin, whose lock would still be held at interpreter exit.
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_STOP_LIMIT_S)
-    os._exit(1)  # nobody is there who could end it the hard way
+    os._exit(1)  # no parent process is left that could kill it
 
 
 def _say(text: str) -> None:
-    # Flushed, because whoever started this may be waiting for the line at the other end of a pipe.
+    # Flushed, because the parent process may be waiting for this line on a pipe.
     try:
         print(text, flush=True)
-    except OSError:  # nobody reads any more, or the terminal is gone: it serves all the same, and ends in order
+    except OSError:  # the pipe or the terminal is closed: the server keeps running
         discard(sys.stdout)

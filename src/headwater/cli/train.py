@@ -1,41 +1,49 @@
-"""``headwater train``: run a recipe, or go on with a run."""
+"""``headwater train``: start a run from a recipe, or resume a run."""
 
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwater.cli.exit_codes import EXIT_INTERRUPTED
+from headwater.cli.process import EXIT_INTERRUPTED
+from headwater.cluster import launched_rank, num_launched
 from headwater.core.errors import HeadwaterError, RunError
 
 if TYPE_CHECKING:
     from headwater.config.schema import Config
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
+    from headwater.trainer.learner_setup import LearnerBuilder
 
-HELP = "Train a model by a recipe, or resume a run. Ctrl-C stops after the current update and leaves a resumable run."
+HELP = (
+    "Train a model from a recipe, or resume a run. Ctrl-C stops after the current update and saves a checkpoint. On "
+    "several GPUs: torchrun --nproc-per-node N -m headwater train RECIPE"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", help="YAML recipe, for example recipes/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run directory instead of a recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="resume this run directory; no recipe is given")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="with --resume: the checkpoint to resume; default the latest"
+        "--step", type=int, metavar="N", help="with --resume: the checkpoint to resume from; default: the latest"
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    if launched_rank() > 0:
+        return _serve()
     overrides = list(args.overrides)
     if args.resume is not None and args.recipe is not None:
         if "=" not in args.recipe:
             raise HeadwaterError(
-                f"--resume {args.resume} with the recipe {args.recipe}: a resumed run has its own; give either a "
-                "recipe or --resume, and settings to change as key=value"
+                f"--resume {args.resume} with the recipe {args.recipe}: a resumed run uses its own recipe; give "
+                "either a recipe or --resume, and settings to change as key=value"
             )
-        # After --resume the first positional word is an override, not a recipe.
+        # After --resume, the first positional argument is an override, not a recipe.
         overrides.insert(0, args.recipe)
     if args.resume is None and args.recipe is None:
         raise HeadwaterError("give a recipe, for example: headwater train recipes/quickstart.yaml")
@@ -70,12 +78,14 @@ def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
 
 
 def _check_steps_left(run: RunDirectory, done: int, planned: int, wanted: int) -> None:
-    """``planned`` steps were the run's before this resume, which asks for ``wanted``."""
+    """``planned`` is the run's number of steps before this resume, and ``wanted`` the one it asks for."""
     if wanted > done:
         return
     if wanted == planned:
-        raise RunError(f"{run.path}: all {done} steps are done; to go on, add for example {_more_steps(done)}")
-    remedy = f"leave it out to go on to step {planned}" if planned > done else f"give more, such as {_more_steps(done)}"
+        raise RunError(f"{run.path}: all {done} steps are done; to continue, add for example {_more_steps(done)}")
+    remedy = (
+        f"leave it out to continue to step {planned}" if planned > done else f"give more, such as {_more_steps(done)}"
+    )
     raise RunError(f"trainer.total_steps = {wanted}: {run.path} has done {done} steps already; {remedy}")
 
 
@@ -89,7 +99,7 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     from headwater.config.explain import to_yaml
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.learner_setup import build_training
+    from headwater.trainer.learner_setup import LearnerSpec, build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout, describe
     from headwater.trainer.summary import how_to_resume, summarise
@@ -100,23 +110,20 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     resuming = run is not None
     model_path = str(checkpoint / "model") if checkpoint else config.model.path
     with ExitStack() as stack:
-        # Whatever can fail by bad input is built first: only a run that can start gets a directory.
+        make_learner = stack.enter_context(_ranks(config))
+        # Everything that bad input can break is built first, so that only a run that can start gets a directory.
         rollout = stack.enter_context(closing(build_rollout(config, model_path)))
         if config.learner.offload_during_rollout:
-            rollout.sleep_cache()  # the learner is built in the room that it takes
-        training = build_training(
-            config,
-            model_path,
-            rollout.tokenizer,
-            reference_path=str(run.reference) if run and run.reference.exists() else config.model.path,
-        )
+            rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
+        reference_path = str(run.reference) if run and run.reference.exists() else config.model.path
+        training = build_training(LearnerSpec(config, model_path, reference_path), rollout.tokenizer, make_learner)
         run = run or RunDirectory.create(Path(config.run.root), config.run.name)
         trainer = Trainer(config, rollout, training, run, display)
         if checkpoint is not None:
             trainer.restore(checkpoint)
             display.say(f"Resuming {run.path} after step {trainer.step}")
         elif resuming:
-            display.say(f"{run.path} has no checkpoint yet: starting anew")
+            display.say(f"{run.path} has no checkpoint yet: starting from the beginning")
         else:
             _announce(run, config, display)
         run.write_config(to_yaml(config))
@@ -126,18 +133,51 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
             stack.close()
             summarise(run, display, is_finished=finished)
         except KeyboardInterrupt:
-            # Once more, while the run was being brought to its end.
+            # A second interrupt, while the run was ending.
             display.say(how_to_resume(run, config.trainer.total_steps))
             return EXIT_INTERRUPTED
     return 0 if finished else EXIT_INTERRUPTED
+
+
+@contextmanager
+def _ranks(config: Config) -> Iterator[LearnerBuilder | None]:
+    """How to build the learner over the ranks of a launcher, which end with this block; None for this process alone."""
+    if num_launched() == 1:
+        yield None
+        return
+    import signal
+
+    from headwater.cluster.torchrun import check_ranks, join
+    from headwater.core.errors import RankFailed
+    from headwater.trainer.learner_setup import build_learner
+
+    check_ranks(config, num_launched())
+    # torchrun sends SIGTERM to all ranks when one has ended; rank 0 then reports which.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with closing(join()) as group:
+        try:
+            yield lambda spec: group.build(build_learner, spec, timeout_s=config.learner.rank_timeout_s)
+        except KeyboardInterrupt:
+            if group.failure:
+                raise RankFailed(group.failure) from None
+            raise
+
+
+def _serve() -> int:
+    """Execute the learner's calls for rank 0, which alone reads the recipe and writes the run directory."""
+    from headwater.cluster.torchrun import join
+
+    with closing(join()) as group:
+        group.serve()
+    return 0
 
 
 def _announce(run: RunDirectory, config: Config, display: Display) -> None:
     display.say(f"Run directory {run.path}")
     wanted = Path(config.run.root) / config.run.name
     if run.path != wanted:
-        how = f"; to go on with it:  {_resuming(wanted)}" if (wanted / "config.yaml").is_file() else ""
-        display.say(f"{wanted} exists and stays as it is{how}")
+        how = f"; to resume it:  {_resuming(wanted)}" if (wanted / "config.yaml").is_file() else ""
+        display.say(f"{wanted} exists and is left unchanged{how}")
 
 
 def _resuming(path: Path) -> str:
@@ -149,6 +189,6 @@ def _resuming(path: Path) -> str:
     try:
         total_steps = load_config(run.config_file, was_accepted=True).config.trainer.total_steps
     except HeadwaterError:
-        return command  # which says what is wrong with it
+        return command  # it will report the problem
     done = max(run.checkpoint_steps(), default=0)
     return f"{command} {_more_steps(done)}" if done >= total_steps else command

@@ -293,6 +293,8 @@ class LearnerConfig:
     """On a GPU, keep AdamW's averages in main memory and stream them through the device in each step."""
     offload_during_rollout: bool = False
     """On a GPU, move the learner to main memory during generation, and free the KV cache during training."""
+    rank_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
+    """With several ranks (torchrun), the longest time that one call of the learner may take before the run ends."""
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ class DataProto:
         data = data.union(prompts).repeat(8)              # rows a a a ... b b b ...
         data = data.with_columns(tensors={"rewards": torch.zeros(32)})
         for batch in data.minibatches(size=8, epochs=2, seed=0): ...
-        outputs = [work(part) for part in data.dispatch(num_ranks=3)]
-        data = DataProto.collect(outputs)                 # 32 rows again, padding removed
+        outputs = [work(part) for part in data.dispatch(3)]
+        data = DataProto.collect(outputs)                 # 32 rows in their order again
 
     ``batch`` is a TensorDict with one batch dimension, the rows. ``non_tensor_batch`` maps names to one-dimensional
     object arrays, so a row may hold anything: a string, a ragged list, a dict, an image. A name belongs to one column.
@@ -320,18 +320,20 @@ class DataProto:
             for start in range(0, stop, size)
         )
 
-    def dispatch(self, num_ranks: int) -> list[DataProto]:
-        """One part per rank, all of equally many rows, padded where needed; ``collect`` is the way back."""
-        return ranks.dispatch(self, num_ranks)
+    def dispatch(self, parts: int | Sequence[Sequence[int]]) -> list[DataProto]:
+        """One batch per rank: the given row indices, or consecutive rows for a number of ranks.
+
+        Parts may have different sizes and may be empty. ``collect`` is the inverse.
+        """
+        return ranks.dispatch(self, ranks.even_parts(len(self), parts) if isinstance(parts, int) else parts)
 
     @staticmethod
-    def collect(parts: Sequence[DataProto], num_rows: int | None = None) -> DataProto:
-        """What the ranks return for ``dispatch``, joined in rank order and without the padding.
+    def collect(parts: Sequence[DataProto]) -> DataProto:
+        """The rows that the ranks return for ``dispatch`` as one batch, in the order they had before.
 
-        Each rank returns one row per row it was given and keeps the ``meta_info``. A rank that builds a new batch, or
-        one of several rows per row given, needs ``num_rows``: how many of the joined rows, the first ones, to keep.
+        Each rank returns the part it was given, perhaps with columns added, rows reordered or rows repeated.
         """
-        return ranks.collect(parts, num_rows)
+        return ranks.collect(parts)
 
     def to(self, device: torch.device | str | int) -> DataProto:
         """Move the tensor columns to ``device``."""

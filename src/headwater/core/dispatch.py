@@ -1,75 +1,105 @@
-"""A batch over ranks and back.
+"""Splitting a batch over ranks and putting it back together.
 
-Every rank gets equally many rows, so that collective calls line up; where the rows do not divide, the first ones are
-repeated at the end. Each part's ``meta_info`` carries a mark that says which rows are padding. A rank that returns its
-part with columns added hands the mark back unknowingly, and ``collect`` uses it to remove the padding again.
+A part is a list of row indices, so parts may have different sizes and no row is repeated. Each row carries its index in
+a column, and ``meta_info`` records which part of which dispatch it belongs to. A rank may reorder its rows, repeat them
+or add columns; ``collect`` restores the order of the original batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 if TYPE_CHECKING:
     from headwater.core.data_proto import DataProto
 
 DISPATCH_KEY = "_dispatch"
-"""The mark's key in ``meta_info``. A part may be dispatched again: its mark is then kept inside the new one."""
+"""The entry of ``meta_info`` that records the dispatches a part went through, the latest last."""
+_NUM_NAMED = 5
 
 
-def dispatch(data: DataProto, num_ranks: int) -> list[DataProto]:
-    """Equal parts for ``num_ranks`` ranks, each with its mark."""
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks = {num_ranks}: must be >= 1")
-    padded, num_padding = data.pad_to_divisor(num_ranks) if len(data) else (data, 0)
-    mark = {"num_ranks": num_ranks, "num_rows": len(data), "num_padding": num_padding}
-    if DISPATCH_KEY in data.meta_info:
-        mark["outer"] = data.meta_info[DISPATCH_KEY]
-    return [
-        part.with_columns(meta_info={DISPATCH_KEY: {"rank": rank, **mark}})
-        for rank, part in enumerate(padded.chunk(num_ranks))
-    ]
+class PartRows(NamedTuple):
+    """Which rows of the dispatched batch a part holds."""
+
+    indices: torch.Tensor
+    num_rows: int
+    """The number of rows of the whole batch."""
 
 
-def collect(parts: Sequence[DataProto], num_rows: int | None) -> DataProto:
-    """The parts of one dispatch as one batch without its padding, which is ``num_rows`` long where that is given."""
+def rows_of(part: DataProto) -> PartRows | None:
+    """The rows that ``part`` holds of the batch it was dispatched from, or None if it is not part of a dispatch."""
+    marks = part.meta_info.get(DISPATCH_KEY, ())
+    return PartRows(part.batch[_column(len(marks))], marks[-1]["num_rows"]) if marks else None
+
+
+def even_parts(num_rows: int, num_parts: int) -> list[range]:
+    """Consecutive rows in ``num_parts`` parts whose sizes differ by at most one."""
+    if num_parts < 1:
+        raise ValueError(f"num_ranks = {num_parts}: must be >= 1")
+    return [range(part * num_rows // num_parts, (part + 1) * num_rows // num_parts) for part in range(num_parts)]
+
+
+def dispatch(data: DataProto, parts: Sequence[Sequence[int]]) -> list[DataProto]:
+    """One batch per part. The parts together must name each row of ``data`` once."""
+    if sorted(row for part in parts for row in part) != list(range(len(data))):
+        raise ValueError(
+            f"dispatch: the parts do not name each of the {len(data)} rows once; assign every row to one rank"
+        )
+    outer = tuple(data.meta_info.get(DISPATCH_KEY, ()))
+    column = _column(len(outer) + 1)
+    dispatched = []
+    for rank, part in enumerate(parts):
+        mark = {"rank": rank, "num_ranks": len(parts), "num_rows": len(data)}
+        dispatched.append(
+            data[list(part)].with_columns(
+                tensors={column: torch.tensor(list(part), dtype=torch.long)}, meta_info={DISPATCH_KEY: (*outer, mark)}
+            )
+        )
+    return dispatched
+
+
+def collect(parts: Sequence[DataProto]) -> DataProto:
+    """The rows of one dispatch as one batch, in the order of the original batch."""
     if not parts:
-        raise ValueError("collect got no parts; pass the result of every rank, in rank order")
-    marks = [part.meta_info.get(DISPATCH_KEY) for part in parts]
-    if num_rows is None:
-        num_rows = _num_rows_of(parts, marks)
+        raise ValueError("collect got no parts; pass the result of every rank")
+    marks = _marks(parts)
+    column = _column(len(marks[0]))
+    outer = marks[0][:-1]
     joined = type(parts[0]).concat([_without_mark(part) for part in parts])
-    if not 0 <= num_rows <= len(joined):
-        raise ValueError(f"num_rows = {num_rows}: the parts hold {len(joined)} rows; pass the number before padding")
-    collected = joined[:num_rows]
-    if marks[0] is not None and "outer" in marks[0]:
-        return collected.with_columns(meta_info={DISPATCH_KEY: marks[0]["outer"]})
-    return collected
+    rows = joined.batch[column]
+    missing = sorted(set(range(marks[0][-1]["num_rows"])) - set(rows.tolist()))
+    if missing:
+        named = ", ".join(map(str, missing[:_NUM_NAMED]))
+        raise ValueError(f"collect: no rank returned row {named}; return every row that was given")
+    collected = joined[torch.argsort(rows, stable=True)]
+    collected.pop(batch_keys=[column])
+    return collected.with_columns(meta_info={DISPATCH_KEY: outer}) if outer else collected
 
 
-def _num_rows_of(parts: Sequence[DataProto], marks: list[Any]) -> int:
-    """The row count that the marks record, after checking that the parts are one whole dispatch, row for row."""
-    for rank, mark in enumerate(marks):
-        if mark is None:
+def _marks(parts: Sequence[DataProto]) -> list[tuple[dict[str, Any], ...]]:
+    """The recorded dispatches of each part, after checking that the parts are one whole dispatch."""
+    marks = [tuple(part.meta_info.get(DISPATCH_KEY, ())) for part in parts]
+    for number, mark in enumerate(marks):
+        if not mark:
             raise ValueError(
-                f"part {rank} has no meta_info[{DISPATCH_KEY!r}], so its padding is unknown; "
-                "pass num_rows, the number of rows before padding, or join unpadded parts with DataProto.concat"
+                f"part {number} has no meta_info[{DISPATCH_KEY!r}], so its rows are unknown; return the part that was "
+                "given, with columns added, or join other batches with DataProto.concat"
             )
-    ranks = [mark["rank"] for mark in marks]
-    num_ranks = marks[0]["num_ranks"]
-    if ranks != list(range(num_ranks)):
-        raise ValueError(f"parts come from ranks {ranks} of {num_ranks}; pass one part of every rank, in rank order")
-    num_rows: int = marks[0]["num_rows"]
-    num_per_rank = (num_rows + marks[0]["num_padding"]) // num_ranks
-    for rank, (part, mark) in enumerate(zip(parts, marks, strict=True)):
-        if (mark["num_ranks"], mark["num_rows"]) != (num_ranks, num_rows):
-            raise ValueError(f"part {rank} is from another dispatch than part 0: {mark} and {marks[0]}")
-        if len(part) != num_per_rank:
-            raise ValueError(
-                f"part {rank} has {len(part)} rows but was given {num_per_rank}; return one row per row given, "
-                "or pass num_rows, the number of rows to keep of the joined parts"
-            )
-    return num_rows
+    first = marks[0][-1]
+    for number, mark in enumerate(marks):
+        if (len(mark), mark[:-1]) != (len(marks[0]), marks[0][:-1]) or mark[-1] != {**first, "rank": mark[-1]["rank"]}:
+            raise ValueError(f"part {number} is from another dispatch than part 0: {mark[-1]} and {first}")
+    ranks = [mark[-1]["rank"] for mark in marks]
+    if sorted(ranks) != list(range(first["num_ranks"])):
+        raise ValueError(f"parts come from ranks {ranks} of {first['num_ranks']}; pass one part of every rank")
+    return marks
+
+
+def _column(depth: int) -> str:
+    """The column of row indices of the ``depth``-th dispatch. A part may be dispatched again."""
+    return f"_row_{depth}"
 
 
 def _without_mark(part: DataProto) -> DataProto:

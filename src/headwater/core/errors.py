@@ -75,5 +75,13 @@ class RunError(HeadwaterError):
     """A run directory that cannot be used or resumed."""
 
 
+class OtherRankFailed(DataError):
+    """Another rank cannot compute its rows, so this rank does not start. The other rank's error says why."""
+
+
+class RankFailed(RunError):
+    """A rank of the learner has failed or ended. The run can be resumed from its last checkpoint."""
+
+
 class WaitTimeout(HeadwaterError):
     """A named wait reached its hard limit."""

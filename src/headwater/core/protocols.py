@@ -6,13 +6,11 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequenc
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from headwater.core.records import Delta, ModelRequest, ModelResponse, Prompt, Score
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from headwater.core.data_proto import DataProto
@@ -28,6 +26,13 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
     def encode(self, text: str, **kwargs: Any) -> list[int]: ...
     def decode(self, token_ids: Any, **kwargs: Any) -> str: ...
+
+
+Bucket: TypeAlias = "Sequence[tuple[str, torch.Tensor]]"
+"""Some named tensors of a model, in Hugging Face names: at most about 256 MiB, or one larger tensor alone."""
+
+Role = Literal["policy", "critic"]
+"""The models that a learner trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,16 +204,69 @@ class RewardManager(Protocol):
     async def score(self, episode: ScorableEpisode) -> Score: ...
 
 
-class TrainEngine(Protocol):
-    """Holds the trained weights and their optimiser."""
+@dataclass(frozen=True, slots=True)
+class LearnerStatus:
+    """Where a learner stands."""
 
-    def compute(self, batch: DataProto) -> Mapping[str, torch.Tensor]:
-        """What the model says of every trained token: log-probs of a policy, values of a critic."""
+    num_ranks: int
+    device: str
+    num_optimizer_steps: int
+    """Optimiser steps of the policy."""
+    learning_rate: float
+    """The rate of the policy's next optimiser step."""
+    memory_bytes: int
+    """Memory of the device that the first rank has allocated; 0 on a CPU."""
+    failure: str = ""
+    """Why the learner cannot be used any more, such as a rank that has ended. Empty while it works."""
+
+
+class Learner(Protocol):
+    """Holds the policy, the critic, the reference and the reward model, and trains the first two.
+
+    One process (``learner.learner.LocalLearner``) or several (``cluster.group.LearnerGroup``). All calls take and
+    return values that can be serialised.
+    """
+
+    def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Columns for the rows of ``batch``.
+
+        ``logprobs`` also gives ``entropy`` and ``sum_pi_squared``. ``reference_logprobs`` and ``values`` are
+        ``[samples, response]``, and ``reward_model`` scores the column ``conversation``, ``[samples]``.
+        """
         ...
 
-    def train_step(self, batch: DataProto, loss_fn: Callable[..., Any]) -> Mapping[str, float]: ...
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
-    def save(self, folder: Path) -> None: ...
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Train the critic, then, after ``critic.num_warmup_steps``, the policy; returns ``critic/*`` and ``actor/*``.
+
+        ``batch.meta_info["version"]`` is the number of steps the policy has been trained.
+        """
+        ...
+
+    def supervise(self, batch: DataProto) -> dict[str, float]:
+        """One optimiser step of the warm start, which increases the likelihood of the batch's responses."""
+        ...
+
+    def keep_reference(self, folder: Path) -> None:
+        """Make the present policy the reference, and save it in ``folder`` for a resumed run. Ends the warm start."""
+        ...
+
+    def export(self, role: Role = "policy") -> Iterator[Bucket]:
+        """All weights in Hugging Face names, in buckets, with adapters merged. It must be drained or closed."""
+        ...
+
+    def shapes(self, role: Role = "policy") -> Mapping[str, tuple[int, ...]]:
+        """The names and shapes that ``export`` yields."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the state of training, and the policy as ``model/`` in the Hugging Face format."""
+        ...
+
     def load(self, folder: Path) -> None: ...
-    def offload(self) -> None: ...
+    def offload(self) -> None:
+        """Move everything to main memory, to make room for a rollout on the same device."""
+        ...
+
     def onload(self) -> None: ...
+    def status(self) -> LearnerStatus: ...
+    def close(self) -> None: ...

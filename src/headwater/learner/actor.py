@@ -1,4 +1,4 @@
-"""The policy's role in training: log-probs, and updates in mini-batches and epochs."""
+"""The policy: log-probs, and updates in mini-batches and epochs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from headwater.algorithms.proximal import loglinear
 from headwater.config.schema import AlgorithmConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import MissingColumn, RunError
-from headwater.learner.engine import TrainEngine
-from headwater.learner.passes import mean_stats, minibatches
+from headwater.learner.engine import TrainEngine, mean_stats, minibatches
 
 _PADDED = "pad_trajectories gives it"
 
@@ -25,9 +24,9 @@ PolicyLossFunction = Callable[[PolicyLossInputs], PolicyLoss]
 class Actor:
     """Updates the policy.
 
-    With ``learner.skip_zero_advantages`` a sample whose advantage is zero everywhere is not computed: its gradient is
-    zero, and it still counts in what the loss is averaged over, so the step is the same for less work. A mini-batch of
-    nothing but such samples takes no step at all.
+    With ``learner.skip_zero_advantages``, samples whose advantage is zero everywhere are not computed. Their gradient
+    is zero and they still count in the average of the loss, so the step is the same for less work. A mini-batch that
+    has only such samples takes no optimiser step.
     """
 
     def __init__(
@@ -42,14 +41,14 @@ class Actor:
         return self.engine.compute(batch)["logprobs"]
 
     def update(self, experience: DataProto) -> dict[str, float]:
-        """Train on ``experience``; returns the statistics, averaged over the optimiser steps taken."""
+        """Train on ``experience`` and return statistics, averaged over the optimiser steps."""
         if not self.engine.totals(experience).num_tokens and "correction_weights" not in experience.batch:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
         steps = [self._step(minibatch) for minibatch in minibatches(experience, self.engine.config)]
         return mean_stats([stats for stats in steps if stats is not None])
 
     def _step(self, minibatch: DataProto) -> dict[str, float] | None:
-        """One optimiser step; None where no sample has anything to teach."""
+        """One optimiser step, or None if no sample has a gradient."""
         totals = replace(self.engine.totals(minibatch), width=self._loss_width)
         if not totals.num_tokens:
             return None
@@ -72,7 +71,7 @@ class Actor:
                 old,
                 self._advantages(batch),
                 mask,
-                # Most losses do without; one that needs them says so itself.
+                # Most losses do not use them. A loss that does raises an error that names the column.
                 rollout_logprobs=tensors.get("rollout_logprobs", None),
                 entropy=entropy,
             )
@@ -82,7 +81,7 @@ class Actor:
         losses, diagnostics = loss.token_losses, dict(loss.diagnostics)
         if algorithm.kl_in_loss > 0:
             needed_by = f"algorithm.kl_in_loss = {algorithm.kl_in_loss:g}"
-            remedy = "a Reference's logprobs give it; or set algorithm.kl_in_loss=0"
+            remedy = "Learner.compute returns it; or set algorithm.kl_in_loss=0"
             reference = required(tensors, "reference_logprobs", needed_by, remedy)
             kl = kl_penalty(logprobs, reference, algorithm.kl_estimator)
             losses = losses + algorithm.kl_in_loss * kl

@@ -1,4 +1,4 @@
-"""The critic's role in training: what is still to come, judged before every token."""
+"""The critic: predicts, before every token, the return that is still to come."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.algorithms.value_loss import value_loss
 from headwater.config.schema import AlgorithmConfig, CriticConfig
 from headwater.core.data_proto import DataProto
-from headwater.learner.engine import TrainEngine
-from headwater.learner.passes import mean_stats, minibatches
+from headwater.learner.engine import TrainEngine, mean_stats, minibatches
 
 _USER = "critic.enabled = true"
 
 
 class Critic:
-    """Learns the returns of the policy's responses."""
+    """Learns to predict the returns of the policy's responses."""
 
     def __init__(
         self, engine: TrainEngine, config: CriticConfig, algorithm: AlgorithmConfig, *, loss_width: int
@@ -33,12 +32,12 @@ class Critic:
         return self.engine.compute(batch)["values"]
 
     def update(self, experience: DataProto) -> dict[str, float]:
-        """Train towards the experience's ``returns``; returns the statistics, averaged over the optimiser steps."""
+        """Train on the ``returns`` of ``experience`` and return statistics, averaged over the optimiser steps."""
         steps = [self._step(minibatch) for minibatch in minibatches(experience, self.engine.config)]
         return mean_stats([stats for stats in steps if stats is not None])
 
     def _step(self, minibatch: DataProto) -> dict[str, float] | None:
-        """One optimiser step; None where there is nothing to learn from."""
+        """One optimiser step, or None if the mini-batch has no trained token."""
         totals = replace(self.engine.totals(minibatch), width=self._loss_width)
         if not totals.num_tokens:
             return None

@@ -11,31 +11,107 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.aggregate import StepTotals, aggregate
+from headwater.algorithms.diagnostics import NUM_BINS, count_ratios, effective_sample_size, percentiles_of, weight_sums
+from headwater.algorithms.masked import masked_sum
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import LearnerConfig
 from headwater.core.data_proto import DataProto
-from headwater.core.errors import DataError, RunError
+from headwater.core.dispatch import rows_of
+from headwater.core.errors import DataError, OtherRankFailed, RunError
 from headwater.learner import sharded_checkpoint
-from headwater.learner.lora import merged_weights
-from headwater.learner.memory import CPU
-from headwater.learner.optimizer import Optimizer
+from headwater.learner.export import merged_weights
+from headwater.learner.optimizer import CPU, Optimizer
 from headwater.learner.packed_module import PackedModule
-from headwater.learner.packing import Pack, Row, check_lengths, idle_pack, pack_rows, read_rows, token_column
-from headwater.learner.ranks import Ranks
-from headwater.learner.sharding import reshard, shard
-from headwater.learner.step_sums import StepSums
+from headwater.learner.packing import Pack, PackRow, check_lengths, idle_pack, pack_rows, read_rows, token_column
+from headwater.learner.partition import minibatch_rows
+from headwater.learner.ranks import Ranks, reshard, shard
+from headwater.models.sharded_load import WeightFiles
 
 _FORWARD_FACTOR = 4
-"""A pass without a gradient keeps nothing for later, so it may take so many times the tokens at once."""
+"""A pass without a gradient keeps no activations, so it can process this many times the tokens of a training pass."""
 
 _TOKENS = frozenset({"input_ids", "attention_mask", "position_ids"})
 
 LossFunction = Callable[[Mapping[str, Tensor], DataProto], PolicyLoss]
-"""From what the module computed, padded to ``[samples, response]``, and the micro-batch to a loss per token."""
+"""Computes a loss per token from the module's outputs, padded to ``[samples, response]``, and the micro-batch."""
+
+
+def minibatches(experience: DataProto, config: LearnerConfig) -> Iterator[DataProto]:
+    """Every mini-batch of every epoch, in order. Of a batch split over ranks, this rank's rows of each mini-batch.
+
+    The number of mini-batches does not depend on the number of rows, and some may be empty, because ranks with
+    different numbers of rows take their optimiser steps together.
+    """
+    place = rows_of(experience)
+    rows, num_rows = (torch.arange(len(experience)), len(experience)) if place is None else place
+    for _ in range(config.num_epochs):
+        for part in minibatch_rows(num_rows, config.num_minibatches):
+            yield experience[(rows >= part.start) & (rows < part.stop)]
+
+
+def mean_stats(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the optimiser steps, each value over the steps that report it, and the number of steps.
+
+    Skipped steps mostly report NaN and are left out of the means, unless all steps were skipped.
+    """
+    taken = [step for step in steps if not step["skipped_steps"]] or steps
+    means = {}
+    for name in dict.fromkeys(name for step in taken for name in step):
+        values = [step[name] for step in taken if name in step]
+        means[name] = sum(values) / len(values)
+    skipped = sum(step["skipped_steps"] for step in steps)
+    return {**means, "skipped_steps": skipped, "optimizer_steps": len(steps) - skipped}
+
+
+class StepSums:
+    """The statistics of one optimiser step, summed over its micro-batches on the device and finally over ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._num_tokens = torch.zeros_like(self._loss)
+        self._values: dict[str, Tensor] = {}
+        self._weights = self._loss.new_zeros(3)
+        self._ratios = self._loss.new_zeros(NUM_BINS)
+
+    def add_loss(self, loss: Tensor) -> None:
+        self._loss += loss.detach()
+
+    def add(self, values: Mapping[str, Tensor], mask: Tensor) -> None:
+        """Add per-token values, which are reported as means."""
+        self._num_tokens += mask.sum()
+        for name, each in values.items():
+            total = masked_sum(each.detach().double(), mask)
+            self._values[name] = self._values[name] + total if name in self._values else total
+
+    def add_weights(self, weights: Tensor, mask: Tensor) -> None:
+        """Add importance weights of tokens, for the effective sample size."""
+        self._weights += weight_sums(weights, mask)
+
+    def add_ratios(self, log_ratio: Tensor, mask: Tensor) -> None:
+        """Add log ratios of tokens, for their percentiles."""
+        self._ratios += count_ratios(log_ratio, mask)
+
+    def statistics(self, ranks: Ranks) -> dict[str, float]:
+        """The loss, means per token, and statistics of weights and ratios, over all ranks."""
+        # A rank without rows in this step has no values, but takes part in the sum.
+        names = ranks.union(self._values)
+        nothing = torch.zeros_like(self._loss)
+        scalars = torch.stack([self._loss, self._num_tokens, *(self._values.get(name, nothing) for name in names)])
+        summed = ranks.sum(torch.cat([scalars, self._weights, self._ratios])).cpu()
+        scalars, weights, ratios = torch.split(summed, [len(scalars), len(self._weights), NUM_BINS])
+        loss, num_tokens, *totals = scalars.tolist()
+        means = {name: total / num_tokens for name, total in zip(names, totals, strict=True)}
+        count, total, squares = weights.tolist()
+        weighed = {"effective_sample_size": effective_sample_size(count, total, squares)} if count else {}
+        return {"loss": loss, **means, **weighed, **percentiles_of(ratios)}
 
 
 class ForwardEngine:
-    """Runs ``module`` over batches (see ``rollout.padding``) without training it."""
+    """Runs ``module`` over batches (see ``rollout.padding``) without training it.
+
+    With several ranks, ``module`` may hold parameters on the meta device. ``weights`` then names the files from which
+    every rank reads its shard.
+    """
 
     _trains = False
 
@@ -46,19 +122,30 @@ class ForwardEngine:
         *,
         compute_dtype: torch.dtype = torch.float32,
         ranks: Ranks | None = None,
+        device: torch.device | None = None,
+        weights: WeightFiles | None = None,
     ) -> None:
         self.module = module
         self.config = config
         self.ranks = ranks or Ranks.current()
-        self.device: torch.device = module.model.device
-        shard(module, self.ranks, config, compute_dtype=compute_dtype, device=self.device, trains=self._trains)
+        self.device: torch.device = device or module.model.device
+        shard(
+            module,
+            self.ranks,
+            config,
+            compute_dtype=compute_dtype,
+            device=self.device,
+            trains=self._trains,
+            weights=weights,
+        )
 
     @torch.no_grad()
     def compute(self, batch: DataProto) -> dict[str, Tensor]:
-        """What the module says of the trained tokens, each ``[samples, response]``, 0 elsewhere."""
+        """The module's outputs for the trained tokens, each ``[samples, response]``, 0 elsewhere."""
         results = {name: torch.zeros(token_column(batch, "response_mask").shape) for name in self.module.outputs}
         try:
-            for pack, counts in self._packs(batch, _FORWARD_FACTOR * self.config.max_tokens_per_microbatch):
+            width, max_tokens = token_column(batch, "response_mask").shape[1], self.config.max_tokens_per_microbatch
+            for pack, counts in self.packs(self._rows(batch), width, _FORWARD_FACTOR * max_tokens):
                 outputs = self.module(pack)
                 for name in self.module.outputs if counts else ():
                     results[name][pack.rows] = pack.padded(outputs[name]).cpu()
@@ -67,7 +154,7 @@ class ForwardEngine:
         return results
 
     def offload(self) -> None:
-        """Move everything to main memory, for a rollout on the same device."""
+        """Move everything to main memory, to make room for a rollout on the same device."""
         self._move(CPU)
 
     def onload(self) -> None:
@@ -79,15 +166,14 @@ class ForwardEngine:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
-    def _packs(self, batch: DataProto, max_tokens: int) -> Iterator[tuple[Pack, bool]]:
-        """The packs of this rank's rows, and whether they count.
+    def packs(self, rows: Sequence[PackRow], width: int, max_tokens: int) -> Iterator[tuple[Pack, bool]]:
+        """The packs of this rank's rows, and whether their results count.
 
-        Ranks compute their layers together, so all make the same number of passes; one that has too few rows repeats
-        one for company.
+        Ranks compute their layers together, so all make the same number of passes. A rank with too few rows repeats a
+        pack whose results do not count.
         """
-        rows, width = self._rows(batch), token_column(batch, "response_mask").shape[1]
         packs, num_packs = self._pack(rows, width, max_tokens, 1), 0
-        # Asked to make as many as another rank has, a rank may come to more.
+        # A rank that is asked for as many packs as another rank has may make even more.
         while (most := self.ranks.max(len(packs))) > num_packs:
             num_packs = most
             if rows and len(packs) < num_packs:
@@ -96,28 +182,35 @@ class ForwardEngine:
             counts = number < len(packs)
             yield (packs[number] if counts else packs[0] if packs else idle_pack(width)).to(self.device), counts
 
-    def _rows(self, batch: DataProto) -> list[Row]:
-        """This rank's rows. Where one rank's cannot be computed all raise, so that none waits for it."""
-        problem: DataError | None = None
-        rows: list[Row] = []
-        try:
+    def _rows(self, batch: DataProto) -> list[PackRow]:
+        def read() -> list[PackRow]:
             rows = read_rows(batch)
             check_lengths(rows, self.config.max_tokens_per_microbatch)
+            return rows
+
+        return self.agreed(read)
+
+    def agreed(self, read: Callable[[], list[PackRow]]) -> list[PackRow]:
+        """This rank's rows. If one rank cannot compute its rows, all ranks raise, so that none waits for it."""
+        problem: DataError | None = None
+        rows: list[PackRow] = []
+        try:
+            rows = read()
         except DataError as error:
             problem = error
         if self.ranks.max(int(problem is not None)):
-            raise problem or DataError("another rank cannot compute its rows; its own error says why")
+            raise problem or OtherRankFailed("another rank cannot compute its rows; see the error of that rank")
         return rows
 
-    def _pack(self, rows: Sequence[Row], width: int, max_tokens: int, min_packs: int) -> list[Pack]:
+    def _pack(self, rows: Sequence[PackRow], width: int, max_tokens: int, min_packs: int) -> list[Pack]:
         return pack_rows(rows, width, max_tokens, min_packs=min_packs, share_prompts=self.config.share_prompts)
 
 
 class TrainEngine(ForwardEngine):
     """Trains ``module``.
 
-    Every micro-batch's loss is divided by the counts of the whole step, over all ranks, so how a batch is cut never
-    changes the gradient. The trained weights are float32; ``compute_dtype`` is what the passes compute in.
+    Every micro-batch's loss is divided by the counts of the whole step, over all ranks, so the gradient does not depend
+    on how a batch is cut. The trained weights are float32; passes compute in ``compute_dtype``.
     """
 
     _trains = True
@@ -129,16 +222,18 @@ class TrainEngine(ForwardEngine):
         *,
         compute_dtype: torch.dtype = torch.float32,
         ranks: Ranks | None = None,
+        device: torch.device | None = None,
+        weights: WeightFiles | None = None,
         num_decay_steps: int = 0,
     ) -> None:
-        """``num_decay_steps`` are all optimiser steps of the run; a schedule that falls must be told them."""
-        super().__init__(module, config, compute_dtype=compute_dtype, ranks=ranks)
-        # Of this engine and its siblings, as long as they live: they leave the device together.
+        """``num_decay_steps`` is the number of optimiser steps of the run, which a decaying schedule needs."""
+        super().__init__(module, config, compute_dtype=compute_dtype, ranks=ranks, device=device, weights=weights)
+        # The optimisers of this engine and of its siblings, which are offloaded together.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer = self._make_optimizer(config, num_decay_steps)
 
     def sibling(self, config: LearnerConfig) -> TrainEngine:
-        """Another engine on the same weights, with an optimiser of its own, whose rate is constant."""
+        """Another engine on the same weights, with a separate optimiser whose rate is constant."""
         other = copy.copy(self)
         other.config = config
         other._optimizer = self._make_optimizer(config, 0)
@@ -150,8 +245,12 @@ class TrainEngine(ForwardEngine):
         self._optimizers.add(optimizer)
         return optimizer
 
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._optimizer
+
     def totals(self, batch: DataProto) -> StepTotals:
-        """The counts that losses are averaged over, of all ranks' rows."""
+        """The counts that losses are averaged over, summed over the rows of all ranks."""
         mask = token_column(batch, "response_mask")
         counts = torch.stack([mask.sum(), (mask.sum(dim=1) > 0).sum()]).double().to(self.device)
         num_tokens, num_sequences = self.ranks.sum(counts).tolist()
@@ -167,15 +266,16 @@ class TrainEngine(ForwardEngine):
     ) -> dict[str, float]:
         """One optimiser step on the whole batch, of which each rank holds its rows.
 
-        ``totals`` are those of the batch, unless rows without a gradient were left out of it. A loss or gradient that
-        is not finite is skipped and counted, not applied.
+        ``totals`` defaults to the counts of ``batch``. Pass it if rows without a gradient were left out. A loss or
+        gradient that is not finite is skipped and counted, not applied.
         """
         totals = totals or self.totals(batch)
         if totals.num_tokens == 0:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
         sums = StepSums(self.device)
         try:
-            for pack, counts in self._packs(batch, self.config.max_tokens_per_microbatch):
+            width, max_tokens = token_column(batch, "response_mask").shape[1], self.config.max_tokens_per_microbatch
+            for pack, counts in self.packs(self._rows(batch), width, max_tokens):
                 outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
                 if counts:
                     self._backward(outputs, _micro(batch, pack), loss_fn, aggregation, totals, sums)
@@ -183,7 +283,7 @@ class TrainEngine(ForwardEngine):
                     nothing = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
                     nothing.backward()  # type: ignore[no-untyped-call]
         except BaseException:
-            self._optimizer.clear()  # half a step's gradients must not join the next one's
+            self._optimizer.clear()  # a partial gradient must not be added to the next step's
             reshard(self.module)
             raise
         statistics = sums.statistics(self.ranks)
@@ -202,7 +302,7 @@ class TrainEngine(ForwardEngine):
         loss = loss_fn(outputs, micro)
         scaled = aggregate(loss.token_losses, mask, loss.aggregation or aggregation, totals)
         scaled.backward()  # type: ignore[no-untyped-call]
-        # Ranks average their gradients, which the loss makes up for; the loss that is shown is the sum.
+        # FSDP averages gradients over ranks and the loss is scaled to compensate. The reported loss is the sum.
         sums.add_loss(scaled / totals.data_parallel_size)
         shown = {**{name: values for name, values in outputs.items() if name == "entropy"}, **loss.diagnostics}
         sums.add(shown, mask)
@@ -212,11 +312,11 @@ class TrainEngine(ForwardEngine):
             sums.add_ratios(loss.log_ratios, mask)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, under its Hugging Face name; all ranks take part."""
+        """Every parameter in full, under its Hugging Face name. All ranks must iterate together."""
         yield from merged_weights(self.module.model)
 
     def save(self, folder: Path) -> None:
-        """What is trained and its optimiser, a shard per rank."""
+        """Write the trained weights and the optimiser's state, one shard per rank."""
         sharded_checkpoint.save(folder, self.module.model, self._optimizer, self.ranks)
 
     def load(self, folder: Path) -> None:
@@ -229,5 +329,5 @@ class TrainEngine(ForwardEngine):
 
 
 def _micro(batch: DataProto, pack: Pack) -> DataProto:
-    """The rows of a pack, without the tokens, which the pack holds."""
+    """The rows of a pack without the token columns, which the pack already holds."""
     return batch.select(sorted(set(batch.batch.keys()) - _TOKENS))[pack.rows].to(pack.row.device)

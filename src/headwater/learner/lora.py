@@ -1,26 +1,25 @@
-"""Low-rank adapters: a few trained weights beside a frozen model, which stays its own reference."""
+"""LoRA: a few trained weights beside a frozen model. Without its adapters the model is the reference."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from headwater.config.schema import LoraConfig
 from headwater.core.errors import ConfigError, HeadwaterError
-from headwater.learner.names import plain_name
-
-_ADAPTER = "default"
+from headwater.learner.export import ADAPTER, adapted_layers
 
 
 def add_adapters(model: Any, config: LoraConfig, *, seed: int = 0) -> None:
-    """Put adapters beside the linear layers of ``model``, in place, and freeze everything else.
+    """Add adapters to the linear layers of ``model``, in place, and freeze everything else.
 
-    ``seed`` decides the random half of them; the other starts at zero, so that the model is at first what it was.
+    ``seed`` determines their random half. The other half starts at zero, so the model's outputs do not change at first.
+    The adapters have values even if the model's parameters are still on the meta device.
     """
     try:
         import peft
@@ -38,9 +37,11 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int = 0) -> None:
         with torch.random.fork_rng(devices=[]):
             # peft draws on the CPU and moves the adapters afterwards.
             torch.default_generator.manual_seed(seed)
-            peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+            peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError([f"lora.targets = {list(config.targets)}: {error}"]) from error
+    if any(parameter.is_meta for parameter in model.parameters()):
+        _draw_values(model, seed)
     if any(hasattr(layer, "base_layer") for layer in (model.get_output_embeddings(), model.get_input_embeddings())):
         raise ConfigError(
             [
@@ -54,11 +55,25 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int = 0) -> None:
             parameter.data = parameter.data.float()
 
 
+def _draw_values(model: nn.Module, seed: int) -> None:
+    """Give adapters that peft has put on the meta device the values that they would have had on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        for _, layer in adapted_layers(model):
+            down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+            # The same draws as peft's: two linear layers, each of which initialises itself, then A once more.
+            drawn = nn.Linear(down.in_features, down.out_features, bias=False)
+            other = nn.Linear(up.in_features, up.out_features, bias=False)
+            nn.init.kaiming_uniform_(drawn.weight, a=math.sqrt(5))
+            down.weight = drawn.weight
+            up.weight = nn.Parameter(torch.zeros_like(other.weight))
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before it had adapters."""
-    layers = [layer for _, layer in _adapted(model)]
-    # Not by peft's enable_adapters: it also freezes them, and sharding takes note of what is frozen at its first pass.
+    """Run the model as if it had no adapters."""
+    layers = [layer for _, layer in adapted_layers(model)]
+    # peft's enable_adapters would also freeze them, and FSDP records at its first pass which parameters are frozen.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -68,27 +83,6 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight as if the model never had adapters: theirs are added to the layers they stand beside."""
-    adapted = {f"{name}.base_layer.weight": layer for name, layer in _adapted(model)}
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            continue
-        weight = parameter.detach()
-        if name in adapted:
-            delta = adapted[name].get_delta_weight(_ADAPTER).detach()
-            weight = (weight.to(delta.dtype) + delta).to(weight.dtype)
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        yield plain_name(name).replace(".base_layer.", "."), whole
-
-
 def adapter_alpha(model: nn.Module) -> float | None:
-    """``lora.alpha`` of the model's adapters; None where it has none."""
-    return next((float(layer.lora_alpha[_ADAPTER]) for _, layer in _adapted(model)), None)
-
-
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    # By what they can do, so that nothing is imported where nothing is adapted.
-    for name, layer in model.named_modules():
-        if hasattr(layer, "enable_adapters") and hasattr(layer, "get_delta_weight"):
-            yield name, layer
+    """``lora.alpha`` of the model's adapters, or None if the model has no adapters."""
+    return next((float(layer.lora_alpha[ADAPTER]) for _, layer in adapted_layers(model)), None)

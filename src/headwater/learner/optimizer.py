@@ -1,35 +1,98 @@
-"""AdamW with clipping and a schedule, that skips what is not finite and can keep its averages in main memory."""
+"""AdamW with gradient clipping, a learning-rate schedule and optional CPU offload of its averages."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headwater.config.schema import LearnerConfig
+from headwater.config.schema import LearnerConfig, Schedule
 from headwater.core.errors import RunError
-from headwater.learner.memory import CPU, PinnedMemory, held_by, hold
-from headwater.learner.schedule import LearningRate
 
 logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
+_MAX_BLOCK = 1 << 32
+
+
+def held_by(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds; all of it if the tensor is not sharded."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data
+
+
+def hold(tensor: Tensor, storage: Tensor) -> None:
+    """Make ``tensor``, the same object, hold ``storage``, which may be on another device."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = storage
+    else:
+        tensor.data = storage
+
+
+class PinnedMemory:
+    """Page-locked main memory, which a device copies to and from at full speed.
+
+    torch rounds every pinned tensor up to a power of two, which can waste half of the memory. This class allocates
+    blocks of a power of two and places tensors inside them.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """``num_bytes`` is the expected total. More blocks are allocated on demand."""
+        self._block = min(_MAX_BLOCK, 1 << max(16, (num_bytes - 1).bit_length()))
+        self._free: list[Tensor] = []
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        size = -(-math.prod(shape) * dtype.itemsize // 64) * 64  # every tensor starts on a cache line
+        for place, rest in enumerate(self._free):
+            if len(rest) >= size:
+                self._free[place] = rest[size:]
+                break
+        else:
+            rest = torch.empty(max(size, self._block), dtype=torch.uint8, pin_memory=True)
+            self._free.append(rest[size:])
+        return rest[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate over a run: a linear warm-up, then constant, linear or cosine decay."""
+
+    peak: float
+    schedule: Schedule
+    num_warmup_steps: int
+    num_decay_steps: int
+    """Steps from the end of the warm-up to the lowest rate. ``constant`` does not use it."""
+    lowest_fraction: float
+    """The rate at the end of the decay, as a fraction of the peak."""
+
+    def at(self, step: int) -> float:
+        """The rate of the optimiser step that follows ``step`` completed steps."""
+        if step < self.num_warmup_steps:
+            return self.peak * (step + 1) / (self.num_warmup_steps + 1)
+        if self.schedule == "constant":
+            return self.peak
+        progress = min(1.0, (step - self.num_warmup_steps) / max(1, self.num_decay_steps))
+        shape = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.peak * (self.lowest_fraction + (1 - self.lowest_fraction) * shape)
 
 
 class Optimizer:
     """Applies gradients.
 
-    With ``learner.offload_optimizer`` AdamW's two averages per weight live in main memory and visit the device one
-    parameter at a time: the device then holds weights, gradients and the averages of one parameter.
+    With ``learner.offload_optimizer``, AdamW's two averages per weight stay in main memory and are copied to the device
+    one parameter at a time. The device then holds weights, gradients and the averages of one parameter.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], config: LearnerConfig, num_decay_steps: int) -> None:
         if config.schedule != "constant" and num_decay_steps < 1:
             raise ValueError(
-                f"num_decay_steps = {num_decay_steps}: learner.schedule = {config.schedule} falls until then, warm-up "
-                "included; give the run's number of optimiser steps"
+                f"num_decay_steps = {num_decay_steps}: learner.schedule = {config.schedule} decays until that step, "
+                "including warm-up; pass the number of optimiser steps of the run"
             )
         self.num_steps = 0
         self._config = config
@@ -46,7 +109,7 @@ class Optimizer:
         self._is_streamed = config.offload_optimizer and self._device.type == "cuda"
         self._homes: dict[int, Tensor] = {}
         self._pinned = PinnedMemory(2 * sum(held_by(each).nbytes for each in self._parameters))
-        # One optimiser per parameter where each takes its turn on the device.
+        # A streamed optimiser is one optimiser per parameter, each of which has its turn on the device.
         shares = [[each] for each in self._parameters] if self._is_streamed else [self._parameters]
         self.optimizers = [self._adamw(share) for share in shares]
 
@@ -63,10 +126,10 @@ class Optimizer:
     def step(self, loss: float) -> dict[str, float]:
         """Apply the gradients of ``loss`` and clear them.
 
-        A loss or gradient that is not finite is not applied, and too many of them in a row stop the run.
+        A step whose loss or gradient is not finite is skipped. Too many skipped steps in a row stop the run.
         """
         norm = _global_norm(nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
-        stats = {"learning_rate": self._learning_rate.at(self.num_steps), "skipped_steps": 0.0}
+        stats = {"learning_rate": self.learning_rate, "skipped_steps": 0.0}
         if math.isfinite(norm) and math.isfinite(loss):
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
@@ -80,27 +143,28 @@ class Optimizer:
             self._num_bad_steps = 0
             stats["grad_norm"] = norm
         else:
-            logger.warning("not finite: loss %g, gradient norm %g; this optimiser step is skipped", loss, norm)
+            logger.warning("loss %g or gradient norm %g is not finite; this optimiser step is skipped", loss, norm)
             self._num_bad_steps += 1
             stats["skipped_steps"] = 1.0
         self.clear()
         if self._num_bad_steps >= self._config.max_bad_steps:
             raise RunError(
-                f"loss or gradient were not finite {self._num_bad_steps} steps in a row (learner.max_bad_steps); "
+                f"the loss or the gradient was not finite in {self._num_bad_steps} steps in a row "
+                "(learner.max_bad_steps); "
                 f"lower learner.learning_rate (= {self._config.learning_rate:g}) or learner.max_grad_norm "
                 f"(= {self._config.max_grad_norm:g})"
             )
         return stats
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """AdamW's step count and averages of one parameter; empty before its first step."""
+        """AdamW's step count and averages of one parameter. Empty before the first step."""
         for optimizer in self.optimizers:
             if parameter in optimizer.state:
                 return {name: value for name, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
         return {}
 
     def reset_state(self, parameters: Collection[nn.Parameter]) -> None:
-        """Forget the averages, and make room for those of ``parameters``, which are about to be read."""
+        """Discard all averages and allocate those of ``parameters``, which a checkpoint fills next."""
         wanted = {id(parameter) for parameter in parameters}
         self._homes.clear()
         for optimizer in self.optimizers:
@@ -117,8 +181,13 @@ class Optimizer:
                 self._send_home(optimizer)
         self.settle()
 
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next optimiser step."""
+        return self._learning_rate.at(self.num_steps)
+
     def settle(self) -> None:
-        """Wait until what is on its way to main memory has arrived."""
+        """Wait for copies to main memory to finish."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -127,7 +196,7 @@ class Optimizer:
             parameter.grad = None
 
     def move(self, device: torch.device) -> None:
-        """Move the averages; a streamed optimiser's stay in main memory."""
+        """Move the averages. A streamed optimiser keeps them in main memory."""
         if self._is_streamed:
             return
         for optimizer in self.optimizers:
@@ -138,13 +207,13 @@ class Optimizer:
 
     @torch.no_grad()
     def _fetch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the averages to the device."""
+        """Copy the averages to the device."""
         for average in _averages(optimizer):
             hold(average, held_by(average).to(self._device, non_blocking=True))
 
     @torch.no_grad()
     def _send_home(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the averages to main memory, each to the place it had there before."""
+        """Copy the averages to main memory. Each keeps the same memory for the whole run."""
         for average in _averages(optimizer):
             held = held_by(average)
             if held.device == CPU:
@@ -155,7 +224,7 @@ class Optimizer:
 
 
 def _averages(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """All of AdamW's state but the step counts, which stay where it wants them."""
+    """AdamW's state except the step counts, whose device AdamW chooses."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor) and value.ndim:

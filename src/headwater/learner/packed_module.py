@@ -1,4 +1,4 @@
-"""What a training engine runs: a transformers decoder on a pack, and what is read off its hidden states."""
+"""The modules that an engine runs: a transformers decoder on a pack, and outputs computed from its hidden states."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from headwater.models.packed_attention import packed_attention, rows_of, use_pac
 
 
 class PackedModule(nn.Module):
-    """A model whose forward pass takes a pack and gives named values, one per trained token.
+    """A model whose forward pass takes a pack and returns named values, one per trained token.
 
-    A module of its own around the model, so that sharding sees one forward call, from embedding to result.
+    It wraps the transformers model so that FSDP sees a single forward call from the embedding to the result.
     """
 
     outputs: ClassVar[tuple[str, ...]]
-    """The names of what ``forward`` gives."""
+    """The names of the values that ``forward`` returns."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         use_packed_attention(model)
-        # Dropout stays off: the policy that is trained is the one that sampled.
+        # Dropout stays off, so that the trained policy is the policy that sampled.
         self.model = model.eval()
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder's layers: what is sharded, checkpointed and compiled one by one."""
+        """The decoder's layers, which are sharded, checkpointed and compiled one by one."""
         layers = self.model.get_decoder().layers
         assert isinstance(layers, nn.ModuleList)
         return layers
 
     def hidden(self, pack: Pack) -> Tensor:
         """The hidden state that predicts each trained token, ``[trained tokens, hidden size]``."""
-        # Inside a forward pass a sharded weight has the type that the layers compute in.
+        # Inside a forward pass, a sharded weight has the type that the layers compute in.
         dtype = self.model.get_input_embeddings().weight.dtype
         states = self.model.get_decoder()(
             input_ids=pack.input_ids[None],
@@ -51,7 +51,7 @@ class PackedModule(nn.Module):
 class PolicyModule(PackedModule):
     """``logprobs`` of the trained tokens, ``entropy`` and ``sum_pi_squared`` of the distributions they were drawn from.
 
-    ``temperature`` is the one they were sampled with, so that engine and trainer speak of the same distribution.
+    ``temperature`` is the sampling temperature, so that the engine and the learner use the same distribution.
     """
 
     outputs = TokenStatistics._fields
@@ -66,7 +66,7 @@ class PolicyModule(PackedModule):
 
 
 class ValueModule(PackedModule):
-    """``values``: what is still to come, judged before each trained token."""
+    """``values``: the return that is still to come, predicted before each trained token."""
 
     outputs = ("values",)
 
@@ -76,6 +76,6 @@ class ValueModule(PackedModule):
             raise TypeError(f"{type(model).__name__} has no linear layer named score; see models.load_critic")
 
     def forward(self, pack: Pack) -> Mapping[str, Tensor]:
-        # In float32: a value may have to differ from another by less than bfloat16 can tell.
+        # In float32: bfloat16 cannot represent small differences between values.
         values = F.linear(self.hidden(pack).float(), self.model.score.weight.float())
-        return {"values": values[:, 0].clone()}  # FSDP warns of a view
+        return {"values": values[:, 0].clone()}  # FSDP warns about views

@@ -1,7 +1,7 @@
-"""From a padded batch to packs: every token that matters once, and nothing else.
+"""Turns a padded batch into packs without padding or repeated prompts.
 
-A row is computed only up to the token that predicts its last trained token, and the prompt of a group once for all its
-samples.
+A row is computed only up to the token that predicts its last trained token. The prompt of a group is computed once for
+all its samples.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 from headwater.algorithms.masked import required
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError
-from headwater.learner import first_fit
+from headwater.learner.partition import pack_evenly
 from headwater.models.packed_attention import Segments
 
 
 @dataclass(frozen=True)
-class Row:
-    """What has to be computed of one row of a batch."""
+class PackRow:
+    """The tokens of one row of a batch that have to be computed."""
 
     index: int
     prompt: NDArray[np.int64]
     response: NDArray[np.int64]
-    """Response tokens before the last trained one; nothing is predicted from that and what follows."""
+    """Response tokens before the last trained one. Nothing is predicted from later tokens."""
     columns: NDArray[np.int64]
-    """Trained places of the response, ascending."""
+    """Trained positions of the response, ascending."""
     targets: NDArray[np.int64]
-    """The tokens at those places."""
+    """The tokens at those positions."""
 
     @property
     def num_tokens(self) -> int:
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pack:
-    """Some rows of a batch as one long row. Trained tokens are listed row by row."""
+    """Some rows of a batch, concatenated. Trained tokens are listed row by row."""
 
     rows: list[int]
     """Rows of the batch."""
@@ -49,13 +49,13 @@ class Pack:
     position_ids: Tensor
     segments: Segments
     predictors: Tensor
-    """Per trained token, the place in the pack of the token before it."""
+    """Per trained token, the position in the pack of the token before it."""
     targets: Tensor
     row: Tensor
-    """Per trained token, the place of its row in ``rows``."""
+    """Per trained token, the index of its row in ``rows``."""
     column: Tensor
     width: int
-    """Columns of the batch's responses."""
+    """The number of response columns of the batch."""
 
     def padded(self, values: Tensor) -> Tensor:
         """``[rows, width]`` from one value per trained token; 0 elsewhere."""
@@ -72,12 +72,12 @@ class Pack:
 
 
 def token_column(batch: DataProto, name: str) -> Tensor:
-    """A column that every pass needs, or an error that names it."""
+    """A column that every pass needs. If it is missing, the error names it."""
     return required(batch.batch, name, "a pass over tokens", "make batches with rollout.padding.pad_trajectories")
 
 
-def read_rows(batch: DataProto) -> list[Row]:
-    """The rows that have anything to compute."""
+def read_rows(batch: DataProto) -> list[PackRow]:
+    """The rows that have trained tokens."""
     mask, input_ids = token_column(batch, "response_mask"), token_column(batch, "input_ids")
     start = input_ids.shape[1] - mask.shape[1]
     tokens, trained = input_ids.cpu().numpy(), mask.cpu().numpy() != 0
@@ -88,10 +88,12 @@ def read_rows(batch: DataProto) -> list[Row]:
         if not len(columns):
             continue
         if not prompt_length:
-            raise DataError(f"row {index} of the batch has an empty prompt: nothing predicts its first token")
+            raise DataError(
+                f"row {index} of the batch has an empty prompt, so no token predicts its first response token"
+            )
         response = tokens[index, start:]
         rows.append(
-            Row(
+            PackRow(
                 index,
                 prompt=tokens[index, start - prompt_length : start],
                 response=response[: columns[-1]],
@@ -106,11 +108,11 @@ def read_rows(batch: DataProto) -> list[Row]:
 class _Bundle:
     """Rows that share a prompt and are packed together."""
 
-    rows: list[Row]
+    rows: list[PackRow]
     num_tokens: int
 
 
-def check_lengths(rows: Sequence[Row], max_tokens: int) -> None:
+def check_lengths(rows: Sequence[PackRow], max_tokens: int) -> None:
     for row in rows:
         if row.num_tokens > max_tokens:
             raise DataError(
@@ -120,23 +122,23 @@ def check_lengths(rows: Sequence[Row], max_tokens: int) -> None:
 
 
 def pack_rows(
-    rows: Sequence[Row], width: int, max_tokens: int, *, min_packs: int = 1, share_prompts: bool = True
+    rows: Sequence[PackRow], width: int, max_tokens: int, *, min_packs: int = 1, share_prompts: bool = True
 ) -> list[Pack]:
-    """Packs of at most ``max_tokens``; at least ``min_packs`` where there are as many bundles of rows."""
+    """Packs of at most ``max_tokens`` tokens, at least ``min_packs`` of them if there are that many bundles of rows."""
     bundles = list(_bundles(rows, max_tokens, share_prompts))
     if not bundles:
         return []
     sizes = [each.num_tokens for each in bundles]
-    plan = first_fit.pack_evenly(sizes, max_tokens, min_bins=min(min_packs, len(bundles)))
+    plan = pack_evenly(sizes, max_tokens, min_bins=min(min_packs, len(bundles)))
     return [_pack([bundles[place] for place in part], width) for part in plan]
 
 
-def _bundles(rows: Sequence[Row], max_tokens: int, share_prompts: bool) -> Iterator[_Bundle]:
-    groups: dict[bytes | int, list[Row]] = {}
+def _bundles(rows: Sequence[PackRow], max_tokens: int, share_prompts: bool) -> Iterator[_Bundle]:
+    groups: dict[bytes | int, list[PackRow]] = {}
     for row in rows:
         groups.setdefault(row.prompt.tobytes() if share_prompts else row.index, []).append(row)
     for members in groups.values():
-        bundle: list[Row] = []
+        bundle: list[PackRow] = []
         num_tokens = len(members[0].prompt)
         for row in members:
             if num_tokens + len(row.response) > max_tokens:
@@ -150,7 +152,7 @@ def _bundles(rows: Sequence[Row], max_tokens: int, share_prompts: bool) -> Itera
 def _pack(bundles: Sequence[_Bundle], width: int) -> Pack:
     tokens, positions, segments = [], [], []
     predictors, row_of = [], []
-    rows: list[Row] = []
+    rows: list[PackRow] = []
     num_tokens = 0
     for bundle in bundles:
         prompt, prompt_start = bundle.rows[0].prompt, num_tokens
@@ -187,7 +189,7 @@ def _pack(bundles: Sequence[_Bundle], width: int) -> Pack:
 
 
 def idle_pack(width: int) -> Pack:
-    """One token that nothing depends on, for a rank that has no row of its own while the others compute."""
+    """One token whose result is not used, for a rank without rows while the other ranks compute."""
     nothing = np.zeros(1, np.int64)
-    row = Row(0, prompt=nothing, response=nothing[:0], columns=nothing, targets=nothing)
+    row = PackRow(0, prompt=nothing, response=nothing[:0], columns=nothing, targets=nothing)
     return _pack([_Bundle([row], 1)], width)

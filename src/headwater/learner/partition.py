@@ -1,37 +1,89 @@
-"""Sharing work out evenly: Karmarkar–Karp differencing, then trades with the fullest and the emptiest part."""
+"""Splitting work: rows over ranks, and sequences into micro-batches.
+
+Ranks compute their layers together, so they wait for the slowest one at every pass. A batch is therefore split by cost,
+mini-batch by mini-batch (``balanced_parts``). The partition itself is Karmarkar-Karp differencing followed by exchanges
+with the fullest and the emptiest part; micro-batches under a token budget start from first-fit decreasing.
+"""
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
+from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError
 
 Part = tuple[float, list[int]]
-"""The sum of a part and the numbers of its items."""
+"""The total cost of a part and the indices of its items."""
 
 _MANY_ITEMS = 16
-"""Above so many items in a part, single items offer enough choice; below, pairs are traded too."""
+"""Parts with more items than this exchange single items only; smaller parts also exchange pairs."""
 _FEW_PARTS = 8
-"""How many parts the fullest and the emptiest try to trade with, which keeps hundreds of ranks fast."""
+"""The number of parts that the fullest and the emptiest try to exchange with. It keeps hundreds of ranks fast."""
+_MANY_BINS = 64
+"""Above this number of micro-batches, a small last one costs little and evening them out takes too long."""
+
+
+def minibatch_rows(num_rows: int, num_minibatches: int) -> list[range]:
+    """The rows of each mini-batch. Samples of a prompt are adjacent, so most prompts stay whole."""
+    cuts = [part * num_rows // num_minibatches for part in range(num_minibatches + 1)]
+    return [range(start, end) for start, end in pairwise(cuts)]
+
+
+def balanced_parts(batch: DataProto, num_parts: int, *, num_minibatches: int = 1) -> list[list[int]]:
+    """The row indices of each rank, for ``DataProto.dispatch``.
+
+    The batch is cut into mini-batches first, and each mini-batch is split separately, because ranks wait for each other
+    at every optimiser step. Samples of one prompt stay together, since they share its computation, unless a mini-batch
+    has fewer prompts than there are ranks. If it also has fewer rows than ranks, some ranks get none of it.
+    """
+    costs = [workload(int(length)) for length in batch.batch["attention_mask"].sum(dim=1).tolist()]
+    uids: list[str] = batch.non_tensor_batch["uid"].tolist()
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0.0] * num_parts
+    for rows in minibatch_rows(len(batch), num_minibatches):
+        shares = _shares(rows, uids, costs, num_parts)
+        # Passes without a gradient cover all mini-batches at once: the rank with the least work so far gets the most.
+        for rank, share in zip(sorted(range(num_parts), key=loads.__getitem__), shares, strict=False):
+            parts[rank] += share
+            loads[rank] += _cost(share, costs)
+    return parts
+
+
+def _shares(rows: range, uids: Sequence[str], costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """The rows of one mini-batch in at most ``num_parts`` shares of similar cost, the most expensive share first."""
+    by_uid: dict[str, list[int]] = {}
+    for row in rows:
+        by_uid.setdefault(uids[row], []).append(row)
+    groups = list(by_uid.values())
+    if len(groups) < num_parts:  # fewer prompts than ranks: samples of a prompt are separated
+        groups = [[row] for row in rows]
+    if not groups:
+        return []
+    shares = partition([_cost(group, costs) for group in groups], min(num_parts, len(groups)))
+    rows_of = [sorted(row for group in share for row in groups[group]) for share in shares]
+    return sorted(rows_of, key=lambda share: -_cost(share, costs))
+
+
+def _cost(rows: Sequence[int], costs: Sequence[float]) -> float:
+    return sum(costs[row] for row in rows)
 
 
 def workload(length: int, *, linear: float = 24576.0, quadratic: float = 1.0) -> float:
-    """What a sequence costs: the linear layers grow with its length, attention with the square.
+    """The cost of a sequence: linear layers grow with its length, attention with the square of its length.
 
-    The default ratio is that of a 7B model, where the two meet at about 25k tokens.
+    The default ratio is that of a 7B model, where the two terms are equal at about 25k tokens.
     """
     return linear * length + quadratic * length * length
 
 
 def partition(workloads: Sequence[float], num_parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
-    """Item numbers of each part, the parts' sums as even as we can; with ``equal_sizes`` also the same item count.
+    """The item indices of each part, with sums as even as possible; with ``equal_sizes`` also equal item counts.
 
-    A run leaves ``equal_sizes`` off, since its ranks may hold different numbers of rows; it is there for
-    ``partition_groups`` and for verl's vectors, which ask for both.
+    Training leaves ``equal_sizes`` off because ranks may hold different numbers of rows.
 
     >>> partition([8, 7, 6, 5, 4], 2)
     [[0, 1], [2, 3, 4]]
@@ -46,10 +98,9 @@ def partition(workloads: Sequence[float], num_parts: int, *, equal_sizes: bool =
 
 
 def partition_groups(lengths: Sequence[int], groups: Sequence[Hashable], num_parts: int) -> list[list[int]]:
-    """Row numbers of each part: groups stay whole, parts get equally many of them and about the same workload.
+    """The row indices of each part: groups stay whole, and every part gets the same number of groups.
 
-    No run calls it: ``balance.py`` does not give ranks equally many groups, which evens the work out more. It is here
-    for learners that need equally many, as verl's do, and is checked against verl's vectors.
+    Training uses ``balanced_parts`` instead, which balances better because it allows different numbers of groups.
     """
     rows: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
@@ -61,11 +112,10 @@ def partition_groups(lengths: Sequence[int], groups: Sequence[Hashable], num_par
 
 
 def _difference(workloads: Sequence[float], num_parts: int, equal_sizes: bool) -> list[Part]:
-    """Largest differencing: merge the two most uneven tentative splits, fullest part against emptiest, until one is
-    left."""
+    """Largest differencing: merge the two most uneven partial splits, fullest part with emptiest, until one is left."""
     order = sorted(range(len(workloads)), key=lambda item: -workloads[item])
-    # A split starts as one item, or, for equal counts, as one item in each part. Parts that are still empty are not
-    # listed: few splits ever fill all parts, and going over empty ones would take time by items times parts.
+    # A split starts as one item or, for equal counts, as one item in each part. Empty parts are not listed: few splits
+    # ever fill all parts, and iterating over empty ones would cost the number of items times the number of parts.
     step = num_parts if equal_sizes else 1
     splits: list[list[Part]] = [
         [(workloads[item], [item]) for item in order[start : start + step]] for start in range(0, len(order), step)
@@ -86,7 +136,7 @@ def _evenness(split: list[Part], num_parts: int) -> float:
 
 
 def _merge(one: list[Part], other: list[Part], num_parts: int) -> list[Part]:
-    """The two as one, fullest part first; only parts that no empty one is left for are put together."""
+    """Both splits as one, fullest part first. Parts are joined only when no empty part is left for them."""
     shared = max(0, len(one) + len(other) - num_parts)
     alone, other_alone = len(one) - shared, len(other) - shared
     both = zip(one[alone:], reversed(other[other_alone:]), strict=True)
@@ -96,7 +146,7 @@ def _merge(one: list[Part], other: list[Part], num_parts: int) -> list[Part]:
 
 
 def _exchange(parts: list[Part], workloads: Sequence[float], equal_sizes: bool) -> None:
-    """Exchange items of the fullest part, or of the emptiest, with another part while that evens the two out.
+    """Exchange items between the fullest or the emptiest part and another part while that makes the two more even.
 
     Both new sums lie between the old ones, so the spread over all parts never grows.
     """
@@ -127,7 +177,7 @@ class _Trade(NamedTuple):
 
 
 def _best_trade(high: Part, low: Part, workloads: Sequence[float], equal_sizes: bool) -> _Trade | None:
-    """The items to give and to take back that bring the two parts closest; None where none helps."""
+    """The exchange that brings the two sums closest, or None if no exchange helps."""
     best: _Trade | None = None
     gap = high[0] - low[0]
     best_miss = gap / 2
@@ -145,3 +195,95 @@ def _best_trade(high: Part, low: Part, workloads: Sequence[float], equal_sizes: 
                     if abs(size - wanted) < best_miss:
                         best, best_miss = _Trade(given, taken), abs(size - wanted)
     return best
+
+
+def pack(
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    min_bins: int = 1,
+    multiple_of: int = 1,
+    group_size: int = 1,
+) -> list[list[int]]:
+    """The row indices of each bin: few bins, none over ``max_tokens``.
+
+    There are at least ``min_bins`` bins, and their number is a multiple of ``multiple_of``. ``group_size`` consecutive
+    rows always share a bin. Training sets only ``min_bins``, on which its ranks agree.
+
+    >>> pack([6, 5, 4, 3], 10)
+    [[0, 2], [1, 3]]
+    """
+    sizes = _group_sizes(lengths, max_tokens, group_size)
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        for number, left in enumerate(room):
+            if sizes[item] <= left:
+                bins[number].append(item)
+                room[number] -= sizes[item]
+                break
+        else:
+            bins.append([item])
+            room.append(max_tokens - sizes[item])
+    return _rows(_split_bins(bins, sizes, _target(len(bins), min_bins, multiple_of)), group_size)
+
+
+def pack_evenly(
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    min_bins: int = 1,
+    multiple_of: int = 1,
+    group_size: int = 1,
+) -> list[list[int]]:
+    """Like ``pack``, with bins of similar size, so that no pass is spent on a small remainder.
+
+    Falls back to ``pack`` if even bins do not fit, or if there are so many bins that one remainder does not matter.
+    """
+    first_fit = pack(lengths, max_tokens, min_bins=min_bins, multiple_of=multiple_of, group_size=group_size)
+    sizes = _group_sizes(lengths, max_tokens, group_size)
+    fewest = _target(-(-sum(sizes) // max_tokens), min_bins, multiple_of)
+    for num_bins in dict.fromkeys((fewest, len(first_fit))):
+        if num_bins <= _MANY_BINS:
+            bins = partition(sizes, num_bins)
+            if all(sum(sizes[item] for item in each) <= max_tokens for each in bins):
+                return _rows(bins, group_size)
+    return first_fit
+
+
+def _group_sizes(lengths: Sequence[int], max_tokens: int, group_size: int) -> list[int]:
+    if len(lengths) % group_size:
+        raise DataError(f"{len(lengths)} rows cannot be divided into groups of {group_size}")
+    sizes = [sum(lengths[start : start + group_size]) for start in range(0, len(lengths), group_size)]
+    for item, size in enumerate(sizes):
+        if size > max_tokens:
+            what = f"row {item}" if group_size == 1 else f"rows {item * group_size}-{(item + 1) * group_size - 1}"
+            raise DataError(
+                f"{what} of the batch: {size} tokens, over learner.max_tokens_per_microbatch = {max_tokens}; "
+                f"raise it to {size}"
+            )
+    return sizes
+
+
+def _target(num_bins: int, min_bins: int, multiple_of: int) -> int:
+    return -(-max(num_bins, min_bins) // multiple_of) * multiple_of
+
+
+def _check_enough(num_items: int, num_bins: int) -> None:
+    if num_items < num_bins:
+        raise DataError(f"{num_items} sequences cannot fill {num_bins} micro-batches; use more samples or fewer ranks")
+
+
+def _split_bins(bins: list[list[int]], sizes: list[int], num_bins: int) -> list[list[int]]:
+    """Halve the fullest bins until there are ``num_bins`` bins."""
+    _check_enough(len(sizes), num_bins)
+    while len(bins) < num_bins:
+        fullest = max((each for each in bins if len(each) > 1), key=lambda each: sum(sizes[item] for item in each))
+        bins.remove(fullest)
+        halves = partition([sizes[item] for item in fullest], 2)
+        bins.extend([fullest[position] for position in half] for half in halves)
+    return bins
+
+
+def _rows(bins: list[list[int]], group_size: int) -> list[list[int]]:
+    return [sorted(row for item in each for row in range(item * group_size, (item + 1) * group_size)) for each in bins]

@@ -1,4 +1,7 @@
-"""The processes that train one model together: one, or many that each hold a shard."""
+"""The processes that train one model together, and how a module is laid out over them.
+
+One process holds everything. With several, FSDP2 gives each one a shard of every parameter.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,34 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from headwater.config.schema import LearnerConfig
+from headwater.learner.export import plain_name
+from headwater.learner.packed_module import PackedModule
+from headwater.models.fused_layers import use_fused_layers
+from headwater.models.sharded_load import WeightFiles
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Data-parallel ranks. Every method is called by all of them, in the same order."""
+    """Data-parallel ranks. Every method must be called by all of them, in the same order."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
     def current(cls) -> Ranks:
-        """Those of the process group that a launcher has set up; this process alone where there is none."""
+        """The ranks of the process group that a launcher has set up, or this process alone if there is none."""
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # where a mesh of CUDA devices places this process
+            torch.cuda.set_device(device)  # a mesh of CUDA devices places this process on the current device
         if not dist.is_initialized():
-            # Sharding wants a process group even where there is nothing to share.
+            # FSDP needs a process group even for a single process.
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return init_device_mesh(device.type, (self.count,))
@@ -39,6 +50,7 @@ class Ranks:
         return values
 
     def max(self, value: int) -> int:
+        """The largest value of all ranks, on every rank."""
         if self.count == 1:
             return value
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -47,9 +59,63 @@ class Ranks:
         return int(result)
 
     def union(self, names: Iterable[str]) -> list[str]:
-        """The names that any rank has, in the same order on all."""
+        """The names that any rank has, in the same order on every rank."""
         if self.count == 1:
             return list(names)
         gathered: list[list[str]] = [[] for _ in range(self.count)]
         dist.all_gather_object(gathered, list(names))
         return sorted({name for each in gathered for name in each})
+
+
+def shard(
+    module: PackedModule,
+    ranks: Ranks,
+    config: LearnerConfig,
+    *,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    trains: bool,
+    weights: WeightFiles | None = None,
+) -> None:
+    """Prepare ``module`` in place, one decoder layer at a time.
+
+    Weights keep their type (float32 for trained ones), layers compute in ``compute_dtype``, and gradients are summed in
+    float32. A single process that computes in the type of its weights needs no sharding. Parameters on the meta device
+    are allocated and read from ``weights``, each rank only its shard.
+    """
+    if device.type == "cuda" and config.fused_layers and not config.compile:
+        use_fused_layers(module.model)
+    layers = module.layers
+    for index in range(len(layers)):
+        if config.compile:
+            # Not ``dynamic=True``: torch detects that only the number of tokens changes from pack to pack.
+            layers[index].compile()
+        if config.checkpoint_activations and trains:
+            layers[index] = checkpoint_wrapper(layers[index])
+    if ranks.count == 1 and all(parameter.dtype == compute_dtype for parameter in module.parameters()):
+        return
+    mesh = ranks.mesh(device)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(module, mesh=mesh, mp_policy=precision)
+    if weights is not None:
+        _materialize(module, device, weights)
+
+
+def _materialize(module: PackedModule, device: torch.device, weights: WeightFiles) -> None:
+    """Allocate this rank's shard of every parameter that has no values yet, and read it."""
+    empty = {name for name, parameter in module.model.named_parameters() if parameter.is_meta}
+    # Like ``to_empty``, which would also discard the values of new heads and adapters.
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
+    parameters = dict(module.model.named_parameters())
+    weights.read({plain_name(name): parameters[name] for name in empty}, dict(module.model.named_buffers()))
+
+
+def reshard(module: PackedModule) -> None:
+    """Free the copies in ``compute_dtype`` that a forward pass without a backward pass leaves behind.
+
+    Until then the module's parameters are those copies, not the weights.
+    """
+    if isinstance(module, FSDPModule):
+        module.reshard()

@@ -1,4 +1,4 @@
-"""Weights and optimiser on disk, each rank writing its own shard; any number of ranks can read them again."""
+"""Weights and optimiser state on disk. Each rank writes its shard, and any number of ranks can read them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from headwater.core.errors import RunError
+from headwater.learner.export import trained_parameters
 from headwater.learner.lora import adapter_alpha
-from headwater.learner.names import trained_parameters
 from headwater.learner.optimizer import Optimizer
 from headwater.learner.ranks import Ranks
 
@@ -27,7 +27,7 @@ _NUM_SHOWN = 3
 
 
 def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Write ``folder/train``: what is trained, and AdamW's state of it."""
+    """Write ``folder/train``: the trained weights and AdamW's state."""
     path = folder / _FOLDER
     optimizer.settle()
     try:
@@ -40,10 +40,10 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> 
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Read what ``save`` wrote into a model of the same shape, whatever the number of ranks was then and is now.
+    """Read what ``save`` wrote into a model of the same shape. The number of ranks may have changed.
 
-    A checkpoint of another model, or one with files cut off, is refused before anything is read. Other damage shows
-    half-way: weights and averages are then partly overwritten, and model and optimiser must not be used further.
+    A checkpoint of another model, or with truncated files, is refused before anything is read. Other damage is found
+    while reading: weights and averages are then partly overwritten, and the model must not be used any more.
     """
     path = folder / _FOLDER
     metadata = _read_metadata(path)
@@ -51,10 +51,10 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> 
     _check_files(path, metadata)
     _check(path, model, held)
     _check_alpha(path, model, held, ranks)
-    # A parameter has averages once it had a gradient: none before the first step, and never if nothing reads it.
+    # A parameter has averages only once it had a gradient.
     optimizer.reset_state([each for name, each in trained_parameters(model) if f"optimizer.{name}.exp_avg" in held])
     state = _state(model, optimizer)
-    _read(path, state, ranks, "; the weights are partly overwritten and must not be used further")
+    _read(path, state, ranks, "; the weights are partly overwritten and must not be used")
     optimizer.num_steps = int(state["num_steps"])
 
 
@@ -68,13 +68,13 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _alpha(model: nn.Module) -> dict[str, Tensor]:
-    """What adapters are scaled by, which their shapes do not show."""
+    """The scale of the adapters, which their shapes do not show."""
     alpha = adapter_alpha(model)
     return {} if alpha is None else {_ALPHA: torch.tensor(alpha)}
 
 
 def _read(path: Path, state: dict[str, Tensor], ranks: Ranks, aftermath: str = "") -> None:
-    """Into the tensors of ``state``, in place; ``aftermath`` says what it means if that fails half-way."""
+    """Read into the tensors of ``state``, in place. ``aftermath`` is added to the error if that fails."""
     try:
         with _quiet():
             state_dict_loader.load(state, checkpoint_id=path, no_dist=ranks.count == 1)
@@ -85,12 +85,12 @@ def _read(path: Path, state: dict[str, Tensor], ranks: Ranks, aftermath: str = "
 def _read_metadata(path: Path) -> Metadata:
     try:
         return FileSystemReader(path).read_metadata()
-    except Exception as error:  # pickle and zip raise their own kinds for a damaged file
+    except Exception as error:  # pickle and zip raise various errors for a damaged file
         raise _damaged(path, _reason(error)) from error
 
 
 def _check_files(path: Path, metadata: Metadata) -> None:
-    """Whether every file is as long as what it holds."""
+    """Refuse files that are shorter than their contents."""
     for stored in metadata.storage_data.values():
         file, end = path / stored.relative_path, stored.offset + stored.length
         size = file.stat().st_size if file.exists() else 0
@@ -124,8 +124,8 @@ def _check_alpha(path: Path, model: nn.Module, held: Mapping[str, Any], ranks: R
     was = float(saved[_ALPHA])
     if was != wanted:
         raise RunError(
-            f"{path}: saved with lora.alpha = {was:g}, and this run has {wanted:g}, which would make another policy of "
-            f"its adapters; resume with lora.alpha={was:g}"
+            f"{path}: saved with lora.alpha = {was:g}, but this run has {wanted:g}, with which the adapters would be a "
+            f"different policy; resume with lora.alpha={was:g}"
         )
 
 
@@ -134,7 +134,7 @@ def _damaged(path: Path, cause: str) -> RunError:
 
 
 def _first_cause(error: CheckpointException) -> str:
-    """What the first rank that failed ran into."""
+    """The error of the first rank that failed."""
     return _reason(next(iter(error.failures.values()))[0])
 
 
@@ -144,7 +144,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warning that a single process saves as a single process."""
+    """Suppress the warning that a single process saves without torch.distributed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

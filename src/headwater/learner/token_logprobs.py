@@ -1,7 +1,7 @@
-"""Log-probs of chosen tokens and what else is worth knowing of their distributions, straight from hidden states.
+"""Log-probs of given tokens, and statistics of their distributions, computed directly from hidden states.
 
-``[tokens, vocabulary]`` never exists for a whole batch: the head is applied to a chunk of tokens at a time, and again
-in the backward pass unless there was only one chunk.
+Logits never exist for a whole batch: the output layer is applied to a chunk of tokens at a time, and applied again in
+the backward pass unless there was only one chunk.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
-"""Logits computed at a time: 128 MiB of float32 on a CPU, 1 GiB of bfloat16 on a GPU."""
+"""The number of logits in a chunk: 128 MiB of float32 on a CPU, 1 GiB of bfloat16 on a GPU."""
 
 
 class TokenStatistics(NamedTuple):
-    """All ``[tokens]`` in float32."""
+    """All are ``[tokens]`` in float32."""
 
     logprobs: Tensor
     entropy: Tensor
     sum_pi_squared: Tensor
-    """The sum of the squared probabilities; without a gradient."""
+    """The sum of the squared probabilities. It has no gradient."""
 
 
 def token_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
 ) -> TokenStatistics:
-    """Of every target and the distribution over the vocabulary at its place.
+    """Statistics of every target token and of the distribution over the vocabulary at its position.
 
-    ``hidden`` is ``[tokens, hidden size]`` and ``weight`` and ``bias`` are the output layer's.
+    ``hidden`` is ``[tokens, hidden size]``. ``weight`` and ``bias`` are those of the output layer.
     """
     if bias is None:
         bias = weight.new_zeros(())
@@ -62,7 +62,7 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         logits_gradient = _on(hidden.device, _logits_gradient)
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
-        # Summed over chunks in float32, whatever the passes compute in.
+        # Summed over chunks in float32, whatever type the passes compute in.
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
         bias_gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
         for start in range(0, len(hidden), ctx.size):
@@ -99,8 +99,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-prob of the target, entropy, sum of squares, and the logarithm of the normaliser."""
-    # One exponential per logit serves all sums; in place, because a chunk of logits takes a good part of the memory.
+    """Log-prob of the target, entropy, sum of squared probabilities, and the logarithm of the normaliser."""
+    # One exponential per logit serves all sums. In place, because a chunk of logits takes much of the memory.
     shifted = logits.float() / temperature
     highest = shifted.amax(dim=-1, keepdim=True)
     shifted -= highest
@@ -136,7 +136,7 @@ _compiled: dict[Any, Any] = {}
 
 
 def _on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` itself on a CPU; on CUDA compiled into one pass over the logits instead of one per operation."""
+    """``function`` itself on a CPU. On CUDA it is compiled into a single pass over the logits."""
     if device.type != "cuda":
         return function
     if function not in _compiled:
@@ -144,7 +144,7 @@ def _on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any
     compiled = _compiled[function]
 
     def call(*arguments: Any) -> Any:
-        # Only the number of tokens varies: that the vocabulary does not makes the kernels three times as fast.
+        # Only the number of tokens varies. A fixed vocabulary size makes the kernels three times as fast.
         for each in arguments:
             if isinstance(each, Tensor):
                 torch._dynamo.maybe_mark_dynamic(each, 0)

@@ -33,7 +33,7 @@ def check_config(folder: Path) -> None:
 
 def check_weights(folder: Path) -> None:
     """Check that every weight file that loading needs exists and is complete."""
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         if not file.is_file():
             raise ModelError(f"{file}: is missing, but {_WEIGHTS_INDEX} lists it; copy the model folder again")
         try:
@@ -94,7 +94,8 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder; none if its weights are pickled."""
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if (folder / _WEIGHTS_INDEX).is_file():

@@ -4,11 +4,12 @@
     tokenizer = load_tokenizer("tiny:qwen3")
     model = load_model("tiny:qwen3", dtype="float32", device="auto", seed=0)
 
-Whatever is wrong with the files is a ``ModelError``; weights that the files do not hold are never made up.
+A problem with the files raises ``ModelError``. Weights that the files do not contain are never initialised at random.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
@@ -36,12 +38,14 @@ from headwater.models.builtin.tiny import build_model, build_tokenizer
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.folder import quiet
 from headwater.models.save import save_model
+from headwater.models.sharded_load import WeightFiles, load_skeleton, matches
 from headwater.models.source import ModelSource, resolve_model
 
 __all__ = [
     "ModelSource",
     "end_token_ids",
     "load_model",
+    "load_part",
     "load_processor",
     "load_tokenizer",
     "resolve_device",
@@ -50,11 +54,13 @@ __all__ = [
     "save_model",
 ]
 
+logger = logging.getLogger(__name__)
+
 _NUM_KEYS_SHOWN = 3
 
 
 def load_tokenizer(path: str) -> Any:
-    """The model's tokenizer, padding on the left, with a pad token."""
+    """The model's tokenizer, which pads on the left and has a pad token."""
     source = resolve_model(path)
     if source.kind == "tiny":
         return build_tokenizer()
@@ -69,14 +75,14 @@ def load_tokenizer(path: str) -> Any:
     except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot use
         raise _cannot_read(location, "tokenizer", error) from error
     if tokenizer.pad_token_id is None:
-        # Padding is masked everywhere, so which token fills it does not matter.
+        # Padding is masked everywhere, so any token can fill it.
         tokenizer.pad_token = tokenizer.eos_token
     _check_vocabulary(location, tokenizer, config)
     return tokenizer
 
 
 def load_model(path: str, *, dtype: str, device: str, seed: int) -> Any:
-    """A language model in eval mode. ``seed`` decides the weights of ``tiny:`` models and is not used by others."""
+    """A language model in eval mode. ``seed`` determines the weights of ``tiny:`` models; others do not use it."""
     target, number_type = resolve_device(device), resolve_dtype(dtype)
     source = resolve_model(path)
     if source.kind == "tiny":
@@ -91,12 +97,65 @@ def load_model(path: str, *, dtype: str, device: str, seed: int) -> Any:
         return model.to(target)
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"model.device = {device}: too little memory for {path}; free some or use another device"
+            f"model.device = {device}: not enough memory for {path}; free some memory or use another device"
         ) from error
 
 
+def load_part(path: str, *, dtype: str, seed: int) -> tuple[Any, WeightFiles | None]:
+    """A model for one of several ranks, and the files from which the rank reads its shard.
+
+    Models that are built rather than read (``tiny:``), pickled weights, and files whose names differ from the model's
+    are loaded in full on the CPU, without files.
+    """
+    source = resolve_model(path)
+    if source.kind != "tiny":
+        location = local_folder(source)
+        auto_class = _auto_class(location, read_config(location))
+        model, files = part_with(auto_class, location, resolve_dtype(dtype))
+        if files is not None:
+            _read_generation_config(model, location)
+            return model, files
+    return load_model(path, dtype=dtype, device="cpu", seed=seed), None
+
+
+def part_with(auto_class: Any, location: Path, dtype: torch.dtype) -> tuple[Any, WeightFiles | None]:
+    """A skeleton and its files. Without files if they cannot be read in parts."""
+    folder_checks.check_weights(location)
+    files = WeightFiles.of(location)
+    if files is None:
+        return None, None
+    try:
+        with quiet():
+            model = load_skeleton(auto_class, read_config(location), dtype)
+    except Exception as error:  # architectures raise arbitrary errors when a shape in config.json makes no sense
+        raise _cannot_read(location, "config", error) from error
+    if not matches(model, files):
+        logger.warning("%s: its weights have other names than the model's; every rank loads all of them", location)
+        return None, None
+    return model, files
+
+
+def local_folder(source: ModelSource) -> Path:
+    """The folder that holds the model; a hub model is downloaded first."""
+    location = locate(source)
+    if isinstance(location, Path):
+        return location
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(location, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # the hub raises its own kinds besides OSError
+        raise _cannot_read(location, "weights", error) from error
+
+
+def _read_generation_config(model: Any, location: Path) -> None:
+    if (location / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(location)
+    _repair_generation_config(model)
+
+
 def load_processor(path: str) -> Any | None:
-    """What turns images and videos into model inputs; ``None`` for a model that takes only text."""
+    """The processor that turns images and videos into model inputs, or ``None`` for a model that takes only text."""
     source = resolve_model(path)
     if source.kind in ("tiny", "smollm2"):
         return None
@@ -112,20 +171,20 @@ def load_processor(path: str) -> Any | None:
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a response: the generation config's, then the tokenizer's where that is another one."""
+    """The tokens that end a response: those of the generation config, then the tokenizer's if it is another one."""
     listed = model.generation_config.eos_token_id if model.generation_config is not None else None
     candidates = [*(listed if isinstance(listed, list | tuple) else [listed]), tokenizer.eos_token_id]
     ids = tuple(dict.fromkeys(int(token) for token in candidates if token is not None))
     if not ids:
         raise ModelError(
-            f"{model.config.name_or_path or 'the model'}: names no end token, so every response would run to its "
+            f"{model.config.name_or_path or 'the model'}: has no end token, so every response would run to its "
             "length limit; set eos_token_id in generation_config.json"
         )
     return ids
 
 
 def locate(source: ModelSource) -> Path | str:
-    """A checked folder, or the hub id."""
+    """A folder whose config.json was checked, or a hub id."""
     if source.kind == "hub":
         return source.path
     location = fetched_folder() if source.kind == "smollm2" else source.folder
@@ -137,13 +196,13 @@ def read_config(location: Path | str) -> Any:
     """The model's config.json as transformers reads it."""
     try:
         return AutoConfig.from_pretrained(location)
-    except Exception as error:  # a wrong value in config.json surfaces as whatever the architecture's config raises
+    except Exception as error:  # the error depends on the architecture's config class
         raise _cannot_read(location, "config", error) from error
 
 
 def _load_pretrained(location: Path | str, dtype: torch.dtype) -> Any:
     model = load_with(_auto_class(location, read_config(location)), location, dtype)
-    _mend_generation_config(model)
+    _repair_generation_config(model)
     return model
 
 
@@ -152,21 +211,21 @@ def load_with(auto_class: Any, location: Path | str, dtype: torch.dtype) -> Any:
     config = read_config(location)
     if isinstance(location, Path):
         folder_checks.check_weights(location)
-    # A hub model keeps its progress bars: they show the download.
+    # Progress bars stay on for a hub model: they show the download.
     silence = quiet() if isinstance(location, Path) else nullcontext()
     try:
         with silence:
             model, report = auto_class.from_pretrained(
                 location, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
-    except Exception as error:  # architectures raise what they like when a shape in config.json makes no sense
+    except Exception as error:  # architectures raise arbitrary errors when a shape in config.json makes no sense
         raise _cannot_read(location, "weights", error) from error
     _check_report(location, report)
     return model.eval()
 
 
-def _mend_generation_config(model: Any) -> None:
-    """Some models ship a temperature without ``do_sample``; transformers reads that but refuses to save it."""
+def _repair_generation_config(model: Any) -> None:
+    """Some models ship a temperature without ``do_sample``, which transformers reads but refuses to save."""
     config = model.generation_config
     if config is None:
         return
@@ -185,13 +244,13 @@ def _auto_class(location: Path | str, config: Any) -> Any:
             return auto_class
     named = ", ".join(config.architectures or [config.model_type])
     raise ModelError(
-        f"{_config_name(location)}: architecture {named} is no causal language model; "
-        "give a model whose architecture ends in ForCausalLM"
+        f"{_config_name(location)}: architecture {named} is not a causal language model; "
+        "use a model whose architecture ends in ForCausalLM"
     )
 
 
 def _check_report(location: Path | str, report: dict[str, Any]) -> None:
-    """Refuse weights that do not fit: transformers would fill the gaps with random numbers and go on."""
+    """Refuse weights that do not fit. transformers would initialise missing weights at random and continue."""
     problems = []
     if report["missing_keys"]:
         problems.append(f"missing {_first(report['missing_keys'])}")

@@ -1,11 +1,13 @@
-"""Writing a model folder so that it is there complete or not at all."""
+"""Writing a model folder: it exists complete or not at all, and weights are streamed into it."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,38 +15,124 @@ from headwater.core.errors import ModelError
 from headwater.models.folder import quiet
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+_MAX_FILE_BYTES = 5 * 2**30
+_INDEX = "model.safetensors.index.json"
+_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 
-def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: Mapping[str, Tensor] | None = None) -> Path:
-    """Save in the Hugging Face format; an existing folder is used only if it is empty.
 
-    ``weights`` are saved in place of the model's own, by the names these have.
+@dataclass(frozen=True)
+class WeightStream:
+    """Weights that are saved in place of a model's parameters, one after the other."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """The names and shapes, in the order in which ``tensors`` yields them."""
+    dtypes: Mapping[str, torch.dtype]
+    tensors: Iterable[tuple[str, Tensor]]
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: WeightStream | None = None) -> Path:
+    """Save in the Hugging Face format. An existing folder is used only if it is empty.
+
+    ``weights`` are written one tensor at a time, so that no second copy of the model is needed. If the architecture
+    stores its weights under other names than the model uses, they are collected first.
     """
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(
             f"cannot save the model to {target}: it exists and is not empty; remove it or name another folder"
         )
-    # Beside the target, as a rename is atomic only within one file system; not by mkdtemp, whose folders are private.
+    # Beside the target, because a rename is atomic only within one file system. mkdtemp would make a private folder.
     temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}.partial"
     try:
         temporary.mkdir(parents=True)
         with quiet():
-            model.save_pretrained(temporary, state_dict=weights)
+            if weights is None or _is_converted(model):
+                model.save_pretrained(temporary, state_dict=None if weights is None else dict(weights.tensors))
+            else:
+                _save_config(model, temporary)
+                _write_weights(temporary, weights)
             tokenizer.save_pretrained(temporary)
         _share_weights(temporary)
         os.rename(temporary, target)
     except OSError as error:
         raise ModelError(f"cannot save the model to {target}: {error}; check free space and permissions") from error
     except ValueError as error:
-        raise ModelError(f"cannot save the model to {target}: {error}; mend its generation_config.json") from error
+        raise ModelError(f"cannot save the model to {target}: {error}; fix its generation_config.json") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
+def _is_converted(model: Any) -> bool:
+    """Whether transformers changes names or tensors of this architecture when it loads them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _save_config(model: Any, folder: Path) -> None:
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _write_weights(folder: Path, weights: WeightStream) -> None:
+    """One safetensors file, or several of at most 5 GiB and an index."""
+    files: list[list[str]] = [[]]
+    room = _MAX_FILE_BYTES
+    for name in weights.shapes:
+        size = _num_bytes(weights, name)
+        if files[-1] and size > room:
+            files.append([])
+            room = _MAX_FILE_BYTES
+        files[-1].append(name)
+        room -= size
+    tensors = iter(weights.tensors)
+    file_of = {}
+    for number, names in enumerate(files, start=1):
+        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file_of.update(dict.fromkeys(names, file))
+        _write_file(folder / file, names, weights, tensors)
+    if len(files) > 1:
+        total = sum(_num_bytes(weights, name) for name in weights.shapes)
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _write_file(path: Path, names: list[str], weights: WeightStream, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    import torch
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name in names:
+        end = place + _num_bytes(weights, name)
+        kind = _SAFETENSORS_NAMES[str(weights.dtypes[name]).removeprefix("torch.")]
+        header[name] = {"dtype": kind, "shape": list(weights.shapes[name]), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for expected, (name, tensor) in zip(names, tensors, strict=False):
+            if name != expected or tuple(tensor.shape) != weights.shapes[name]:
+                raise ModelError(f"cannot save {name} of shape {tuple(tensor.shape)}: expected {expected}")
+            data = tensor.detach().to("cpu", weights.dtypes[name]).contiguous()
+            file.write(data.view(-1).view(torch.uint8).numpy().data)
+
+
+def _num_bytes(weights: WeightStream, name: str) -> int:
+    size = weights.dtypes[name].itemsize
+    for length in weights.shapes[name]:
+        size *= length
+    return size
+
+
 def _share_weights(folder: Path) -> None:
-    """Let whoever may read config.json read the weights: safetensors makes its files private to the owner."""
+    """Give the weights the permissions of config.json: safetensors makes its files private to the owner."""
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", weights)

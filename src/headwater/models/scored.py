@@ -1,6 +1,6 @@
 """Models that give a number instead of a next token: critics and reward models.
 
-Both are a decoder with a linear layer ``score`` of one output, which is how transformers names and saves them.
+Both are a decoder with a linear layer ``score`` with one output, as transformers names and saves them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from headwater.core.errors import ModelError
 from headwater.models.device import resolve_device, resolve_dtype
-from headwater.models.load import load_model, load_with, locate, read_config
-from headwater.models.source import resolve_model
+from headwater.models.load import load_model, load_part, load_with, local_folder, locate, part_with, read_config
+from headwater.models.sharded_load import WeightFiles
+from headwater.models.source import ModelSource, resolve_model
 
 _CLASSIFIERS = {
     "ForSequenceClassification": AutoModelForSequenceClassification,
@@ -25,31 +26,63 @@ _CLASSIFIERS = {
 def load_reward_model(path: str, *, dtype: str, device: str) -> Any:
     """A sequence or token classifier with one label."""
     source = resolve_model(path)
-    classifier = None if source.kind == "tiny" else _classifier(locate(source))
-    if classifier is None:
-        raise ModelError(
-            f"reward.model = {path}: no classifier; give a model whose architecture ends in ForSequenceClassification"
-        )
+    classifier = _reward_classifier(path, source)
     model = load_with(classifier, locate(source), resolve_dtype(dtype))
     return _checked(model, f"reward.model = {path}").to(resolve_device(device))
 
 
+def load_reward_part(path: str, *, dtype: str) -> tuple[Any, WeightFiles | None]:
+    """A reward model for one of several ranks; see ``load_part``."""
+    source = resolve_model(path)
+    classifier = _reward_classifier(path, source)
+    model, files = part_with(classifier, local_folder(source), resolve_dtype(dtype))
+    if files is None:
+        return load_reward_model(path, dtype=dtype, device="cpu"), None
+    return _checked(model, f"reward.model = {path}"), files
+
+
 def load_critic(path: str, *, dtype: str, device: str, seed: int) -> Any:
-    """A classifier as it is, or a language model whose output layer gives way to a value head that starts at zero."""
+    """A classifier as it is, or a language model whose output layer is replaced by a value head that starts at zero."""
     source = resolve_model(path)
     classifier = None if source.kind == "tiny" else _classifier(locate(source))
     if classifier is not None:
         model = load_with(classifier, locate(source), resolve_dtype(dtype))
         return _checked(model, f"critic.path = {path}").to(resolve_device(device))
-    model = load_model(path, dtype=dtype, device=device, seed=seed)
+    return _with_value_head(load_model(path, dtype=dtype, device=device, seed=seed))
+
+
+def load_critic_part(path: str, *, dtype: str, seed: int) -> tuple[Any, WeightFiles | None]:
+    """A critic for one of several ranks; see ``load_part``."""
+    source = resolve_model(path)
+    classifier = None if source.kind == "tiny" else _classifier(locate(source))
+    if classifier is None:
+        model, files = load_part(path, dtype=dtype, seed=seed)
+        return _with_value_head(model), files
+    model, files = part_with(classifier, local_folder(source), resolve_dtype(dtype))
+    if files is None:
+        return load_critic(path, dtype=dtype, device="cpu", seed=seed), None
+    return _checked(model, f"critic.path = {path}"), files
+
+
+def _with_value_head(model: Any) -> Any:
     output_layer = model.get_output_embeddings()
     for name, child in list(model.named_children()):
         if child is output_layer:
             delattr(model, name)
     width = model.config.get_text_config(decoder=True).hidden_size
-    model.score = nn.Linear(width, 1, bias=False, device=model.device, dtype=model.dtype)
+    device = "cpu" if model.device.type == "meta" else model.device
+    model.score = nn.Linear(width, 1, bias=False, device=device, dtype=model.dtype)
     torch.nn.init.zeros_(model.score.weight)
     return model
+
+
+def _reward_classifier(path: str, source: ModelSource) -> Any:
+    classifier = None if source.kind == "tiny" else _classifier(locate(source))
+    if classifier is None:
+        raise ModelError(
+            f"reward.model = {path}: not a classifier; use a model whose architecture ends in ForSequenceClassification"
+        )
+    return classifier
 
 
 def _classifier(location: Any) -> Any | None:

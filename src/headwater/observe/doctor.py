@@ -37,6 +37,8 @@ class Diagnosis:
     step: int
     total_steps: int | None
     version: int | None
+    num_ranks: int
+    """Processes that train together."""
     last_metrics: LastMetrics | None
     step_s: float | None
     """The median duration of the last steps."""
@@ -75,6 +77,7 @@ def examine(run: RunDirectory) -> Diagnosis:
         step=evidence.step,
         total_steps=evidence.total_steps,
         version=status.version if status else None,
+        num_ranks=status.num_ranks if status else 1,
         last_metrics=_last_metrics(evidence),
         step_s=evidence.step_s(),
         earlier_step_s=evidence.earlier_step_s(),

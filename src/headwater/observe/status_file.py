@@ -94,6 +94,7 @@ class RunStatus:
     capacity: int | None = None
     drops: Mapping[DropKind, Drops] = field(default_factory=dict)
     engine_restarts: int = 0
+    num_ranks: int = 1
     stage: StageProgress | None = None
 
 
@@ -244,6 +245,7 @@ def _parse(content: dict[str, Any]) -> RunStatus:
         capacity=content.get("capacity"),
         drops={DropKind(kind): Drops(**each) for kind, each in content.get("drops", {}).items()},
         engine_restarts=int(content.get("engine_restarts", 0)),
+        num_ranks=int(content.get("learner", {}).get("num_ranks", 1)),
         stage=StageProgress(**content["stage"]) if content.get("stage") else None,
     )
 

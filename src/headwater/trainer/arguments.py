@@ -1,4 +1,4 @@
-"""Extensions with their configured arguments."""
+"""Binds the configured arguments of an extension."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwater.core.registry import Registry, blaming, is_path
 
 
 def with_arguments(registry: Registry, name: str, arguments: Mapping[str, Any], key: str) -> Callable[..., Any]:
-    """The extension with its configured keyword arguments bound; one it does not take is an error naming the key."""
+    """The extension with its configured keyword arguments bound. An argument that it does not take is an error."""
     setting = f"{key.partition('_args')[0]} = {name}"
     with blaming(setting):
         thing = registry.resolve(name)

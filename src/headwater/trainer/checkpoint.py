@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on exactly where it stopped."""
+"""Checkpoints: everything a run needs to continue exactly where it stopped."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import json
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from headwater.core.errors import RunError
-from headwater.learner.actor import Actor
-from headwater.learner.critic import Critic
-from headwater.models.save import save_model
+from headwater.core.protocols import Learner
 from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
 
 
@@ -22,46 +19,45 @@ class TrainerState:
     step: int
     """Steps done; also the policy version."""
     rollouts: RolloutSnapshot
-    """What was drawn and is not trained on yet."""
+    """Prompts that were drawn but not trained on yet."""
     warm_started: bool
-    """Whether the supervised start is behind us, or there is none."""
+    """Whether the warm start is finished, or there is none."""
     kl_coefficient: float = 0.0
-    """Of the penalty in the reward, which may be steered."""
+    """The coefficient of the KL penalty in the reward, which a controller may change."""
 
 
 class Checkpoints:
-    """``checkpoints/step_000100/``: ``model/`` in Hugging Face format, ``train/`` with weights and optimiser as they
-    are trained, the same of a critic under ``critic/``, ``state.json``, and ``rollouts.json`` with what was drawn or
-    generated ahead."""
+    """Folders such as ``checkpoints/step_000100/``.
+
+    The learner writes ``model/`` (Hugging Face format), ``train/`` (trained weights and optimiser) and ``critic/``.
+    ``state.json`` holds the trainer's state, and ``rollouts.json`` the prompts and rollouts that are ahead of it.
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
 
-    def save(self, state: TrainerState, actor: Actor, critic: Critic | None, tokenizer: Any) -> Path:
-        """Written beside its place and moved there when it is whole, so a checkpoint that exists is complete."""
+    def save(self, state: TrainerState, learner: Learner) -> Path:
+        """Write a checkpoint under a temporary name and rename it, so that a checkpoint that exists is complete."""
         target = self._place(state.step)
         if target.exists():
             return target
-        for leftover in self._folder.glob(".step_*"):  # of a process killed while saving
+        for leftover in self._folder.glob(".step_*"):  # left by a process that was killed while saving
             shutil.rmtree(leftover)
         temporary = self._folder / f".{target.name}"
         temporary.mkdir(parents=True)
-        save_model(actor.engine.module.model, tokenizer, temporary / "model", dict(actor.engine.export_weights()))
-        actor.engine.save(temporary)
-        if critic is not None:
-            critic.engine.save(temporary / "critic")
+        learner.save(temporary)
         rest = {field.name: getattr(state, field.name) for field in fields(state) if field.name != "rollouts"}
         (temporary / "state.json").write_text(json.dumps(rest), encoding="utf-8")
         (temporary / "rollouts.json").write_text(state.rollouts.to_json(), encoding="utf-8")
         temporary.replace(target)
         for old in self.all()[: -self._keep]:
-            # Renamed first, so that a checkpoint that is half removed never looks like one.
+            # Renamed first, so that a partly removed checkpoint is never mistaken for a complete one.
             shutil.rmtree(old.rename(old.with_name(f".{old.name}")))
         return target
 
     def set_aside_after(self, step: int) -> None:
-        """Rename checkpoints later than ``step``: the run goes on from there and will make its own."""
+        """Rename checkpoints later than ``step``, because the run continues from there and will write new ones."""
         for later in self.all():
             if step_of(later) > step:
                 number = 1
@@ -96,7 +92,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_state(checkpoint: Path, again: DrawAgain) -> TrainerState:
-    """``again`` draws the prompts of rollouts that were not trained on."""
+    """``again`` draws the prompts of rollouts that were not trained on yet."""
     try:
         rest = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         rollouts = RolloutSnapshot.from_json((checkpoint / "rollouts.json").read_text(encoding="utf-8"), again)

@@ -1,4 +1,4 @@
-"""From rollouts to what the learner trains on: log-probs, values, rewards, advantages."""
+"""Turns rollouts into what the learner trains on: log-probs, values, rewards, advantages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
+from headwater.core.protocols import Learner
 from headwater.core.records import Trajectory
-from headwater.learner.actor import Actor
-from headwater.learner.critic import Critic
-from headwater.learner.reference import Reference
-from headwater.learner.reward_model import RewardModel
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import add_to_scores, pad_trajectories, score_column
 
@@ -40,33 +37,31 @@ class Experience:
 
 @dataclass(frozen=True)
 class ExperienceMaker:
-    """What it adds depends on who is there: a critic gives values, a reference its log-probs."""
+    """Adds columns to a batch of rollouts. Which ones depends on the config: a critic adds values, for example."""
 
     config: Config
     advantage: AdvantageFunction
     corrections: Mapping[str, CorrectionFunction]
     kl: KLController
-    actor: Actor
-    critic: Critic | None
-    reference: Reference | None
-    reward_model: RewardModel | None
+    learner: Learner
     pad_token_id: int
 
     def make(self, batch: RolloutBatch, version: int) -> Experience:
         """Rollouts as a padded batch with ``old_logprobs``, ``advantages`` and ``returns``, ``[samples, response]``.
 
-        ``version`` is the policy that is about to be trained.
+        ``version`` is the version of the policy that is trained next.
         """
         data = pad_trajectories(batch.trajectories, self.pad_token_id).with_columns(meta_info={"version": version})
         metrics: dict[str, float] = {}
-        columns = self._old_policy(data, version, metrics)
+        computed = self._compute(batch, data)
+        columns = self._old_policy(data, version, computed, metrics)
         corrected = self._corrected(data, columns["old_logprobs"], metrics)
-        rewards = self._rewards(batch, data, metrics)
-        if self.reference is not None:
-            columns["reference_logprobs"] = self.reference.logprobs(data)
+        rewards = self._rewards(batch, data, computed, metrics)
+        if "reference_logprobs" in computed:
+            columns["reference_logprobs"] = computed["reference_logprobs"]
             rewards = self._penalized(rewards, data, columns, metrics)
-        if self.critic is not None:
-            columns["values"] = self.critic.values(data)
+        if "values" in computed:
+            columns["values"] = computed["values"]
         mask, groups, episodes = data.batch["response_mask"], batch.group_numbers(), batch.episode_numbers()
         estimated = self.advantage(
             AdvantageInputs(
@@ -87,14 +82,31 @@ class ExperienceMaker:
         columns |= {"rewards": rewards, "advantages": advantages, "returns": estimated.returns}
         return Experience(data.with_columns(tensors={**columns, **corrected}), metrics)
 
-    def _old_policy(self, data: DataProto, version: int, metrics: dict[str, float]) -> dict[str, Tensor]:
+    def _compute(self, batch: RolloutBatch, data: DataProto) -> Mapping[str, Tensor]:
+        """Everything that needs a model, in one call of the learner."""
+        config = self.config
+        wanted = {
+            "logprobs": config.algorithm.old_logprobs not in ("rollout", "loglinear"),
+            "reference_logprobs": config.algorithm.kl_in_loss > 0 or config.algorithm.kl_in_reward > 0,
+            "values": config.critic.enabled,
+            "reward_model": bool(config.reward.model),
+        }
+        what = [name for name, is_wanted in wanted.items() if is_wanted]
+        if not what:
+            return {}
+        if wanted["reward_model"]:
+            data = data.with_columns(non_tensors={"conversation": _conversations(batch)})
+        return self.learner.compute(data, what)
+
+    def _old_policy(
+        self, data: DataProto, version: int, computed: Mapping[str, Tensor], metrics: dict[str, float]
+    ) -> dict[str, Tensor]:
         tensors, method = data.batch, self.config.algorithm.old_logprobs
         rollout, mask, versions = tensors["rollout_logprobs"], tensors["response_mask"], tensors["versions"]
         lags = staleness_histogram(versions, mask, version)
         metrics |= {f"staleness/lag_{lag}": count / sum(lags.values()) for lag, count in sorted(lags.items())}
-        if method in ("rollout", "loglinear"):
+        if "logprobs" not in computed:
             return {"old_logprobs": rollout}
-        computed = self.actor.engine.compute(data)
         old = computed["logprobs"]
         gap = {**offpolicy_metrics(old, rollout, mask), **ratio_percentiles(old - rollout, mask)}
         metrics |= {f"rollout_gap/{name}": value for name, value in gap.items()}
@@ -103,11 +115,13 @@ class ExperienceMaker:
             metrics |= approximation_metrics(loglinear(rollout, old, versions, version), old, mask)
         return {"old_logprobs": old, "sum_pi_squared": computed["sum_pi_squared"]}
 
-    def _rewards(self, batch: RolloutBatch, data: DataProto, metrics: dict[str, float]) -> Tensor:
+    def _rewards(
+        self, batch: RolloutBatch, data: DataProto, computed: Mapping[str, Tensor], metrics: dict[str, float]
+    ) -> Tensor:
         rewards: Tensor = data.batch["rewards"]
         settings = self.config.reward
-        if self.reward_model is not None:
-            scores = self.reward_model.scores(_conversations(batch))
+        if "reward_model" in computed:
+            scores = computed["reward_model"]
             metrics["reward_model/mean"] = float(scores.mean())
             rewards = add_to_scores(rewards, settings.model_weight * scores, batch.trajectories)
         if settings.overlong_tokens:
@@ -159,7 +173,7 @@ class ExperienceMaker:
         if mask.any() and not corrected.mask.any():
             raise RunError(
                 f"algorithm.corrections = {list(self.config.algorithm.corrections)}: left no token of step "
-                f"{data.meta_info['version'] + 1} to train on; loosen their bounds in algorithm.corrections_args, "
+                f"{data.meta_info['version'] + 1} to train on; relax their bounds in algorithm.corrections_args, "
                 "or find out why the engine's log-probs differ (rollout_gap/* in metrics.jsonl)"
             )
         metrics["correction/kept_fraction"] = float(corrected.mask.sum() / mask.sum())
@@ -168,7 +182,7 @@ class ExperienceMaker:
 
 
 def normalized(values: Tensor, settings: NormalizationConfig, groups: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Scores ``[samples]``, or advantages ``[samples, tokens]`` with their mask, as AReaL normalises them."""
+    """Scores ``[samples]``, or advantages ``[samples, tokens]`` with their mask, normalised as AReaL does."""
     return normalize(values, mask=mask, groups=groups, **asdict(settings)) if settings.is_on else values
 
 
@@ -184,14 +198,14 @@ def _response_text(trajectory: Trajectory) -> str:
     text = trajectory.info.get("response_text")
     if not isinstance(text, str):
         raise DataError(
-            f"row {trajectory.uid}: reward.model reads responses as text, and the workflow gave none; "
-            "put it into the trajectory's info['response_text']"
+            f"row {trajectory.uid}: reward.model scores responses as text, but the workflow returned none; "
+            "add it to the trajectory as info['response_text']"
         )
     return text
 
 
 def _reward_parts(batch: RolloutBatch) -> Tensor | None:
-    """``[samples, parts]``: the list that a scorer put beside its score under ``reward_parts``, where all have one."""
+    """``[samples, parts]``: the lists that the scorer returned as ``reward_parts``, if every sample has one."""
     parts = [each.info["reward_parts"] for each in batch.trajectories if "reward_parts" in each.info]
     if len(parts) < len(batch.trajectories):
         return None
@@ -199,12 +213,12 @@ def _reward_parts(batch: RolloutBatch) -> Tensor | None:
         return torch.tensor([[float(part) for part in each] for each in parts])
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"reward_parts are not lists of as many numbers in every sample ({error}); mend reward.function"
+            f"reward_parts must be lists of numbers of the same length in every sample ({error}); fix reward.function"
         ) from error
 
 
 def _turns(mask: Tensor) -> Tensor:
-    """The number of each trained token's turn: a new one begins after tokens that the policy did not write."""
+    """The turn of each trained token. A new turn begins after tokens that the policy did not generate."""
     trained = mask != 0
     begins = trained & ~torch.nn.functional.pad(trained, (1, 0))[:, :-1]
     return (begins.cumsum(dim=1) - 1).masked_fill(~trained, -1)

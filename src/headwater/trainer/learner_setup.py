@@ -1,12 +1,10 @@
-"""From a config to what learns: the policy, who helps it, and the making of experience."""
+"""Builds what learns from a config: the learner, and the maker of experience."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,76 +15,56 @@ from headwater.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from headwater.algorithms.policy_losses import POLICY_LOSSES
 from headwater.config.schema import AlgorithmConfig, Config
 from headwater.core.errors import ConfigError, ModelError
+from headwater.core.protocols import Learner
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
 from headwater.learner.engine import ForwardEngine, TrainEngine
+from headwater.learner.learner import LocalLearner
 from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule, ValueModule
-from headwater.learner.reference import AdapterReference, FrozenReference, Reference
+from headwater.learner.ranks import Ranks
 from headwater.learner.reward_model import RewardModel
-from headwater.models.checksum import checksum, dtype_of_checksum
-from headwater.models.load import load_model, load_processor, load_tokenizer, resolve_dtype
-from headwater.models.save import save_model
-from headwater.models.scored import load_critic, load_reward_model
-from headwater.models.weights import copy_weights
+from headwater.models.load import (
+    load_model,
+    load_part,
+    load_processor,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
+from headwater.models.scored import load_critic, load_critic_part, load_reward_model, load_reward_part
+from headwater.models.sharded_load import WeightFiles
 from headwater.trainer.arguments import with_arguments
 from headwater.trainer.experience import CorrectionFunction, ExperienceMaker
 
 
 @dataclass(frozen=True)
+class LearnerSpec:
+    """What a rank needs to know to build its part of the learner."""
+
+    config: Config
+    model_path: str
+    """The policy to start from: the model of the config, or a checkpoint's."""
+    reference_path: str
+    """The reference policy: the model of the config, or the result of a warm start."""
+
+
+@dataclass(frozen=True)
 class TrainingParts:
     train_data: PromptDataset
-    actor: Actor
-    critic: Critic | None
-    reference: Reference | None
+    learner: Learner
     experience: ExperienceMaker
 
-    def offload(self) -> None:
-        """Make room on the device for a rollout: every model of the learner goes to main memory."""
-        for model in self._models():
-            model.offload()
 
-    def onload(self) -> None:
-        for model in self._models():
-            model.onload()
-
-    def _models(self) -> Iterator[ForwardEngine | RewardModel]:
-        if self.experience.reward_model is not None:
-            yield self.experience.reward_model
-        if isinstance(self.reference, FrozenReference):
-            yield self.reference.engine
-        if self.critic is not None:
-            yield self.critic.engine
-        yield self.actor.engine
-
-    def checksum(self, policy: str) -> str:
-        """Of all that is trained, in the number type it is trained in; ``policy`` is what the engine serves."""
-        if dtype_of_checksum(policy) != torch.float32:
-            policy = checksum(self.actor.engine.export_weights())
-        if self.critic is None:
-            return policy
-        return f"{policy} critic {checksum(self.critic.engine.export_weights())}"
-
-    def load(self, checkpoint: Path) -> None:
-        self.actor.engine.load(checkpoint)
-        if self.critic is not None:
-            self.critic.engine.load(checkpoint / "critic")
-
-    def start_reference(self, folder: Path, tokenizer: Any) -> None:
-        """The policy as it stands is the reference from now on; ``folder`` keeps it for a run that is resumed."""
-        if isinstance(self.reference, FrozenReference):
-            model = self.reference.engine.module.model
-            copy_weights(model, self.actor.engine.export_weights())
-            # What is there already is of a start that was made again, because it never came to a checkpoint.
-            shutil.rmtree(folder, ignore_errors=True)
-            save_model(model, tokenizer, folder)
+LearnerBuilder = Callable[[LearnerSpec], Learner]
 
 
-def build_training(config: Config, model_path: str, tokenizer: Any, *, reference_path: str) -> TrainingParts:
-    """``model_path`` holds the policy to go on from, ``reference_path`` the one it started from."""
+def build_training(spec: LearnerSpec, tokenizer: Any, make_learner: LearnerBuilder | None = None) -> TrainingParts:
+    """``make_learner`` builds the learner over several ranks; the default is one in this process."""
+    config = spec.config
     algorithm = config.algorithm
-    train_data = load_dataset(config.data, tokenizer, "train", config.run.seed, load_processor(model_path))
+    train_data = load_dataset(config.data, tokenizer, "train", config.run.seed, load_processor(spec.model_path))
     if train_data is None:
         raise ConfigError(["data.train = []: no prompts to train on; name a task or at least one file"])
     num_wanted = config.trainer.num_prompts_per_step
@@ -94,38 +72,52 @@ def build_training(config: Config, model_path: str, tokenizer: Any, *, reference
         raise ConfigError(
             [
                 f"trainer.num_prompts_per_step = {num_wanted}: data.train has only {len(train_data)} prompts, so a "
-                f"batch would hold some of them twice; lower it to {len(train_data)} or less, or add data"
+                f"batch would contain some of them twice; lower it to {len(train_data)} or less, or add data"
             ]
         )
+    advantage = with_arguments(ADVANTAGES, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
+    corrections = _corrections(algorithm)
+    learner = (make_learner or build_learner)(spec)
+    experience = ExperienceMaker(
+        config, advantage, corrections, _kl_controller(algorithm), learner, tokenizer.pad_token_id
+    )
+    return TrainingParts(train_data, learner, experience)
+
+
+def build_learner(spec: LearnerSpec) -> LocalLearner:
+    """The learner of this process. With several ranks every rank calls it and reads only its shard of each model."""
+    config = spec.config
+    if config.trainer.num_threads:
+        torch.set_num_threads(config.trainer.num_threads)
+    algorithm = config.algorithm
     policy_loss = with_arguments(
         POLICY_LOSSES, algorithm.policy_loss, algorithm.policy_loss_args, "algorithm.policy_loss_args"
     )
-    advantage = with_arguments(ADVANTAGES, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
-    corrections = _corrections(algorithm)
-    # Adapters go back onto the model they were made for; a checkpoint's own folder has them merged in.
-    policy_path = config.model.path if config.lora.rank else model_path
-    engine = _policy_engine(config, policy_path)
-    actor = Actor(engine, policy_loss, algorithm, loss_width=config.rollout.max_new_tokens)
-    critic = _critic(config) if config.critic.enabled else None
-    reference = _reference(config, engine, reference_path)
-    experience = ExperienceMaker(
+    # Adapters are added to the model they were trained for; a checkpoint's model/ has them merged.
+    engine = _policy_engine(config, config.model.path if config.lora.rank else spec.model_path)
+    return LocalLearner(
         config,
-        advantage,
-        corrections,
-        _kl_controller(algorithm),
-        actor,
-        critic,
-        reference,
-        _reward_model(config) if config.reward.model else None,
-        tokenizer.pad_token_id,
+        Actor(engine, policy_loss, algorithm, loss_width=config.rollout.max_new_tokens),
+        load_tokenizer(spec.model_path),
+        critic=_critic(config) if config.critic.enabled else None,
+        reference=_reference(config, engine, spec.reference_path) if uses_reference(config) else None,
+        reward_model=_reward_model(config) if config.reward.model else None,
     )
-    return TrainingParts(train_data, actor, critic, reference, experience)
+
+
+def uses_reference(config: Config) -> bool:
+    return config.algorithm.kl_in_loss > 0 or config.algorithm.kl_in_reward > 0
+
+
+def _policy(config: Config, path: str, dtype: str) -> tuple[Any, WeightFiles | None]:
+    if Ranks.current().count > 1:
+        return load_part(path, dtype=dtype, seed=config.run.seed)
+    return load_model(path, dtype=dtype, device=config.model.device, seed=config.run.seed), None
 
 
 def _policy_engine(config: Config, path: str) -> TrainEngine:
-    # What is trained is float32 whatever the passes compute in: small updates would vanish in a narrower type.
-    dtype = config.model.dtype if config.lora.rank else "float32"
-    model = load_model(path, dtype=dtype, device=config.model.device, seed=config.run.seed)
+    # Trained weights are float32 whatever the passes compute in: small updates would vanish in a narrower type.
+    model, weights = _policy(config, path, config.model.dtype if config.lora.rank else "float32")
     module = PolicyModule(model, config.rollout.temperature)
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.run.seed)
@@ -133,44 +125,58 @@ def _policy_engine(config: Config, path: str) -> TrainEngine:
         module,
         config.learner,
         compute_dtype=resolve_dtype(config.model.dtype),
+        device=resolve_device(config.model.device),
+        weights=weights,
         num_decay_steps=_num_actor_steps(config),
     )
 
 
 def _critic(config: Config) -> Critic:
     path = config.critic.path or config.model.path
+    weights: WeightFiles | None = None
     with _blaming("critic.path"):
-        model = load_critic(path, dtype="float32", device=config.model.device, seed=config.run.seed)
+        if Ranks.current().count > 1:
+            model, weights = load_critic_part(path, dtype="float32", seed=config.run.seed)
+        else:
+            model = load_critic(path, dtype="float32", device=config.model.device, seed=config.run.seed)
     engine = TrainEngine(
         ValueModule(model),
         replace(config.learner, learning_rate=config.critic.learning_rate),
         compute_dtype=resolve_dtype(config.model.dtype),
+        device=resolve_device(config.model.device),
+        weights=weights,
         num_decay_steps=_num_optimizer_steps(config, config.trainer.total_steps),
     )
     return Critic(engine, config.critic, config.algorithm, loss_width=config.rollout.max_new_tokens)
 
 
-def _reference(config: Config, policy: TrainEngine, path: str) -> Reference | None:
-    if config.algorithm.kl_in_loss == 0 and config.algorithm.kl_in_reward == 0:
-        return None
+def _reference(config: Config, policy: TrainEngine, path: str) -> ForwardEngine:
     if config.lora.rank:
-        return AdapterReference(policy)
-    model = load_model(path, dtype=config.model.dtype, device=config.model.device, seed=config.run.seed)
-    module = PolicyModule(model.requires_grad_(False), config.rollout.temperature)
-    return FrozenReference(ForwardEngine(module, config.learner, compute_dtype=resolve_dtype(config.model.dtype)))
+        return policy
+    model, weights = _policy(config, path, config.model.dtype)
+    return _frozen(config, PolicyModule(model.requires_grad_(False), config.rollout.temperature), weights)
 
 
 def _reward_model(config: Config) -> RewardModel:
     path = config.reward.model
+    weights: WeightFiles | None = None
     with _blaming("reward.model"):
-        model = load_reward_model(path, dtype=config.model.dtype, device=config.model.device)
+        if Ranks.current().count > 1:
+            model, weights = load_reward_part(path, dtype=config.model.dtype)
+        else:
+            model = load_reward_model(path, dtype=config.model.dtype, device=config.model.device)
         tokenizer = load_tokenizer(path)
-    return RewardModel(ValueModule(model.requires_grad_(False)), tokenizer, config.learner)
+    return RewardModel(_frozen(config, ValueModule(model.requires_grad_(False)), weights), tokenizer)
+
+
+def _frozen(config: Config, module: PolicyModule | ValueModule, weights: WeightFiles | None) -> ForwardEngine:
+    dtype, device = resolve_dtype(config.model.dtype), resolve_device(config.model.device)
+    return ForwardEngine(module, config.learner, compute_dtype=dtype, device=device, weights=weights)
 
 
 @contextmanager
 def _blaming(key: str) -> Iterator[None]:
-    """What goes wrong in loading a model is blamed on ``model.path``; here another key names it."""
+    """Errors in loading a model name ``model.path``; replace it by the key that names this model."""
     try:
         yield
     except ModelError as error:
@@ -193,7 +199,7 @@ def _kl_controller(algorithm: AlgorithmConfig) -> KLController:
 
 
 def _corrections(algorithm: AlgorithmConfig) -> dict[str, CorrectionFunction]:
-    """By the name that their metrics go by: of one's own correction that is the function's."""
+    """Corrections by the name that their metrics use: for a dotted path, the name of the function."""
     unknown = [name for name in algorithm.corrections_args if name not in algorithm.corrections]
     if unknown:
         reason = "algorithm.corrections does not name it; add it there, or remove this"

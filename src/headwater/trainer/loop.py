@@ -8,7 +8,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headwater.config.schema import Config
+from headwater.core.errors import RankFailed
+from headwater.models.checksum import checksum, dtype_of_checksum
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
@@ -25,15 +29,15 @@ from headwater.trainer.warm_start import warm_start
 from headwater.weights.publish import publish
 
 NOTHING = -1
-"""The step of a run of which nothing is kept."""
+"""The step of a run from which nothing is kept."""
 
 
 class Trainer:
     """Trains one run from its config, or from its latest checkpoint.
 
     Between two steps everything is consistent: weights, optimiser, policy version and data cursor all belong to
-    ``self._state``. An interrupt or a failed rollout therefore leaves a checkpoint that resumes exactly; one during the
-    supervised start leaves none, and resuming begins anew.
+    ``self._state``. An interrupt or a failed rollout therefore leaves a checkpoint that resumes exactly. An interrupt
+    during the warm start leaves no checkpoint, and a resumed run starts from the beginning.
     """
 
     def __init__(
@@ -46,12 +50,13 @@ class Trainer:
         *,
         last_step: int | None = None,
     ) -> None:
-        """``last_step`` ends training earlier than the config says, and changes nothing else."""
+        """``last_step`` ends training before ``trainer.total_steps`` and changes nothing else."""
         self._last_step = min(last_step or config.trainer.total_steps, config.trainer.total_steps)
         self._config = config
         self._parts = rollout
         self._rollouts = rollout.train_rollouts
         self._training = training
+        self._learner = training.learner
         self._run = run
         self._display = display
         self._stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
@@ -77,11 +82,11 @@ class Trainer:
         )
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from ``checkpoint``, whose weights the parts were built with."""
+        """Continue from ``checkpoint``. The parts must have been built with its weights."""
         state = read_state(checkpoint, self._stream.again)
-        self._training.load(checkpoint)
+        self._learner.load(checkpoint)
         if self._config.algorithm.kl_target > 0:
-            # A coefficient that is not steered is the config's, which may have changed.
+            # Without a controller, the coefficient is the config's, which may have changed.
             self._training.experience.kl.coefficient = state.kl_coefficient
         self._stream.load_state_dict(state.rollouts.cursor)
         self._parts.engine.set_version(state.step)
@@ -90,10 +95,11 @@ class Trainer:
         self._consistent = True
 
     def status(self) -> dict[str, Any]:
-        """Where the run stands and what its rollouts do; asked from another thread."""
+        """The progress of the run and of its rollouts. Called from another thread."""
         return {
             "step": self._state.step,
             "total_steps": self._last_step,
+            "learner": asdict(self._learner.status()),
             "stage": self._stage(),
             "ledger": asdict(self._rollouts.ledger.counts()),
             **self._rollouts.status(),
@@ -101,7 +107,7 @@ class Trainer:
         }
 
     def _stage(self) -> dict[str, Any] | None:
-        """How far the supervised start is, while it lasts: its steps are not the run's."""
+        """The progress of the warm start while it lasts. Its steps are not steps of the run."""
         now = self._display.stage_now
         return asdict(now) if now is not None and not self._state.warm_started else None
 
@@ -111,13 +117,14 @@ class Trainer:
         return self._state.step
 
     def fit(self) -> bool:
-        """Train to ``trainer.total_steps``; whether it got there. Ctrl-C ends early, with a checkpoint."""
+        """Train to ``trainer.total_steps`` and return whether that was reached. Ctrl-C stops it with a checkpoint."""
         with StatusFile(self._run.status_file, self.status) as status, self._interrupts.installed():
             try:
                 self._prepare()
                 self._train()
                 self._save()
             except KeyboardInterrupt:
+                self._check_learner()
                 is_kept = self._stop()
                 if self._state.step < self._last_step or not is_kept:
                     status.state = "interrupted"
@@ -165,54 +172,54 @@ class Trainer:
             self._evaluate()
 
     def _take(self) -> RolloutBatch:
-        """Groups for one step, none of them too old. Generation of later ones goes on behind it where it may."""
+        """Groups for one step, none of them too old. Later groups continue to be generated if allowed."""
         self._recorder.begin_step()
         with self._generating(), self._parts.spans.span("wait", batch=self._state.step + 1):
             return self._rollouts.prepare_batch(self._stream)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
-        """With ``learner.offload_during_rollout`` the learner and the engine's cache take turns on the device."""
+        """With ``learner.offload_during_rollout``, the learner and the engine's cache take turns on the device."""
         if not self._config.learner.offload_during_rollout:
             yield
             return
         try:
-            self._training.offload()
+            self._learner.offload()
             with self._parts.cache_awake():
                 yield
         finally:
-            self._training.onload()
+            self._learner.onload()
 
     def _make_experience(self, batch: RolloutBatch) -> Experience:
         with self._parts.spans.span("experience"):
             return self._training.experience.make(batch, self._state.step)
 
     def _update(self, experience: Experience) -> dict[str, float]:
-        """Teach the critic, and the policy once the critic knows something."""
         self._consistent = False
-        stats = dict(experience.metrics)
         with self._parts.spans.span("train"):
-            if self._training.critic is not None:
-                learned = self._training.critic.update(experience.data)
-                stats |= {f"critic/{name}": value for name, value in learned.items()}
-            if self._training.critic is None or self._state.step >= self._config.critic.num_warmup_steps:
-                learned = self._training.actor.update(experience.data)
-                stats |= {f"actor/{name}": value for name, value in learned.items()}
-        return stats
+            return {**experience.metrics, **self._learner.update(experience.data)}
 
     def _publish(self) -> None:
-        """Hand the new weights to the engine. From here on the run stands one step further."""
+        """Send the new weights to the engine. This completes the step."""
         step = self._state.step + 1
         with self._parts.spans.span("publish", version=step):
             longest_s = self._config.rollout.timeout_s
-            serving = publish(self._training.actor.engine, self._parts.engine, step, longest_response_s=longest_s)
-        learned = self._training.checksum(serving)
+            serving = publish(self._learner, self._parts.engine, step, longest_response_s=longest_s)
+        learned = self._checksum(serving)
         self._rollouts.trained(step, learned)
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._recorder.ledger(step, learned, self._books)
         self._state = self._state_at(step)
         self._consistent = True
         self._rollouts.set_version(step)
+
+    def _checksum(self, serving: str) -> str:
+        """Of all trained weights in the type they are trained in. ``serving`` is the checksum that the engine has."""
+        if dtype_of_checksum(serving) != torch.float32:
+            serving = checksum(each for bucket in self._learner.export() for each in bucket)
+        if not self._config.critic.enabled:
+            return serving
+        return f"{serving} critic {checksum(each for bucket in self._learner.export('critic') for each in bucket)}"
 
     def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:
         self._recorder.step(self._state.step, batch, update, self._books.counts)
@@ -231,7 +238,7 @@ class Trainer:
         config = self._config
 
         def sampled_reward() -> float:
-            publish(self._training.actor.engine, self._parts.engine, 0)
+            publish(self._learner, self._parts.engine, 0)
             probe = min(config.eval.num_prompts, len(self._training.train_data))
             with self._generating():
                 probed = evaluate(self._parts.probe_rollouts, self._training.train_data, probe, config.run.seed)
@@ -239,39 +246,44 @@ class Trainer:
 
         result = warm_start(
             config.warm_start,
-            self._training.actor.engine,
+            self._learner,
             self._parts.tokenizer,
             self._training.train_data,
             seed=config.run.seed,
             sampled_reward=sampled_reward,
             display=self._display,
         )
-        publish(self._training.actor.engine, self._parts.engine, 0)
-        self._training.start_reference(self._run.reference, self._parts.tokenizer)
+        publish(self._learner, self._parts.engine, 0)
+        self._learner.keep_reference(self._run.reference)
         self._recorder.warm_started(result)
         self._state = replace(self._state, warm_started=True)
         self._consistent = True
 
     def _stop(self) -> bool:
-        """Save where that can be; whether a checkpoint holds the present step now.
+        """Save a checkpoint if possible, and return whether there is one of the present step.
 
-        Said before it is done: to save and to end takes seconds, in which a person would press Ctrl-C again.
+        The message comes first: saving takes seconds, in which a user might press Ctrl-C again.
         """
-        kept = f"saving step {self._state.step}" if self._consistent else "what is under way is given up"
+        kept = f"saving step {self._state.step}" if self._consistent else "the present step is discarded"
         self._display.say(f"Stopping: {kept}.")
-        # It stops already. A second Ctrl-C waits for the checkpoint, a third gives it up.
+        # A second Ctrl-C waits for the checkpoint, a third one discards it.
         with suppress(KeyboardInterrupt):
             self._save_if_consistent()
         return self._checkpoints.has(self._state.step)
 
     def _save_if_consistent(self) -> None:
-        """The weights are mid-way between two versions when an update was broken off; saving them would not resume."""
-        if self._consistent:
+        """After an interrupted update the weights belong to no version, and a run could not resume from them."""
+        if self._consistent and not self._learner.status().failure:
             self._save()
+
+    def _check_learner(self) -> None:
+        """An interrupt may mean that a rank of the learner has ended; then there is nothing to save with."""
+        if failure := self._learner.status().failure:
+            raise RankFailed(f"{failure}; resume from the last checkpoint")
 
     def _save(self) -> None:
         with self._interrupts.deferred("this checkpoint"):
-            self._checkpoints.save(self._state, self._training.actor, self._training.critic, self._parts.tokenizer)
+            self._checkpoints.save(self._state, self._learner)
 
 
 def _due(step: int, every: int) -> bool:

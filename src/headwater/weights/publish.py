@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from headwater.core.errors import WeightsError
-from headwater.core.protocols import InferenceEngine, TrainEngine, WeightUpdate
+from headwater.core.protocols import InferenceEngine, Learner, WeightUpdate
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
 from headwater.models.checksum import checksum, dtype_of_checksum
 
 
-def publish(learner: TrainEngine, engine: InferenceEngine, version: int, *, longest_response_s: float = 0.0) -> str:
+def publish(learner: Learner, engine: InferenceEngine, version: int, *, longest_response_s: float = 0.0) -> str:
     """Hand the learner's weights to the engine as ``version``; generation stops for no longer than the engine needs.
 
     Returns the checksum of the weights that serve then: the learner's, in the engine's number type, or else raises
@@ -18,7 +18,7 @@ def publish(learner: TrainEngine, engine: InferenceEngine, version: int, *, long
     The wait for it ends after ``ENGINE_CALL_LIMIT_S``, or after ``longest_response_s`` where that is longer: responses
     may have to end first.
     """
-    weights = list(learner.export_weights())
+    weights = [each for bucket in learner.export() for each in bucket]
     wait_for_future(
         engine.update_weights(WeightUpdate(version, weights)),
         lambda: f"the engine takes the weights of version {version}",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from algorithms.oracle import family, property_family
 
-from headwater.learner.first_fit import pack, pack_evenly
-from headwater.learner.partition import partition, partition_groups, workload
+from headwater.learner.partition import pack, pack_evenly, partition, partition_groups, workload
 from headwater.rollout.staleness import StalenessManager
 
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from headwater.cli.interrupts import interruptible
+from headwater.cli.process import interruptible
 from headwater.trainer.interrupts import Interrupts
 
 # A library as numpy is: what is raised while it is imported is lost.

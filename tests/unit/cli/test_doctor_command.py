@@ -79,7 +79,7 @@ def test_a_live_run_shows_what_it_waits_for(run, capsys):
     assert "s of 10 min 0 s: the learner waits for batch 2: 1 of 4 groups" in output
     assert "row-5 (dispatch 5) runs 41 s: 7 of 8 episodes done, 1 waiting for a reward or a tool" in output
     assert "8 dispatched = 4 trained + 0 dropped + 1 buffered + 3 in flight" in output
-    assert "✓ nothing is wrong" in output
+    assert "✓ no problems found" in output
 
 
 def test_a_live_run_that_waits_for_long_gets_advice(run, capsys):

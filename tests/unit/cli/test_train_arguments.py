@@ -26,7 +26,7 @@ def test_a_resume_to_fewer_steps_than_are_done(tmp_path, capsys):
         assert main(["train", "--resume", str(tmp_path), f"trainer.total_steps={wanted}"]) == 2
         assert capsys.readouterr().err == (
             f"error: trainer.total_steps = {wanted}: {tmp_path} has done 7 steps already; "
-            "leave it out to go on to step 60\n"
+            "leave it out to continue to step 60\n"
         )
 
 
@@ -38,6 +38,6 @@ def test_a_negative_number_of_responses_to_show(tmp_path, capsys):
 def test_a_recipe_beside_resume(capsys):
     assert main(["train", "--resume", "runs/q", "recipes/quickstart.yaml"]) == 2
     assert (
-        "recipes/quickstart.yaml: a resumed run has its own; give either a recipe or --resume"
+        "recipes/quickstart.yaml: a resumed run uses its own recipe; give either a recipe or --resume"
         in capsys.readouterr().err
     )

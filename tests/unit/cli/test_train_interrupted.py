@@ -58,7 +58,7 @@ def test_ctrl_c_while_responses_are_generated_is_answered_at_once(tmp_path, caps
     _, lines = train(tmp_path, capsys)
     assert lines[:2] == [
         f"Run directory {run}-2",
-        f"{run} exists and stays as it is; to go on with it:  headwater train --resume {run}",
+        f"{run} exists and is left unchanged; to resume it:  headwater train --resume {run}",
     ]
 
 
@@ -83,7 +83,7 @@ def test_ctrl_c_behind_the_last_step_says_that_it_is_kept(tmp_path, capsys, inte
     assert lines[-1] == f"Interrupted; all 2 steps are done and saved in {run}"
     _, lines = train(tmp_path, capsys)
     assert lines[1] == (
-        f"{run} exists and stays as it is; to go on with it:  headwater train --resume {run} trainer.total_steps=4"
+        f"{run} exists and is left unchanged; to resume it:  headwater train --resume {run} trainer.total_steps=4"
     )
 
 

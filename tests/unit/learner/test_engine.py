@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 
 import numpy as np
 import pytest
@@ -16,11 +15,10 @@ from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LearnerConfig
 from headwater.core.errors import ModelError, RunError
 from headwater.learner.actor import Actor
-from headwater.learner.engine import ForwardEngine, TrainEngine
+from headwater.learner.engine import ForwardEngine, TrainEngine, minibatches
 from headwater.learner.optimizer import Optimizer
 from headwater.learner.packed_module import PolicyModule
-from headwater.learner.packing import Row, pack_rows
-from headwater.learner.passes import minibatches
+from headwater.learner.packing import PackRow, pack_rows
 from headwater.rollout.padding import pad_trajectories
 
 MODEL = tiny.model()
@@ -137,7 +135,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_then_stops_the_run():
         assert "grad_norm" not in stats
     assert torch.equal(weights(train_engine), before)
     with pytest.raises(
-        RunError, match=r"not finite 3 steps in a row \(training\.max_bad_steps\); lower training\.learning"
+        RunError, match=r"not finite in 3 steps in a row \(learner\.max_bad_steps\); lower learner\.learning"
     ):
         train_engine.train_step(experience(8), broken)
 
@@ -150,9 +148,7 @@ def test_warmup_raises_the_learning_rate():
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_rate_that_falls_must_be_told_over_how_many_steps(schedule):
-    with pytest.raises(
-        ValueError, match=f"num_decay_steps = 0: learner.schedule = {schedule} .* give the run's number"
-    ):
+    with pytest.raises(ValueError, match=f"num_decay_steps = 0: learner.schedule = {schedule} .* pass the number"):
         engine(schedule=schedule)
 
 
@@ -227,7 +223,7 @@ def test_no_row_is_left_out_when_another_rank_needs_more_packs():
     rng = np.random.default_rng(0)
     tokens = np.zeros(1, np.int64)
     rows = [
-        Row(index, prompt=np.full(int(size), index), response=tokens[:0], columns=tokens, targets=tokens)
+        PackRow(index, prompt=np.full(int(size), index), response=tokens[:0], columns=tokens, targets=tokens)
         for index, size in enumerate(rng.integers(300, 361, 190))
     ]
     # Even packs are fewer than those of first fit; a few more of them, and it is first fit that is used.
@@ -236,6 +232,5 @@ def test_no_row_is_left_out_when_another_rank_needs_more_packs():
     engine = ForwardEngine.__new__(ForwardEngine)
     engine.config, engine.device = LearnerConfig(), torch.device("cpu")
     engine.ranks = BesideAnother(most)
-    engine._rows = lambda batch: rows
-    made = engine._packs(types.SimpleNamespace(batch={"response_mask": torch.zeros(190, 1)}), 1000)
+    made = engine.packs(rows, 1, 1000)
     assert sorted(row for pack, counts in made if counts for row in pack.rows) == list(range(190))

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.errors import DataError
-from headwater.learner.first_fit import pack, pack_evenly
-from headwater.learner.partition import partition, partition_groups, workload
+from headwater.learner.partition import pack, pack_evenly, partition, partition_groups, workload
 
 examples = settings(deadline=None, max_examples=100)
 lengths = st.lists(st.integers(1, 1000), min_size=1, max_size=48)
@@ -143,7 +142,7 @@ def test_an_item_over_the_budget_names_itself_and_the_key():
         DataError, match=r"row 1 .*: 30 tokens, over learner.max_tokens_per_microbatch = 20; raise it to 30"
     ):
         pack([10, 30], 20)
-    with pytest.raises(DataError, match=r"rows 2-3 .*: 30 tokens, over training\.max_tokens_per_microbatch = 20"):
+    with pytest.raises(DataError, match=r"rows 2-3 .*: 30 tokens, over learner\.max_tokens_per_microbatch = 20"):
         pack_evenly([5, 5, 15, 15], 20, group_size=2)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from training.test_engine import actor, engine, experience
+from learner.test_engine import actor, engine, experience
 
-from headwater.learner.passes import mean_stats
+from headwater.learner.engine import mean_stats
 
 
 def test_a_skipped_step_does_not_hide_those_that_were_taken():

@@ -7,19 +7,19 @@ import copy
 import pytest
 import tiny
 import torch
-from training.test_engine import actor, engine, experience
+from learner.test_engine import actor, engine, experience
 from transformers import Qwen3ForSequenceClassification
 
 from headwater.algorithms.policy_losses.decoupled import decoupled
-from headwater.config.schema import AlgorithmConfig, CriticConfig, LearnerConfig, LoraConfig
+from headwater.config.schema import AlgorithmConfig, Config, CriticConfig, LearnerConfig, LoraConfig
 from headwater.core.errors import ConfigError, DataError, MissingColumn, ModelError, RunError
 from headwater.learner import sharded_checkpoint
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
-from headwater.learner.engine import TrainEngine
+from headwater.learner.engine import ForwardEngine, TrainEngine
+from headwater.learner.learner import LocalLearner
 from headwater.learner.lora import add_adapters, without_adapters
 from headwater.learner.packed_module import PolicyModule, ValueModule
-from headwater.learner.reference import AdapterReference, FrozenReference
 from headwater.learner.reward_model import RewardModel
 from headwater.models.scored import load_critic, load_reward_model
 
@@ -121,10 +121,11 @@ def test_exported_weights_are_those_of_a_plain_model_that_does_the_same():
 
 def test_the_reference_is_the_model_without_its_adapters():
     train_engine, data = trained(adapted_engine()), experience(3)
-    reference = AdapterReference(train_engine)
-    torch.testing.assert_close(reference.logprobs(data), actor(engine()).logprobs(data))
+    learner = LocalLearner(Config(), actor(train_engine), tiny.tokenizer(), reference=train_engine)
+    reference = learner.compute(data, ["reference_logprobs"])["reference_logprobs"]
+    torch.testing.assert_close(reference, actor(engine()).logprobs(data))
     changed = actor(train_engine).logprobs(data)
-    assert not torch.allclose(reference.logprobs(data), changed)
+    assert not torch.allclose(reference, changed)
     torch.testing.assert_close(actor(train_engine).logprobs(data), changed)  # and they are back
 
 
@@ -157,7 +158,7 @@ def test_adapters_of_another_scale_are_refused_before_anything_is_read(tmp_path)
     other = adapted_engine(alpha=32)
     before = list(other.export_weights())
     with pytest.raises(
-        RunError, match=r"saved with lora\.alpha = 16, and this run has 32.*; resume with lora\.alpha=16"
+        RunError, match=r"saved with lora\.alpha = 16, but this run has 32.*; resume with lora\.alpha=16"
     ):
         other.load(tmp_path)
     assert_same_weights(other.export_weights(), before)
@@ -181,10 +182,12 @@ def test_an_unknown_target_is_an_error():
 
 def test_a_frozen_reference_stays_where_the_policy_was():
     policy, data = engine(), experience(4)
-    reference = FrozenReference(engine())
-    before = reference.logprobs(data)
+    learner = LocalLearner(Config(), actor(policy), tiny.tokenizer(), reference=engine())
+    before = learner.compute(data, ["logprobs", "reference_logprobs"])
     trained(policy)
-    torch.testing.assert_close(reference.logprobs(data), before)
+    after = learner.compute(data, ["logprobs", "reference_logprobs"])
+    torch.testing.assert_close(after["reference_logprobs"], before["reference_logprobs"])
+    assert not torch.allclose(after["logprobs"], before["logprobs"])
 
 
 def critic(**settings) -> Critic:
@@ -238,6 +241,11 @@ def classifier_folder(tmp_path, **fields):
     return model
 
 
+def reward_model(folder, max_tokens: int) -> RewardModel:
+    module = ValueModule(load_reward_model(str(folder), dtype="float32", device="cpu"))
+    return RewardModel(ForwardEngine(module, LearnerConfig(max_tokens_per_microbatch=max_tokens)), tiny.tokenizer())
+
+
 CONVERSATIONS = [
     [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": answer}]
     for answer in ("2", "three", "a rather long answer to a short question")
@@ -246,11 +254,7 @@ CONVERSATIONS = [
 
 def test_a_reward_model_scores_conversations_as_transformers_does(tmp_path):
     model = classifier_folder(tmp_path).eval()
-    judge = RewardModel(
-        ValueModule(load_reward_model(str(tmp_path), dtype="float32", device="cpu")),
-        tiny.tokenizer(),
-        LearnerConfig(max_tokens_per_microbatch=64),
-    )
+    judge = reward_model(tmp_path, max_tokens=64)
     scores = judge.scores(CONVERSATIONS)
     for conversation, score in zip(CONVERSATIONS, scores, strict=True):
         tokens = tiny.tokenizer().apply_chat_template(conversation, return_tensors="pt", return_dict=False)
@@ -264,18 +268,14 @@ def test_a_conversation_over_the_budget_is_named_with_its_judge(tmp_path):
     """The first two are the same, and so one bundle: it is not bundles that are counted."""
     classifier_folder(tmp_path)
     longest = len(tiny.tokenizer().apply_chat_template(CONVERSATIONS[2], tokenize=True, return_dict=False))
-    judge = RewardModel(
-        ValueModule(load_reward_model(str(tmp_path), dtype="float32", device="cpu")),
-        tiny.tokenizer(),
-        LearnerConfig(max_tokens_per_microbatch=longest - 1),
-    )
+    judge = reward_model(tmp_path, max_tokens=longest - 1)
     named = f"reward.model: conversation 2 of the batch has {longest} of its tokens, over learner.max_tokens_per_micro"
     with pytest.raises(DataError, match=rf"{named}batch = {longest - 1}; raise that to {longest}"):
         judge.scores([CONVERSATIONS[0], *CONVERSATIONS[::2], CONVERSATIONS[2]])
 
 
 def test_a_language_model_is_no_reward_model():
-    with pytest.raises(ModelError, match=r"reward\.model = tiny:qwen3: no classifier"):
+    with pytest.raises(ModelError, match=r"reward\.model = tiny:qwen3: not a classifier"):
         load_reward_model("tiny:qwen3", dtype="float32", device="cpu")
 
 

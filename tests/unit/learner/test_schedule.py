@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwater.learner.schedule import LearningRate
+from headwater.learner.optimizer import LearningRate
 
 
 def rates(schedule, steps, *, num_warmup_steps=0, lowest_fraction=0.0):

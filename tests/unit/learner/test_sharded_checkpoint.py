@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training.test_engine import actor, engine, experience, weights
+from learner.test_engine import actor, engine, experience, weights
 
 from headwater.core.errors import RunError
 from headwater.models.load import load_model
@@ -51,7 +51,7 @@ def test_damage_that_shows_half_way_says_that_the_weights_are_spoiled(tmp_path):
     saved(tmp_path)
     for file in (tmp_path / "train").glob("*.distcp"):
         file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(RunError, match=r"damaged checkpoint .*partly overwritten and must not be used further.*--step"):
+    with pytest.raises(RunError, match=r"damaged checkpoint .*partly overwritten and must not be used.*--step"):
         engine().load(tmp_path)
 
 

@@ -137,7 +137,7 @@ def test_architecture_that_continues_no_text(folder: Path) -> None:
         ("t5", "T5ForConditionalGeneration"),
     ):
         edit_config(folder, model_type=model_type, architectures=[architecture])
-        with pytest.raises(ModelError, match=rf"config\.json: architecture {architecture} is no causal language"):
+        with pytest.raises(ModelError, match=rf"config\.json: architecture {architecture} is not a causal language"):
             load(folder)
 
 
@@ -269,5 +269,5 @@ def test_end_tokens_are_merged() -> None:
 
 def test_a_model_without_end_token_is_refused() -> None:
     model = SimpleNamespace(generation_config=None, config=SimpleNamespace(name_or_path="mine"))
-    with pytest.raises(ModelError, match="mine: names no end token"):
+    with pytest.raises(ModelError, match="mine: has no end token"):
         end_token_ids(model, SimpleNamespace(eos_token_id=None))

@@ -13,7 +13,7 @@ from headwater.config.load import load_config
 from headwater.core.records import Trajectory
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.padding import pad_trajectories
-from headwater.trainer.learner_setup import TrainingParts, build_training
+from headwater.trainer.learner_setup import LearnerSpec, TrainingParts, build_training
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
@@ -21,7 +21,7 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 def training(*overrides: str) -> TrainingParts:
     settings = ["data.num_train_rows=32", "warm_start.num_steps=0", "learner.learning_rate=1e-2", *overrides]
     config = load_config(RECIPE, settings).config
-    return build_training(config, config.model.path, tiny.tokenizer(), reference_path=config.model.path)
+    return build_training(LearnerSpec(config, config.model.path, config.model.path), tiny.tokenizer())
 
 
 def trajectory(uid: str, sample: int, tokens: tuple[int, ...], num_response: int, **fields) -> Trajectory:
@@ -66,7 +66,7 @@ def with_logprobs(rollouts: RolloutBatch, logprobs: torch.Tensor) -> RolloutBatc
 
 
 def policy_logprobs(parts: TrainingParts, rollouts: RolloutBatch) -> torch.Tensor:
-    return parts.actor.logprobs(pad_trajectories(rollouts.trajectories, pad_token_id=0))
+    return parts.learner.compute(pad_trajectories(rollouts.trajectories, pad_token_id=0), ["logprobs"])["logprobs"]
 
 
 def scores(rollouts: RolloutBatch) -> torch.Tensor:
@@ -75,4 +75,4 @@ def scores(rollouts: RolloutBatch) -> torch.Tensor:
 
 def move_policy(parts: TrainingParts, rollouts: RolloutBatch) -> None:
     """One update, so that the policy is no longer the one it started as."""
-    parts.actor.update(parts.experience.make(rollouts, version=0).data)
+    parts.learner.update(parts.experience.make(rollouts, version=0).data)

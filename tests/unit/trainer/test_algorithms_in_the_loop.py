@@ -79,9 +79,9 @@ def test_every_algorithm_trains_as_the_docs_turn_it_on(chapter, name):
     columns = made.data.batch
     assert columns["advantages"].isfinite().all()
     assert columns["advantages"].any()
-    stats = assert_learns(parts.actor, made.data)
-    if parts.critic is not None:
-        assert_learns(parts.critic, made.data)
+    stats = assert_learns(parts.learner.actor, made.data)
+    if parts.learner.critic is not None:
+        assert_learns(parts.learner.critic, made.data)
     assert all(math.isfinite(value) for value in made.metrics.values()), made.metrics
     if chapter == "Policy losses":
         assert stats.keys() - OF_EVERY_UPDATE == metrics(chapter, name)
@@ -104,5 +104,5 @@ def test_a_loss_per_sequence_is_weighed_by_the_geometric_mean_of_its_tokens():
     data = parts.experience.make(rollouts, version=0).data
     assert_close(data.batch["correction_weights"], weights, atol=1e-4, rtol=0)
     lower, higher = data.batch["advantages"][:, 0].tolist()
-    loss = parts.actor.update(data)["loss"]
+    loss = parts.learner.actor.update(data)["loss"]
     assert loss == pytest.approx(-(lower * math.sqrt(0.2) + higher) / 2, rel=1e-3)

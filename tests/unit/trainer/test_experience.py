@@ -59,11 +59,13 @@ def test_after_a_supervised_start_the_reference_begins_anew(tmp_path):
     parts, rollouts = training("algorithm.kl_in_reward=0.1"), batch()
     for _ in range(2):  # the second time as after a start that was broken off
         move_policy(parts, rollouts)
-        parts.start_reference(tmp_path / "reference", tiny.tokenizer())
+        parts.learner.keep_reference(tmp_path / "reference")
     columns = parts.experience.make(rollouts, version=0).data.batch
     assert torch.equal(columns["reference_logprobs"], policy_logprobs(parts, rollouts))
     kept = load_file(tmp_path / "reference" / "model.safetensors")
-    assert all(torch.equal(kept[name], weight) for name, weight in parts.actor.engine.export_weights() if name in kept)
+    assert all(
+        torch.equal(kept[name], weight) for name, weight in parts.learner.actor.engine.export_weights() if name in kept
+    )
 
 
 @pytest.mark.parametrize(("kind", "estimate"), [("k1", lambda d: d), ("k2", lambda d: d.square() / 2)])
@@ -90,7 +92,7 @@ def test_a_divergence_in_the_loss_leaves_rewards_alone_and_raises_the_loss():
         move_policy(parts, rollouts)
         made = parts.experience.make(rollouts, version=1).data
         assert_close(made.batch["rewards"].sum(dim=1), scores(rollouts))
-        losses.append(parts.actor.update(made))
+        losses.append(parts.learner.actor.update(made))
     plain, penalized = losses
     assert penalized["reference_kl"] > 1e-3
     assert penalized["loss"] == pytest.approx(plain["loss"] + 0.5 * penalized["reference_kl"], rel=0.05)
@@ -197,7 +199,7 @@ def test_weights_scale_the_update():
     for extra in ([], ["algorithm.corrections=[truncate]"]):
         parts = training("algorithm.old_logprobs=recompute", "learner.max_grad_norm=1e9", *extra)
         rollouts = with_logprobs(batch(), policy_logprobs(parts, batch()) - math.log(1.5))
-        norms.append(parts.actor.update(parts.experience.make(rollouts, version=0).data)["grad_norm"])
+        norms.append(parts.learner.actor.update(parts.experience.make(rollouts, version=0).data)["grad_norm"])
     assert norms[1] == pytest.approx(1.5 * norms[0], rel=1e-4)
 
 
@@ -260,5 +262,5 @@ def test_several_rewards_come_from_beside_the_score():
 @pytest.mark.parametrize("parts", [([1, 2], [1]), (["a"], ["b"]), (0.5, 0.5)])
 def test_rewards_that_are_no_equal_lists_are_refused(parts):
     rollouts = with_parts(batch(num_groups=1, num_samples=2), *parts)
-    with pytest.raises(DataError, match=r"reward_parts are not lists.*mend reward\.function"):
+    with pytest.raises(DataError, match=r"reward_parts must be lists.*fix reward\.function"):
         training("algorithm.advantage=gdpo").experience.make(rollouts, version=0)

@@ -50,7 +50,7 @@ def test_the_score_of_the_whole_conversation_is_added_with_its_weight(tmp_path):
 
 def test_a_workflow_that_gives_no_text_is_told_so(tmp_path):
     save_judge(tmp_path)
-    with pytest.raises(DataError, match=r"row row0: reward\.model reads responses as text.*info\['response_text'\]"):
+    with pytest.raises(DataError, match=r"row row0: reward\.model scores responses as text.*info\['response_text'\]"):
         training(f"reward.model={tmp_path}").experience.make(batch(), version=0)
 
 
@@ -61,7 +61,7 @@ def test_a_judge_with_several_labels_is_refused(tmp_path):
 
 
 def test_a_language_model_is_no_judge():
-    with pytest.raises(ModelError, match=r"reward\.model = tiny:qwen3: no classifier"):
+    with pytest.raises(ModelError, match=r"reward\.model = tiny:qwen3: not a classifier"):
         training("reward.model=tiny:qwen3")
 
 

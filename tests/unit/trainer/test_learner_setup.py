@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import tiny
 import torch
 from torch.testing import assert_close
 from trainer.experience_parts import batch, move_policy, policy_logprobs, training
@@ -23,8 +22,8 @@ def test_the_policy_s_rate_falls_over_the_steps_it_takes():
     )  # fmt: skip
     experience = parts.experience.make(batch(), version=0).data
     # The critic takes four optimiser steps in all, the policy two.
-    assert parts.critic.update(experience)["learning_rate"] == pytest.approx(1e-3 * (1 + 3 / 4) / 2)
-    assert parts.actor.update(experience)["learning_rate"] == pytest.approx(1e-3 * (1 + 1 / 2) / 2)
+    assert parts.learner.critic.update(experience)["learning_rate"] == pytest.approx(1e-3 * (1 + 3 / 4) / 2)
+    assert parts.learner.actor.update(experience)["learning_rate"] == pytest.approx(1e-3 * (1 + 1 / 2) / 2)
 
 
 def test_a_reference_starts_as_the_policy_also_with_checkpointed_layers(tmp_path):
@@ -34,9 +33,9 @@ def test_a_reference_starts_as_the_policy_also_with_checkpointed_layers(tmp_path
     rollouts = batch()
     move_policy(parts, rollouts)
     data = pad_trajectories(rollouts.trajectories, 0)
-    before = parts.reference.logprobs(data)
-    parts.start_reference(tmp_path / "reference", tiny.tokenizer())
-    moved = parts.reference.logprobs(data)
+    before = parts.learner.compute(data, ["reference_logprobs"])["reference_logprobs"]
+    parts.learner.keep_reference(tmp_path / "reference")
+    moved = parts.learner.compute(data, ["reference_logprobs"])["reference_logprobs"]
     assert_close(moved, policy_logprobs(parts, rollouts))
     assert not torch.equal(moved, before)
     assert (tmp_path / "reference" / "config.json").exists()
@@ -48,19 +47,19 @@ def test_every_model_of_the_learner_leaves_for_a_rollout(tmp_path, monkeypatch):
         "algorithm.kl_in_reward=0.1", "critic.enabled=true", "algorithm.advantage=gae", f"reward.model={tmp_path}"
     )
     models = {
-        "judge": parts.experience.reward_model,
-        "reference": parts.reference.engine,
-        "critic": parts.critic.engine,
-        "policy": parts.actor.engine,
+        "judge": parts.learner.reward_model.engine,
+        "reference": parts.learner.reference,
+        "critic": parts.learner.critic.engine,
+        "policy": parts.learner.actor.engine,
     }
     calls: list[str] = []
     for name, model in models.items():
         for method in ("offload", "onload"):
             monkeypatch.setattr(model, method, lambda call=f"{method} {name}": calls.append(call))
-    parts.offload()
+    parts.learner.offload()
     assert sorted(calls) == sorted(f"offload {name}" for name in models)
     calls.clear()
-    parts.onload()
+    parts.learner.onload()
     assert sorted(calls) == sorted(f"onload {name}" for name in models)
 
 

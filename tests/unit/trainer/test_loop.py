@@ -6,9 +6,10 @@ import pytest
 from trainer.experience_parts import RECIPE
 
 from headwater.config.load import load_config
+from headwater.learner.learner import LocalLearner
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
-from headwater.trainer.learner_setup import TrainingParts, build_training
+from headwater.trainer.learner_setup import LearnerSpec, build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
 
@@ -43,9 +44,9 @@ def run(tmp_path, monkeypatch):
             record(rollout.train_rollouts, "prepare_batch", "rollout")
             record(rollout.probe_rollouts, "rollout_batch", "probe")
             record(rollout.eval_rollouts, "rollout_batch", "evaluation")
-            record(TrainingParts, "offload", "learner leaves", instead=offload)
-            record(TrainingParts, "onload", "learner returns")
-            training = build_training(config, config.model.path, rollout.tokenizer, reference_path=config.model.path)
+            record(LocalLearner, "offload", "learner leaves", instead=offload)
+            record(LocalLearner, "onload", "learner returns")
+            training = build_training(LearnerSpec(config, config.model.path, config.model.path), rollout.tokenizer)
             Trainer(config, rollout, training, RunDirectory.create(tmp_path, "run"), Display()).fit()
         finally:
             rollout.close()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import tiny
 
-from headwater.config.schema import LearnerConfig, WarmStartConfig
+from headwater.algorithms.policy_losses.ppo import ppo
+from headwater.config.schema import AlgorithmConfig, Config, LearnerConfig, WarmStartConfig
 from headwater.core.errors import DataError
+from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
+from headwater.learner.learner import LocalLearner
 from headwater.learner.packed_module import PolicyModule
 from headwater.observe.progress import Display
 from headwater.trainer.warm_start import warm_start
@@ -15,9 +18,11 @@ from headwater.trainer.warm_start import warm_start
 
 def run(rewards, dataset, schedule="constant", **settings):
     asked = iter(rewards)
+    config = WarmStartConfig(**{"num_steps": 30, "num_sequences_per_step": 4, **settings})
+    engine = TrainEngine(PolicyModule(tiny.model(), 1.0), LearnerConfig(schedule=schedule), num_decay_steps=9)
     return warm_start(
-        WarmStartConfig(**{"num_steps": 30, "num_sequences_per_step": 4, **settings}),
-        TrainEngine(PolicyModule(tiny.model(), 1.0), LearnerConfig(schedule=schedule), num_decay_steps=9),
+        config,
+        LocalLearner(Config(warm_start=config), Actor(engine, ppo, AlgorithmConfig(), loss_width=8), tiny.tokenizer()),
         tiny.tokenizer(),
         dataset,
         seed=0,

@@ -1,0 +1,197 @@
+"""The learner: every model that training needs, behind one object that the trainer calls."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwater.algorithms.policy_losses import PolicyLoss
+from headwater.config.schema import Config
+from headwater.core.data_proto import DataProto
+from headwater.core.errors import DataError, HeadwaterError
+from headwater.core.protocols import Bucket, LearnerStatus, Role
+from headwater.learner.actor import Actor
+from headwater.learner.critic import Critic
+from headwater.learner.engine import ForwardEngine, TrainEngine
+from headwater.learner.export import in_buckets, merged_weights, plain_name, weight_shapes
+from headwater.learner.lora import without_adapters
+from headwater.learner.optimizer import held_by
+from headwater.learner.reward_model import RewardModel
+from headwater.models.save import WeightStream, save_model
+
+CONVERSATION = "conversation"
+"""The object column that ``reward_model`` scores: a list of messages per row, the response last."""
+
+_NUM_SUPERVISED_WARMUP_STEPS = 10
+
+
+@dataclass
+class LocalLearner:
+    """The learner of one process: all of it, or one rank's shard.
+
+    With several ranks every rank holds one, and all of them make the same calls, each with its rows of the batch
+    (see ``cluster/group.py``).
+    """
+
+    config: Config
+    actor: Actor
+    tokenizer: Any
+    critic: Critic | None = None
+    reference: ForwardEngine | None = None
+    """A separate frozen model, or the policy's engine, whose adapters are switched off. None if no KL is used."""
+    reward_model: RewardModel | None = None
+    _supervised: TrainEngine | None = None
+
+    def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
+        columns: dict[str, Tensor] = {}
+        for name in what:
+            columns |= self._computation(name)(batch)
+        return columns
+
+    def _computation(self, name: str) -> Callable[[DataProto], Mapping[str, Tensor]]:
+        known: dict[str, tuple[Callable[[DataProto], Mapping[str, Tensor]], Any, str]] = {
+            "logprobs": (self.actor.engine.compute, self.actor, ""),
+            "reference_logprobs": (
+                self._reference_logprobs,
+                self.reference,
+                "algorithm.kl_in_loss or algorithm.kl_in_reward > 0",
+            ),
+            "values": (lambda batch: {"values": self._critic().values(batch)}, self.critic, "critic.enabled=true"),
+            "reward_model": (self._reward_scores, self.reward_model, "reward.model"),
+        }
+        if name not in known:
+            raise ValueError(f"compute {name!r}: unknown; use one of {', '.join(known)}")
+        computation, provider, setting = known[name]
+        if provider is None:
+            raise HeadwaterError(f"compute {name!r}: this run has no model for it; set {setting}")
+        return computation
+
+    def _reference_logprobs(self, batch: DataProto) -> dict[str, Tensor]:
+        assert self.reference is not None, "checked by _computation"
+        if self.reference is self.actor.engine:
+            with without_adapters(self.reference.module):
+                return {"reference_logprobs": self.reference.compute(batch)["logprobs"]}
+        return {"reference_logprobs": self.reference.compute(batch)["logprobs"]}
+
+    def _reward_scores(self, batch: DataProto) -> dict[str, Tensor]:
+        assert self.reward_model is not None, "checked by _computation"
+        if CONVERSATION not in batch.non_tensor_batch:
+            raise DataError(
+                f"compute 'reward_model': the batch has no column {CONVERSATION!r}; add the messages of each row"
+            )
+        return {"reward_model": self.reward_model.scores(batch.non_tensor_batch[CONVERSATION].tolist())}
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        stats: dict[str, float] = {}
+        if self.critic is not None:
+            stats |= {f"critic/{name}": value for name, value in self.critic.update(batch).items()}
+        if self.critic is None or batch.meta_info["version"] >= self.config.critic.num_warmup_steps:
+            stats |= {f"actor/{name}": value for name, value in self.actor.update(batch).items()}
+        return stats
+
+    def supervise(self, batch: DataProto) -> dict[str, float]:
+        if self._supervised is None:
+            # A separate optimiser: the averages of supervised gradients would distort the first policy updates. The
+            # number of steps is not known in advance, so the rate stays constant.
+            settings = replace(
+                self.actor.engine.config,
+                learning_rate=self.config.warm_start.learning_rate,
+                num_warmup_steps=_NUM_SUPERVISED_WARMUP_STEPS,
+                schedule="constant",
+            )
+            self._supervised = self.actor.engine.sibling(settings)
+        return self._supervised.train_step(batch, _negative_log_likelihood)
+
+    @torch.no_grad()
+    def keep_reference(self, folder: Path) -> None:
+        self._supervised = None
+        if self.reference is None or self.reference is self.actor.engine:
+            return
+        model = self.reference.module.model
+        policy = {plain_name(name): each for name, each in self.actor.engine.module.model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            held_by(parameter).copy_(held_by(policy[plain_name(name)]))
+        if self._is_first:
+            # A folder that exists is left from a warm start that did not reach a checkpoint.
+            shutil.rmtree(folder, ignore_errors=True)
+        self._save_model(model, folder)
+
+    def export(self, role: Role = "policy") -> Iterator[Bucket]:
+        return in_buckets(merged_weights(self._trained(role).module.model))
+
+    def shapes(self, role: Role = "policy") -> dict[str, tuple[int, ...]]:
+        return weight_shapes(self._trained(role).module.model)
+
+    def save(self, folder: Path) -> None:
+        self._save_model(self.actor.engine.module.model, folder / "model")
+        self.actor.engine.save(folder)
+        if self.critic is not None:
+            self.critic.engine.save(folder / "critic")
+
+    def load(self, folder: Path) -> None:
+        self.actor.engine.load(folder)
+        if self.critic is not None:
+            self.critic.engine.load(folder / "critic")
+
+    def offload(self) -> None:
+        for engine in self._engines():
+            engine.offload()
+
+    def onload(self) -> None:
+        for engine in self._engines():
+            engine.onload()
+
+    def status(self) -> LearnerStatus:
+        engine = self.actor.engine
+        return LearnerStatus(
+            num_ranks=engine.ranks.count,
+            device=str(engine.device),
+            num_optimizer_steps=engine.optimizer.num_steps,
+            learning_rate=engine.optimizer.learning_rate,
+            memory_bytes=torch.cuda.memory_allocated(engine.device) if engine.device.type == "cuda" else 0,
+        )
+
+    def close(self) -> None:
+        """Nothing is held beyond the memory of this object."""
+
+    @property
+    def _is_first(self) -> bool:
+        return self.actor.engine.ranks.index == 0
+
+    def _engines(self) -> Iterator[ForwardEngine]:
+        if self.reward_model is not None:
+            yield self.reward_model.engine
+        if self.reference is not None and self.reference is not self.actor.engine:
+            yield self.reference
+        if self.critic is not None:
+            yield self.critic.engine
+        yield self.actor.engine
+
+    def _critic(self) -> Critic:
+        if self.critic is None:
+            raise HeadwaterError("this run has no critic; set critic.enabled=true")
+        return self.critic
+
+    def _trained(self, role: Role) -> TrainEngine:
+        return self.actor.engine if role == "policy" else self._critic().engine
+
+    def _save_model(self, model: nn.Module, folder: Path) -> None:
+        """Write a model folder. All ranks gather the weights, and the first rank writes them."""
+        tensors = merged_weights(model)
+        try:
+            if self._is_first:
+                dtypes = {plain_name(name): each.dtype for name, each in model.named_parameters()}
+                save_model(model, self.tokenizer, folder, WeightStream(weight_shapes(model), dtypes, tensors))
+        finally:
+            for _ in tensors:  # the other ranks take part in gathering every tensor, even if writing failed
+                pass
+
+
+def _negative_log_likelihood(outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
+    return PolicyLoss(-outputs["logprobs"])

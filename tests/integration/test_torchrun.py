@@ -1,0 +1,241 @@
+"""Several ranks: the learner's calls on two ranks equal those on one, and runs under torchrun end as they should."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from integration import two_ranks
+from integration.command import ROOT, SMALL, metrics, train_here
+from integration.two_ranks import CASES, COMMON, RESUMED, build, resume, spec_of, take_steps
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from headwater.models.load import load_model, load_tokenizer, save_model
+from headwater.observe.run_directory import RunDirectory
+
+LIMIT_S = 500.0
+COARSE = ("bfloat16", "adapters in bfloat16")
+
+
+def torchrun(*arguments: object) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, arguments)
+    ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """The same calls on one rank and on two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
+    save_model(model, load_tokenizer("tiny:qwen3"), folder / "model")
+    alone = {
+        name: take_steps(build(spec_of(case, folder)), case, folder / "of_one" / name) for name, case in CASES.items()
+    }
+    done = subprocess.run(
+        torchrun(two_ranks.__file__, folder),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0 or (folder / "results.pt").exists(), done.stderr[-3000:]
+    return folder, alone, torch.load(folder / "results.pt", weights_only=False)
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str) -> None:
+    assert actual.keys() == expected.keys(), name
+    for key, tensor in expected.items():
+        # A step of AdamW has the size of the learning rate, 1e-3, however small the gradient is: where a gradient is
+        # nearly zero, rounding decides the direction of the step.
+        differs = ~torch.isclose(actual[key], tensor, atol=1e-4, rtol=1e-3)
+        assert differs.float().mean() < 1e-3, f"{name}: {key} differs in {int(differs.sum())} of {tensor.numel()}"
+
+
+def test_two_ranks_compute_and_train_what_one_does(learned):
+    _, alone, together = learned
+    for name, case in CASES.items():
+        ours, theirs = together["taken"][name], alone[name]
+        assert_same(ours["computed"], theirs["computed"], name) if name not in COARSE else None
+        for mine, other in zip(ours["stats"], theirs["stats"], strict=True):
+            assert mine.keys() == other.keys(), name
+            for key in (each for each in other if each.endswith(("loss", "grad_norm", "entropy", "optimizer_steps"))):
+                tolerance = {"rel": 0.1, "abs": 0.03} if name in COARSE else {"rel": 5e-3, "abs": 1e-5}
+                assert mine[key] == pytest.approx(other[key], **tolerance), f"{name}: {key}"
+        if name not in COARSE:
+            assert_same(ours["after_one"], theirs["after_one"], name)
+            assert_same(ours["weights"], theirs["weights"], name)
+        assert ours["status"].num_ranks == 2
+        assert ours["status"].num_optimizer_steps == theirs["status"].num_optimizer_steps, name
+        assert case.what[0] in ours["computed"]
+    steps = {name: together["taken"][name]["stats"][0]["actor/optimizer_steps"] for name in CASES}
+    assert steps["critic in uneven mini-batches"] == 4
+    assert steps["more mini-batches than rows"] == 2
+    assert steps["nothing to learn in mini-batches"] == 1
+
+
+def test_every_rank_holds_only_its_shard(learned):
+    _, _, together = learned
+    for name, ranks in together["held"].items():
+        held = [each["held"] for each in ranks]
+        assert sum(held) == ranks[0]["all"], name
+        assert max(held) < 0.6 * ranks[0]["all"], name
+
+
+def test_checkpoints_are_read_by_another_number_of_ranks(learned):
+    folder, alone, together = learned
+    for name in RESUMED:
+        case = CASES[name]
+        assert_same(together["resumed"][name], alone[name]["weights"], f"{name}, from one rank to two")
+        on_one = resume(build(spec_of(case, folder)), case, folder / "of_two" / name)
+        assert_same(on_one, together["taken"][name]["weights"], f"{name}, from two ranks to one")
+    # Saved after a pass without a gradient, whose bfloat16 copies must not be taken for the weights.
+    for name in COARSE:
+        held = FileSystemReader(folder / "of_two" / name / "train").read_metadata().state_dict_metadata
+        assert {entry.properties.dtype for key, entry in held.items() if key.startswith("model.")} == {torch.float32}
+    saved = load_model(str(folder / "of_two" / "adapters" / "model"), dtype="float32", device="cpu", seed=0)
+    assert saved.config.architectures == ["Qwen3ForCausalLM"]
+
+
+def test_errors_name_the_rank(learned):
+    _, _, together = learned
+    assert "over learner.max_tokens_per_microbatch = 4" in together["too long"]
+    assert len(together["after an error"]) == 2, "an error on all ranks leaves them usable"
+    for text in (together["alone"], together["after a failure"], together["failure"]):
+        assert text == "rank 1 of 2: MemoryError: no room for the gradients"
+
+
+@pytest.fixture
+def started(tmp_path) -> Iterator:
+    """Starts a run on two ranks in the background; nothing of it is left behind."""
+    processes: list[subprocess.Popen] = []
+
+    def start(*arguments: object) -> subprocess.Popen:
+        log = (tmp_path / "log").open("w")
+        process = subprocess.Popen(
+            torchrun("-m", "headwater", "train", *arguments), cwd=ROOT, env=environment(), stdout=log, stderr=log
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        for pid in [*ranks_of(process.pid).values(), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(30)
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """The process of each rank, by the environment that torchrun gives it."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            entries = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        rank = next((each for each in entries if each.startswith(b"RANK=")), None)
+        if rank is not None and int(fields[1]) == launcher and fields[0] != "Z":
+            found[int(rank.removeprefix(b"RANK="))] = int(folder.name)
+    return found
+
+
+def wait_for(condition, what: str, log: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen; {log.read_text()[-2000:]}"
+        time.sleep(0.2)
+
+
+LONG = [
+    *SMALL,
+    "trainer.total_steps=100000",
+    "trainer.checkpoint_every_steps=1",
+    "eval.before=false",
+    "eval.after=false",
+]
+
+
+@pytest.mark.parametrize("how", ["killed rank", "stopped run"])
+def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
+    run, log = RunDirectory(tmp_path / "quickstart"), tmp_path / "log"
+    process = started(*LONG, f"run.root={tmp_path}")
+    wait_for(run.checkpoint_steps, "a checkpoint", log)
+    ranks = ranks_of(process.pid)
+    assert sorted(ranks) == [0, 1]
+    if how == "killed rank":
+        os.kill(ranks[1], signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code = process.wait(LIMIT_S)
+    assert time.monotonic() - began < 60 or os.getloadavg()[0] > 2, "a run ends within a minute of its rank"
+    assert code != 0
+    for pid in ranks.values():
+        wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}", log)
+    text = log.read_text()
+    if how == "killed rank":
+        assert "error: rank 1: its process has ended" in text
+    else:
+        assert "Stopping: saving step" in text
+    assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["quickstart"]
+    last = run.checkpoint_steps()[-1]
+    train_here("--resume", run.path, f"trainer.total_steps={last + 1}")
+    assert [each["step"] for each in metrics(run.path, "train")][-1] == last + 1
+
+
+def test_a_run_continues_on_another_number_of_ranks(tmp_path):
+    def on_two(*arguments: object) -> None:
+        done = subprocess.run(
+            torchrun("-m", "headwater", "train", *arguments),
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    run = tmp_path / "quickstart"
+    on_two(*SMALL, f"run.root={tmp_path}", "trainer.total_steps=1")
+    train_here("--resume", run, "trainer.total_steps=2")
+    on_two("--resume", run, "trainer.total_steps=3")
+    assert [each["step"] for each in metrics(run, "train")] == [1, 2, 3]
+    assert [each.name for each in tmp_path.iterdir()] == ["quickstart"]
+    alone = tmp_path / "alone"
+    train_here(*SMALL, f"run.root={alone}", "trainer.total_steps=3")
+    for ours, theirs in zip(metrics(run, "train"), metrics(alone / "quickstart", "train"), strict=True):
+        assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_on_two_ranks(tmp_path):
+    settings = ["recipes/quickstart.yaml", f"run.root={tmp_path}", "trainer.total_steps=40"]
+    done = subprocess.run(
+        torchrun("-m", "headwater", "train", *settings),
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3 * LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rewards = [each["reward/mean"] for each in metrics(tmp_path / "quickstart", "eval")]
+    assert rewards[-1] > rewards[0] + 0.05
+
+
+def test_settings_that_do_not_fit_the_ranks_are_refused():
+    from headwater.cluster.torchrun import check_ranks
+    from headwater.config.load import load_config
+    from headwater.core.errors import ConfigError
+
+    config = load_config(two_ranks.RECIPE, [*COMMON, "trainer.num_prompts_per_step=4"]).config
+    check_ranks(config, 4 * config.rollout.num_samples_per_prompt)
+    with pytest.raises(ConfigError, match=r"trainer\.num_prompts_per_step = 4: .* fewer than 1000 ranks; raise it"):
+        check_ranks(config, 1000)

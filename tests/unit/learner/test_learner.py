@@ -1,0 +1,150 @@
+"""The learner's face, its buckets, and models that are read in parts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner.test_engine import actor, engine, experience
+
+from headwater.config.schema import Config, LearnerConfig, LoraConfig
+from headwater.core.errors import HeadwaterError, ModelError
+from headwater.learner.engine import ForwardEngine
+from headwater.learner.export import in_buckets
+from headwater.learner.learner import LocalLearner
+from headwater.learner.lora import add_adapters
+from headwater.learner.optimizer import held_by
+from headwater.learner.packed_module import PolicyModule, ValueModule
+from headwater.models import save as save_module
+from headwater.models.load import load_model, load_part, save_model
+from headwater.models.save import WeightStream
+from headwater.models.scored import load_critic, load_critic_part
+
+
+def learner(**parts) -> LocalLearner:
+    return LocalLearner(Config(), actor(engine()), tiny.tokenizer(), **parts)
+
+
+def test_what_cannot_be_computed_is_named():
+    with pytest.raises(ValueError, match="compute 'logits': unknown; use one of logprobs, reference_logprobs, values"):
+        learner().compute(experience(1), ["logprobs", "logits"])
+    for what, setting in {
+        "reference_logprobs": "kl_in_loss",
+        "values": r"critic\.enabled=true",
+        "reward_model": r"reward\.model",
+    }.items():
+        with pytest.raises(HeadwaterError, match=f"compute '{what}': this run has no model for it; set .*{setting}"):
+            learner().compute(experience(1), [what])
+
+
+def test_an_update_and_its_export():
+    one, data = learner(), experience(1).with_columns(meta_info={"version": 0})
+    before = {name: tensor.clone() for bucket in one.export() for name, tensor in bucket}
+    stats = one.update(data)
+    assert stats["actor/optimizer_steps"] == 1
+    after = {name: tensor for bucket in one.export() for name, tensor in bucket}
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert one.shapes() == {name: tuple(tensor.shape) for name, tensor in after.items()}
+    assert list(one.shapes()) == list(after)
+    status = one.status()
+    assert (status.num_ranks, status.num_optimizer_steps, status.failure) == (1, 1, "")
+    with pytest.raises(HeadwaterError, match="no critic"):
+        one.export("critic")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 40))
+def test_buckets_hold_every_tensor_once_and_are_small(sizes, max_bytes):
+    tensors = [(f"w{place}", torch.zeros(size, dtype=torch.uint8)) for place, size in enumerate(sizes)]
+    buckets = list(in_buckets(tensors, max_bytes))
+    assert [name for bucket in buckets for name, _ in bucket] == [name for name, _ in tensors]
+    for bucket in buckets:
+        assert bucket
+        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= max_bytes
+
+
+def assert_same_parameters(model, expected) -> None:
+    wanted = dict(expected.named_parameters())
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == wanted.keys()
+    for name, parameter in parameters.items():
+        assert torch.equal(held_by(parameter), wanted[name]), name
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(dict(model.named_buffers())[name], buffer), name
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model in one file, and the same in several with an index."""
+    folder = tmp_path_factory.mktemp("models")
+    model = tiny.model(seed=5)
+    save_model(model, tiny.tokenizer(), folder / "one")
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    dtypes = {name: each.dtype for name, each in model.named_parameters()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_module, "_MAX_FILE_BYTES", 2**20)
+        save_model(model, tiny.tokenizer(), folder / "several", WeightStream(shapes, dtypes, model.named_parameters()))
+    return folder, model
+
+
+def test_weights_that_are_streamed_are_a_model_folder(folders):
+    folder, model = folders
+    index = json.loads((folder / "several" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert_same_parameters(load_model(str(folder / "several"), dtype="float32", device="cpu", seed=0), model)
+    ours, theirs = (json.loads((folder / name / "config.json").read_text()) for name in ("several", "one"))
+    assert ours == theirs
+    for file in ("generation_config.json", "tokenizer.json"):
+        assert (folder / "several" / file).read_text() == (folder / "one" / file).read_text(), file
+
+
+def test_a_stream_that_is_not_what_was_announced_is_refused(tmp_path):
+    model = tiny.model()
+    shapes = {"model.norm.weight": (3,)}
+    stream = WeightStream(shapes, {"model.norm.weight": torch.float32}, [("model.norm.weight", torch.zeros(4))])
+    with pytest.raises(ModelError, match=r"cannot save model\.norm\.weight of shape \(4,\)"):
+        save_model(model, tiny.tokenizer(), tmp_path / "model", stream)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_model_that_is_read_in_parts_is_the_model(folders):
+    folder, model = folders
+    for name in ("one", "several"):
+        for dtype in ("float32", "bfloat16"):
+            skeleton, files = load_part(str(folder / name), dtype=dtype, seed=0)
+            assert all(parameter.is_meta for parameter in skeleton.parameters())
+            # In another type than the passes compute in, even one rank is sharded.
+            compute = torch.bfloat16 if dtype == "float32" else torch.float32
+            ForwardEngine(
+                PolicyModule(skeleton, 1.0),
+                LearnerConfig(),
+                compute_dtype=compute,
+                device=torch.device("cpu"),
+                weights=files,
+            )
+            assert_same_parameters(skeleton, load_model(str(folder / name), dtype=dtype, device="cpu", seed=0))
+    built, files = load_part("tiny:qwen3", dtype="float32", seed=5)
+    assert files is None
+    assert_same_parameters(built, model)
+
+
+def test_new_heads_and_adapters_have_the_values_of_one_rank(folders):
+    folder, _ = folders
+    path = str(folder / "one")
+    skeleton, _ = load_part(path, dtype="float32", seed=0)
+    whole = load_model(path, dtype="float32", device="cpu", seed=0)
+    for model in (skeleton, whole):
+        add_adapters(model, LoraConfig(rank=4), seed=7)
+    expected = dict(whole.named_parameters())
+    adapters = {name: each for name, each in skeleton.named_parameters() if "lora_" in name}
+    assert len(adapters) > 10
+    assert all(torch.equal(each, expected[name]) for name, each in adapters.items())
+    critic, files = load_critic_part(path, dtype="float32", seed=0)
+    ForwardEngine(
+        ValueModule(critic), LearnerConfig(), compute_dtype=torch.bfloat16, device=torch.device("cpu"), weights=files
+    )
+    assert_same_parameters(critic, load_critic(path, dtype="float32", device="cpu", seed=0))
