@@ -57,9 +57,12 @@ def _processes_of_this_session() -> list[str]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             is_ours = mark in (process / "environ").read_bytes().split(b"\0")
+            status = (process / "status").read_text()
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:  # it has ended, or belongs to another user
             continue
-        if is_ours and int(process.name) != os.getpid():
+        # multiprocessing's tracker of this process ends together with it.
+        is_tracker = "multiprocessing.resource_tracker" in command and f"\nPPid:\t{os.getpid()}\n" in status
+        if is_ours and not is_tracker and int(process.name) != os.getpid():
             found.append(f"{process.name}: {command[:200]}")
     return found
