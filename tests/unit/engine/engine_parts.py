@@ -1,4 +1,4 @@
-"""What the engine's tests share: tiny models, a reference to compare with, and an engine in slow motion."""
+"""Shared by the engine's tests: tiny models, a reference to compare with, and an engine that runs step by step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2_window": lambda: Qwen2Config(**_SHAPE, use_sliding_window=True, **_LOCAL_AND_GLOBAL),
     "qwen3": lambda: Qwen3Config(**_SHAPE, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=8),
-    # Gemma's scaled embeddings drown small random layers: tied, such a model repeats its input whatever the layers do.
+    # Gemma scales its embeddings. With tied weights, a small random model would simply repeat its input.
     "gemma": lambda: GemmaConfig(**_SHAPE, tie_word_embeddings=False),
     "gemma3_text": lambda: Gemma3TextConfig(
         **_SHAPE, query_pre_attn_scalar=8, tie_word_embeddings=False, **_LOCAL_AND_GLOBAL
@@ -80,13 +80,13 @@ KINDS = (*_CONFIGS, "tiny:qwen3", "tiny:qwen2", "tiny:llama")
 
 
 def build(config: Any, seed: int = 0) -> Any:
-    """A model of random weights, the same ones for the same seed."""
+    """A model with random weights that depend on the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
-                # Biases start as zeros and norms as ones; a mistake in either would not show.
+                # Biases start as zeros and norms as ones, which would hide mistakes.
                 if parameter.dim() == 1:
                     parameter += torch.randn_like(parameter) * 0.3
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=0)
@@ -94,7 +94,7 @@ def build(config: Any, seed: int = 0) -> Any:
 
 
 def make_model(kind: str = "qwen3", seed: int = 0) -> Any:
-    """A model of its own: an engine changes the one it is given."""
+    """A new model, because an engine changes the model it is given."""
     if kind.startswith("tiny:"):
         return load_model(kind, dtype="float32", device="cpu", seed=seed)
     return build(_CONFIGS[kind](), seed)
@@ -102,7 +102,7 @@ def make_model(kind: str = "qwen3", seed: int = 0) -> Any:
 
 @lru_cache(maxsize=64)
 def reference(kind: str = "qwen3", seed: int = 0) -> Any:
-    """The same model as transformers runs it. Read only."""
+    """The same model, run by transformers. It must not be changed."""
     return make_model(kind, seed)
 
 
@@ -111,7 +111,7 @@ def weights(seed: int, version: int, kind: str = "qwen3") -> WeightUpdate:
 
 
 def gib_of(model: Any, num_pages: int, page_tokens: int) -> float:
-    """``engine.kv_cache_gib`` for exactly so many pages."""
+    """The ``engine.kv_cache_gib`` that gives exactly ``num_pages`` pages."""
     config = model.config
     bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     return (num_pages + 0.5) * bytes_per_token * page_tokens / 2**30
@@ -119,7 +119,7 @@ def gib_of(model: Any, num_pages: int, page_tokens: int) -> float:
 
 @contextmanager
 def running(model: Any = None, *, num_pages: int = 0, **settings: Any) -> Iterator[Engine]:
-    """An engine for the time of a test. ``num_pages`` makes its cache that small."""
+    """An engine for one test. ``num_pages`` limits the size of its cache."""
     model = model if model is not None else make_model()
     if num_pages:
         settings["kv_cache_gib"] = gib_of(model, num_pages, settings.setdefault("page_tokens", 4))
@@ -131,7 +131,7 @@ def running(model: Any = None, *, num_pages: int = 0, **settings: Any) -> Iterat
 
 
 def like_a_gpu(engine: Engine) -> Engine:
-    """Let the CPU engine queue rounds ahead and pad its rows to buckets, as the one on a GPU does."""
+    """Make the CPU engine queue rounds ahead and pad its rows to buckets, as on a GPU."""
     capacity = engine._loop.scheduler.lanes.capacity
 
     def configure() -> None:
@@ -176,12 +176,12 @@ def assert_same(actual: Sequence[ModelResponse], expected: Sequence[ModelRespons
 
 @torch.no_grad()
 def logits_after(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """``[tokens, vocabulary]``: what the model expects after each of ``tokens``, in one pass over all of them."""
+    """The logits after each of ``tokens``, ``[tokens, vocabulary]``, computed in one pass."""
     return model(torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0].float().cpu()
 
 
 def distribution(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Log-probs that one token is drawn from, worked out token by token as the definitions say."""
+    """The log-probs that one token is sampled from, computed token by token from the definitions."""
     logprobs = (logits / (sampling.temperature or 1.0)).double().log_softmax(-1)
     if sampling.temperature == 0 or (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0):
         return logprobs
@@ -204,13 +204,13 @@ def full_pass(model: Any, response: ModelResponse, sampling: SamplingParams) -> 
     """Log-probs of a response's tokens by one forward pass over the prompt and the whole response."""
     everything = (*response.input_tokens, *response.output_tokens)
     logits = logits_after(model, everything[:-1])[len(response.input_tokens) - 1 :]
-    logits[: sampling.min_new_tokens, list(sampling.stop_token_ids)] = -torch.inf  # not before its least number
+    logits[: sampling.min_new_tokens, list(sampling.stop_token_ids)] = -torch.inf  # excluded up to the minimum length
     rows = zip(logits, response.output_tokens, strict=True)
     return [float(distribution(row, sampling)[token]) for row, token in rows]
 
 
 def run(scenario: Any) -> Any:
-    """Run a coroutine to its end; one that hangs fails."""
+    """Run a coroutine to its end, with a time limit."""
     return asyncio.run(asyncio.wait_for(scenario, LIMIT_S))
 
 
@@ -220,7 +220,7 @@ async def collect(stream: AsyncIterator[Delta]) -> list[Delta]:
 
 @dataclass
 class Streamed:
-    """A request that is being streamed: what has come so far, and the end."""
+    """A request that is being streamed: the deltas received so far."""
 
     deltas: list[Delta] = field(default_factory=list)
 
@@ -244,7 +244,7 @@ class Streamed:
 
 
 class Stepped:
-    """An engine that takes one turn of its loop at a time, so that a test says what happens between which rounds.
+    """An engine that runs one turn of its loop at a time, so that a test controls what happens between rounds.
 
     engine = Stepped(engine)
     answer = engine.submit(request)
@@ -279,7 +279,7 @@ class Stepped:
         assert self._parked.acquire(timeout=LIMIT_S) or not self._loop.is_alive, "the engine's loop hangs"
 
     def turn(self, count: int = 1) -> None:
-        """Take what was asked for, then one round; so many times."""
+        """Process the inbox and run one round, ``count`` times."""
         for _ in range(count):
             if not self._loop.is_alive:
                 return
@@ -291,7 +291,7 @@ class Stepped:
                 assert time.monotonic() < deadline, f"a turn of the engine's loop has not ended after {LIMIT_S:g} s"
 
     def call(self, action: Callable[[], Any]) -> Any:
-        """A control call that waits for the loop: made now, carried out at the start of the next turn."""
+        """Make a control call now; the loop runs it at the start of the next turn."""
         answer: Future[Any] = Future()
 
         def work() -> None:
@@ -314,7 +314,7 @@ class Stepped:
         return self._start(self.engine.agenerate(request))
 
     def stream(self, request: ModelRequest) -> tuple[Streamed, Future[ModelResponse]]:
-        """The deltas as they come, and the response they add up to."""
+        """The deltas as they arrive, and the complete response."""
         streamed = Streamed()
 
         async def follow() -> ModelResponse:
@@ -330,15 +330,15 @@ class Stepped:
         return started
 
     def settle(self) -> None:
-        """What the engine has handed over has arrived."""
+        """Wait until everything that the engine has delivered has arrived."""
         for _ in range(3):
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._events).result(LIMIT_S)
 
     def finish(self, max_turns: int = 3000) -> None:
-        """Turns until nothing is open any more."""
+        """Run turns until no request is open."""
         for _ in range(max_turns):
             if not self.engine._intake.num_open and not self._loop._inbox and not self._loop._awaiting_drain:
-                self.turn(2)  # what was queued ahead is read as well
+                self.turn(2)  # also reads rounds that were queued ahead
                 self.settle()
                 return
             self.turn()
@@ -346,7 +346,7 @@ class Stepped:
         pytest.fail(f"{self.engine._intake.num_open} requests have not ended after {max_turns} turns: {waiting}")
 
     def let_go(self) -> None:
-        """From now on the loop runs by itself."""
+        """Let the loop run freely from now on."""
         self._free = True
         self._permits.release()
 
@@ -370,7 +370,7 @@ def stepped(model: Any = None, *, gpu_like: bool = False, **settings: Any) -> It
 
 
 def assert_nothing_is_held(engine: Engine) -> None:
-    """No request, row, lane or page is in use, and the books of the page pool add up."""
+    """No request, row, lane or page is in use, and the page pool is consistent."""
     scheduler = engine._loop.scheduler
     metrics = engine.metrics()
     assert (metrics.num_waiting, metrics.num_running, metrics.kv_pages_used) == (0, 0, 0)

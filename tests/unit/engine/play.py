@@ -1,4 +1,4 @@
-"""Plays operations on an engine in slow motion and checks every response. Shared by the tests on CPU and CUDA."""
+"""Applies operations to an engine step by step and checks every response. Shared by the tests on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Sent:
     streamed: Streamed | None = None
     aborted: bool = False
     left: bool = False
-    """Whether the caller went away before the answer came."""
+    """Whether the caller stopped waiting before the response arrived."""
 
 
 @dataclass
 class Play:
-    """Carries operations out and remembers what was asked for."""
+    """Applies operations and records the requests."""
 
     engine: Stepped
     kind: str = "qwen3"
@@ -83,7 +83,7 @@ class Play:
         self.updates.append((self.num_versions, seed, future))
 
     def set_version(self) -> None:
-        if all(future.done() for _, _, future in self.updates):  # it would wait for an update that waits for a drain
+        if all(future.done() for _, _, future in self.updates):  # otherwise it would wait for a drain
             self.num_versions += 1
             self.engine.call(lambda: self.engine.engine.set_version(self.num_versions))
 
@@ -94,7 +94,7 @@ class Play:
         self.engine.call(lambda: self.engine.engine.wake(tags))
 
     def play(self, steps: list[tuple[Any, ...]]) -> list[tuple[Sent, ModelResponse]]:
-        """All responses that somebody waited for."""
+        """All responses whose callers waited for them."""
         for name, *arguments in steps:
             getattr(self, name)(*arguments)
         self.engine.call(self.engine.engine.wake)
@@ -103,7 +103,7 @@ class Play:
         return [(sent, sent.answer.result(LIMIT_S)) for sent in self.sent if not sent.left]
 
     def seeds(self) -> dict[int, int]:
-        """Which weights every version that was ever in force stands for."""
+        """The seed of the weights for every version that was active."""
         seeds, refused = {0: 0}, set()
         for version, seed, future in self.updates:
             error = future.exception(LIMIT_S)

@@ -1,4 +1,4 @@
-"""What tests of stop strings share: tokenizers of both kinds, random responses, and where they end by definition."""
+"""Shared by the tests of stop strings: tokenizers, random responses, and where they end by definition."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def piece(kind: str, token: int) -> bytes:
 
 
 def _likely(kind: str) -> list[int]:
-    """Tokens that come together to characters and stop strings often."""
+    """Tokens that often combine to characters and stop strings."""
     if kind != "byte level":
         return [*_BYTES, *range(256, 256 + len(_WORDS)), NO_SUCH_TOKEN]
     names = tokenizer().get_vocab()
@@ -53,7 +53,7 @@ def _likely(kind: str) -> list[int]:
 
 @st.composite
 def responses(draw: st.DrawFn, kind: str, max_size: int = 40) -> tuple[list[int], tuple[str, ...]]:
-    """Tokens, and stop strings of which some are likely in their text."""
+    """Tokens, and stop strings that are likely to occur in their text."""
     anything = st.integers(0, 511 if kind == "byte level" else 255 + len(_WORDS))
     likely = st.sampled_from(_likely(kind))
     tokens = draw(st.lists(st.one_of(likely, likely, anything), max_size=max_size))
@@ -64,13 +64,13 @@ def responses(draw: st.DrawFn, kind: str, max_size: int = 40) -> tuple[list[int]
 
 
 def first_end(kind: str, tokens: list[int], stops: tuple[str, ...]) -> int | None:
-    """The first number of tokens whose text holds a stop string."""
+    """The smallest number of tokens whose text contains a stop string."""
     ends = range(1, len(tokens) + 1)
     return next((end for end in ends if any(stop in tokenizer_of(kind).decode(tokens[:end]) for stop in stops)), None)
 
 
 def first_end_after(kind: str, tokens: list[int], num_checked: int, stops: tuple[str, ...]) -> int | None:
-    """As ``first_end``, where only stop strings count that end inside a token after ``num_checked``."""
+    """``first_end``, but only for stop strings that end inside a token after ``num_checked``."""
     for end in range(num_checked + 1, len(tokens) + 1):
         last, text = piece(kind, tokens[end - 1]), tokenizer_of(kind).decode(tokens[:end])
         rests = [last[length:].decode(errors="replace") for length in range(1, len(last) + 1)]

@@ -1,4 +1,4 @@
-"""Attention over pages on the CPU: what it copies, what it sees, and what broken tokens do to others."""
+"""Attention over pages on a CPU: what it copies, what it sees, and how broken tokens affect others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model_spec():
 
 
 class Copied(TorchDispatchMode):
-    """The elements of every copy of pages."""
+    """Records the number of elements of every copy of pages."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Copied(TorchDispatchMode):
 
 
 class Filled:
-    """A cache that holds sequences of these lengths, their pages all over the place; unused table entries are stale."""
+    """A cache with sequences of these lengths in shuffled pages. Unused table entries are stale."""
 
     def __init__(self, lengths, seed=0):
         spec = model_spec()
@@ -67,7 +67,7 @@ class Filled:
         return self.table[row].to(torch.int64)[places // PAGE] * PAGE + places % PAGE
 
     def break_unused(self, value):
-        """Whatever no sequence has written to, the scratch page too, holds ``value`` in keys and in values."""
+        """Write ``value`` to all keys and values that no sequence uses, including the scratch page."""
         used = torch.cat([self.slots(row, torch.arange(length)) for row, length in enumerate(self.lengths)])
         every = torch.arange(self.cache.num_pages * PAGE)
         unused = every[~torch.isin(every, used)]
@@ -81,7 +81,7 @@ class Filled:
         return attention(0, query, scale=SCALE, window=window)
 
     def prefill(self, chunks, window=0):
-        """The last so many tokens of each sequence."""
+        """Prefill the last ``chunks[i]`` tokens of each sequence."""
         attention = CpuPrefill(self.cache, self.table, chunks, self.lengths)
         return attention(0, self._query[: sum(chunks)], scale=SCALE, window=window)
 
@@ -91,7 +91,7 @@ class Filled:
         return BlockwiseAttention(self.cache, self.table, positions)(0, query, scale=SCALE, window=window)
 
     def expected(self, chunks, window=0):
-        """Query by query, as the definition says."""
+        """The result by definition, query by query."""
         rows, query = [], iter(self._query)
         for row, (length, chunk) in enumerate(zip(self.lengths, chunks, strict=True)):
             for position in range(length - chunk, length):
@@ -106,7 +106,7 @@ class Filled:
 
 @contextmanager
 def little_memory(num_pages):
-    """Room for so many pages, and for what a handful of queries see."""
+    """Limit copies to ``num_pages`` pages, and masks to a few queries."""
     page_bytes = 2 * KVCache(model_spec(), 2, PAGE).layer(0)[0][0].nbytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "CPU_COPY_BYTES", num_pages * page_bytes)
@@ -154,7 +154,7 @@ def test_a_broken_token_is_seen_by_those_after_it_and_by_no_other():
             sees = torch.zeros(33, dtype=torch.bool)
             sees[11:20] = True
             assert torch.equal(result[~sees], expected[~sees])
-            if which == "values":  # of an infinite key a query may make a weight of zero
+            if which == "values":  # an infinite key may get a weight of zero
                 assert not result[sees].isfinite().any(dim=(1, 2)).all()
             beyond = broken.prefill([20, 13], window=3)
             sees[14:] = False

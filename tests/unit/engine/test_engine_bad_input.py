@@ -1,4 +1,4 @@
-"""What the engine cannot do it refuses at once, by name and value, and goes on serving."""
+"""The engine rejects what it cannot do at once, with name and value, and keeps serving."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_request_larger_than_the_cache_is_refused_however_empty_the_cache_is()
 
 
 def test_a_request_of_the_models_whole_length_fits_however_few_sequences_there_are():
-    """The cache is never larger than all sequences could fill; it must not be smaller than one of them either."""
+    """The cache is never larger than all sequences need, but it must hold at least one complete sequence."""
     for max_sequences in [1, 2]:
         with case(max_sequences), running(max_sequences=max_sequences) as engine:
             [response] = engine.generate([request(tokens_of(100), max_new_tokens=156)])

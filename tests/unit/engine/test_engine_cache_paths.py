@@ -30,7 +30,7 @@ ALL = [*SAMPLED, *GREEDY]
 
 @pytest.fixture(scope="module")
 def alone():
-    """Every request in an engine of its own: nothing beside it, nothing before it, everything at once."""
+    """Every request in a separate engine, without other requests or a prefix cache."""
     responses = []
     for each in ALL:
         with running(prefix_cache=False) as engine:
@@ -57,7 +57,7 @@ def test_a_prompt_found_in_the_cache_as_a_cold_one(alone):
     found = after.num_tokens_cached - before.num_tokens_cached
     computed = after.num_tokens_prefilled - before.num_tokens_prefilled
     full_pages = sum((length - 1) // 16 * 16 for length in LENGTHS)
-    # SAMPLED and GREEDY ask for the same prompts: computed once for both.
+    # SAMPLED and GREEDY have the same prompts, which are computed once.
     assert (found, computed) == (full_pages, sum(LENGTHS) - full_pages)
 
 
@@ -112,7 +112,7 @@ def test_a_group_larger_than_the_rows_is_served_in_turns():
 
 
 def test_a_group_larger_than_the_cache_is_served_in_turns():
-    """Too few pages for all members at once: those left over start from the same tokens a little later."""
+    """There are too few pages for all members at once. The others start from the same tokens later."""
     group = [request(tokens_of(7), key, max_new_tokens=10) for key in range(12)]
     with running(page_tokens=4) as engine:
         expected = engine.generate(group)
@@ -193,7 +193,7 @@ def test_a_request_for_a_prompt_that_is_being_computed_shares_the_computation():
 
 
 def test_a_request_for_a_prompt_half_computed_under_older_weights_starts_afresh():
-    """Two jobs of equal tokens at a time: neither may take the other's place."""
+    """Two jobs with the same tokens exist at a time. They must not be confused."""
     prompt = tokens_of(50)
     with running(make_model(seed=1)) as engine:
         expected = engine.generate([request(prompt, 1)])
@@ -209,7 +209,7 @@ def test_a_request_for_a_prompt_half_computed_under_older_weights_starts_afresh(
 
 
 def test_members_left_over_while_their_prompt_is_still_computed_are_served():
-    """Rows become free while a long prompt of a large group is half computed."""
+    """Rows become free while a long prompt of a large group is partly computed."""
     with stepped(max_sequences=3, max_prefill_tokens=1, page_tokens=4, decode_steps=2) as slow:
         others = [slow.submit(request(tokens_of(1), key, max_new_tokens=4)) for key in range(2)]
         slow.turn()
@@ -237,7 +237,7 @@ def test_any_mixture_of_prompts_with_common_starts_gives_the_same_text(
     roomy, asked, chunk, num_pages, rows, prefix_cache
 ):
     trunk = tokens_of(24)
-    # Greedy: among so many cases a sampled one is bound to fall, within rounding, between two tokens.
+    # Greedy, because in some sampled case rounding would decide between two tokens.
     requests = [
         request((*trunk[:shared], *tokens_of(3, tail)), number, max_new_tokens=9, temperature=0.0)
         for number, (tail, shared) in enumerate(asked)

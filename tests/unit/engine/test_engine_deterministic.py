@@ -47,7 +47,7 @@ def alone():
 
 
 def test_the_bits_of_the_fast_mode_do_depend_on_the_batch(alone):
-    """Else nothing below would show anything."""
+    """Otherwise the tests below would prove nothing."""
     with running() as engine:
         assert bits(engine.generate(REQUESTS)) != alone
 
@@ -65,7 +65,7 @@ def test_the_size_of_chunks(alone):
 
 
 def test_a_prompt_found_in_the_cache_and_one_that_was_made_by_decoding(alone):
-    """The cache of a response is built token by token; a later prompt that holds it reads what it finds."""
+    """The cache of a response is built token by token. A later prompt that contains it reuses that cache."""
     with running(deterministic=True) as engine:
         engine.generate(NEIGHBOURS[:5])
         engine.generate([request(each.input_tokens[:-1] or (7,), 5, max_new_tokens=9) for each in REQUESTS])
@@ -114,7 +114,7 @@ def test_every_architecture():
 
 @pytest.fixture(scope="module")
 def engines():
-    """One engine per way of running, reused: what ran before must not matter either."""
+    """One engine per configuration, reused: earlier requests must not matter either."""
     contexts = [
         stepped(deterministic=True, page_tokens=16, max_prefill_tokens=chunk, max_sequences=rows, gpu_like=gpu_like)
         for chunk, rows, gpu_like in ((5, 4, False), (16, 80, True), (1024, 7, True))

@@ -1,4 +1,4 @@
-"""Requests that come with the beginning of their response: they go on as if they had never stopped."""
+"""Requests with given tokens: they continue as if they had never been interrupted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_response_in_many_pieces(engine, whole, data):
 
 
 def stop_across(response: ModelResponse) -> tuple[str, int]:
-    """A text that lies across several tokens in the middle of a response, and how many tokens it ends after."""
+    """A text that spans several tokens in the middle of a response, and the number of tokens up to its end."""
     for end in range(8, len(response.output_tokens)):
         text = tokenizer().decode(list(response.output_tokens[end - 3 : end]))
         before = tokenizer().decode(list(response.output_tokens[: end - 1]))
@@ -77,7 +77,7 @@ def stop_across(response: ModelResponse) -> tuple[str, int]:
 
 
 def test_a_stop_string_across_the_split(engine):
-    """Two tokens of it are given and one is drawn, or the other way round."""
+    """Two of its tokens are given and one is sampled, or the other way round."""
     prompt = tokens_of(6)
     for key in range(50):
         [free] = engine.generate([request(prompt, key, max_new_tokens=60)])
@@ -120,7 +120,7 @@ def test_given_tokens_are_checked_and_count_in_the_limits():
     with running(make_model(), num_pages=10, page_tokens=4) as engine:
         with pytest.raises(RequestError, match=f"token id {VOCABULARY} is outside the vocabulary"):
             engine.generate([replace(request((5,)), given_tokens=(7, VOCABULARY))])
-        # 9 pages of the 10: what is given takes nothing beyond the budget it is part of.
+        # 9 of the 10 pages: given tokens are part of the budget and need no additional room.
         asked = request((5, 6), 3, max_new_tokens=34)
         [response] = engine.generate([asked])
         [later] = engine.generate([replace(asked, given_tokens=response.output_tokens[:33])])

@@ -1,4 +1,4 @@
-"""Whatever happens to the engine in whatever order, no token is lost, repeated or credited to the wrong weights."""
+"""For any order of operations, no token is lost, repeated or attributed to the wrong weights."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from headwater.engine.engine import Engine
 
 NUM_PAGES = 13
 SMALL = {"num_pages": NUM_PAGES, "page_tokens": 4, "max_sequences": 4, "max_prefill_tokens": 7, "decode_steps": 3}
-"""Room for about two of the longest requests, so that what runs must make room for others."""
+"""Room for about two of the longest requests, so that sequences are preempted."""
 STOPS = tuple(range(6, 24))
-"""More than the device watches for; the first few it does watch."""
+"""More stop tokens than the device checks. The first eight fit."""
 STOP_TEXTS = ("w", "e ")
-"""The second is seldom one token."""
+"""The second is rarely a single token."""
 PROMPTS = (tokens_of(1), tokens_of(3), tokens_of(8), tokens_of(8) + tokens_of(5), tokens_of(17))
 
 NO_CUT: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def test_deterministic_responses_are_to_the_bit_what_they_are_alone(steps, gpu_l
 
 
 def test_the_small_cache_makes_requests_give_way():
-    """What the tests above count on: with this little room, preemption happens."""
+    """The tests above rely on this: with so few pages, sequences are preempted."""
     with stepped(**SMALL) as engine:
         answers = [engine.submit(request(prompt, max_new_tokens=30)) for prompt in PROMPTS[1:]]
         engine.finish()
@@ -133,7 +133,7 @@ def give_up_on(engine: Engine) -> None:
 @settings(EXAMPLES, max_examples=5)
 @given(operations(MODES), st.randoms(use_true_random=False))
 def test_nothing_is_lost_when_everyone_calls_at_once(steps, random):
-    """The same with the loop running freely and every caller on a thread of its own."""
+    """The same with a freely running loop and one thread per caller."""
     with running(make_model(), **SMALL) as engine:
         engine = like_a_gpu(engine) if random.random() < 0.5 else engine
         responses: list[tuple[ModelRequest, ModelResponse]] = []

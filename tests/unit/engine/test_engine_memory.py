@@ -1,4 +1,4 @@
-"""How much memory there is, and what happens when there is too little."""
+"""How free memory is measured, and what happens when there is too little."""
 
 from __future__ import annotations
 

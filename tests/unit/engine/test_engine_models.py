@@ -116,7 +116,7 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(determinis
 
 
 def test_a_least_number_of_tokens_is_part_of_the_distribution():
-    """Stop tokens are forbidden at first, so the others share their probability."""
+    """Stop tokens are excluded at first, so the other tokens share their probability."""
     stops = tuple(range(6, 18))
     asked = [request(tokens_of(8), key, min_new_tokens=6, stop_token_ids=stops, max_new_tokens=10) for key in range(8)]
     with running() as engine:

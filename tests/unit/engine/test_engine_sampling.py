@@ -1,4 +1,4 @@
-"""What is drawn, and where a response ends."""
+"""Which tokens are sampled, and where a response ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_first_tokens_follow_the_models_distribution(engine):
             drawn = torch.tensor([each.output_tokens[0] for each in engine.generate(requests)])
             probabilities = (logits_after(reference(), PROMPT)[-1] / temperature).double().softmax(-1)
             observed, expected = torch.bincount(drawn, minlength=512).double(), probabilities * count
-            likely = expected >= 5  # the rest is one cell: chi-square wants cells that are not nearly empty
+            likely = expected >= 5  # the others form one cell, because chi-square needs cells that are not nearly empty
             observed = torch.cat([observed[likely], observed[~likely].sum()[None]])
             expected = torch.cat([expected[likely], expected[~likely].sum()[None]])
             statistic, freedom = float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
@@ -52,13 +52,13 @@ def test_first_tokens_follow_the_models_distribution(engine):
 
 
 def test_later_tokens_follow_it_too(engine):
-    """The third token of many responses, each against the distribution after its own first two."""
+    """The third token of many responses, compared with the distribution after the first two."""
     responses = engine.generate([request(PROMPT, key, max_new_tokens=3) for key in range(1000)])
     with torch.no_grad():
         before = torch.tensor([[*PROMPT, *each.output_tokens[:2]] for each in responses])
         probabilities = reference()(before, use_cache=False).logits[:, -1].double().softmax(-1)
     token = torch.tensor([[each.output_tokens[2]] for each in responses])
-    # Where in the cumulative distribution the token lies: uniform, if it was drawn from it.
+    # The token's position in the cumulative distribution is uniform if it was sampled from it.
     places = probabilities.cumsum(-1).gather(1, token) - probabilities.gather(1, token) / 2
     counts = torch.histc(places.float(), bins=10, min=0, max=1)
     assert ((counts - 100) ** 2 / 100).sum() < 27.9  # 9 degrees of freedom, p = 0.001
@@ -89,12 +89,12 @@ def expected_cut(tokens, stops, minimum=0):
 
 
 def test_a_stop_token_ends_the_response_however_many_there_are(engine):
-    """Up to sixteen are watched on the device and the rest on the host."""
+    """The device checks up to sixteen stop tokens, the host the others."""
     for num_stops, prefix in [(1, True), (16, False), (17, False), (60, False), (60, True)]:
         with case(num_stops, prefix):
             requests = [request(PROMPT, key, max_new_tokens=40) for key in range(12)]
             free = texts(engine.generate(requests))
-            # The stop that counts stands last in the list, behind ones that never come.
+            # The other stop tokens never occur.
             never = [token for token in range(6, 512) if all(token not in tokens for tokens in free)][: num_stops - 1]
             stop = free[0][9]
             stops = (stop, *never) if prefix else (*never, stop)
@@ -158,7 +158,7 @@ def first_end(tokens, stops, minimum=0):
 
 
 def test_a_stop_string_across_tokens_ends_the_response_where_it_is_complete():
-    """Also inside a round of steps: what the round drew after it is dropped."""
+    """Also inside a round of steps: later tokens of the round are discarded."""
     for decode_steps, place in [(1, 6), (3, 0), (8, 13)]:
         with case(decode_steps, place):
             with running(decode_steps=decode_steps) as engine:

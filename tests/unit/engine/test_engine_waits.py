@@ -1,4 +1,4 @@
-"""Nobody waits for ever, nobody is kept waiting by others, and who stops waiting leaves nothing behind."""
+"""Every wait has a limit, callers do not delay each other, and a caller that stops waiting leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def until(condition, what):
 
 
 def recorded(engine):
-    """The order in which the runner is asked to compute."""
+    """Records the order of the runner's calls."""
     order = []
     for name in ("prefill", "decode"):
         work = getattr(engine._runner, name)
@@ -80,7 +80,7 @@ def test_calls_without_end_do_not_keep_prompts_from_being_computed():
         assert answer.done()
 
 
-# Callers that go away
+# Callers that stop waiting
 
 
 class Interrupted(Gathering):
@@ -177,7 +177,7 @@ def test_waiting_for_an_engine_that_computes_nothing_has_an_end_and_says_so(monk
 
 
 def test_slow_progress_and_a_stopped_engine_may_be_waited_for_as_long_as_it_takes(monkeypatch):
-    """Looks five minutes apart, ten of them: far longer than the limit of ten minutes without progress."""
+    """Ten checks, five minutes apart: much longer than the limit of ten minutes without progress."""
     clock = iter(range(0, 10**6, 300))
     monkeypatch.setattr(delivery, "_LOOK_S", 0.001)
     monkeypatch.setattr(delivery, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -242,7 +242,7 @@ def test_a_control_call_that_does_not_end_says_whether_it_has_begun(monkeypatch)
     assert not engine.is_paused
 
 
-# Handing over
+# Delivery
 
 
 def test_one_delivery_that_fails_does_not_keep_the_others_from_arriving():

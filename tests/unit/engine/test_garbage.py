@@ -1,4 +1,4 @@
-"""Garbage collection is put off while weights are swapped, and comes back."""
+"""Garbage collection is disabled while weights are swapped, and enabled again afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taking in what rows drew."""
+"""Storing the output of rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headwater.engine.sequence import EngineSequence
 PAGES = np.array([1], np.int32)
 START = np.array([5], np.int32)
 PILE = 2
-"""Tokens that count as piled up where a test says when to collect."""
+"""Tokens after which ``collect_early`` collects a lane, in the test that patches it."""
 
 
 def lanes_of(capacity: int, max_new_tokens: int = 16) -> Lanes:
@@ -29,7 +29,7 @@ def lanes_of(capacity: int, max_new_tokens: int = 16) -> Lanes:
 
 
 def test_rows_without_a_sequence_cost_no_lane_its_tokens():
-    """Such rows are lane -1 in a plan, which is also how numpy spells the last lane."""
+    """Such rows have lane -1 in a plan, which numpy would interpret as the last lane."""
     lanes = lanes_of(2)
     plan = np.array([1, -1])
     tokens = np.array([[7, -1], [8, -1]], np.int32)
@@ -51,7 +51,7 @@ def test_a_large_budget_costs_the_others_neither_their_tokens_nor_memory():
     lanes.append(np.array([lane]), np.array([[9]], np.int32), np.zeros((1, 1), np.float32), np.array([[True]]), 3)
     lanes.collect_all(np.arange(3))
     assert [lanes.sequence[each].tokens for each in range(3)] == [[7], [8], [9]]
-    # In KiB; arrays that are there in full would take 3 lanes of 12 bytes a token.
+    # In KiB. Fully allocated arrays would need 12 bytes per token in each of 3 lanes.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 

@@ -1,4 +1,4 @@
-"""Which page belongs to whom."""
+"""Allocation, sharing and reuse of pages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from headwater.engine.pages import SCRATCH_PAGE, OutOfPages, PagePool, prefix_ke
 
 TOTAL = 12
 CHAINS = [[f"{chain}:{place}".encode() for place in range(5)] for chain in range(3)]
-"""Three prompts of five full pages; a key stands for everything up to its page."""
+"""Three prompts of five full pages. A key identifies everything up to the end of its page."""
 
 
 class Pool(RuleBasedStateMachine):
-    """Against a plain model: who holds which page how often, and which page was registered under which key."""
+    """Compares the pool with a simple model: references per page, and the page registered under each key."""
 
     held = Bundle("held")
 
@@ -39,7 +39,7 @@ class Pool(RuleBasedStateMachine):
         assert len(set(taken)) == count
         assert SCRATCH_PAGE not in taken
         assert not self.in_use & set(taken)
-        # Pages with a memory go last, and what they held can no longer be found.
+        # Registered pages are reused last, and then no longer found.
         assert len(set(taken) & idle) == max(0, count - free)
         self.registered = {key: page for key, page in self.registered.items() if page not in taken}
         self.references.update(taken)

@@ -1,4 +1,4 @@
-"""Drawing in blocks of a fixed number of rows."""
+"""Sampling in blocks of a fixed number of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing tokens."""
+"""Sampling."""
 
 from __future__ import annotations
 

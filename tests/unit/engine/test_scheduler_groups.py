@@ -1,4 +1,4 @@
-"""What samples of a prompt share is computed once, also after an interruption; and large groups cost no more each."""
+"""Samples of a prompt share its computation, also after an interruption, and large groups cost no more per sample."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_prompts_that_arrive_together_compute_a_common_start_once():
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The sequences whose tokens were gone through one by one."""
+    """Records the sequences whose tokens were read one by one."""
     reads: list[EngineSequence] = []
     all_tokens = EngineSequence.all_tokens
 

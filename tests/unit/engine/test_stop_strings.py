@@ -22,7 +22,7 @@ def encode(text: str) -> list[int]:
 
 
 def plain(tokens: list[int], num_checked: int, stops: list[str]) -> int | None:
-    """The definition: the first end after ``num_checked`` where the text so far ends in a stop string."""
+    """The definition: the first end after ``num_checked`` at which the text ends with a stop string."""
     for end in range(num_checked + 1, len(tokens) + 1):
         if any(tokenizer().decode(tokens[:end]).endswith(stop) for stop in stops):
             return end
@@ -111,7 +111,7 @@ def test_what_was_passed_over_does_not_count_for_any_tokenizer(kind, data):
 
 
 def test_a_stop_behind_a_long_run_of_single_bytes_is_found():
-    """A look that began inside one of its characters would show none of the run; ids that are no token are no break."""
+    """Decoding must not begin inside a character. Ids without a token do not interrupt a run."""
     run = [*("€" * 20).encode(), *"é".encode()]
     for tokens in (run, [each for byte in run for each in (NO_SUCH_TOKEN, byte)]):
         for start in range(1, len(tokens)):

@@ -1,4 +1,4 @@
-"""Which rows are looked at for stop strings."""
+"""Which rows are searched for stop strings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headwater.engine.token_pieces import pieces_of
 PAGES = np.array([1], np.int32)
 START = np.array([5], np.int32)
 MANY = 70
-"""More sets of stop strings than have tables."""
+"""More sets of stop strings than there are tables."""
 
 
 @settings(max_examples=100, deadline=None)
@@ -62,7 +62,7 @@ def put(lanes: Lanes, row: int, stops: tuple[str, ...], on_delta=None) -> int:
 
 
 def drawn(*rows: str) -> Drawn:
-    """Each lane has drawn the tokens of one of the texts."""
+    """Each lane has sampled the tokens of one of the texts."""
     drawn = [tokenizer().encode(text) for text in rows]
     tokens = np.full((max(map(len, drawn)), len(rows)), -1, np.int32)
     for column, each in enumerate(drawn):

@@ -15,7 +15,7 @@ if not ON_CUDA:
 triton = pytest.importorskip("triton", exc_type=ImportError)
 
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
-# The interpreter multiplies with numpy, which has no bfloat16, and truncates where a device rounds to it.
+# The interpreter multiplies with numpy, which has no bfloat16, and truncates where a device rounds.
 HALF = torch.bfloat16 if ON_CUDA else torch.float16
 
 
@@ -33,7 +33,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 class PagedCache:
-    """Keys and values of some rows, spread over shuffled pages; what no row owns is NaN, so reading it shows."""
+    """Keys and values of some rows in shuffled pages. Unused entries are NaN, so that reading them is detected."""
 
     def __init__(self, lengths: list[int], kv_heads: int, head_dim: int, page_tokens: int, dtype: torch.dtype) -> None:
         self.lengths, self.page_tokens = lengths, page_tokens

@@ -1,4 +1,4 @@
-"""Moving a decode batch on by one token."""
+"""Advancing a decode batch by one token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill attention over the paged cache, and that its bits depend on nothing but the query and its keys."""
+"""Prefill attention over the paged cache. Its bits depend only on the query and its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing tokens on the device."""
+"""Sampling on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.kernels.support import DEVICE, randn
 from headwater.engine.kernels.sampling import sample_tokens as sample_in_chunks
 from headwater.engine.sampler import uniforms
 
-# Small chunks make small vocabularies span several, and the interpreter sums a chunk slowly.
+# Small chunks, so that small vocabularies span several. The interpreter is slow.
 sample_tokens = partial(sample_in_chunks, chunk=64)
 
 
