@@ -36,6 +36,9 @@ class Learner:
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
+    def export(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield list(self.export_weights())
+
 
 def embedded(dtype: str) -> Engine:
     model = load_model("tiny:qwen3", dtype=dtype, device="cpu", seed=0)
