@@ -60,6 +60,7 @@ def _processes_of_this_session() -> list[str]:
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:  # it has ended, or belongs to another user
             continue
-        if is_ours and int(process.name) != os.getpid():
+        # Python's own helper for shared memory ends with this process, not before.
+        if is_ours and int(process.name) != os.getpid() and "multiprocessing.resource_tracker" not in command:
             found.append(f"{process.name}: {command[:200]}")
     return found

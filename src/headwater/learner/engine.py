@@ -15,8 +15,9 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import LearnerConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
+from headwater.core.protocols import Bucket
 from headwater.learner import sharded_checkpoint
-from headwater.learner.lora import merged_weights
+from headwater.learner.lora import merged_shapes, merged_weights
 from headwater.learner.memory import CPU
 from headwater.learner.optimizer import Optimizer
 from headwater.learner.packed_module import PackedModule
@@ -24,6 +25,7 @@ from headwater.learner.packing import Pack, Row, check_lengths, idle_pack, pack_
 from headwater.learner.ranks import Ranks
 from headwater.learner.sharding import reshard, shard
 from headwater.learner.step_sums import StepSums
+from headwater.weights.memory import in_buckets
 
 _FORWARD_FACTOR = 4
 """A pass without a gradient keeps nothing for later, so it may take so many times the tokens at once."""
@@ -214,6 +216,12 @@ class TrainEngine(ForwardEngine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, under its Hugging Face name; all ranks take part."""
         yield from merged_weights(self.module.model)
+
+    def export(self) -> Iterator[Bucket]:
+        return in_buckets(self.export_weights())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(merged_shapes(self.module.model))
 
     def save(self, folder: Path) -> None:
         """What is trained and its optimiser, a shard per rank."""

@@ -82,6 +82,13 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield plain_name(name).replace(".base_layer.", "."), whole
 
 
+def merged_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of ``merged_weights``, without computing them."""
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            yield plain_name(name).replace(".base_layer.", "."), tuple(parameter.shape)
+
+
 def adapter_alpha(model: nn.Module) -> float | None:
     """``lora.alpha`` of the model's adapters; None where it has none."""
     return next((float(layer.lora_alpha[_ADAPTER]) for _, layer in _adapted(model)), None)

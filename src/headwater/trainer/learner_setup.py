@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headwater.algorithms.advantages import ADVANTAGES
 from headwater.algorithms.corrections import CORRECTIONS
 from headwater.algorithms.kl import AdaptiveKL, FixedKL, KLController
@@ -25,13 +23,13 @@ from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule, ValueModule
 from headwater.learner.reference import AdapterReference, FrozenReference, Reference
 from headwater.learner.reward_model import RewardModel
-from headwater.models.checksum import checksum, dtype_of_checksum
+from headwater.models.checksum import checksum
 from headwater.models.load import load_model, load_processor, load_tokenizer, resolve_dtype
 from headwater.models.save import save_model
 from headwater.models.scored import load_critic, load_reward_model
-from headwater.models.weights import copy_weights
 from headwater.trainer.arguments import with_arguments
 from headwater.trainer.experience import CorrectionFunction, ExperienceMaker
+from headwater.weights.memory import copy_weights
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,7 @@ class TrainingParts:
         yield self.actor.engine
 
     def checksum(self, policy: str) -> str:
-        """Of all that is trained, in the number type it is trained in; ``policy`` is what the engine serves."""
-        if dtype_of_checksum(policy) != torch.float32:
-            policy = checksum(self.actor.engine.export_weights())
+        """The checksum of everything that is trained; ``policy`` is the one of the policy's weights."""
         if self.critic is None:
             return policy
         return f"{policy} critic {checksum(self.critic.engine.export_weights())}"

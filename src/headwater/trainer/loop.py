@@ -67,6 +67,7 @@ class Trainer:
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
         self._consistent = self._state.warm_started
+        rollout.tasks.while_waiting = self._restore_engine
 
     def _state_at(self, step: int) -> TrainerState:
         return TrainerState(
@@ -205,14 +206,20 @@ class Trainer:
         step = self._state.step + 1
         with self._parts.spans.span("publish", version=step):
             longest_s = self._config.rollout.timeout_s
-            serving = publish(self._training.actor.engine, self._parts.engine, step, longest_response_s=longest_s)
-        learned = self._training.checksum(serving)
+            published = publish(self._training.actor.engine, self._parts.engine, step, longest_response_s=longest_s)
+        learned = self._training.checksum(published.trained)
         self._rollouts.trained(step, learned)
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._recorder.ledger(step, learned, self._books)
         self._state = self._state_at(step)
         self._consistent = True
         self._rollouts.set_version(step)
+
+    def _restore_engine(self) -> None:
+        """While rollouts are awaited: publish the present version again to an engine whose process was replaced."""
+        if self._parts.engine.status().needs_weights:
+            with self._parts.spans.span("publish", version=self._state.step):
+                publish(self._training.actor.engine, self._parts.engine, self._state.step)
 
     def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:
         self._recorder.step(self._state.step, batch, update, self._books.counts)
