@@ -84,7 +84,7 @@ def generate(
         while worker.is_alive() and engine.metrics().num_tokens_generated < due:
             time.sleep(_LOOK_S)
         asked = time.perf_counter()
-        engine.update_weights(WeightUpdate(engine.get_version() + 1, weights.items()), mode).result(300)
+        engine.update_weights(WeightUpdate.of(engine.get_version() + 1, weights.items()), mode).result(300)
         delays.append(time.perf_counter() - asked)
         swaps.append(engine.metrics().last_update_pause_s)
     worker.join()

@@ -73,7 +73,7 @@ def _measure(
     for _ in range(options.updates):
         time.sleep(0.1)
         _wait_until_all_run(engine, len(prompts), running)
-        engine.update_weights(WeightUpdate(engine.get_version() + 1, tensors.items()), mode).result(60)
+        engine.update_weights(WeightUpdate.of(engine.get_version() + 1, tensors.items()), mode).result(60)
         pauses.append(engine.metrics().last_update_pause_s * 1e3)
     _wait_until_all_run(engine, len(prompts), running)
     again = (engine.metrics().num_tokens_prefilled - before) / options.updates

@@ -17,10 +17,10 @@ from headwater.engine.sampler import SamplingBatch, sample, uniforms
 from headwater.learner.engine import TrainEngine
 from headwater.learner.packed_module import PolicyModule
 from headwater.models.load import load_model, resolve_dtype
-from headwater.models.weights import copy_weights
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
 from headwater.rollout.padding import pad_trajectories
+from headwater.weights.memory import copy_weights
 
 
 def test_uniforms_are_the_same_bits_as_on_the_cpu():

@@ -282,7 +282,7 @@ def test_deterministic_bits_survive_making_room_and_interruptions(dtype):
         answers = [slow.submit(each) for each in asked]
         for version in (1, 2):
             slow.turn(3)
-            slow.engine.update_weights(WeightUpdate(version, same.named_parameters()), "interrupt")
+            slow.engine.update_weights(WeightUpdate.of(version, same.named_parameters()), "interrupt")
         slow.finish()
         assert slow.engine.metrics().num_interrupted > 0
         assert bits([answer.result(LIMIT_S) for answer in answers]) == expected
@@ -347,7 +347,7 @@ def test_weights_change_in_memory_between_two_tokens(mode, where):
         answers = [slow.submit(each) for each in asked]
         slow.turn(3)
         computed = slow.engine.metrics().num_tokens_prefilled
-        update = slow.engine.update_weights(WeightUpdate(5, new.named_parameters()), mode)
+        update = slow.engine.update_weights(WeightUpdate.of(5, new.named_parameters()), mode)
         slow.turn()
         assert update.done()
         slow.finish()
@@ -378,10 +378,10 @@ def test_requests_fail_under_weights_that_make_nan_and_the_engine_takes_better_o
     huge["model.norm.weight"] = torch.full_like(good["model.norm.weight"], 1e37)
     with running(model, kv_cache_gib=0.5) as engine:
         expected = engine.generate(asked)
-        engine.update_weights(WeightUpdate(1, huge.items())).result(LIMIT_S)
+        engine.update_weights(WeightUpdate.of(1, huge.items())).result(LIMIT_S)
         with pytest.raises(LogitsBroken, match="weights of version 1 produced NaN or infinite logits"):
             engine.generate(asked)
-        engine.update_weights(WeightUpdate(2, good.items())).result(LIMIT_S)
+        engine.update_weights(WeightUpdate.of(2, good.items())).result(LIMIT_S)
         assert_same(engine.generate(asked), expected)
         assert engine.metrics().num_failed == len(asked)
         assert_nothing_is_held(engine)
@@ -465,7 +465,7 @@ def test_an_update_of_weights_tied_under_the_other_name_reaches_the_captured_gra
     asked = request(tokens_of(20), max_new_tokens=30)
     with cuda() as engine:
         engine.generate([asked])
-        engine.update_weights(WeightUpdate(1, new.items())).result(LIMIT_S)
+        engine.update_weights(WeightUpdate.of(1, new.items())).result(LIMIT_S)
         [response] = engine.generate([asked])
     expected = full_pass(cuda_model(seed=1), response, asked.sampling)
     assert response.output_logprobs == pytest.approx(expected, abs=1e-4)

@@ -59,7 +59,7 @@ def test_a_run_goes_on_when_its_engine_is_killed(tmp_path):
     trained = [group["id"] for record in records for group in record["trained"]]
     assert sorted(trained) == list(range(12 * 4))  # every prompt once; none lost with the engine
     assert records[-1]["counts"] == {"dispatched": 48, "trained": 48, "dropped": 0, "buffered": 0, "in_flight": 0}
-    assert "is started again" in err  # a person is told
+    assert "it is restarted" in err  # a person is told
     assert json.loads((run / "status.json").read_text())["engine_restarts"] == 1
     assert not children(process.pid)
 

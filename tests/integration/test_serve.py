@@ -18,17 +18,18 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import torch
 from command import ROOT, headwater
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 
 from headwater.models.load import load_model, load_tokenizer
 from headwater.models.save import save_model
+from headwater.weights.shared_memory import SlotSender
 
 KEY = "a key of this test"
 MAX_QUEUE = 8
@@ -397,22 +398,31 @@ def test_weights_change_and_replies_say_so(server, models, tmp_path):
     assert server.call("/control/version", {"version": 0}).body == {"version": 0}
 
 
-def test_weights_from_shared_memory(server, models):
+def test_weights_streamed_through_shared_memory(server, models):
     old = greedy(server)
     for folder in (models[1], models[0]):
-        image = save(load_file(folder / "model.safetensors"))
-        memory = SharedMemory(create=True, size=len(image))
+        tensors = load_file(folder / "model.safetensors")
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        slots = SlotSender(shapes, torch.float32)
+        memory = {"shared_memory": slots.name, "slot_bytes": slots.slot_bytes, "dtype": "float32"}
+        start = {"version": 0, "shapes": {name: list(shape) for name, shape in shapes.items()}, **memory}
+        wrong = {**start, "shapes": {**start["shapes"], "extra": [1]}}
         try:
-            memory.buf[: len(image)] = image
-            source = {"shared_memory": memory.name}
-            answer = server.call("/control/update_weights", {"version": 0, "source": source})
-            assert answer.status == 200, answer.body
+            refused = server.call("/control/start_weight_update", wrong)
+            assert (refused.status, "unknown extra" in refused.body["error"]["message"]) == (400, True)
+            assert server.call("/control/start_weight_update", start).status == 200
+            for slot, entries in slots.fill([list(tensors.items())], lambda slot: None):
+                answer = server.call("/control/update_weight_slot", {"slot": slot, "tensors": entries})
+                assert answer.status == 200, answer.body
+            answer = server.call("/control/finish_weight_update", {})
+            assert (answer.status, answer.body["needs_weights"]) == (200, False)
         finally:
-            memory.close()
-            memory.unlink()
+            slots.close()
         assert (greedy(server)["output_ids"] == old["output_ids"]) == (folder == models[0])
-    missing = server.call("/control/update_weights", {"version": 1, "source": {"shared_memory": "no-such-memory"}})
-    assert missing.status == 400
+    missing = {**start, "shared_memory": "no-such-memory"}
+    assert server.call("/control/start_weight_update", missing).status == 400
+    again = server.call("/control/finish_weight_update", {})
+    assert again.status == 400
 
 
 def test_sleeping_keeps_requests(server):

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: the same bits, weights that arrive, and a child that may die at any moment."""
+"""The engine in a separate process: the same bits, weights that arrive, and a child that may die at any moment."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ import torch
 from command import ROOT
 
 from headwater.backends import BackendContext, make_engine
-from headwater.backends.served import child_keeper
-from headwater.backends.served.engine import ServedEngine, engine_arguments
+from headwater.backends.launch import keeper
+from headwater.backends.native.engine import NativeEngine, engine_arguments
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import RequestError, RolloutFailed, WeightsError
+from headwater.core.errors import RequestError, RolloutFailed, WeightsError, WeightsIncomplete
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.checksum import checksum, dtype_of_checksum
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.spans import Spans
+from headwater.weights import shared_memory
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -50,8 +51,10 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def served(one_thread) -> Iterator[ServedEngine]:
-    engine = ServedEngine(MODEL, engine_arguments(CONFIG), dtype="float32", transfer="shared_memory", spans=Spans())
+def served(one_thread) -> Iterator[NativeEngine]:
+    engine = NativeEngine(
+        MODEL, engine_arguments(CONFIG, shares_device=True), dtype="float32", transfer="shared_memory", spans=Spans()
+    )
     yield engine
     pid = engine.pid
     engine.close()
@@ -100,7 +103,7 @@ def bits(responses: list[ModelResponse]) -> list[Any]:
 
 
 def generate(
-    engine: ServedEngine, asked: list[ModelRequest], meanwhile: Callable[[], Any] = lambda: None
+    engine: NativeEngine, asked: list[ModelRequest], meanwhile: Callable[[], Any] = lambda: None
 ) -> list[ModelResponse]:
     """All responses; ``meanwhile`` happens in another thread."""
 
@@ -120,7 +123,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def some_tokens(engine: ServedEngine, least: int = 5) -> None:
+def some_tokens(engine: NativeEngine, least: int = 5) -> None:
     def has_some() -> bool:
         return any(len(each.tokens) >= least for each in list(engine._keeper.requests._open.values()))
 
@@ -154,7 +157,7 @@ def test_the_same_bits_as_in_this_process(served, undisturbed):
 def test_weights_arrive_bit_for_bit_and_leave_no_second_copy(served, undisturbed, transfer, seed):
     before = set(os.listdir("/dev/shm"))
     served._transfer = transfer
-    served.update_weights(WeightUpdate(seed, weights(seed))).result(LIMIT_S)
+    served.update_weights(WeightUpdate.of(seed, weights(seed))).result(LIMIT_S)
     assert served.get_version() == seed
     with inline(seed) as engine:
         assert served.weights_checksum() == engine.weights_checksum()
@@ -162,8 +165,8 @@ def test_weights_arrive_bit_for_bit_and_leave_no_second_copy(served, undisturbed
     assert bits([response]) == bits(undisturbed(requests(1, 10), seed))
     assert set(response.output_versions) == {seed}
     new = set(os.listdir("/dev/shm")) - before
-    assert len(new) <= 1  # a new child would be given this one
-    wrong = served.update_weights(WeightUpdate(9, weights(0)[1:]))
+    assert len(new) <= 1  # the slots, which the next update uses again
+    wrong = served.update_weights(WeightUpdate.of(9, weights(0)[1:]))
     with pytest.raises(WeightsError, match="missing"):
         wrong.result(LIMIT_S)
     assert served.get_version() == seed
@@ -180,8 +183,8 @@ def test_an_update_while_it_generates(served, undisturbed, mode, old, new):
     """Up to the update the old weights speak, after it the new ones. ``old`` and ``new`` are their seeds."""
     served._transfer = "shared_memory"
     version = served.get_version() + 1
-    served.update_weights(WeightUpdate(version, weights(old))).result(LIMIT_S)
-    before, update = served.weights_checksum(), WeightUpdate(version + 1, weights(new))
+    served.update_weights(WeightUpdate.of(version, weights(old))).result(LIMIT_S)
+    before, update = served.weights_checksum(), WeightUpdate.of(version + 1, weights(new))
     asked = requests(3, 32)
 
     def update_meanwhile() -> None:
@@ -211,8 +214,8 @@ def test_an_update_while_it_generates(served, undisturbed, mode, old, new):
 def test_an_update_while_prompts_are_computed(served, undisturbed):
     """What was drawn stays; prompts that are half computed are computed anew; nothing is lost."""
     old, new, version = 1, 2, served.get_version() + 1
-    served.update_weights(WeightUpdate(version, weights(old))).result(LIMIT_S)
-    asked, update = requests(4, 4, num_prompt=250), WeightUpdate(version + 1, weights(new))
+    served.update_weights(WeightUpdate.of(version, weights(old))).result(LIMIT_S)
+    asked, update = requests(4, 4, num_prompt=250), WeightUpdate.of(version + 1, weights(new))
 
     def num_computed() -> int:
         return served._ask("/metrics.json")["num_tokens_prefilled"]
@@ -235,15 +238,22 @@ def test_an_update_while_prompts_are_computed(served, undisturbed):
             assert rest == rest_under(undisturbed, new, request, response, count)
 
 
+def publish_again(engine: NativeEngine, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """As the trainer does it: a new process has no weights, and its requests wait for them."""
+    wait_until(lambda: engine.status().needs_weights, "no new process")
+    engine.update_weights(WeightUpdate.of(engine.get_version(), tensors)).result(LIMIT_S)
+
+
 def test_killed_half_way(served, undisturbed):
     """Tokens, log-probs and versions are those of an engine that nobody disturbed; nothing is lost or made twice."""
-    served.update_weights(WeightUpdate(40, weights(2))).result(LIMIT_S)
+    served.update_weights(WeightUpdate.of(40, weights(2))).result(LIMIT_S)
     weights_then, pid = served.weights_checksum(), served.pid
     asked = [*requests(5, 60), *requests(1, 60, stop_strings=("zzzz",))]
 
     def kill() -> None:
         some_tokens(served)
         os.kill(served.pid, signal.SIGKILL)
+        publish_again(served, weights(2))
 
     responses = generate(served, asked, kill)
     assert bits(responses) == bits(undisturbed(asked, 2))
@@ -254,8 +264,8 @@ def test_killed_half_way(served, undisturbed):
 
 
 def test_told_to_stop_while_paused(served, undisturbed):
-    """A polite end, which answers requests with what they have: they go on all the same, and only when resumed."""
-    served.update_weights(WeightUpdate(50, weights(1))).result(LIMIT_S)
+    """SIGTERM answers requests with the tokens they have. They continue nevertheless, and only when resumed."""
+    served.update_weights(WeightUpdate.of(50, weights(1))).result(LIMIT_S)
     served.set_version(51)
     asked, pid = requests(3, 40), served.pid
 
@@ -264,6 +274,7 @@ def test_told_to_stop_while_paused(served, undisturbed):
         served.pause()
         os.kill(pid, signal.SIGTERM)
         wait_until(lambda: is_gone(pid) and served._keeper.is_settled, "no new child")
+        publish_again(served, weights(1))
         assert served._ask("/metrics.json")["is_paused"]
         time.sleep(0.3)
         assert served._ask("/metrics.json")["num_tokens_generated"] == 0
@@ -312,20 +323,20 @@ def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatc
     config = loaded.config
     engine = make_engine(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
     try:
-        assert isinstance(engine, ServedEngine)
+        assert isinstance(engine, NativeEngine)
         info = engine._ask("/get_server_info")
         assert (info["max_queue"], info["kv_cache_gib"]) == (77, 0.02)
         with inline(3) as other:
             assert engine.weights_checksum() == other.weights_checksum()
         arguments = Path(f"/proc/{engine.pid}/cmdline").read_text()
         assert engine._keeper._api_key not in arguments
-        monkeypatch.setattr(child_keeper, "MAX_RESTARTS", 0)
+        monkeypatch.setattr(keeper, "MAX_RESTARTS", 0)
 
         def kill() -> None:
             some_tokens(engine)
             os.kill(engine.pid, signal.SIGKILL)
 
-        with pytest.raises(RolloutFailed, match=r"died 1 times in a row.*killed by SIGKILL; it said:\nserving tiny"):
+        with pytest.raises(RolloutFailed, match=r"died 1 times in a row.*killed by SIGKILL; its output:\nserving tiny"):
             generate(engine, requests(2, 1500), kill)
         with pytest.raises(RolloutFailed, match="killed by SIGKILL"):
             engine.pause()
@@ -338,17 +349,44 @@ def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatc
         generate(engine, requests(1, 2))
 
 
+def test_a_stream_that_breaks_off_stops_generation_until_a_complete_update(served, undisturbed, monkeypatch):
+    monkeypatch.setattr(shared_memory, "_SLOT_BYTES", 2**14)  # so that a tiny model needs several slots
+    version, good = served.get_version() + 1, weights(1)
+
+    def broken(tensors: list[tuple[str, torch.Tensor]]) -> WeightUpdate:
+        def buckets() -> Iterator[list[tuple[str, torch.Tensor]]]:
+            yield from ([each] for each in tensors[:-1])
+            yield [(tensors[-1][0], torch.full_like(tensors[-1][1], torch.nan))]
+
+        return WeightUpdate(version, {name: tuple(tensor.shape) for name, tensor in tensors}, buckets())
+
+    served._slots.close()
+    served._slots = None
+    with pytest.raises(WeightsIncomplete, match="NaN"):
+        served.update_weights(broken(good)).result(LIMIT_S)
+    assert served.status().needs_weights
+    asked = requests(2, 8)
+
+    def complete() -> None:
+        wait_until(lambda: served.status().num_waiting == 2, "they wait")
+        served.update_weights(WeightUpdate.of(version, good)).result(LIMIT_S)
+
+    responses = generate(served, asked, complete)
+    assert bits(responses) == bits(undisturbed(asked, 1))
+    assert not served.status().needs_weights
+
+
 def test_a_model_that_is_not_there_is_told_at_once():
-    with pytest.raises(RolloutFailed, match=r"exit status 2 before it served no/such/model; it said:\n.*no/such/model"):
-        ServedEngine("no/such/model", (), dtype="float32", transfer="file", spans=Spans())
+    with pytest.raises(RolloutFailed, match=r"exit status 2 before it served no/such/model; its output:\n.*no/such"):
+        NativeEngine("no/such/model", (), dtype="float32", transfer="file", spans=Spans())
 
 
 PARENT = """
 import sys
-from headwater.backends.served.engine import ServedEngine
+from headwater.backends.native.engine import NativeEngine
 from headwater.observe.spans import Spans
 
-engine = ServedEngine("tiny:qwen3", ("engine.kv_cache_gib=0.02",), dtype="float32", transfer="file", spans=Spans())
+engine = NativeEngine("tiny:qwen3", ("engine.kv_cache_gib=0.02",), dtype="float32", transfer="file", spans=Spans())
 print(engine.pid, flush=True)
 sys.stdin.readline()
 """

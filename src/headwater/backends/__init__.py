@@ -1,17 +1,23 @@
-"""Inference engines behind one interface, one file each (see ``core.protocols.InferenceEngine``).
+"""Inference engines behind one interface (see ``core.protocols.InferenceEngine``).
 
-A backend class is made with ``from_context(BackendContext)``: it loads, starts or connects to whatever it needs.
+``embedded`` and ``hf`` run in this process. ``native`` talks to a ``headwater serve``, which ``launch`` starts and
+keeps alive. A backend class is created with ``from_context(BackendContext)``, which loads, starts or connects to what
+it needs.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from headwater.config.schema import Config
-from headwater.core.errors import ConfigError
-from headwater.core.protocols import InferenceEngine, Tokenizer
+from headwater.core.errors import ConfigError, ModelError
+from headwater.core.protocols import Capabilities, InferenceEngine, Tokenizer
 from headwater.core.registry import Registry
+from headwater.models.device import resolve_device
 from headwater.observe.spans import Spans
 
 BACKENDS = Registry("backend", "headwater.backends")
@@ -19,7 +25,7 @@ BACKENDS = Registry("backend", "headwater.backends")
 
 @dataclass(frozen=True)
 class BackendContext:
-    """What every backend is given to start from."""
+    """What every backend is created from."""
 
     config: Config
     model_path: str
@@ -28,24 +34,72 @@ class BackendContext:
     spans: Spans
 
 
-def make_engine(context: BackendContext) -> InferenceEngine:
-    """The engine that ``rollout.placement`` and ``rollout.backend`` name."""
+def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceEngine:
+    """The engine that ``rollout.placement`` and ``rollout.backend`` name, if it can do what the config asks for."""
     rollout = context.config.rollout
+    engine: InferenceEngine
     if rollout.placement == "disaggregated":
-        from headwater.backends.served.engine import ServedEngine
+        from headwater.backends.native.engine import NativeEngine
 
-        return ServedEngine.from_context(context)
-    engine: InferenceEngine = BACKENDS.resolve(rollout.backend).from_context(context)
+        engine = NativeEngine.from_context(context)
+    else:
+        engine = BACKENDS.resolve(rollout.backend).from_context(context)
+    problems = missing_capabilities(context.config, engine.capabilities, replays=replays)
+    if problems:
+        engine.close()
+        raise ConfigError(problems)
     return engine
 
 
+def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = False) -> list[str]:
+    """What the config asks for and the engine cannot do. ``replays`` is true for a run that repeats a recorded one."""
+    problems = []
+    backend, mode = f"rollout.backend = {config.rollout.backend}", config.engine.update_mode
+    if replays and not (can.seeded_sampling and can.resumable):
+        problems.append(f"{backend}: cannot repeat a recorded run, because it has no seeded sampling; use embedded")
+    if config.engine.deterministic and not can.seeded_sampling:
+        problems.append(f"engine.deterministic = true: {backend} has no seeded sampling; use rollout.backend=embedded")
+    if config.rollout.max_staleness > 0 and not can.per_token_versions:
+        problems.append(
+            f"rollout.max_staleness = {config.rollout.max_staleness}: {backend} does not tell which version produced a "
+            "token; use 0, or rollout.backend=embedded"
+        )
+    if config.learner.offload_during_rollout and "kv_cache" not in can.memory_tags:
+        problems.append(f"learner.offload_during_rollout = true: {backend} cannot release its KV cache; use false")
+    # A backend with one mode of its own does not read the setting.
+    if len(can.update_modes) > 1 and mode not in can.update_modes:
+        problems.append(f"engine.update_mode = {mode}: {backend} only has {', '.join(can.update_modes)}")
+    return problems
+
+
+def engine_device(wanted: str, learner: str) -> tuple[str, bool]:
+    """The device of a disaggregated engine, and whether the learner uses it too.
+
+    ``wanted`` is ``rollout.device``, ``learner`` is ``model.device``. ``auto`` is the last GPU that no rank of the
+    learner on this machine uses, or the learner's device if there is none.
+    """
+    own = resolve_device(learner)
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    used = {own, *(torch.device(own.type, rank) for rank in range(num_ranks) if num_ranks > 1 and own.type == "cuda")}
+    if wanted == "auto":
+        num_gpus = torch.cuda.device_count() if own.type == "cuda" else 0
+        free = [device for device in (torch.device("cuda", index) for index in range(num_gpus)) if device not in used]
+        chosen = free[-1] if free else own
+    else:
+        try:
+            chosen = resolve_device(wanted)
+        except ModelError as error:
+            raise ConfigError([str(error).replace("model.device", "rollout.device")]) from error
+    return str(chosen), chosen in used
+
+
 def check_lengths(context: BackendContext, model: Any) -> None:
-    """Prompts and responses as long as the recipe allows must fit the model."""
+    """Raise if the longest prompt and response that the recipe allows do not fit the model."""
     check_length(context, model.config.get_text_config().max_position_embeddings)
 
 
 def check_length(context: BackendContext, limit: int) -> None:
-    """As ``check_lengths``, for a model that takes so many tokens."""
+    """As ``check_lengths``, for a model that takes ``limit`` tokens."""
     config = context.config
     needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if needed > limit:

@@ -1,4 +1,4 @@
-"""Our own engine (``headwater.engine``) inside the training process."""
+"""Headwater's engine (``headwater.engine``) inside the training process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headwater.models.load import load_model
 
 @BACKENDS.register
 class EmbeddedEngine(Engine):
-    """The embedded engine as a backend: a model of its own, on the learner's device."""
+    """The embedded engine as a backend: a separate model on the learner's device."""
 
     @classmethod
     def from_context(cls, context: BackendContext) -> EmbeddedEngine:

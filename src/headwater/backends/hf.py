@@ -1,7 +1,8 @@
-"""Generation with transformers' own ``generate``: the plainest engine, and the one others are checked against.
+"""Generation with transformers' ``generate``: the simplest engine, and the reference for the others.
 
-Requests that arrive together are generated together. Tokens are drawn by our sampler inside the generation loop, so a
-request's randomness does not depend on its neighbours and the log-prob of every token is recorded as it is drawn.
+Requests that arrive together are generated together. Headwater's sampler draws the tokens inside the generation loop.
+The randomness of a request therefore does not depend on its neighbours, and the log-prob of every token is recorded
+when it is drawn.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +28,7 @@ from transformers import (
 
 from headwater.backends import BACKENDS, BackendContext, check_lengths
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import QueueFull, RequestError, RolloutFailed, WeightsError
+from headwater.core.errors import QueueFull, RequestError, RolloutFailed, WeightsError, WeightsIncomplete
 from headwater.core.protocols import (
     ALL_TAGS,
     Capabilities,
@@ -39,12 +41,13 @@ from headwater.core.protocols import (
 )
 from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import named_wait
+from headwater.engine.delivery import in_thread
 from headwater.engine.sampler import SamplingBatch, sample
 from headwater.engine.stops import find_stop
-from headwater.models.checksum import checksum
+from headwater.models.checksum import checksum, dtype_name
 from headwater.models.load import end_token_ids, load_model, load_tokenizer
-from headwater.models.weights import copy_weights
 from headwater.observe.spans import Spans
+from headwater.weights.memory import Receiver
 
 _GATHER_S = 0.002
 _POLL_S = 0.01
@@ -60,12 +63,12 @@ class _Pending:
 
 
 class _Draw(LogitsProcessor):  # type: ignore[misc]
-    """Draws the next tokens with our sampler and leaves ``generate`` no other choice than to take them."""
+    """Draws the next tokens with Headwater's sampler, and makes them the only tokens that ``generate`` can choose."""
 
     def __init__(self, batch: SamplingBatch, prompt_width: int) -> None:
         self._batch = batch
         self._prompt_width = prompt_width
-        """Without tokens of the response that were given with the prompt: randomness goes by the place in it."""
+        """Excludes given tokens of the response: randomness depends on the position in the response."""
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -76,7 +79,7 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Abandoned(StoppingCriteria):  # type: ignore[misc]
-    """Ends a ``generate`` call whose responses nobody waits for any more, as after Ctrl-C."""
+    """Ends a ``generate`` call when no caller waits for its responses any more, as after Ctrl-C."""
 
     def __init__(self, batch: list[_Pending]) -> None:
         self._batch = batch
@@ -105,7 +108,7 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
 
 @BACKENDS.register
 class HfEngine:
-    """Batches concurrent requests into calls of ``model.generate`` on a thread of its own."""
+    """Batches concurrent requests into calls of ``model.generate`` on a separate thread."""
 
     def __init__(
         self, model: Any, tokenizer: Any, *, max_batch_sequences: int, max_queue: int = 65536, spans: Spans
@@ -118,7 +121,7 @@ class HfEngine:
         self._tokenizer = tokenizer
         self._pad_token_id = tokenizer.pad_token_id
         self._end_token_ids = end_token_ids(model, tokenizer)
-        # A model's own generation settings (a repetition penalty, say) would change the distribution we sample from.
+        # The model's generation settings, such as a repetition penalty, would change the distribution that is sampled.
         model.generation_config = GenerationConfig()
         self._max_batch_sequences = max_batch_sequences
         self._spans = spans
@@ -131,8 +134,10 @@ class HfEngine:
         self._is_asleep = False
         self._is_closed = False
         self._batcher: asyncio.Task[None] | None = None
-        self._running = threading.Event()
-        self._running.set()
+        self._is_paused = False
+        self._needs_weights = False
+        self._num_updating = 0
+        self._counting = threading.Lock()
         # Held while weights are read by a generate call or written by an update, so that no response mixes versions.
         self._weights_lock = threading.Lock()
         # Held while weights change: a checksum need not wait for a generate call, which only reads them too.
@@ -176,7 +181,7 @@ class HfEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(streaming=False, update_modes=("drain",))
+        return Capabilities(streaming=False, update_modes=("drain",), dtype=dtype_name(self._model.parameters()))
 
     def status(self) -> EngineStatus:
         with self._open_lock:
@@ -185,7 +190,8 @@ class HfEngine:
             version=self._version,
             num_running=num_running,
             num_waiting=max(0, num_open - num_running),
-            is_paused=not self._running.is_set(),
+            needs_weights=self._needs_weights,
+            is_paused=self._is_paused,
             is_asleep=self._is_asleep,
             is_alive=not self._is_closed,
             settings={"max_sequences": self._max_batch_sequences, "max_queue": self.limits.max_queue},
@@ -228,31 +234,44 @@ class HfEngine:
 
     def pause(self) -> None:
         """Start no further batch. The batch being generated is finished."""
-        self._running.clear()
+        self._is_paused = True
 
     def resume(self) -> None:
-        self._running.set()
+        self._is_paused = False
 
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
-        """Wait for the batch being generated, then take the new weights whole or refuse them whole."""
-        done: Future[None] = Future()
-        if mode not in (None, "drain"):
-            done.set_exception(WeightsError(f"mode = {mode}: the hf engine only supports drain"))
-            return done
-        was_running = self._running.is_set()
-        self._running.clear()  # or the next batch could take the lock again before we get it, and the one after that
+        """Take new weights when the batch being generated has ended, which is what ``drain`` means."""
+
+        def take() -> None:
+            with self._updating():
+                try:
+                    receiver.take_all(update)
+                except WeightsIncomplete:
+                    self._needs_weights = True
+                    raise
+                self._needs_weights = False
+                self._version = update.version
+
+        try:
+            if mode not in (None, "drain"):
+                raise WeightsError(f"mode = {mode}: the hf engine only supports drain")
+            receiver = Receiver(self._model, update.shapes)
+        except WeightsError as error:
+            refused: Future[None] = Future()
+            refused.set_exception(error)
+            return refused
+        return in_thread(take)
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        with self._counting:
+            self._num_updating += 1  # otherwise one batch after the other could take the lock first
         try:
             with self._weights_lock, self._change_lock:
-                copy_weights(self._model, update.tensors)
-                self._version = update.version
-        except WeightsError as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+                yield
         finally:
-            if was_running:
-                self._running.set()
-        return done
+            with self._counting:
+                self._num_updating -= 1
 
     def get_version(self) -> int:
         return self._version
@@ -261,11 +280,13 @@ class HfEngine:
         self._version = version
 
     def weights_checksum(self) -> str:
+        if self._needs_weights:
+            raise WeightsIncomplete("the engine holds parts of two versions; publish a complete one first")
         with self._change_lock:
             return checksum(self._model.named_parameters())
 
     def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
-        """Start no further batch; with the tag ``weights`` the model moves to the CPU. No KV outlives a batch."""
+        """Start no further batch; with the tag ``weights`` the model moves to the CPU. No KV cache outlives a batch."""
         self.pause()
         self._is_asleep = True
         if "weights" in tags:
@@ -284,7 +305,7 @@ class HfEngine:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     async def _serve_pending(self) -> None:
-        # Episodes that start together ask within the same moment; a short pause lets them share a batch.
+        # Episodes that start together send their requests within a moment; a short pause lets them share a batch.
         await asyncio.sleep(_GATHER_S)
         while self._pending:
             batch: list[_Pending] = []
@@ -296,7 +317,7 @@ class HfEngine:
                     self._num_running = len(batch)
                     responses = await loop.run_in_executor(self._executor, self._generate, batch)
                     _answer(batch, responses)
-            except Exception as error:  # noqa: BLE001  whatever went wrong belongs to the requests that waited for it
+            except Exception as error:  # noqa: BLE001  the error belongs to the requests that waited
                 waiting = batch or self._pending
                 _fail(waiting, error)
                 self._pending = [each for each in self._pending if not each.future.done()]
@@ -305,21 +326,25 @@ class HfEngine:
 
     async def _until_running(self) -> None:
         async def poll() -> None:
-            while not self._running.is_set():  # noqa: ASYNC110  resume() may be called from any thread
+            while self._is_stopped():  # noqa: ASYNC110  resume() may be called from any thread
                 await asyncio.sleep(_POLL_S)
 
-        if not self._running.is_set():
+        if self._is_stopped():
             waiting = len(self._pending)
+            why = "to receive complete weights" if self._needs_weights else "to resume"
             await named_wait(
                 poll(),
-                lambda: f"{waiting} requests wait for the paused hf engine to resume",
+                lambda: f"{waiting} requests wait for the hf engine {why}",
                 kind="engine_call",
                 hard_limit_s=_PAUSE_LIMIT_S,
             )
 
+    def _is_stopped(self) -> bool:
+        return self._is_paused or self._needs_weights or self._num_updating > 0
+
     def _next_batch(self) -> list[_Pending]:
-        """The oldest request and all others that one ``generate`` call can serve with it: equal sampling settings, and
-        equally far into their responses."""
+        """The oldest request, and all others that one ``generate`` call can serve with it: those with the same sampling
+        settings and the same number of given tokens."""
 
         def kind(pending: _Pending) -> tuple[SamplingParams, int]:
             return pending.request.sampling, len(pending.request.given_tokens)
@@ -328,7 +353,7 @@ class HfEngine:
         batch = [each for each in self._pending if kind(each) == first][: self._max_batch_sequences]
         taken = set(map(id, batch))
         self._pending = [each for each in self._pending if id(each) not in taken]
-        # A caller that was cancelled no longer waits for its response.
+        # A cancelled caller no longer waits for its response.
         return [each for each in batch if not each.future.done()]
 
     def check(self, request: ModelRequest) -> None:
@@ -409,7 +434,7 @@ class HfEngine:
         queue_s: float,
         generate_s: float,
     ) -> ModelResponse:
-        # generate pads a row after its end token; the end token itself belongs to the response.
+        # generate pads a row after its end token; the end token belongs to the response.
         end = self.end_of(pending.request, output)
         count = end if end is not None else len(output)
         return ModelResponse(
@@ -423,7 +448,7 @@ class HfEngine:
         )
 
     def _given_whole(self, request: ModelRequest) -> ModelResponse | None:
-        """The answer to a request whose given tokens are a whole response already."""
+        """The answer to a request whose given tokens are already a complete response."""
         given = request.given_tokens
         has_stopped = bool(given) and self.end_of(replace(request, given_tokens=given[:-1]), given[-1:]) is not None
         if has_stopped or len(given) >= request.sampling.max_new_tokens:
@@ -431,7 +456,7 @@ class HfEngine:
         return None
 
     def end_of(self, request: ModelRequest, output: Sequence[int]) -> int | None:
-        """How many of the tokens after the given ones make a response that ended by itself; ``None`` if none do."""
+        """The number of tokens after the given ones at which the response stops; ``None`` if it does not stop."""
         params, num_given = request.sampling, len(request.given_tokens)
         first = min(max(0, params.min_new_tokens - num_given), len(output))
         stop_ids = self._stop_ids(params)

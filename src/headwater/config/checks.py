@@ -218,8 +218,18 @@ def weight_transfer_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.rollout.placement == "colocated" and config.rollout.weight_transfer != default:
         yield Clash(
             ("rollout.weight_transfer", "rollout.placement"),
-            "nothing reads this, because rollout.placement = colocated hands weights over within the process; use "
+            "nothing reads this, because rollout.placement = colocated passes weights within the process; use "
             f"rollout.placement=disaggregated, or set it back to {show(default)}",
+        )
+
+
+def colocated_engine_has_the_learners_device(config: Config, layers: Layers) -> Iterator[Clash]:
+    device = config.rollout.device
+    if config.rollout.placement == "colocated" and device not in ("auto", config.model.device):
+        yield Clash(
+            ("rollout.device", "rollout.placement"),
+            f"a colocated engine runs on the learner's device, model.device = {show(config.model.device)}; use "
+            "rollout.placement=disaggregated, or set it back to 'auto'",
         )
 
 
@@ -236,8 +246,8 @@ def offloading_learner_takes_turns(config: Config, layers: Layers) -> Iterator[C
     if config.rollout.placement == "disaggregated":
         yield Clash(
             ("learner.offload_during_rollout", "rollout.placement"),
-            f"the engine has its own memory with rollout.placement = disaggregated; {remedy}, or use "
-            "rollout.placement=colocated",
+            "rollout.placement = disaggregated runs the engine in a separate process, which does not take turns with "
+            f"the learner; {remedy}, or use rollout.placement=colocated",
         )
 
 
@@ -287,6 +297,7 @@ CHECKS: tuple[Check, ...] = (
     schedule_settings_are_read,
     disaggregated_engine_is_embedded,
     weight_transfer_is_read,
+    colocated_engine_has_the_learners_device,
     offloading_learner_takes_turns,
     partial_groups_are_kept,
 )

@@ -116,8 +116,11 @@ class RolloutConfig:
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """Where generation runs: `colocated` shares the process and device of the learner, `disaggregated` uses a
     separate process."""
+    device: Annotated[str, NotEmpty("use auto, cpu, cuda or cuda:N")] = "auto"
+    """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
+    the learner's device if there is none."""
     weight_transfer: WeightTransfer = "shared_memory"
-    """How new weights are sent to a disaggregated engine."""
+    """How new weights are sent to a disaggregated engine: in pieces through shared memory, or through a file."""
     episode_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """Time limit for the episodes of one prompt, including rewards and tools; exceeding it is a failure."""
     timeout_s: Annotated[float, MoreThan(0)] = 1800.0

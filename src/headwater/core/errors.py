@@ -43,6 +43,14 @@ class WeightsError(HeadwaterError):
     """A weight update that does not fit the model; the old weights stay in place."""
 
 
+class WeightsIncomplete(WeightsError):
+    """A weight update that failed midway. The engine generates nothing until a complete update succeeds."""
+
+
+class TransferLost(WeightsError):
+    """The engine's process ended during a weight update, which can be sent again to the process that replaces it."""
+
+
 class RewardFailed(HeadwaterError):
     """A reward could not be computed. A failure is never converted to a number."""
 

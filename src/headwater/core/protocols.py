@@ -37,20 +37,51 @@ Role = Literal["policy", "critic"]
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """Policy version ``version`` as named tensors, in the names of the Hugging Face model."""
+    """One policy version on its way to an engine, as a stream of buckets.
+
+    An engine checks ``shapes`` before it changes a weight. It then iterates ``buckets`` once, on one thread. The
+    tensors of a bucket are valid until the next bucket is requested.
+    """
 
     version: int
-    tensors: Iterable[tuple[str, torch.Tensor]]
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shape of every tensor of the model, by name."""
+    buckets: Iterable[Bucket]
+
+    @classmethod
+    def of(cls, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
+        """An update of tensors that are all in memory already, as one bucket."""
+        bucket = list(tensors)
+        return cls(version, {name: tuple(tensor.shape) for name, tensor in bucket}, [bucket])
+
+    def close(self) -> None:
+        """End a stream that is not read to its end, so that its sender can release what it holds."""
+        close = getattr(self.buckets, "close", None)
+        if close is not None:
+            close()
+
+
+class WeightSource(Protocol):
+    """What publishing needs from a learner."""
+
+    def export(self) -> Iterator[Bucket]:
+        """All weights of the policy, bucket by bucket; never the whole model in one list."""
+        ...
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor that ``export`` yields, by name."""
+        ...
 
 
 MemoryTag = Literal["kv_cache", "weights"]
-"""What an engine can give back to the device while it sleeps."""
+"""What an engine can release from its device while it sleeps."""
 
 ALL_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
 
-
 UpdateMode = Literal["interrupt", "in_flight", "drain"]
 """What happens to running requests when the weights change."""
+
+ALL_UPDATE_MODES: tuple[UpdateMode, ...] = ("interrupt", "in_flight", "drain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +106,10 @@ class Capabilities:
     """``astream`` yields tokens as they are generated. Otherwise it yields the complete response once."""
     memory_tags: tuple[MemoryTag, ...] = ALL_TAGS
     """What ``sleep`` can release."""
-    update_modes: tuple[UpdateMode, ...] = ("interrupt", "in_flight", "drain")
+    update_modes: tuple[UpdateMode, ...] = ALL_UPDATE_MODES
     """The modes that ``update_weights`` supports."""
+    dtype: str = "float32"
+    """The number type of the engine's weights, for example ``bfloat16``. Published weights are converted to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +156,9 @@ class EpisodeEngine(Protocol):
 
 
 class InferenceEngine(EpisodeEngine, Protocol):
-    """Generates responses, tags every token with the policy version that made it, and takes new weights.
+    """Generates responses, tags every token with the policy version that produced it, and takes new weights.
 
-    ``pause`` stops the making of tokens and keeps every request; ``sleep`` also gives memory back until ``wake``.
+    ``pause`` stops generation and keeps every request; ``sleep`` also releases memory until ``wake``.
     """
 
     @property
@@ -153,11 +186,18 @@ class InferenceEngine(EpisodeEngine, Protocol):
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
-    def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]: ...
+    def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
+        """Take new weights. Names and shapes are checked first; a mismatch leaves the old weights in place.
+
+        A stream that fails after a weight was changed is ``WeightsIncomplete``: the engine keeps its requests and
+        generates nothing until a later update succeeds.
+        """
+        ...
+
     def get_version(self) -> int: ...
     def set_version(self, version: int) -> None: ...
     def weights_checksum(self) -> str:
-        """Of the weights that serve now, as ``models.checksum`` counts it."""
+        """The checksum of the weights in use, as computed by ``models.checksum``."""
         ...
 
     def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None: ...

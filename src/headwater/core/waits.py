@@ -94,11 +94,12 @@ def wait_until(
     kind: str,
     hard_limit_s: float,
     soft_limit_s: float = 30.0,
+    while_waiting: Callable[[], object] | None = None,
 ) -> T:
     """Wait until ``predicate`` returns a true value, and return that value. The caller holds ``condition``.
 
     The predicate is called after every notification and once a second, so it may also check state that sends no
-    notifications. It may raise to end the wait.
+    notifications. It may raise to end the wait. ``while_waiting`` is called about once a second, without the lock.
     """
     if answer := predicate():
         return answer
@@ -108,6 +109,14 @@ def wait_until(
             if answer := predicate():
                 return answer
             wait.log_or_raise()
+            if while_waiting is not None and wait.is_time_to_look():
+                condition.release()
+                try:
+                    while_waiting()
+                finally:
+                    condition.acquire()
+                if answer := predicate():
+                    return answer
 
 
 def wait_for_future(
@@ -117,8 +126,12 @@ def wait_for_future(
     kind: str,
     hard_limit_s: float,
     soft_limit_s: float = 30.0,
+    while_waiting: Callable[[], object] | None = None,
 ) -> T:
-    """Wait for a future of another thread. The hard limit does not cancel the future; its owner may do so."""
+    """Wait for a future of another thread. The hard limit does not cancel the future; its owner may do so.
+
+    ``while_waiting`` is called about once a second.
+    """
     if future.done():
         return future.result()
     with _Wait(kind, describe, hard_limit_s, soft_limit_s) as wait:
@@ -129,6 +142,8 @@ def wait_for_future(
                 if future.done():  # the work itself may have raised a TimeoutError
                     return future.result()
             wait.log_or_raise()
+            if while_waiting is not None and wait.is_time_to_look():
+                while_waiting()
 
 
 _open_waits_lock = threading.Lock()
@@ -151,6 +166,7 @@ class _Wait:
         self._thread_name = threading.current_thread().name
         self._number = next(_numbers)
         self._began = time.monotonic()
+        self._looks_at_s = _LOOK_S
         self._log_at_s = soft_limit_s
 
     def __enter__(self) -> _Wait:
@@ -167,6 +183,14 @@ class _Wait:
     def until_next_s(self) -> float:
         """Return the seconds until the next limit."""
         return min(_LONGEST_S, max(0.0, min(self._log_at_s, self._hard_limit_s) - self._waited_s()))
+
+    def is_time_to_look(self) -> bool:
+        """True at most once a second."""
+        waited_s = self._waited_s()
+        if waited_s < self._looks_at_s:
+            return False
+        self._looks_at_s = waited_s + _LOOK_S
+        return True
 
     def log_or_raise(self) -> None:
         """Log at the soft limits and raise at the hard limit."""

@@ -14,15 +14,22 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
-import torch
-
-from headwater.config.schema import EngineConfig, UpdateMode
-from headwater.core.errors import ConfigError, WeightsError
-from headwater.core.protocols import ALL_TAGS, Capabilities, EngineLimits, EngineStatus, MemoryTag, WeightUpdate
+from headwater.config.schema import EngineConfig
+from headwater.core.errors import ConfigError, WeightsError, WeightsIncomplete
+from headwater.core.protocols import (
+    ALL_TAGS,
+    ALL_UPDATE_MODES,
+    Capabilities,
+    EngineLimits,
+    EngineStatus,
+    MemoryTag,
+    UpdateMode,
+    WeightUpdate,
+)
 from headwater.core.records import Delta, ModelRequest, ModelResponse
-from headwater.engine.delivery import Gathering, Mailboxes, failure_of, settle, wait_for
+from headwater.engine.delivery import Gathering, Mailboxes, failure_of, in_thread, settle, wait_for
 from headwater.engine.intake import Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
@@ -35,9 +42,11 @@ from headwater.engine.rows import DecodeRows
 from headwater.engine.runners import make_runner
 from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import EngineSequence
+from headwater.models.checksum import dtype_name, dtype_of_checksum
 from headwater.models.load import end_token_ids, load_model, load_tokenizer
 from headwater.observe.spans import Spans
-from headwater.weights import source as weight_source
+from headwater.weights.file import file_update
+from headwater.weights.memory import Receiver
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
 _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
@@ -235,65 +244,70 @@ class Engine:
         self._call(lambda: self._loop.scheduler.weights_changed(version), "setting the version", keeps_order=True)
 
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
-        """Replace all weights, or none if the update is refused. ``mode`` defaults to ``engine.update_mode``.
+        """Take new weights the way ``mode`` says (default: ``engine.update_mode``).
 
-        ``interrupt``: running requests keep their tokens; their keys and values are computed again with the new
+        ``interrupt``: running requests keep their tokens, and their keys and values are computed again under the new
         weights. ``in_flight``: running requests continue with the keys and values they have. ``drain``: running
-        requests end first, even while the engine is paused; if the engine is asleep, the drain waits for ``wake``.
+        requests end first, even while the engine is paused; a drain of an engine that is asleep waits for ``wake``.
 
-        The tensors must not change until the future is done. A refused update is a failed future; this method does
-        not raise.
+        Names and shapes are checked before this returns. The engine's thread then copies bucket after bucket between
+        two decode steps. If the stream fails after a weight was changed, the error is ``WeightsIncomplete``, and the
+        engine keeps its requests and generates nothing until an update succeeds.
+
+        The tensors must not change until the future is done. This method does not raise: an update that is refused is a
+        future that has failed.
         """
         try:
             return self._update_weights(update, mode or self.config.update_mode)
-        except Exception as error:  # noqa: BLE001  includes errors raised while reading the caller's tensors
+        except Exception as error:  # noqa: BLE001  every refusal is told through the future
             refused: Future[None] = Future()
             refused.set_exception(error)
             return refused
 
     def _update_weights(self, update: WeightUpdate, mode: UpdateMode) -> Future[None]:
-        if mode not in get_args(UpdateMode):
+        if mode not in ALL_UPDATE_MODES:
             raise WeightsError(f"mode = {mode!r}: must be interrupt, in_flight or drain")
         _check_version(update.version)
-        swap = partial(self._swap, self._weights.check(update.tensors), update.version, mode)
-        # Keep the order: an update that overtook one waiting for a drain would be undone by it.
-        return self._loop.call(swap, after_drain=mode == "drain", keeps_order=True)
+        swap = partial(self._swap, self._weights.receiver(update.shapes), update, mode)
+        # An engine without weights cannot end what it runs. In order: an update that overtook one that waits for a
+        # drain would be undone by it.
+        return self._loop.call(swap, after_drain=mode == "drain" and not self._loop.needs_weights, keeps_order=True)
 
     def update_weights_from_file(self, path: str, version: int, mode: UpdateMode | None = None) -> Future[None]:
-        """``update_weights`` from a safetensors file or a folder of them. Generation continues while it is read."""
+        """As ``update_weights``, from a safetensors file or a folder of them. Generation continues while it is checked.
+
+        The file is read twice, so that wrong values are refused before a weight changes.
+        """
 
         def update() -> None:
-            tensors = weight_source.read_file(path)
-            wait_for(self.update_weights(WeightUpdate(version, tensors), mode), f"the weights of {path}")
+            with file_update(path, version, dtype_of_checksum(self.capabilities.dtype)) as stream:
+                wait_for(self.update_weights(stream, mode), f"the weights of {path}")
 
-        return weight_source.in_thread(update)
+        return in_thread(update)
 
-    def update_weights_from_shared_memory(
-        self, name: str, version: int, mode: UpdateMode | None = None
-    ) -> Future[None]:
-        """``update_weights`` from a shared-memory segment with a safetensors image (see ``weight_source``)."""
-
-        def update() -> None:
-            with weight_source.shared_tensors(name) as tensors:
-                wait_for(self.update_weights(WeightUpdate(version, tensors), mode), f"the weights of {name}")
-
-        return weight_source.in_thread(update)
-
-    def _swap(self, tensors: dict[str, torch.Tensor], version: int, mode: UpdateMode) -> None:
+    def _swap(self, receiver: Receiver, update: WeightUpdate, mode: UpdateMode) -> None:
         if self._memory.is_asleep("weights"):
+            update.close()
             raise WeightsError("weight update refused: the engine's weights are asleep; wake(['weights']) first")
-        started = time.perf_counter()
+        started, loop = time.perf_counter(), self._loop
         with garbage_put_off():
-            if mode == "interrupt":
-                self._num_interrupted += self._loop.scheduler.num_running
-                self._loop.interrupt()
-            self._weights.apply(tensors)
-            self._loop.scheduler.weights_changed(version)
+            if mode == "interrupt" or (mode == "drain" and loop.needs_weights):
+                self._num_interrupted += loop.scheduler.num_running
+                loop.interrupt()
+            try:
+                self._weights.take(receiver, update)
+            except WeightsIncomplete:
+                loop.needs_weights = True
+                raise
+            loop.needs_weights = False
+            loop.scheduler.weights_changed(update.version)
         self._num_updates += 1
         self._last_pause_s = time.perf_counter() - started
 
     def weights_checksum(self) -> str:
-        """Checksum of the current weights under their Hugging Face names (see ``models.checksum``)."""
+        """The checksum of the weights in use, under their Hugging Face names (``models.checksum``)."""
+        if self._loop.needs_weights:
+            raise WeightsIncomplete("the engine holds parts of two versions; publish a complete one first")
         return self._weights.checksum()
 
     def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
@@ -311,7 +325,7 @@ class Engine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities()
+        return Capabilities(dtype=dtype_name(self._model.parameters()))
 
     def status(self) -> EngineStatus:
         metrics = self.metrics()
@@ -322,6 +336,7 @@ class Engine:
             version=metrics.version,
             num_running=metrics.num_running,
             num_waiting=metrics.num_waiting,
+            needs_weights=metrics.needs_weights,
             is_paused=metrics.is_paused,
             is_asleep=metrics.is_asleep,
             is_alive=self.is_alive,
@@ -335,6 +350,7 @@ class Engine:
             version=scheduler.version,
             is_paused=loop.is_paused,
             is_asleep=loop.is_asleep,
+            needs_weights=loop.needs_weights,
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
             num_finished=loop.num_finished,

@@ -55,6 +55,8 @@ class EngineLoop:
         self.throughput = Throughput()
         self.is_paused = False
         self.is_asleep = False
+        self.needs_weights = False
+        """An update failed midway: nothing is generated until a complete one succeeds."""
         self.num_finished = 0
         self.num_aborted = 0
         self.num_failed = 0
@@ -104,8 +106,8 @@ class EngineLoop:
                 self._wakeup.notify()
 
     def progress(self) -> object:
-        """A value that changes while the engine works; ``None`` while it is paused or asleep."""
-        if self.is_paused or self.is_asleep:
+        """A value that changes while the engine works; ``None`` while it is paused, asleep or without weights."""
+        if self.is_paused or self._cannot_run:
             return None
         ends = self.num_finished, self.num_aborted, self.num_failed
         return self.throughput.total, self.scheduler.num_prefilled_tokens, ends
@@ -166,9 +168,13 @@ class EngineLoop:
         if self._rounds:
             return True
         if self._awaiting_drain:
-            return not self.is_asleep or not self.scheduler.num_draining
+            return not self._cannot_run or not self.scheduler.num_draining
         runnable = self.scheduler.num_running or self.scheduler.num_waiting
-        return bool(runnable) and not self.is_paused and not self.is_asleep
+        return bool(runnable) and not self.is_paused and not self._cannot_run
+
+    @property
+    def _cannot_run(self) -> bool:
+        return self.is_asleep or self.needs_weights
 
     def _take_inbox(self) -> None:
         """Process the inbox, then abort all abandoned sequences together."""
@@ -211,7 +217,7 @@ class EngineLoop:
     def _round(self) -> None:
         """Compute prompts, queue some steps of all rows, and read the output of the previous round."""
         # During a drain, running requests continue even while the engine is paused.
-        may_run = not self.is_asleep and (not self.is_paused or bool(self._awaiting_drain))
+        may_run = not self._cannot_run and (not self.is_paused or bool(self._awaiting_drain))
         with self._spans.span("generate"):
             if may_run:
                 self._prefill()

@@ -18,6 +18,8 @@ class EngineMetrics:
     version: int
     is_paused: bool
     is_asleep: bool
+    needs_weights: bool
+    """An update failed midway; nothing is generated until a complete one succeeds."""
     num_waiting: int
     num_running: int
     num_finished: int

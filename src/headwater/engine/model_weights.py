@@ -1,16 +1,17 @@
-"""The weights an engine holds: replaced whole, or set aside while it sleeps."""
+"""The weights an engine holds: replaced by updates, and moved to main memory while it sleeps."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwater.core.protocols import WeightUpdate
 from headwater.models.checksum import checksum
-from headwater.models.weights import apply_weights, checked_weights
+from headwater.weights.memory import Receiver
 
 
 class ModelWeights:
@@ -19,29 +20,29 @@ class ModelWeights:
         self._device: torch.device = model.device
         self._parked: dict[str, Tensor] = {}
         self._change = threading.Lock()
-        """Held while weights change or move, and while somebody who reads them wants neither."""
+        """Held while weights change or move, and while a checksum reads them."""
 
-    def check(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """The update by name; ``WeightsError`` when it does not fit the model."""
-        return checked_weights(self._model, tensors)
+    def receiver(self, shapes: Mapping[str, tuple[int, ...]]) -> Receiver:
+        """What takes an update of these tensors; ``WeightsError`` if they do not fit the model."""
+        return Receiver(self._model, shapes)
 
-    def apply(self, update: Mapping[str, Tensor]) -> None:
-        """Copy a checked update into the model. Its tensors may change again once this returns."""
+    def take(self, receiver: Receiver, update: WeightUpdate) -> None:
+        """Copy an update into the model. Its tensors may change again when this returns."""
         with self._change:
-            apply_weights(self._model, update)
+            receiver.take_all(update)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
 
     def checksum(self) -> str:
-        """Of the weights as they are now, awake or asleep. Generation goes on meanwhile; an update waits."""
+        """The checksum of the present weights, awake or asleep. Generation continues meanwhile; an update waits."""
         with self._change:
             return checksum(self._parked.items() or self._model.named_parameters())
 
     @torch.no_grad()
     def park(self) -> None:
-        """Keep the weights in main memory and give their place on the device back."""
+        """Move the weights to main memory and release their memory on the device."""
         if self._device.type == "cpu":
-            return  # they are in main memory already
+            return  # they are already in main memory
         with self._change:
             for name, parameter in self._model.named_parameters():
                 self._parked[name] = parameter.detach().to("cpu", copy=True)
@@ -50,15 +51,15 @@ class ModelWeights:
 
     @torch.no_grad()
     def unpark(self) -> None:
-        """Bring the weights back to the device, in the same tensors at other addresses."""
+        """Move the weights back to the device: the same tensors at new addresses."""
         if self._device.type == "cpu":
             return
         with self._change:
             for name, parameter in self._model.named_parameters():
                 storage, parked = parameter.untyped_storage(), self._parked[name]
-                # Merged weights share one storage: it must reach to the end of the last of them.
+                # Merged weights share one storage, which must reach to the end of the last one.
                 needed = (parameter.storage_offset() + parameter.numel()) * parameter.element_size()
                 if storage.nbytes() < needed:
                     storage.resize_(needed)
                 parameter.copy_(parked)
-            self._parked.clear()  # only now: should memory run out on the way, waking can be tried again
+            self._parked.clear()  # last, so that waking can be retried if memory runs out

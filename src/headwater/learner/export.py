@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headwater.core.protocols import Bucket
-
-BUCKET_BYTES = 256 * 2**20
-"""The size of a bucket, unless a single tensor is larger."""
 ADAPTER = "default"
 """The name that peft keeps the adapters under."""
 
@@ -55,17 +51,3 @@ def weight_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {
         plain_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters() if "lora_" not in name
     }
-
-
-def in_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Group named tensors into buckets of at most ``max_bytes``. A larger tensor is a bucket alone."""
-    bucket: list[tuple[str, Tensor]] = []
-    num_bytes = 0
-    for name, tensor in tensors:
-        if bucket and num_bytes + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append((name, tensor))
-        num_bytes += tensor.nbytes
-    if bucket:
-        yield bucket

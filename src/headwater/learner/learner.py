@@ -19,11 +19,12 @@ from headwater.core.protocols import Bucket, LearnerStatus, Role
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
 from headwater.learner.engine import ForwardEngine, TrainEngine
-from headwater.learner.export import in_buckets, merged_weights, plain_name, weight_shapes
+from headwater.learner.export import merged_weights, plain_name, weight_shapes
 from headwater.learner.lora import without_adapters
 from headwater.learner.optimizer import held_by
 from headwater.learner.reward_model import RewardModel
 from headwater.models.save import WeightStream, save_model
+from headwater.weights.memory import in_buckets
 
 CONVERSATION = "conversation"
 """The object column that ``reward_model`` scores: a list of messages per row, the response last."""

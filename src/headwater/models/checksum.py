@@ -1,11 +1,16 @@
-"""A short text that stands for every bit of a model's weights.
+"""A short text that identifies every bit of a model's weights.
 
-    mine = checksum(learner.export_weights(), torch.bfloat16)     # 'bfloat16-3f0c...'
+    mine = checksum(model.named_parameters(), torch.bfloat16)     # 'bfloat16-3f0c...'
     assert mine == engine.weights_checksum()
 
-Names, shapes, number types and the bits of every number at its place decide it; the device, the order in which tensors
-come and how they lie in memory do not. It tells a mistake from no mistake; it does not withstand somebody who looks for
-two sets of weights with one checksum.
+    running = Checksum(torch.bfloat16)                            # the same text from a stream
+    for bucket in learner.export():
+        running.add(bucket)
+    assert running.text() == mine
+
+The names, shapes and number types of the tensors and the bits of every number at its position determine the text. The
+device, the order of the tensors and their memory layout do not. The checksum detects mistakes; it is not secure against
+somebody who searches for two sets of weights with the same checksum.
 """
 
 from __future__ import annotations
@@ -20,44 +25,66 @@ from torch import Tensor
 from headwater.core.errors import WeightsError
 
 _CHUNK_BYTES = 8 * 2**20
-"""Worked on at a time: small beside any model, large enough that a GPU is busy."""
+"""Bytes processed at a time: small compared with a model, large enough to keep a GPU busy."""
 _FOLD = 33
-"""How far a word's upper bits are moved down. Not 32 and not 16: the sign of one number would meet the next one's."""
+"""How far a word's upper bits are shifted down. 32 or 16 would fold the sign of one number onto the next one's."""
 
 
-@torch.no_grad()
+def dtype_name(tensors: Iterable[Tensor]) -> str:
+    """The number type of all ``tensors``, for example ``bfloat16``; ``mixed`` if there are several."""
+    kinds = {_name(tensor.dtype) for tensor in tensors}
+    return kinds.pop() if len(kinds) == 1 else "mixed"
+
+
+class Checksum:
+    """The checksum of tensors that come one bucket at a time. Keeps a few numbers per tensor, on its device."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """Count the tensors as they are, or as they would be in ``dtype``."""
+        self._dtype = dtype
+        self._sums: list[tuple[str, list[Tensor]]] = []
+        self._dtypes: set[str] = set()
+
+    @torch.no_grad()
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            kind = _name(self._dtype or tensor.dtype)
+            self._dtypes.add(kind)
+            self._sums.append((f"{name} {kind} {tuple(tensor.shape)}", _chunk_sums(tensor.detach(), self._dtype)))
+
+    def text(self) -> str:
+        """The number type and a hash of all tensors so far."""
+        digest = hashlib.blake2b(digest_size=16)
+        # The device is waited for only here, when all its work is queued.
+        for header, chunks in sorted(self._sums, key=lambda each: each[0]):
+            digest.update(f"{header}\n".encode())
+            for value in torch.stack(chunks).tolist() if chunks else ():
+                digest.update(value.to_bytes(8, "little", signed=True))
+        return f"{next(iter(self._dtypes)) if len(self._dtypes) == 1 else 'mixed'}-{digest.hexdigest()}"
+
+
 def checksum(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
     """The number type and a hash of ``tensors``, as they are or as they would be in ``dtype``."""
-    sums: list[tuple[str, list[Tensor]]] = []
-    dtypes: set[str] = set()
-    for name, tensor in tensors:
-        kind = _name(dtype or tensor.dtype)
-        dtypes.add(kind)
-        sums.append((f"{name} {kind} {tuple(tensor.shape)}", _chunk_sums(tensor.detach(), dtype)))
-    digest = hashlib.blake2b(digest_size=16)
-    # The device is waited for only now, when all its work is queued.
-    for header, chunks in sorted(sums, key=lambda each: each[0]):
-        digest.update(f"{header}\n".encode())
-        for value in torch.stack(chunks).tolist() if chunks else ():
-            digest.update(value.to_bytes(8, "little", signed=True))
-    return f"{dtypes.pop() if len(dtypes) == 1 else 'mixed'}-{digest.hexdigest()}"
+    running = Checksum(dtype)
+    running.add(tensors)
+    return running.text()
 
 
 def dtype_of_checksum(text: str) -> torch.dtype:
-    """The number type of the weights that ``text`` stands for."""
+    """The number type of the weights that ``text`` identifies."""
     dtype = getattr(torch, text.partition("-")[0], None)
     if not isinstance(dtype, torch.dtype):
-        raise WeightsError(f"checksum {text}: is not of weights of one number type; load the model in one")
+        raise WeightsError(f"checksum {text}: the weights are not of a single number type; load the model in one type")
     return dtype
 
 
 def _chunk_sums(tensor: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
     """One number per chunk, on the tensor's device.
 
-    A chunk is read as 64-bit words, each multiplied by an odd number that goes with its place. Before that the words'
-    upper bits are folded onto the lower ones: a change of the highest bit alone would be the same whatever it is
-    multiplied by, and two of them would cancel out. Integers wrap around alike on every device, and their sum does not
-    depend on the order it is made in.
+    A chunk is read as 64-bit words, and each word is multiplied by an odd number that depends on its position. Before
+    that, the upper bits of a word are folded onto its lower bits: otherwise a change of the highest bit would have the
+    same effect at every position, and two such changes would cancel out. Integer arithmetic wraps around in the same
+    way on every device, and an integer sum does not depend on the order of its terms.
     """
     flat = tensor.reshape(-1)
     num_elements = _CHUNK_BYTES // (dtype or flat.dtype).itemsize
@@ -73,7 +100,7 @@ def _chunk_sums(tensor: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
 
 
 def _words(chunk: Tensor) -> Tensor:
-    """The chunk's bits as 64-bit integers, with zeros behind the last one."""
+    """The chunk's bits as 64-bit integers, padded with zeros."""
     num_bytes = len(chunk) * chunk.element_size()
     if num_bytes % 8 or chunk.storage_offset() * chunk.element_size() % 8:
         padded = torch.zeros(-(-num_bytes // 8) * 8, dtype=torch.uint8, device=chunk.device)
@@ -84,7 +111,7 @@ def _words(chunk: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _multipliers(device: torch.device) -> Tensor:
-    """An odd number for each place in a chunk, without a pattern (the finaliser of SplitMix64)."""
+    """A pseudo-random odd number for each position in a chunk (the finaliser of SplitMix64)."""
     values = torch.arange(1, _CHUNK_BYTES // 8 + 1, dtype=torch.int64, device=device) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         values ^= (values >> shift) & (2 ** (64 - shift) - 1)

@@ -164,7 +164,14 @@ class BatchTaskDispatcher(Generic[Job, Result]):
             return len(self._results) >= count or self._is_idle()
 
         with self._changed:
-            wait_until(self._changed, is_over, describe, kind="batch", hard_limit_s=hard_limit_s)
+            wait_until(
+                self._changed,
+                is_over,
+                describe,
+                kind="batch",
+                hard_limit_s=hard_limit_s,
+                while_waiting=self._tasks.while_waiting,
+            )
             if self._error is not None:
                 raise self._error
             if not self._tasks.is_alive:

@@ -127,7 +127,13 @@ class ReplayedRollouts:
 
         making = self._tasks.start(self._make_batch(prompts))
         try:
-            return wait_for_future(making, describe, kind="batch", hard_limit_s=self._timeout_s)
+            return wait_for_future(
+                making,
+                describe,
+                kind="batch",
+                hard_limit_s=self._timeout_s,
+                while_waiting=self._tasks.while_waiting,
+            )
         except BaseException:
             making.cancel()
             raise

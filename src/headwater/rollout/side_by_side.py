@@ -46,7 +46,13 @@ class SideBySide:
 
         future = self._tasks.start(self._run_all(flights))
         try:
-            outcomes = wait_for_future(future, progress, kind="rollouts", hard_limit_s=self._timeout_s)
+            outcomes = wait_for_future(
+                future,
+                progress,
+                kind="rollouts",
+                hard_limit_s=self._timeout_s,
+                while_waiting=self._tasks.while_waiting,
+            )
         except BaseException:
             future.cancel()
             raise

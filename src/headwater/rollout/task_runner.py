@@ -33,6 +33,8 @@ class AsyncTaskRunner:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self.while_waiting: Callable[[], object] | None = None
+        """Called about once a second by a thread that waits for rollouts. Set by the trainer."""
         self._thread = threading.Thread(target=self._run, name="headwater-rollouts", daemon=True)
         self._thread.start()
 

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import InferenceEngine, Tokenizer
-from headwater.serving import control_routes
+from headwater.serving import control_routes, weight_stream
 from headwater.serving.errors import ApiError, api_error
 from headwater.serving.fields import write_json
 from headwater.serving.native import routes as native_routes
@@ -33,8 +33,10 @@ def build_app(engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOpti
     app = web.Application(middlewares=[errors_as_json, only_with_key], client_max_size=options.max_body_bytes)
     app[STATE] = ServerState.build(engine, tokenizer, options)
     app[native_routes.SOCKETS] = WeakSet()
+    app[weight_stream.STREAM] = weight_stream.WeightStream()
     app.on_shutdown.append(native_routes.close_sockets)
     app.add_routes([*openai_routes.ROUTES, *sglang_routes.ROUTES, *native_routes.ROUTES, *control_routes.ROUTES])
+    app.add_routes(weight_stream.ROUTES)
     return app
 
 

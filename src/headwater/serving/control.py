@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from headwater.core.errors import WaitTimeout
-from headwater.core.protocols import ALL_TAGS, InferenceEngine, MemoryTag, UpdateMode, WeightUpdate
+from headwater.core.protocols import ALL_TAGS, InferenceEngine, MemoryTag, UpdateMode
 from headwater.core.waits import wait_for_future
+from headwater.models.checksum import dtype_of_checksum
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields
-from headwater.weights.source import read_file, shared_tensors
+from headwater.weights.file import file_update
 
 _MODES: tuple[UpdateMode, ...] = get_args(UpdateMode)
 _UPDATE_LIMIT_S = 600.0
@@ -58,46 +59,35 @@ class Abort:
 
 @dataclass(frozen=True)
 class WeightsCall:
-    """New weights from a file or folder, or from shared memory that another process has filled."""
+    """New weights from a file or folder."""
 
     version: int
     mode: UpdateMode | None
     """None uses the engine's own setting."""
-    file: str | None
-    shared_memory: str | None
+    file: str
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> WeightsCall:
         fields = Fields(body)
         version, mode, given = _needed_version(fields), fields.choice("mode", _MODES), fields.mapping("source")
         fields.done()
-        if given is None:
-            raise ApiError('source: is missing; give {"file": path} or {"shared_memory": name}', param="source")
-        source = Fields(given, "source")
-        file, shared_memory = source.text("file"), source.text("shared_memory")
+        source = Fields(given or {}, "source")
+        file = source.text("file")
         source.done()
-        if bool(file) == bool(shared_memory):
-            raise ApiError('source: give {"file": path} or {"shared_memory": name}, one of the two', param="source")
-        return cls(version, mode, file or None, shared_memory or None)
+        if not file:
+            raise ApiError('source: is missing; give {"file": path}, a safetensors file or a folder', param="source")
+        return cls(version, mode, file)
 
 
-async def update_weights(
-    engine: InferenceEngine,
-    version: int,
-    mode: UpdateMode | None,
-    *,
-    file: str | None = None,
-    shared_memory: str | None = None,
-) -> None:
-    """Have the engine take new weights, and return when it serves them. Generation continues while they are read."""
+async def update_weights(engine: InferenceEngine, version: int, mode: UpdateMode | None, file: str) -> None:
+    """Have the engine take the weights of a file or folder, and return when it uses them.
+
+    Generation continues while the file is checked.
+    """
 
     def update() -> None:
-        if shared_memory is not None:
-            with shared_tensors(shared_memory) as tensors:
-                _wait_for(engine.update_weights(WeightUpdate(version, tensors), mode), shared_memory)
-        else:
-            assert file is not None
-            _wait_for(engine.update_weights(WeightUpdate(version, read_file(file)), mode), file)
+        with file_update(file, version, dtype_of_checksum(engine.capabilities.dtype)) as stream:
+            _wait_for(engine.update_weights(stream, mode), file)
 
     # Shielded, so that a client that disconnects does not cancel an update that has begun.
     await asyncio.shield(asyncio.to_thread(update))

@@ -16,6 +16,7 @@ from headwater.core.errors import (
     RolloutFailed,
     WaitTimeout,
     WeightsError,
+    WeightsIncomplete,
 )
 
 RETRY_AFTER_S = 1
@@ -66,6 +67,8 @@ def api_error(error: HeadwaterError) -> ApiError:
         return ApiError(message, status=429, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, RequestError):
         return ApiError(message, code="bad_request")
+    if isinstance(error, WeightsIncomplete):
+        return ApiError(message, status=500, code="weights_incomplete")
     if isinstance(error, WeightsError | ModelError):
         return ApiError(message, code="weights_refused")
     if isinstance(error, WaitTimeout):

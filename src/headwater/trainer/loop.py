@@ -8,11 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headwater.config.schema import Config
 from headwater.core.errors import RankFailed
-from headwater.models.checksum import checksum, dtype_of_checksum
+from headwater.models.checksum import checksum
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
@@ -72,6 +70,7 @@ class Trainer:
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
         self._consistent = self._state.warm_started
+        rollout.tasks.while_waiting = self._restore_engine
 
     def _state_at(self, step: int) -> TrainerState:
         return TrainerState(
@@ -204,8 +203,8 @@ class Trainer:
         step = self._state.step + 1
         with self._parts.spans.span("publish", version=step):
             longest_s = self._config.rollout.timeout_s
-            serving = publish(self._learner, self._parts.engine, step, longest_response_s=longest_s)
-        learned = self._checksum(serving)
+            published = publish(self._learner, self._parts.engine, step, longest_response_s=longest_s)
+        learned = self._checksum(published.trained)
         self._rollouts.trained(step, learned)
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._recorder.ledger(step, learned, self._books)
@@ -213,13 +212,17 @@ class Trainer:
         self._consistent = True
         self._rollouts.set_version(step)
 
-    def _checksum(self, serving: str) -> str:
-        """Of all trained weights in the type they are trained in. ``serving`` is the checksum that the engine has."""
-        if dtype_of_checksum(serving) != torch.float32:
-            serving = checksum(each for bucket in self._learner.export() for each in bucket)
+    def _checksum(self, policy: str) -> str:
+        """The checksum of everything that is trained; ``policy`` is the one of the policy's weights."""
         if not self._config.critic.enabled:
-            return serving
-        return f"{serving} critic {checksum(each for bucket in self._learner.export('critic') for each in bucket)}"
+            return policy
+        return f"{policy} critic {checksum(each for bucket in self._learner.export('critic') for each in bucket)}"
+
+    def _restore_engine(self) -> None:
+        """While rollouts are awaited: publish the present version again to an engine whose process was replaced."""
+        if self._parts.engine.status().needs_weights:
+            with self._parts.spans.span("publish", version=self._state.step):
+                publish(self._learner, self._parts.engine, self._state.step)
 
     def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:
         self._recorder.step(self._state.step, batch, update, self._books.counts)

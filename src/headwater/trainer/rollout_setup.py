@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.backends import BackendContext, make_engine
-from headwater.backends.served.engine import ServedEngine
 from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
@@ -65,7 +64,7 @@ class RolloutParts:
 
     def status(self) -> dict[str, Any]:
         """The engine's part of the status file."""
-        return {"engine_restarts": self.engine.num_restarts} if isinstance(self.engine, ServedEngine) else {}
+        return {"engine_restarts": self.engine.status().num_restarts}
 
     def close(self) -> None:
         try:
@@ -95,7 +94,7 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
     eval_sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=config.eval.temperature)
 
     # Created last, after everything that can fail because of wrong settings: it has threads and may be a process.
-    engine = make_engine(BackendContext(config, model_path, tokenizer, spans))
+    engine = make_engine(BackendContext(config, model_path, tokenizer, spans), replays=schedule is not None)
     tasks = AsyncTaskRunner()
     admission = make_admission(config)
 

@@ -1,69 +1,136 @@
-"""Weights for another process, in a file that only this user may read."""
+"""Weights through a safetensors file that only this user may read.
+
+written = FileWeights(shapes, torch.bfloat16)     # the sender: the header is known before the first bucket
+written.write(buckets)
+with open_weights(written.path) as source:        # the receiver: tensors are mapped, not loaded
+    source.shapes
+    for bucket in source.buckets(): ...
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import math
 import mmap
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from headwater.core.errors import WeightsError
+from headwater.core.protocols import Bucket, WeightUpdate
 from headwater.observe.process import process_start
-from headwater.weights.image import Image, NamedTensors, reserve
+from headwater.weights.memory import in_buckets, unusable
 
 _PREFIX = "headwater-weights-"
 _FOLDER = re.compile(re.escape(_PREFIX) + r"(?P<pid>\d+)-\w+")
-_FILE = "model.safetensors"
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class FileWeights:
-    """A folder of its own that holds one version as ``model.safetensors``.
+    """A temporary folder that holds one version as ``model.safetensors``.
 
-    Its name says whose it is, and while that process lives it holds a lock on the file: a process that is killed cannot
-    remove its folder, and the next one does (``remove_leftovers``).
+    The folder's name contains the process id, and the process holds a lock on the file while it lives. A process that
+    is killed cannot remove its folder, so the next one does (``remove_leftovers``).
     """
 
-    def __init__(self, tensors: NamedTensors, dtype: torch.dtype) -> None:
-        image = Image(tensors, dtype)
-        size = image.size
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._dtype = dtype
+        header, self._places = _layout(self._shapes, dtype)
+        size = len(header) + sum(map(self._num_bytes, self._shapes))
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
         self._descriptor: int | None = None
         try:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             _lock(self._descriptor)
-            remedy = "free some room, or set TMPDIR to a folder that has it"
-            reserve(self._descriptor, size, str(self._folder), remedy)
-            with mmap.mmap(self._descriptor, size) as buffer:
-                image.write(buffer)
+            reserve(self._descriptor, size, str(self._folder), "free some space, or set TMPDIR to a folder with space")
+            os.pwrite(self._descriptor, header, 0)
+            self._size = size
         except BaseException:
             self.discard()
             raise
 
     @property
-    def _path(self) -> Path:
-        return self._folder / _FILE
+    def path(self) -> Path:
+        return self._folder / _WHOLE
 
-    @property
-    def source(self) -> dict[str, str]:
-        return {"file": str(self._path)}
+    @torch.no_grad()
+    def write(self, buckets: Iterable[Bucket]) -> None:
+        """Write every bucket to its position. A tensor that is missing, unknown or of another shape is refused."""
+        assert self._descriptor is not None, "discarded"
+        missing = set(self._shapes)
+        with mmap.mmap(self._descriptor, self._size) as buffer:
+            for bucket in buckets:
+                for name, tensor in bucket:
+                    if name not in missing or tuple(tensor.shape) != self._shapes[name]:
+                        raise WeightsError(f"{name} of shape {tuple(tensor.shape)}: was not announced, or came twice")
+                    missing.remove(name)
+                    write_tensor(buffer, self._places[name], tensor, self._dtype)
+        if missing:
+            raise WeightsError(f"{len(missing)} tensors did not arrive, for example {min(missing)}")
 
     def discard(self) -> None:
+        """Remove the file. Discarding twice is allowed."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _num_bytes(self, name: str) -> int:
+        return math.prod(self._shapes[name]) * self._dtype.itemsize
+
+
+def write_tensor(buffer: mmap.mmap | memoryview, offset: int, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Convert a tensor to ``dtype`` and copy it from its device to a position in memory, in one operation."""
+    num_bytes = tensor.numel() * dtype.itemsize
+    if num_bytes:
+        target = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes, offset=offset)
+        target.view(dtype).view(tensor.shape).copy_(tensor)
+
+
+def reserve(descriptor: int, size: int, where: str, remedy: str) -> None:
+    """Allocate the space now: a process that writes to mapped memory without space behind it is killed."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        raise WeightsError(
+            f"{size / 2**30:.2f} GiB for weights do not fit {where} ({error.strerror}); {remedy}"
+        ) from error
+
+
+def _layout(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[bytes, dict[str, int]]:
+    """The header of a safetensors file, and where each tensor starts in the file."""
+    entries: dict[str, Any] = {}
+    begin = 0
+    for name, shape in shapes.items():
+        end = begin + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # align the numbers
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+
 
 def remove_leftovers() -> list[Path]:
-    """Remove the weights of processes that were killed; says which.
+    """Remove the weights of processes that were killed, and return their folders.
 
-    Folders for temporary files are often shared with containers and machines whose processes cannot be seen from here.
-    So a number that no process has is not enough: the lock must be free as well.
+    A folder for temporary files may be shared with containers and machines whose processes are not visible here.
+    Therefore it is not enough that no process has the id: the lock must be free as well.
     """
     return [folder for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*") if _remove_if_left_over(folder)]
 
@@ -73,8 +140,8 @@ def _remove_if_left_over(folder: Path) -> bool:
     if named is None or process_start(int(named["pid"])) is not None:
         return False
     try:
-        descriptor = os.open(folder / _FILE, os.O_RDWR)
-    except OSError:  # another user's, or gone already
+        descriptor = os.open(folder / _WHOLE, os.O_RDWR)
+    except OSError:  # it belongs to another user, or is gone already
         return False
     try:
         if not _lock(descriptor):
@@ -86,8 +153,90 @@ def _remove_if_left_over(folder: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether the file is ours now. Where a file system has no locks it never is: nothing is taken for left over."""
+    """Whether this process holds the file's lock now. On a file system without locks it never does."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The tensors of one or more open safetensors files, as views of the mapped files."""
+
+    files: tuple[tuple[Any, tuple[str, ...]], ...]
+    """Each open file, with the names of the tensors to read from it."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(file.get_slice(name).get_shape()) for file, names in self.files for name in names}
+
+    def buckets(self) -> Iterator[Bucket]:
+        return in_buckets((name, file.get_tensor(name)) for file, names in self.files for name in names)
+
+
+@contextmanager
+def open_weights(path: str | Path) -> Iterator[WeightFiles]:
+    """Open a safetensors file or a folder of them.
+
+    In a folder, the tensors that its index names are read; without an index ``model.safetensors``, or else all files.
+    """
+    location = Path(path)
+    with ExitStack() as opened:
+        if location.is_dir() and (location / _INDEX).is_file():
+            yield _open_indexed(location / _INDEX, opened)
+            return
+        files = [location]
+        if location.is_dir():
+            whole = location / _WHOLE
+            files = [whole] if whole.is_file() else sorted(location.glob("*.safetensors"))
+        if not files:
+            raise WeightsError(f"{location}: contains no .safetensors file; save the model with save_pretrained")
+        handles = [_open(file, opened) for file in files]
+        yield WeightFiles(tuple((handle, tuple(handle.keys())) for handle in handles))
+
+
+@contextmanager
+def file_update(path: str | Path, version: int, dtype: torch.dtype) -> Iterator[WeightUpdate]:
+    """The weights of a file or folder as an update, after all of its values were checked.
+
+    An engine can therefore only refuse it before it changes a weight. ``dtype`` is the engine's number type.
+    """
+    with open_weights(path) as source:
+        for bucket in source.buckets():
+            problems = unusable(bucket, [dtype] * len(bucket))
+            if problems:
+                raise WeightsError(f"{path}: refused, the old weights stay in place: {problems[0]}")
+        yield WeightUpdate(version, source.shapes, source.buckets())
+
+
+def _open_indexed(index: Path, opened: ExitStack) -> WeightFiles:
+    files = []
+    for file, names in _names_by_file(index).items():
+        handle = _open(index.parent / file, opened)
+        missing = set(names) - set(handle.keys())
+        if missing:
+            raise WeightsError(
+                f"{index}: says that {file} contains {min(missing)}, which it does not; save the model again"
+            )
+        files.append((handle, tuple(names)))
+    return WeightFiles(tuple(files))
+
+
+def _names_by_file(index: Path) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    try:
+        for name, file in json.loads(index.read_bytes())["weight_map"].items():
+            if Path(file).name != file:
+                raise ValueError(f"{file!r} is not the name of a file in the same folder")
+            names.setdefault(file, []).append(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{index}: not a valid index of weights ({error}); the old weights stay in place") from error
+    return names
+
+
+def _open(file: Path, opened: ExitStack) -> Any:
+    try:
+        return opened.enter_context(safe_open(file, framework="pt"))
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{file}: cannot be read as safetensors ({error}); the old weights stay in place") from error

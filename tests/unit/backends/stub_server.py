@@ -65,7 +65,7 @@ async def control(request: web.Request) -> web.Response:
     end_if_planned(request.path)
     if is_planned(request.path, "text"):
         return web.Response(text=PLAN["text"], content_type="text/html")
-    return web.json_response(refusal(request.path) or {"checksum": "float32-7"})
+    return web.json_response(refusal(request.path) or {"checksum": "float32-7", "needs_weights": False})
 
 
 async def connect(request: web.Request) -> web.WebSocketResponse:

@@ -74,7 +74,7 @@ def test_the_models_own_generation_settings_change_nothing(engine):
 def test_a_wait_that_ends_fails_the_requests_that_waited(engine, monkeypatch):
     monkeypatch.setattr("headwater.backends.hf._PAUSE_LIMIT_S", 0.1)
     engine.pause()
-    with pytest.raises(RolloutFailed, match="1 requests wait for the paused hf engine to resume"):
+    with pytest.raises(RolloutFailed, match="1 requests wait for the hf engine to resume"):
         generate(engine, [request("1+2=")])
     engine.resume()
     assert generate(engine, [request("1+2=")])
@@ -115,7 +115,7 @@ def test_batches_are_bounded_and_mixed_settings_are_served():
 def test_new_weights_change_responses_and_tag_them(engine):
     before = generate(engine, [request("1+2=", temperature=0.0)])[0]
     other = tiny.model(seed=1)
-    engine.update_weights(WeightUpdate(7, other.named_parameters())).result(10)
+    engine.update_weights(WeightUpdate.of(7, other.named_parameters())).result(10)
     after = generate(engine, [request("1+2=", temperature=0.0)])[0]
     assert set(before.output_versions) == {0}
     assert set(after.output_versions) == {7}
@@ -134,7 +134,7 @@ def test_weights_that_do_not_fit_are_refused_whole(engine, spoil):
     else:
         update[name] = update[name][:-1]
     with pytest.raises(WeightsError, match="the old weights stay in place"):
-        engine.update_weights(WeightUpdate(1, update.items())).result(10)
+        engine.update_weights(WeightUpdate.of(1, update.items())).result(10)
     assert generate(engine, [request("1+2=", temperature=0.0)])[0].output_logprobs == before.output_logprobs
     assert engine.get_version() == 0
 

@@ -88,6 +88,7 @@ CLASHES = [
         "rollout.weight_transfer = 'file'",
         ["rollout.placement=disaggregated", "shared_memory"],
     ),
+    (["rollout.device=cuda:1"], "rollout.device = 'cuda:1'", ["rollout.placement=disaggregated", "'auto'"]),
     (
         [OWN, "learner.offload_during_rollout=true"],
         "learner.offload_during_rollout = true",
@@ -121,7 +122,8 @@ FITTING = [
     ["warm_start.num_steps=5", "warm_start.learning_rate=1e-3"],
     ["eval.before=false", "eval.num_prompts=8"],
     ["learner.schedule=cosine", "learner.lowest_learning_rate_fraction=0.1"],
-    [OWN, "rollout.weight_transfer=file"],
+    [OWN, "rollout.weight_transfer=file", "rollout.device=cuda:1"],
+    ["rollout.device=cpu", "model.device=cpu"],
 ]
 
 

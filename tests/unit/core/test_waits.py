@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 
+from headwater.core import waits
 from headwater.core.errors import WaitTimeout
 from headwater.core.waits import OpenWait, named_wait, open_waits, wait_for_future, wait_until
 
@@ -134,6 +135,23 @@ def test_a_future_that_is_late_is_left_to_its_owner():
     with pytest.raises(WaitTimeout, match="gave up after 0 s: pausing"):
         wait_for_future(late, lambda: "pausing", kind="weights", hard_limit_s=0.05)
     assert late.cancel()
+
+
+def test_the_thread_that_waits_may_do_something_meanwhile(monkeypatch):
+    """About once a second, and without the lock of what it waits for."""
+    monkeypatch.setattr(waits, "_LOOK_S", 0.01)
+    condition, future, calls = threading.Condition(), Future(), []
+
+    def look():
+        with ThreadPoolExecutor(1) as other:  # another thread, which needs the lock
+            calls.append(other.submit(lambda: condition.acquire(timeout=10) and condition.release()))
+
+    with condition:
+        limits = {"kind": "test", "hard_limit_s": 60.0, "while_waiting": look}
+        assert wait_until(condition, lambda: len(calls) >= 2, lambda: "waiting", **limits)
+    assert all(call.result() is None for call in calls)
+    limits["while_waiting"] = lambda: future.done() or future.set_result(7)
+    assert wait_for_future(future, lambda: "waiting", **limits) == 7
 
 
 def test_the_board_shows_kind_age_limit_thread_and_the_present_state():

@@ -107,7 +107,7 @@ def reference(kind: str = "qwen3", seed: int = 0) -> Any:
 
 
 def weights(seed: int, version: int, kind: str = "qwen3") -> WeightUpdate:
-    return WeightUpdate(version, reference(kind, seed).named_parameters())
+    return WeightUpdate.of(version, reference(kind, seed).named_parameters())
 
 
 def gib_of(model: Any, num_pages: int, page_tokens: int) -> float:

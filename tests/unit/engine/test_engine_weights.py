@@ -29,11 +29,11 @@ from safetensors.torch import save, save_file
 from tiny import tokenizer
 
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import LogitsBroken, RolloutFailed, WeightsError
+from headwater.core.errors import LogitsBroken, RolloutFailed, WeightsError, WeightsIncomplete
 from headwater.core.protocols import WeightUpdate
+from headwater.engine.delivery import in_thread
 from headwater.engine.engine import Engine
-from headwater.models.weights import checked_weights
-from headwater.weights import source as weight_source
+from headwater.weights.memory import Receiver
 
 GREEDY = request(tokens_of(9), 1, "greedy", max_new_tokens=40, temperature=0.0)
 REQUESTS = [request(tokens_of(9), key, max_new_tokens=40) for key in range(3)]
@@ -258,17 +258,18 @@ def test_a_response_that_ends_in_the_round_before_the_update_ends_with_its_own_r
     assert (response.stop_reason, len(response.output_tokens), set(response.output_versions)) == ("length", 5, {0})
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_computed_by_older_weights_is_reused(mode):
+def test_nothing_computed_by_older_weights_is_reused():
+    """Not even under the same version number."""
     prompt = tokens_of(50)
     with running() as engine:
         engine.generate([request(prompt)])
-        engine.update_weights(weights(1, 1), mode).result(LIMIT_S)
-        before = engine.metrics().num_tokens_cached
-        [response] = engine.generate([request(prompt)])
-        assert engine.metrics().num_tokens_cached == before
-    expected = full_pass(reference(seed=1), response, request(prompt).sampling)
-    assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
+        for seed, mode in ((1, "interrupt"), (0, "in_flight"), (1, "drain")):
+            engine.update_weights(weights(seed, 1), mode).result(LIMIT_S)
+            before = engine.metrics().num_tokens_cached
+            [response] = engine.generate([request(prompt)])
+            assert engine.metrics().num_tokens_cached == before
+            expected = full_pass(reference(seed=seed), response, request(prompt).sampling)
+            assert response.output_logprobs == pytest.approx(expected, abs=1e-4), mode
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -293,16 +294,6 @@ def test_nothing_of_a_response_that_saw_two_weights_is_reused(version):
         response = again.result(LIMIT_S)
         assert slow.engine.metrics().num_tokens_cached == 0
     expected = full_pass(reference(seed=1), response, following.sampling)
-    assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
-
-
-def test_the_same_version_number_twice_does_not_revive_the_old_cache():
-    prompt = tokens_of(50)
-    with running() as engine:
-        engine.generate([request(prompt)])
-        engine.update_weights(weights(1, 0)).result(LIMIT_S)  # again version 0
-        [response] = engine.generate([request(prompt)])
-    expected = full_pass(reference(seed=1), response, request(prompt).sampling)
     assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
 
 
@@ -342,63 +333,112 @@ def spoiled(how):
         update["lm_head.weight"] = torch.full((7, 3), torch.nan)
     elif how == "the other name's values":
         update["lm_head.weight"] = update["model.embed_tokens.weight"] + 1
-    else:
+    elif how == "shape":
         update[name] = update[name][:-1]
     return update
 
 
-@pytest.mark.parametrize(
-    ("how", "message", "mode"),
-    [
-        ("missing", "missing model.layers.1.mlp.up_proj.weight", "interrupt"),
-        ("extra", "unknown model.extra", "in_flight"),
-        ("not a number", "up_proj.weight holds values that are NaN or infinite as torch.float32", "drain"),
-        ("infinite", "up_proj.weight holds values that are NaN or infinite as torch.float32", "interrupt"),
-        ("an array", "up_proj.weight is no tensor with values in memory", "in_flight"),
-        ("without values", "up_proj.weight is no tensor with values in memory", "drain"),
-        ("the other name's shape", "lm_head.weight differs from model.embed_tokens.weight", "interrupt"),
-        ("the other name's values", "lm_head.weight differs from model.embed_tokens.weight", "in_flight"),
-        ("shape", r"has shape \(63, 32\), expected \(64, 32\)", "drain"),
-        ("whole numbers", r"up_proj.weight is torch.int64", "interrupt"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused_whole_and_the_old_ones_keep_serving(old, how, message, mode):
+REFUSALS = {
+    "missing": "missing model.layers.1.mlp.up_proj.weight",
+    "extra": "unknown model.extra",
+    "shape": r"has shape \(63, 32\), expected \(64, 32\)",
+    "the other name's shape": r"lm_head.weight has shape \(7, 3\), expected",
+    "not a number": "up_proj.weight holds values that are NaN or infinite as torch.float32",
+    "infinite": "up_proj.weight holds values that are NaN or infinite as torch.float32",
+    "an array": "up_proj.weight is not a tensor with values in memory",
+    "without values": "up_proj.weight is not a tensor with values in memory",
+    "the other name's values": "lm_head.weight differs from model.embed_tokens.weight",
+    "whole numbers": "up_proj.weight is torch.int64",
+}
+
+
+def test_an_update_that_fails_before_a_weight_is_changed_leaves_the_old_ones_in_use(old):
     with stepped() as slow:
         answer = slow.submit(GREEDY)
         slow.turn(2)
-        update = slow.engine.update_weights(WeightUpdate(1, spoiled(how).items()), mode)
-        with pytest.raises(WeightsError, match=message):
-            update.result(LIMIT_S)
+        for number, (how, message) in enumerate(REFUSALS.items()):
+            mode = ("interrupt", "in_flight")[number % 2]
+            update = slow.engine.update_weights(WeightUpdate.of(1, spoiled(how).items()), mode)
+            slow.turn()
+            with pytest.raises(WeightsError, match=f"the old weights stay in place: .*{message}"):
+                update.result(LIMIT_S)
+        twice = spoiled("not at all")
+        update = slow.engine.update_weights(WeightUpdate.of(1, [*twice.items(), next(iter(twice.items()))]))
         slow.finish()
+        with pytest.raises(WeightsError, match=r"model.embed_tokens.weight is given twice"):
+            update.result(LIMIT_S)
         assert_same([answer.result(LIMIT_S)], [old])
         assert set(answer.result(LIMIT_S).output_versions) == {0}
-        assert slow.engine.get_version() == 0
-
-
-def test_a_tensor_given_twice_is_refused(old):
-    update = spoiled("not at all")
-    with running() as engine:
-        done = engine.update_weights(WeightUpdate(1, [*update.items(), next(iter(update.items()))]))
-        with pytest.raises(WeightsError, match=r"model.embed_tokens.weight is given twice"):
-            done.result(LIMIT_S)
-        assert_same(engine.generate([GREEDY]), [old])
+        assert (slow.engine.get_version(), slow.engine.status().needs_weights) == (0, False)
 
 
 def test_values_that_the_engine_cannot_hold_are_refused():
     model = build(make_model().config).to(torch.float16)
     update = {name: tensor.detach().float() for name, tensor in model.named_parameters()}
     update["model.norm.weight"][0] = 1e5
+    stream = WeightUpdate.of(1, update.items())
     with pytest.raises(WeightsError, match=r"model.norm.weight holds values that are NaN or infinite as torch.float16"):
-        checked_weights(model, update.items())
+        Receiver(model, stream.shapes).take_all(stream)
 
 
-def test_reading_the_tensors_may_fail_and_is_a_failed_future():
-    def broken():
-        raise OSError("the disk is gone")
-        yield
+def in_pieces(how="well", seed=1):
+    """One tensor per bucket, the third of them broken; closed says whether the stream was closed or read to its end."""
+    update = {name: tensor.detach().clone() for name, tensor in reference(seed=seed).named_parameters()}
+    closed = []
 
-    with running() as engine, pytest.raises(OSError, match="the disk is gone"):
-        engine.update_weights(WeightUpdate(1, broken())).result(LIMIT_S)
+    def buckets():
+        try:
+            for number, (name, tensor) in enumerate(update.items()):
+                if number == 2 and how == "raises":
+                    raise OSError("the disk is gone")
+                if number == 2 and how == "unannounced":
+                    yield [("model.extra", tensor)]
+                if number == 2 and how == "not a number":
+                    tensor[..., 0] = torch.nan
+                if number == 2 and how == "ends":
+                    return
+                yield [(name, tensor)]
+        finally:
+            closed.append(True)
+
+    return WeightUpdate(1, {name: tuple(tensor.shape) for name, tensor in update.items()}, buckets()), closed
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_after_a_stream_that_fails_midway_nothing_is_generated_until_a_complete_one(mode, new):
+    failures = {
+        "raises": "OSError: the disk is gone",
+        "unannounced": "model.extra was not announced",
+        "not a number": "NaN or infinite",
+        "ends": "did not arrive",
+    }
+    with stepped(decode_steps=4) as slow:
+        running_one = slow.submit(GREEDY)
+        slow.turn(2)
+        for how, message in failures.items():
+            stream, closed = in_pieces(how)
+            update = slow.engine.update_weights(stream, mode)
+            for _ in range(60):  # a drain waits for the running request
+                if not update.done():
+                    slow.turn()
+            with pytest.raises(WeightsIncomplete, match=f"2 of .* tensors.*generates nothing.*{message}"):
+                update.result(LIMIT_S)
+            assert closed, "the sender is told that the stream has ended"
+            assert slow.engine.status().needs_weights, how
+            assert slow.engine.get_version() == 0
+        drawn = slow.engine.metrics().num_tokens_generated
+        waiting = slow.submit(GREEDY)
+        slow.turn(3)
+        slow.settle()
+        assert slow.engine.metrics().num_tokens_generated == drawn
+        with pytest.raises(WeightsIncomplete, match="parts of two versions"):
+            slow.engine.weights_checksum()
+        better = slow.engine.update_weights(in_pieces("well")[0], mode)
+        slow.finish()
+        better.result(LIMIT_S)
+        assert_same([waiting.result(LIMIT_S)], [new])
+        assert len(running_one.result(LIMIT_S).output_tokens) == 40, "requests are kept"
+        assert not slow.engine.status().needs_weights
 
 
 @pytest.mark.parametrize("gpu_like", [False, True])
@@ -409,7 +449,7 @@ def test_requests_fail_under_weights_that_make_nan_and_the_engine_takes_better_o
     with stepped(gpu_like=gpu_like) as slow:
         answer, (_, streamed) = slow.submit(GREEDY), slow.stream(GREEDY)
         slow.turn(2)
-        update = slow.engine.update_weights(WeightUpdate(7, huge.items()), "interrupt")
+        update = slow.engine.update_weights(WeightUpdate.of(7, huge.items()), "interrupt")
         slow.finish()
         update.result(LIMIT_S)
         for each in (answer, streamed):
@@ -435,7 +475,7 @@ def test_nan_that_bad_weights_left_in_the_cache_reaches_nobody_under_better_ones
         if "layers.0.mlp" in name:
             huge[name] *= 1e25  # the next layer's keys and values are NaN
     with stepped(gpu_like=gpu_like, num_pages=24, page_tokens=4, deterministic=deterministic) as slow:
-        update = slow.engine.update_weights(WeightUpdate(1, huge.items()))
+        update = slow.engine.update_weights(WeightUpdate.of(1, huge.items()))
         slow.turn()
         update.result(LIMIT_S)
         answers = [slow.submit(request(tokens_of(25), key, max_new_tokens=16)) for key in range(3)]
@@ -492,15 +532,14 @@ def test_an_unknown_mode_is_refused_by_name(old):
         assert_same(engine.generate([GREEDY]), [old])
 
 
-@pytest.mark.parametrize("version", [-1, 2**31, 2**70, 1.5])
-def test_a_version_that_a_token_cannot_carry_is_refused(version, old):
+def test_a_version_that_a_token_cannot_carry_is_refused(old):
     with running() as engine:
-        message = rf"version = {version}: must be an int in 0..2147483647"
-        update = engine.update_weights(weights(1, version))
-        with pytest.raises(WeightsError, match=message):
-            update.result(LIMIT_S)
-        with pytest.raises(WeightsError, match=message):
-            engine.set_version(version)
+        for version in (-1, 2**31, 2**70, 1.5):
+            message = rf"version = {version}: must be an int in 0..2147483647"
+            with pytest.raises(WeightsError, match=message):
+                engine.update_weights(weights(1, version)).result(LIMIT_S)
+            with pytest.raises(WeightsError, match=message):
+                engine.set_version(version)
         assert engine.get_version() == 0
         assert_same(engine.generate([GREEDY]), [old])
 
@@ -522,25 +561,24 @@ def test_a_refused_update_is_a_failed_future_also_when_the_engine_is_closed():
 
 def test_reading_weights_has_begun_when_the_future_is_there_and_cannot_be_cancelled():
     release = threading.Event()
-    done = weight_source.in_thread(lambda: release.wait(LIMIT_S))
+    done = in_thread(lambda: release.wait(LIMIT_S))
     assert not done.cancel()
     release.set()
     assert done.result(LIMIT_S) is None
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_tied_weights_may_come_under_either_name(name, new):
+def test_tied_weights_may_come_under_either_name(new):
     update = dict(reference(seed=1).named_parameters())
-    update[name] = update.pop("model.embed_tokens.weight")
+    update["lm_head.weight"] = update.pop("model.embed_tokens.weight")
     with running() as engine:
-        engine.update_weights(WeightUpdate(1, update.items())).result(LIMIT_S)
+        engine.update_weights(WeightUpdate.of(1, update.items())).result(LIMIT_S)
         assert_same(engine.generate([GREEDY]), [new])
 
 
 def test_weights_of_another_dtype_are_converted():
     update = [(name, tensor.detach().to(torch.bfloat16)) for name, tensor in reference(seed=1).named_parameters()]
     with running() as engine:
-        engine.update_weights(WeightUpdate(1, update)).result(LIMIT_S)
+        engine.update_weights(WeightUpdate.of(1, update)).result(LIMIT_S)
         [response] = engine.generate([GREEDY])
     rounded = make_model(seed=1)
     with torch.no_grad():
@@ -553,13 +591,13 @@ def test_weights_of_another_dtype_are_converted():
 def test_the_caller_may_change_its_tensors_once_the_update_is_done(new):
     update = [(name, tensor.detach().clone()) for name, tensor in reference(seed=1).named_parameters()]
     with running() as engine:
-        engine.update_weights(WeightUpdate(1, update)).result(LIMIT_S)
+        engine.update_weights(WeightUpdate.of(1, update)).result(LIMIT_S)
         for _, tensor in update:
             tensor.zero_()
         assert_same(engine.generate([GREEDY]), [new])
 
 
-# Files and shared memory
+# Files
 
 
 def named(seed=1):
@@ -582,48 +620,20 @@ def test_weights_from_a_folder_that_transformers_saved_in_parts(tmp_path, new):
         assert_same(engine.generate([GREEDY]), [new])
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "garbage", "empty folder", "empty file"])
-def test_a_file_that_cannot_be_read_changes_nothing(tmp_path, damage, old):
-    path = tmp_path / "weights.safetensors"
+def test_a_file_that_cannot_be_used_changes_nothing(tmp_path, old):
     image = save(named())
-    contents = {"cut": image[: len(image) // 2], "garbage": b"\x00garbage" * 99, "empty file": b""}
-    if damage in contents:
-        path.write_bytes(contents[damage])
-    target = tmp_path if damage == "empty folder" else path
+    files = {"cut": image[: len(image) // 2], "garbage": b"\x00garbage" * 99, "empty": b"", "missing": None}
+    files["not a number"] = save({**named(), "model.norm.weight": torch.full((32,), torch.nan)})
+    (tmp_path / "empty folder").mkdir()
     with running() as engine:
-        with pytest.raises(WeightsError, match=str(target)):
-            engine.update_weights_from_file(str(target), 1).result(LIMIT_S)
-        assert engine.get_version() == 0
-        assert_same(engine.generate([GREEDY]), [old])
-
-
-def test_weights_from_shared_memory(new):
-    segment = weight_source.write_shared(save(named()))
-    try:
-        with running() as engine:
-            engine.update_weights_from_shared_memory(segment.name, 1).result(LIMIT_S)
-            assert_same(engine.generate([GREEDY]), [new])
-    finally:
-        segment.close()
-        segment.unlink()
-
-
-def test_shared_memory_without_a_safetensors_image_changes_nothing(old):
-    segment = weight_source.write_shared(b"not a tensor" * 9)
-    try:
-        with running() as engine:
-            with pytest.raises(WeightsError, match=segment.name):
-                engine.update_weights_from_shared_memory(segment.name, 1).result(LIMIT_S)
-            assert_same(engine.generate([GREEDY]), [old])
-    finally:
-        segment.close()
-        segment.unlink()
-
-
-def test_shared_memory_that_is_not_there_changes_nothing(old):
-    with running() as engine:
-        with pytest.raises(WeightsError, match="'nowhere'"):
-            engine.update_weights_from_shared_memory("nowhere", 1).result(LIMIT_S)
+        for name, contents in files.items():
+            if contents is not None:
+                (tmp_path / name).write_bytes(contents)
+        for name in (*files, "empty folder"):
+            message = "NaN" if name == "not a number" else str(tmp_path / name)
+            with pytest.raises(WeightsError, match=message):
+                engine.update_weights_from_file(str(tmp_path / name), 1).result(LIMIT_S)
+        assert (engine.get_version(), engine.status().needs_weights) == (0, False)
         assert_same(engine.generate([GREEDY]), [old])
 
 
@@ -691,12 +701,12 @@ def test_sleeping_and_waking_twice_is_the_same_as_once(old):
         assert_same(engine.generate([GREEDY]), [old])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_update_while_the_weights_sleep_is_refused_and_they_wake_as_they_were(mode, old):
+def test_an_update_while_the_weights_sleep_is_refused_and_they_wake_as_they_were(old):
     with running() as engine:
         engine.sleep(["weights"])
-        with pytest.raises(WeightsError, match="asleep"):
-            engine.update_weights(weights(1, 1), mode).result(LIMIT_S)
+        for mode in MODES:
+            with pytest.raises(WeightsError, match="asleep"):
+                engine.update_weights(weights(1, 1), mode).result(LIMIT_S)
         engine.wake(["weights"])
         assert engine.get_version() == 0
         assert_same(engine.generate([GREEDY]), [old])

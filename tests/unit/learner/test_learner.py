@@ -14,7 +14,6 @@ from learner.test_engine import actor, engine, experience
 from headwater.config.schema import Config, LearnerConfig, LoraConfig
 from headwater.core.errors import HeadwaterError, ModelError
 from headwater.learner.engine import ForwardEngine
-from headwater.learner.export import in_buckets
 from headwater.learner.learner import LocalLearner
 from headwater.learner.lora import add_adapters
 from headwater.learner.optimizer import held_by
@@ -23,6 +22,7 @@ from headwater.models import save as save_module
 from headwater.models.load import load_model, load_part, save_model
 from headwater.models.save import WeightStream
 from headwater.models.scored import load_critic, load_critic_part
+from headwater.weights.memory import in_buckets
 
 
 def learner(**parts) -> LocalLearner:

@@ -35,9 +35,7 @@ VALUES = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(
-            st.sampled_from(
-                ["file", "shared_memory", "n", "temperature", "top_k", "stop", "include_usage", "max_new_tokens", "x"]
-            ),
+            st.sampled_from(["file", "n", "temperature", "top_k", "stop", "include_usage", "max_new_tokens", "x"]),
             inner,
             max_size=3,
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
+import torch
 from serving.parts import assert_refused, refusal
 
 from headwater.cli.serve import is_loopback, read_engine_config
@@ -13,6 +14,8 @@ from headwater.core.errors import ConfigError
 from headwater.serving.control import Abort, WeightsCall, read_memory_tags, read_nothing, read_version
 from headwater.serving.control_routes import metrics_text
 from headwater.serving.state import ActiveRequests
+from headwater.serving.weight_stream import SlotCall, StartCall, read_finish
+from headwater.weights.shared_memory import SlotEntry
 
 
 def test_bodies():
@@ -22,8 +25,13 @@ def test_bodies():
     assert Abort.read({"request_id": "a"}) == Abort("a")
     assert Abort.read({"all": True}) == Abort(None)
     call = WeightsCall.read({"version": 3, "mode": "drain", "source": {"file": "x"}})
-    assert call == WeightsCall(3, "drain", file="x", shared_memory=None)
-    assert WeightsCall.read({"version": 3, "source": {"shared_memory": "x"}}).mode is None
+    assert call == WeightsCall(3, "drain", "x")
+    assert WeightsCall.read({"version": 3, "source": {"file": "x"}}).mode is None
+    start = {"version": 3, "shapes": {"w": [2, 3]}, "dtype": "float32", "shared_memory": "x", "slot_bytes": 64}
+    assert StartCall.read(start) == StartCall(3, None, {"w": (2, 3)}, torch.float32, "x", 64)
+    entry = {"name": "w", "shape": [2, 3], "offset": 8}
+    assert SlotCall.read({"slot": 1, "tensors": [entry]}) == SlotCall(1, (SlotEntry("w", (2, 3), 8),))
+    assert (read_finish({}), read_finish({"error": "why"})) == (None, "why")
 
 
 REFUSED = [
@@ -34,8 +42,12 @@ REFUSED = [
     (Abort.read, {}, "name one request, or set all = true"),
     (Abort.read, {"request_id": "a", "all": True}, "name one request, or set all = true"),
     (WeightsCall.read, {"version": 1}, "source: is missing"),
-    (WeightsCall.read, {"version": 1, "source": {}}, "one of the two"),
-    (WeightsCall.read, {"version": 1, "source": {"file": "x", "shared_memory": "y"}}, "one of the two"),
+    (WeightsCall.read, {"version": 1, "source": {}}, "source: is missing"),
+    (StartCall.read, {"version": 1, "shapes": {"w": [1]}, "dtype": "float32"}, "give all of them"),
+    (StartCall.read, {"shapes": {"w": 1}, "dtype": "int8"}, "dtype"),
+    (SlotCall.read, {"slot": 0}, "a slot is"),
+    (SlotCall.read, {"slot": 0, "tensors": [7]}, "tensors[0] = 7: must be an object"),
+    (SlotCall.read, {"slot": 0, "tensors": [{"name": "w", "place": 1}]}, "tensors[0].place: no such field"),
     (WeightsCall.read, {"version": 1, "source": {"path": "x"}}, "source.path: no such field"),
     (WeightsCall.read, {"version": 1, "mode": "now", "source": {"file": "x"}}, "interrupt, in_flight, drain"),
 ]

@@ -14,13 +14,15 @@ import torch
 
 from headwater.backends.hf import HfEngine
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import WeightsError
+from headwater.core.errors import RolloutFailed, TransferLost, WeightsError
+from headwater.core.protocols import Bucket
 from headwater.core.records import ModelRequest, SamplingParams
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, open_waits
 from headwater.engine.engine import Engine
 from headwater.models.checksum import checksum
 from headwater.models.load import load_model
 from headwater.observe.spans import Spans
+from headwater.weights.memory import in_buckets
 from headwater.weights.publish import publish
 
 LIMIT_S = 60.0
@@ -32,12 +34,11 @@ class Learner:
     def __init__(self, seed: int) -> None:
         self.model = tiny.model(seed)
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+    def export(self) -> Iterator[Bucket]:
+        return in_buckets(((name, each.detach()) for name, each in self.model.named_parameters()), max_bytes=2**14)
 
-    def export(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        yield list(self.export_weights())
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(each.shape) for name, each in self.model.named_parameters()}
 
 
 def embedded(dtype: str) -> Engine:
@@ -62,11 +63,12 @@ def test_the_engine_answers_for_the_weights_it_serves(make, dtype):
         untouched = load_model("tiny:qwen3", dtype=dtype, device="cpu", seed=0)
         assert engine.weights_checksum() == checksum(untouched.named_parameters())
         published = publish(Learner(1), engine, 3)
-        assert published == engine.weights_checksum() != checksum(untouched.named_parameters())
-        assert published == checksum(Learner(1).export_weights(), getattr(torch, dtype))
+        assert published.serving == engine.weights_checksum() != checksum(untouched.named_parameters())
+        assert published.serving == checksum(tiny.model(1).named_parameters(), getattr(torch, dtype))
+        assert published.trained == checksum(tiny.model(1).named_parameters())
         assert engine.get_version() == 3
         engine.sleep()
-        assert engine.weights_checksum() == published
+        assert engine.weights_checksum() == published.serving
         engine.wake()
         request = ModelRequest("r", (5, 6), SamplingParams(max_new_tokens=2, ignore_end=True), 0)
         assert asyncio.run(engine.agenerate(request)).output_versions == (3, 3)
@@ -96,21 +98,40 @@ def test_weights_that_changed_on_the_way_are_noticed(make):
         engine.close()
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected_s"),
-    [({}, ENGINE_CALL_LIMIT_S), ({"longest_response_s": 1.0}, ENGINE_CALL_LIMIT_S), ({"longest_response_s": 1e6}, 1e6)],
-)
-def test_the_engine_may_take_as_long_as_a_new_process_does(limits, expected_s):
+def test_weights_are_sent_again_to_the_process_that_replaces_one_that_died():
+    engine, num_sent, take = embedded("float32"), [], None
+    take = engine.update_weights
+
+    def dies_twice(update):
+        num_sent.append(sum(len(bucket) for bucket in update.buckets) if len(num_sent) < 2 else 0)
+        if len(num_sent) > 2:
+            return take(update)
+        lost: Future[None] = Future()
+        lost.set_exception(TransferLost("the process ended"))
+        return lost
+
+    engine.update_weights = dies_twice
+    try:
+        published = publish(Learner(1), engine, 3)
+        assert num_sent[0] == num_sent[1] == len(list(tiny.model(1).named_parameters())), "each time from the start"
+        assert published.serving == engine.weights_checksum()
+    finally:
+        engine.close()
+    with pytest.raises(RolloutFailed, match="closed"):
+        publish(Learner(1), engine, 4)
+
+
+def test_the_engine_may_take_as_long_as_a_new_process_does():
     assert ENGINE_CALL_LIMIT_S > ENGINE_START_LIMIT_S
     engine, seen = embedded("float32"), []
     take = engine.update_weights
 
     def take_slowly(update):
-        taken, late = take(update), Future()
+        taken, late, before = take(update), Future(), len(seen)
 
         def look_then_finish():
             deadline = time.monotonic() + LIMIT_S
-            while not seen and time.monotonic() < deadline:
+            while len(seen) == before and time.monotonic() < deadline:
                 seen.extend(each.hard_limit_s for each in open_waits() if each.kind == "weights")
             late.set_result(taken.result(LIMIT_S))
 
@@ -119,7 +140,8 @@ def test_the_engine_may_take_as_long_as_a_new_process_does(limits, expected_s):
 
     engine.update_weights = take_slowly
     try:
-        publish(Learner(1), engine, 3, **limits)
+        for longest_s in (0.0, 1.0, 1e6):
+            publish(Learner(1), engine, 3, longest_response_s=longest_s)
     finally:
         engine.close()
-    assert seen == [expected_s]
+    assert seen == [ENGINE_CALL_LIMIT_S, ENGINE_CALL_LIMIT_S, 1e6]

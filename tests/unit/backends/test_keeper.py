@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,18 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.backends.served import child_keeper, child_server
-from headwater.backends.served.child_keeper import MAX_RESTARTS, ChildKeeper
-from headwater.backends.served.engine import ServedEngine
-from headwater.core.errors import MemoryRefused, RolloutFailed
+from headwater.backends.launch import child, keeper
+from headwater.backends.launch.keeper import MAX_RESTARTS, ChildKeeper
+from headwater.backends.native.engine import NativeEngine
+from headwater.config.schema import WeightTransfer
+from headwater.core.errors import MemoryRefused, RolloutFailed, TransferLost, WeightsError, WeightsIncomplete
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.observe.spans import Spans
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(600)
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 STUB = Path(__file__).with_name("stub_server.py")
 
 
@@ -42,10 +44,15 @@ def fails(path: str, code: str = "engine_unavailable") -> dict[str, str]:
 class Scene:
     """An engine whose processes behave in turn as planned, the last of the plan for all that follow."""
 
-    def __init__(self, folder: Path, *plan: object) -> None:
+    def __init__(self, folder: Path, *plan: object, transfer: WeightTransfer) -> None:
         self._folder = folder
+        folder.mkdir()
         (folder / "plan.json").write_text(json.dumps(plan))
-        self.engine = ServedEngine(str(folder), (), dtype="float32", transfer="file", spans=Spans())
+        self.engine = NativeEngine(str(folder), (), dtype="float32", transfer=transfer, spans=Spans())
+
+    @property
+    def restarts(self) -> int:
+        return self.engine.status().num_restarts
 
     def children(self) -> list[int]:
         return self._read("children.jsonl")
@@ -79,11 +86,11 @@ class Scene:
 
 @pytest.fixture
 def scene_of(tmp_path, monkeypatch) -> Iterator[Callable[..., Scene]]:
-    monkeypatch.setattr(child_server, "SERVE", (sys.executable, str(STUB)))
+    monkeypatch.setattr(child, "SERVE", (sys.executable, str(STUB)))
     scenes = []
 
-    def make(*plan: object) -> Scene:
-        scenes.append(Scene(tmp_path, *plan))
+    def make(*plan: object, transfer: WeightTransfer = "file") -> Scene:
+        scenes.append(Scene(tmp_path / f"scene{len(scenes)}", *plan, transfer=transfer))
         return scenes[-1]
 
     yield make
@@ -105,16 +112,16 @@ def test_a_process_that_died_is_counted_once(scene_of):
     scene = scene_of("half", "serve")
     [response] = scene.generate()
     assert response.output_tokens == (0, 1), "the second one goes on after the first one's token"
-    assert (scene.engine.num_restarts, len(scene.children())) == (1, 2)
+    assert (scene.restarts, len(scene.children())) == (1, 2)
 
 
 def test_after_too_many_deaths_every_open_request_fails_with_the_cause(scene_of, caplog):
     scene = scene_of("die")
-    cause = (f"died {MAX_RESTARTS + 1} times in a row", "killed by SIGKILL; it said:\nserving ", "headwater serve")
+    cause = (f"died {MAX_RESTARTS + 1} times in a row", "killed by SIGKILL; its output:\nserving ", "headwater serve")
     assert_all_failed(scene.generate(3), *cause)
     assert len(scene.children()) == 1 + MAX_RESTARTS
-    assert scene.engine.num_restarts == MAX_RESTARTS, "the first of them was no restart"
-    assert [each.message.partition("; its last line: serving ")[1] != "" for each in caplog.records] == [True] * 3
+    assert scene.restarts == MAX_RESTARTS, "the first of them was no restart"
+    assert [each.message.partition("; its last output: serving ")[1] != "" for each in caplog.records] == [True] * 3
     assert_all_failed(scene.generate(), *cause)
     for call in (scene.engine.pause, scene.engine.weights_checksum):
         with pytest.raises(RolloutFailed, match="killed by SIGKILL"):
@@ -126,7 +133,7 @@ def test_deaths_with_a_finished_request_in_between_are_not_in_a_row(scene_of):
     for _ in range(MAX_RESTARTS + 1):
         scene.kill()
         assert isinstance(scene.generate()[0], ModelResponse)
-    assert scene.engine.num_restarts == MAX_RESTARTS + 1
+    assert scene.restarts == MAX_RESTARTS + 1
 
 
 # A process that does not come up
@@ -136,7 +143,7 @@ def test_a_restart_that_fails_is_tried_again(scene_of):
     scene = scene_of("die", "exit", fails("/control/version", "internal_error"), "serve")
     scene.engine.set_version(4)
     assert isinstance(scene.generate()[0], ModelResponse)
-    assert scene.engine.num_restarts == 3
+    assert scene.restarts == 3
     assert scene.children_asked("/control/version")[-1] == scene.engine.pid, "it was told what the first one knew"
 
 
@@ -150,16 +157,16 @@ def test_a_restart_that_fails_is_tried_again(scene_of):
 )
 def test_restarts_that_all_fail_end_in_an_error_that_says_why(scene_of, then, causes):
     scene = scene_of("die", then)
-    scene.engine.update_weights(WeightUpdate(1, [("w", torch.zeros(2))])).result(LIMIT_S)
+    scene.engine.update_weights(WeightUpdate.of(1, [("w", torch.zeros(2))])).result(LIMIT_S)
     assert_all_failed(scene.generate(2), f"died {MAX_RESTARTS + 1} times", *causes)
-    assert scene.engine.num_restarts == MAX_RESTARTS
+    assert scene.restarts == MAX_RESTARTS
     with pytest.raises(RolloutFailed, match="could not take over"):
         scene.engine.pause()
 
 
 def test_a_system_that_gives_no_process_ends_in_an_error_that_says_so(scene_of, monkeypatch):
     scene = scene_of("die")
-    monkeypatch.setattr(child_server, "SERVE", ("/no/such/program",))
+    monkeypatch.setattr(child, "SERVE", ("/no/such/program",))
     assert_all_failed(scene.generate(2), "could not take over: FileNotFoundError", "/no/such/program")
 
 
@@ -170,7 +177,7 @@ def test_a_watch_that_fails_itself_is_told_too(scene_of):
     scene = scene_of("die")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChildKeeper, "_end_child", fail)
-        assert_all_failed(scene.generate(2), "watching over the engine's process failed: RuntimeError: no such session")
+        assert_all_failed(scene.generate(2), "supervising the engine's process failed: RuntimeError: no such session")
 
 
 WORDS = "no space left on /dev/shm"
@@ -180,26 +187,26 @@ WORDS = "no space left on /dev/shm"
 def test_a_process_that_ends_before_it_takes_over_has_its_last_words(scene_of, path, caplog):
     scene = scene_of("die", {"path": path, "last_words": WORDS})
     scene.engine.set_version(4)
-    assert_all_failed(scene.generate(), "take over: ConnectionLost: ", "ended with exit status 7; it said:\n", WORDS)
+    assert_all_failed(scene.generate(), "take over: ConnectionLost: ", "ended with exit status 7; its output:\n", WORDS)
     warnings = [each.getMessage() for each in caplog.records if "could not take over" in each.getMessage()]
     assert warnings
-    assert all(f"; its last line: {WORDS};" in each for each in warnings)
+    assert all(f"; its last output: {WORDS};" in each for each in warnings)
 
 
 def test_a_first_process_that_ends_before_it_is_connected_has_its_last_words(scene_of):
-    with pytest.raises(RolloutFailed, match=rf"ended with exit status 7; it said:\n(.|\n)*{WORDS}"):
+    with pytest.raises(RolloutFailed, match=rf"ended with exit status 7; its output:\n(.|\n)*{WORDS}"):
         scene_of({"path": "/headwater/connect", "last_words": WORDS})
 
 
 # A process that lives and whose engine does not
 
 
-CONTROL: dict[str, Callable[[ServedEngine], object]] = {
-    "/control/pause": ServedEngine.pause,
-    "/control/checksum": ServedEngine.weights_checksum,
-    "/control/sleep": ServedEngine.sleep,
+CONTROL: dict[str, Callable[[NativeEngine], object]] = {
+    "/control/pause": NativeEngine.pause,
+    "/control/checksum": NativeEngine.weights_checksum,
+    "/control/sleep": NativeEngine.sleep,
     "/control/update_weights": lambda engine: engine.update_weights(
-        WeightUpdate(3, [("w", torch.zeros(2))])
+        WeightUpdate.of(3, [("w", torch.zeros(2))])
     ).result(LIMIT_S),
 }  # fmt: skip
 
@@ -211,7 +218,7 @@ def test_a_call_that_meets_a_failed_engine_is_made_again_in_a_new_process(scene_
     first, second = scene.children()
     called = scene.children_asked(path)
     assert (called[0], called[-1]) == (first, second)
-    assert scene.engine.num_restarts == 1
+    assert scene.restarts == 1
     assert isinstance(scene.generate()[0], ModelResponse)
 
 
@@ -227,7 +234,7 @@ def test_a_call_that_every_engine_fails_at_raises_in_the_caller(scene_of, path, 
     with pytest.raises(RolloutFailed, match="died 4 times in a row") as caught:
         CONTROL[path](scene.engine)
     assert f"{cause}{path} is out of order" in str(caught.value)
-    assert scene.engine.num_restarts == MAX_RESTARTS
+    assert scene.restarts == MAX_RESTARTS
     assert scene.engine.get_version() == 0, "weights that none has taken do not count"
     assert_all_failed(scene.generate(), cause)
 
@@ -235,7 +242,7 @@ def test_a_call_that_every_engine_fails_at_raises_in_the_caller(scene_of, path, 
 def test_a_request_that_meets_a_failed_engine_goes_on_in_a_new_process(scene_of):
     scene = scene_of(fails("requests"), "serve")
     assert isinstance(scene.generate()[0], ModelResponse)
-    assert scene.engine.num_restarts == 1
+    assert scene.restarts == 1
 
 
 # A process that refuses and is none the worse
@@ -249,7 +256,7 @@ def test_a_refused_wake_is_told_and_a_later_one_works_in_the_same_process(scene_
     assert scene.engine._keeper.state.asleep, "one that takes its place must sleep too"
     scene.engine.wake()
     assert not scene.engine._keeper.state.asleep
-    assert (scene.engine.num_restarts, len(scene.children())) == (0, 1)
+    assert (scene.restarts, len(scene.children())) == (0, 1)
     assert isinstance(scene.generate()[0], ModelResponse)
 
 
@@ -270,44 +277,102 @@ def no_file_can_be_opened() -> Iterator[None]:
 
 
 def test_a_call_that_cannot_be_made_is_given_up_while_the_process_lives(scene_of, monkeypatch):
-    monkeypatch.setattr(child_keeper, "_DEATH_S", 0.5)
+    monkeypatch.setattr(keeper, "_DEATH_S", 0.5)
     scene = scene_of("serve")
     with no_file_can_be_opened(), pytest.raises(RolloutFailed) as caught:
         scene.engine.pause()
-    assert f"process {scene.engine.pid} lives, but cannot be reached: POST /control/pause: " in str(caught.value)
+    assert f"process {scene.engine.pid} is alive but cannot be reached: POST /control/pause: " in str(caught.value)
     assert "Too many open files" in str(caught.value)
     scene.engine.pause()
-    assert scene.engine.num_restarts == 0
+    assert scene.restarts == 0
 
 
-@pytest.mark.parametrize("text", ["<html>Bad gateway</html>", "[1, 2]", ""])
-def test_a_reply_that_is_no_json_object_is_told_at_once(scene_of, text):
-    scene = scene_of({"path": "/control/checksum", "text": text})
-    with pytest.raises(
-        RolloutFailed, match=r"GET /control/checksum: the reply of status 200 is no JSON object: "
-    ) as caught:
-        scene.engine.weights_checksum()
-    assert repr(text) in str(caught.value)
-    assert len(scene.children_asked("/control/checksum")) == 1
-    assert scene.engine.num_restarts == 0
+def test_a_reply_that_is_no_json_object_is_told_at_once(scene_of):
+    for text in ("<html>Bad gateway</html>", "[1, 2]", ""):
+        scene = scene_of({"path": "/control/checksum", "text": text})
+        message = r"GET /control/checksum: the reply of status 200 is not a JSON object: "
+        with pytest.raises(RolloutFailed, match=message) as caught:
+            scene.engine.weights_checksum()
+        assert repr(text) in str(caught.value)
+        assert len(scene.children_asked("/control/checksum")) == 1
+        assert scene.restarts == 0
 
 
 @pytest.mark.parametrize("text", ['[{"id": 0, "tok', '[{"tokens": [3]}]', "7"])
 def test_a_message_that_cannot_be_read_is_what_the_process_ended_for(scene_of, text, caplog, monkeypatch):
-    monkeypatch.setattr(child_keeper, "_DEATH_S", 2 * LIMIT_S)  # it would not end, so it is not waited for
+    monkeypatch.setattr(keeper, "_DEATH_S", 2 * LIMIT_S)  # it would not end, so it is not waited for
     scene = scene_of({"path": "requests", "text": text}, "serve")
     assert isinstance(scene.generate()[0], ModelResponse)
-    [warning] = [each.getMessage() for each in caplog.records if "is started again" in each.getMessage()]
-    assert "killed by SIGKILL, after it had sent what could not be taken (UnreadableMessage: " in warning
+    [warning] = [each.getMessage() for each in caplog.records if "it is restarted" in each.getMessage()]
+    assert "killed by SIGKILL, after it had sent an unreadable message (UnreadableMessage: " in warning
     assert f"the message: {text})" in warning
 
 
-def test_weights_that_cannot_be_read_are_an_update_that_failed(scene_of):
-    def damaged() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "w", torch.zeros(2)
-        raise OSError("the disk is gone")
+# Weights
 
-    scene = scene_of("serve")
-    with pytest.raises(OSError, match="the disk is gone"):
-        scene.engine.update_weights(WeightUpdate(1, damaged())).result(LIMIT_S)
-    assert scene.engine.num_restarts == 0
+
+def weights(version: int, *, breaks: bool = False) -> WeightUpdate:
+    """Two buckets; with ``breaks`` the learner fails between them."""
+
+    def buckets() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield [("v", torch.zeros(2))]
+        if breaks:
+            raise OSError("the disk is gone")
+        yield [("w", torch.zeros(3))]
+
+    return WeightUpdate(version, {"v": (2,), "w": (3,)}, buckets())
+
+
+def test_weights_that_cannot_be_read_are_an_update_that_failed(scene_of):
+    for transfer in ("file", "shared_memory"):
+        scene = scene_of("serve", transfer=transfer)
+        with pytest.raises(OSError, match="the disk is gone"):
+            scene.engine.update_weights(weights(1, breaks=True)).result(LIMIT_S)
+        assert (scene.restarts, scene.engine.get_version()) == (0, 0)
+
+
+def test_a_new_process_is_sent_streamed_weights_again_before_it_is_asked_for_anything(scene_of):
+    scene = scene_of("serve", transfer="shared_memory")
+    scene.engine.update_weights(weights(5)).result(LIMIT_S)
+    assert not scene.engine.status().needs_weights
+    scene.kill()
+    status = scene.engine.status()
+    assert (status.needs_weights, status.version, status.num_restarts) == (True, 5, 1)
+    with pytest.raises(WeightsIncomplete, match="no complete version"):
+        scene.engine.weights_checksum()
+
+    def publish_again() -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not scene.engine.status().num_waiting:
+            assert time.monotonic() < deadline, "the request has not come"
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert scene.engine.status().num_waiting == 1, "it waits for the weights"
+        scene.engine.update_weights(weights(5)).result(LIMIT_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        publishing = pool.submit(publish_again)
+        [response] = scene.generate()
+        publishing.result(LIMIT_S)
+    assert isinstance(response, ModelResponse)
+    assert not scene.engine.status().needs_weights
+
+
+@pytest.mark.parametrize("path", ["start_weight_update", "update_weight_slot", "finish_weight_update"])
+def test_a_process_that_dies_during_a_transfer_is_told_and_the_next_one_takes_it(scene_of, path):
+    dies = {"path": f"/control/{path}", "last_words": "out of memory"}
+    scene = scene_of(dies, "serve", transfer="shared_memory")
+    with pytest.raises(TransferLost, match="ended during a weight update"):
+        scene.engine.update_weights(weights(1)).result(LIMIT_S)
+    scene.engine.update_weights(weights(1)).result(LIMIT_S)
+    assert (scene.engine.get_version(), scene.restarts) == (1, 1)
+    assert isinstance(scene.generate()[0], ModelResponse)
+
+
+def test_a_refused_transfer_costs_no_process(scene_of):
+    for path in ("start_weight_update", "update_weight_slot", "finish_weight_update"):
+        scene = scene_of({**fails(f"/control/{path}", "weights_refused"), "times": 1}, transfer="shared_memory")
+        with pytest.raises(WeightsError, match=f"{path} is out of order"):
+            scene.engine.update_weights(weights(1)).result(LIMIT_S)
+        scene.engine.update_weights(weights(2)).result(LIMIT_S)
+        assert (scene.engine.get_version(), scene.restarts) == (2, 0)

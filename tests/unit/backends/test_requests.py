@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from headwater.backends.served.engine import engine_arguments
-from headwater.backends.served.open_request import OpenRequest
-from headwater.backends.served.open_requests import OpenRequests
-from headwater.backends.served.server_client import error_of
+from headwater.backends.native.client import error_of
+from headwater.backends.native.engine import engine_arguments
+from headwater.backends.native.requests import OpenRequest, OpenRequests
 from headwater.cli.serve import read_engine_config
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import (
@@ -20,6 +19,7 @@ from headwater.core.errors import (
     RolloutFailed,
     WaitTimeout,
     WeightsError,
+    WeightsIncomplete,
 )
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.kv_cache import SHARED_FRACTION
@@ -71,10 +71,10 @@ def scene() -> Scene:
 def test_a_new_child_is_asked_for_what_is_left(scene):
     scene.enter(1)
     first, second = Link(), Link()
-    scene.requests.go_on(first)
+    scene.requests.continue_on(first)
     assert [each["request"]["given_tokens"] for each in first.sent] == [(30,)]
     scene.line(1, 7, 8)
-    scene.requests.go_on(second)
+    scene.requests.continue_on(second)
     assert [each["request"]["given_tokens"] for each in second.sent] == [(30, 7, 8)]
     scene.line(1, 9, stop_reason="stop")
     [answer] = scene.answers
@@ -85,7 +85,7 @@ def test_a_new_child_is_asked_for_what_is_left(scene):
 
 def test_an_end_that_nobody_asked_for_is_none(scene):
     link = Link()
-    scene.requests.go_on(link)
+    scene.requests.continue_on(link)
     scene.enter(1)
     scene.line(1, 7, stop_reason="abort")
     assert link.sent[-1]["request"]["given_tokens"] == (30, 7)
@@ -93,14 +93,14 @@ def test_an_end_that_nobody_asked_for_is_none(scene):
 
 
 def test_a_request_that_several_children_died_with_is_given_up(scene):
-    scene.requests.go_on(Link())
+    scene.requests.continue_on(Link())
     scene.enter(1)
     scene.requests.link = None  # that child has died
     scene.enter(2)
     for _ in range(5):
-        scene.requests.go_on(Link())
+        scene.requests.continue_on(Link())
     assert [str(each).partition(" of")[0] for each in scene.answers] == ["request r1: 5 processes"]
-    scene.requests.go_on(Link())
+    scene.requests.continue_on(Link())
     assert str(scene.answers[1]).startswith("request r2: 5 processes"), "it was never sent to the first of them"
 
 
@@ -112,7 +112,7 @@ def test_a_failed_engine_is_told_and_its_requests_stay(scene):
 
 def test_who_has_left_is_answered_no_more(scene):
     link = Link()
-    scene.requests.go_on(link)
+    scene.requests.continue_on(link)
     opened = scene.enter(1)
     scene.requests.leave(opened)
     scene.requests.leave(opened)
@@ -132,15 +132,16 @@ def test_closing_answers_with_what_there_is(scene):
     assert "generate" not in scene.spans.drain()  # nothing is open that would go on counting
 
 
-@pytest.mark.parametrize(
-    "kind", [QueueFull, RequestError, WeightsError, MemoryRefused, LogitsBroken, WaitTimeout, RolloutFailed]
-)
-def test_errors_cross_the_connection_as_they_are(kind):
-    error = error_of(api_error(kind("why")).body())
-    assert (type(error), str(error)) == (kind, "why")
+def test_errors_cross_the_connection_as_they_are():
+    kinds = [QueueFull, RequestError, WeightsError, WeightsIncomplete, MemoryRefused, LogitsBroken, WaitTimeout]
+    for kind in (*kinds, RolloutFailed):
+        error = error_of(api_error(kind("why")).body())
+        assert (type(error), str(error)) == (kind, "why")
 
 
 def test_every_setting_of_the_engine_reaches_the_server():
     config = EngineConfig(max_queue=5, overlap=False, update_mode="drain", kv_cache_gib=0.25, memory_fraction=0.3)
-    assert read_engine_config(engine_arguments(config)) == config
-    assert read_engine_config(engine_arguments(EngineConfig())) == EngineConfig(memory_fraction=SHARED_FRACTION)
+    assert read_engine_config(engine_arguments(config, shares_device=True)) == config
+    shared, alone = (read_engine_config(engine_arguments(EngineConfig(), shares_device=each)) for each in (True, False))
+    assert shared == EngineConfig(memory_fraction=SHARED_FRACTION)
+    assert alone == EngineConfig(), "a server that has a device to itself sizes its cache from all of it"

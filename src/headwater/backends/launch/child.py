@@ -1,4 +1,4 @@
-"""``headwater serve`` as a child of this process: started, listened to, and ended with it."""
+"""``headwater serve`` as a child process that ends with this one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from headwater.serving.options import KEY_VARIABLE
 SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
 _STOP_LIMIT_S = 15.0
 _LAST_WORDS_S = 1.0
-"""How long its output is read after it has ended; a process that it left behind may keep the pipe open for ever."""
+"""How long its output is read after it has ended. A process that it left behind may keep the pipe open forever."""
 _TAIL_CHARACTERS = 4000
 _SERVING = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
 
 
 class ChildServer:
-    """A server process on this machine that nobody else can talk to.
+    """A server process on this machine that only this process can talk to.
 
-    Its standard input is a pipe that only we hold open: when this process is gone, however it ended, the pipe closes
-    and the server stops. It has a session of its own, so that Ctrl-C reaches us alone and we decide when it ends.
+    Its standard input is a pipe that only this process holds open. When this process ends, for whatever reason, the
+    pipe closes and the server stops. The server runs in a separate session, so that Ctrl-C reaches only this process.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, model: str) -> None:
@@ -38,7 +38,7 @@ class ChildServer:
 
     @classmethod
     async def start(cls, model: str, arguments: Sequence[str], api_key: str) -> ChildServer:
-        """Answers when the server does; ``RolloutFailed`` with its last words if it ends before."""
+        """Return when the server answers. If it ends before, raise ``RolloutFailed`` with its last output."""
         process = await asyncio.create_subprocess_exec(
             *(*SERVE, model),
             *("--host", "127.0.0.1", "--port", "0", "--until-eof", *arguments),
@@ -64,11 +64,11 @@ class ChildServer:
 
     @property
     def last_lines(self) -> str:
-        """The end of what it has said."""
-        return self._output.strip() or "(it has said nothing)"
+        """The end of its output."""
+        return self._output.strip() or "(no output)"
 
     async def wait(self) -> str:
-        """Wait until it has ended; says how."""
+        """Wait until it has ended, and return a description of how."""
         code = await self._process.wait()
         await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
         if code < 0:
@@ -80,7 +80,7 @@ class ChildServer:
             self._process.kill()
 
     async def stop(self) -> None:
-        """End it: politely, and if that takes long, for certain."""
+        """End it with SIGTERM, and with SIGKILL if that takes too long."""
         if self._process.returncode is None:
             self._process.terminate()
             try:
@@ -95,7 +95,7 @@ class ChildServer:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not self._ready.is_set():
                 raise RolloutFailed(
-                    f"the engine's {ended.result()} before it served {self._model}; it said:\n{self.last_lines}"
+                    f"the engine's {ended.result()} before it served {self._model}; its output:\n{self.last_lines}"
                 )
         finally:
             ready.cancel()
@@ -103,10 +103,10 @@ class ChildServer:
 
     def _describe_start(self) -> str:
         last = self.last_lines.splitlines()[-1]
-        return f"the engine's process {self.pid} loads {self._model}; its last line: {last}"
+        return f"the engine's process {self.pid} loads {self._model}; its last output: {last}"
 
     async def _read(self) -> None:
-        """Its output must be read to the end, or it would stand still once the pipe is full."""
+        """Read its output to the end; otherwise it would block when the pipe is full."""
         assert self._process.stdout is not None, "its output is a pipe"
         while chunk := await self._process.stdout.read(2**16):
             self._output = (self._output + chunk.decode(errors="replace"))[-_TAIL_CHARACTERS:]

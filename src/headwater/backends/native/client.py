@@ -1,4 +1,4 @@
-"""What is said to a ``headwater serve``: single calls, and the connection that requests travel over."""
+"""The client of a ``headwater serve``: control calls, and the connection for requests."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from headwater.core.errors import (
     RolloutFailed,
     WaitTimeout,
     WeightsError,
+    WeightsIncomplete,
 )
 
 _KINDS: dict[str, type[HeadwaterError]] = {
@@ -25,27 +26,28 @@ _KINDS: dict[str, type[HeadwaterError]] = {
     "memory_refused": MemoryRefused,
     "logits_broken": LogitsBroken,
     "weights_refused": WeightsError,
+    "weights_incomplete": WeightsIncomplete,
     "timeout": WaitTimeout,
 }
 ENGINE_FAILED = "engine_unavailable"
-"""The code of a server that answers although its engine never will again."""
+"""The error code of a server whose engine has failed for good."""
 _NUM_CHARACTERS_SHOWN = 200
 
 
 class ConnectionLost(Exception):
-    """The server is gone, or about to be."""
+    """The server has ended, or is about to."""
 
 
 class UnreadableMessage(Exception):
-    """Something came over the connection for requests that no server of ours says."""
+    """The connection for requests delivered something that is not a valid message."""
 
 
 class EngineFailed(RolloutFailed):
-    """The server answers, but its engine never will again."""
+    """The server still answers, but its engine has failed for good."""
 
 
 def error_of(body: Mapping[str, Any]) -> HeadwaterError:
-    """The error that the server met, as if it had been met here."""
+    """The error that the server reported, as an exception of this process."""
     error = body["error"]
     usual = RequestError if error["type"] == "invalid_request_error" else RolloutFailed
     return _KINDS.get(error["code"] or "", usual)(error["message"])
@@ -55,8 +57,7 @@ class ServerClient:
     """Belongs to one event loop."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        # How long a call may take is the server's business, which has limits of its own; a server that is gone closes
-        # its connections, and then nobody waits.
+        # No time limit here: the server limits its calls itself, and a server that has ended closes its connections.
         self._session = aiohttp.ClientSession(
             url,
             headers={"Authorization": f"Bearer {api_key}"},
@@ -81,7 +82,7 @@ class ServerClient:
 
     async def connect(self, on_line: Callable[[dict[str, Any]], None]) -> RequestLink:
         try:
-            # Neither side compresses, nor limits what the other may say at once: both are ours.
+            # No compression and no size limit: both ends are trusted and on the same machine.
             socket = await self._session.ws_connect("/headwater/connect", max_msg_size=0, compress=0)
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionLost(f"the connection for requests: {error}") from error
@@ -94,8 +95,8 @@ class ServerClient:
 class RequestLink:
     """All requests over one connection (see ``serving.native.connection``).
 
-    One each would need as many file descriptors on either side as there are requests, which systems limit, often to
-    1024; and ten thousand handshakes at the moment when a step's prompts start.
+    One connection per request would need a file descriptor per request on both sides, which systems often limit to
+    1024, and thousands of handshakes when a step starts.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, on_line: Callable[[dict[str, Any]], None]) -> None:
@@ -107,7 +108,7 @@ class RequestLink:
         self._outbox.put_nowait(message)
 
     async def run(self) -> None:
-        """Send what is posted and hand on what comes, until the connection ends."""
+        """Send posted messages and pass on received lines until the connection ends."""
         sender = asyncio.create_task(self._send())
         try:
             async for message in self._socket:
@@ -117,7 +118,7 @@ class RequestLink:
             await self._socket.close()
 
     def _take(self, message: aiohttp.WSMessage) -> None:
-        if isinstance(message.data, aiohttp.WebSocketError):  # bytes that make no message
+        if isinstance(message.data, aiohttp.WebSocketError):  # bytes that are not a valid message
             raise UnreadableMessage(str(message.data)) from message.data
         if message.type is not aiohttp.WSMsgType.TEXT:
             return
@@ -133,7 +134,7 @@ class RequestLink:
             while True:
                 await self._socket.send_str(json.dumps(await self._outbox.get()))
         except (ConnectionError, aiohttp.ClientError):
-            await self._socket.close()  # ends the reading too
+            await self._socket.close()  # also ends the reader
 
 
 def _read_object(text: bytes, what: str) -> dict[str, Any]:
@@ -144,4 +145,4 @@ def _read_object(text: bytes, what: str) -> dict[str, Any]:
     if isinstance(read, dict):
         return read
     shown = text[:_NUM_CHARACTERS_SHOWN].decode(errors="replace")
-    raise RolloutFailed(f"{what} is no JSON object: {shown!r}; no server of ours says that: please report it")
+    raise RolloutFailed(f"{what} is not a JSON object: {shown!r}; please report this")

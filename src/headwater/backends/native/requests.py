@@ -1,0 +1,180 @@
+"""The requests that are in progress. Every token that arrived is kept, so that another server can continue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headwater.backends.native.client import ENGINE_FAILED, RequestLink, error_of
+from headwater.core.errors import HeadwaterError, RolloutFailed
+from headwater.core.records import ModelRequest, ModelResponse, StopReason
+from headwater.observe.spans import Spans
+from headwater.serving.native.request import write_request
+
+_MAX_STUCK = 4
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """A request that a server works on, and the tokens that have arrived so far."""
+
+    number: int
+    """Identifies the request on the connection."""
+    request: ModelRequest
+    deliver: Callable[[ModelResponse | HeadwaterError], None]
+    """Called once, with the response or the error."""
+    has_ended: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    arrived: float = field(default_factory=time.perf_counter)
+    was_sent: bool = False
+    """Whether the request was sent to any server."""
+    num_stuck: int = 0
+    """How many servers have died with this request since its last tokens arrived."""
+    started: float | None = None
+    """When the first tokens arrived."""
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        if self.started is None:
+            self.started = time.perf_counter()
+        self.num_stuck = 0
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += versions
+
+    def rest(self) -> ModelRequest:
+        """The request for the tokens that are still missing."""
+        return replace(self.request, given_tokens=(*self.request.given_tokens, *self.tokens))
+
+    def finish(self, reason: StopReason) -> None:
+        now = time.perf_counter()
+        started = now if self.started is None else self.started
+        self._end(
+            ModelResponse(
+                input_tokens=self.request.input_tokens,
+                output_tokens=tuple(self.tokens),
+                output_logprobs=tuple(self.logprobs),
+                output_versions=tuple(self.versions),
+                stop_reason=reason,
+                queue_s=started - self.arrived,
+                generate_s=now - started,
+            )
+        )
+
+    def fail(self, error: HeadwaterError) -> None:
+        self._end(error)
+
+    def _end(self, result: ModelResponse | HeadwaterError) -> None:
+        self.has_ended = True
+        self.deliver(result)
+
+
+class OpenRequests:
+    """All requests in progress. Belongs to the engine's thread.
+
+    ``link`` is the connection to the server that generates now. Without one, requests wait.
+    """
+
+    def __init__(self, spans: Spans, *, on_finish: Callable[[], None], on_failed_engine: Callable[[str], None]) -> None:
+        """``on_failed_engine`` is called with the reason when a server reports that its engine has failed."""
+        self.link: RequestLink | None = None
+        self._open: dict[int, OpenRequest] = {}
+        self._spans = spans
+        self._generating = ExitStack()
+        self._on_finish = on_finish
+        self._on_failed_engine = on_failed_engine
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_started(self) -> int:
+        """How many have tokens already."""
+        return sum(bool(each.tokens) for each in list(self._open.values()))
+
+    def enter(self, opened: OpenRequest) -> None:
+        if not self._open:
+            self._generating.enter_context(self._spans.span("generate"))
+        self._open[opened.number] = opened
+        self._send(opened)
+
+    def leave(self, opened: OpenRequest) -> None:
+        """The caller no longer waits for this request."""
+        if opened.number in self._open:
+            self._drop(opened)
+            if self.link is not None:
+                self.link.post({"id": opened.number, "leave": True})
+
+    def continue_on(self, link: RequestLink) -> None:
+        """Send the rest of every request to a new server."""
+        self.link = link
+        for opened in list(self._open.values()):
+            if opened.was_sent:  # a request that arrived while no server ran has seen no death
+                opened.num_stuck += 1
+            if opened.num_stuck > _MAX_STUCK:
+                # Other requests finish meanwhile, so the engine would be restarted again and again for this one.
+                self._drop(opened)
+                opened.fail(
+                    RolloutFailed(
+                        f"request {opened.request.request_id}: {opened.num_stuck} processes of the engine died before "
+                        "its next token arrived; this request may be the cause"
+                    )
+                )
+            else:
+                self._send(opened)
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Take new tokens of a request, or its end."""
+        opened = self._open.get(line["id"])
+        if opened is None:
+            return  # its caller has left
+        if "error" in line:
+            if line["error"]["code"] == ENGINE_FAILED:
+                # This process will not produce another token, but the next one will, for this request too.
+                self._on_failed_engine(line["error"]["message"])
+            else:
+                self._drop(opened)
+                opened.fail(error_of(line))
+            return
+        opened.extend(line["tokens"], line["logprobs"], line["versions"])
+        reason = line.get("stop_reason")
+        if reason == "abort":
+            # This side did not abort it: the process was told to stop. The next server continues the request.
+            self._send(opened)
+        elif reason is not None:
+            self._drop(opened)
+            opened.finish(reason)
+            self._on_finish()
+
+    def fail_all(self, error: HeadwaterError) -> None:
+        for opened in list(self._open.values()):
+            self._drop(opened)
+            opened.fail(error)
+
+    def abort(self, request_id: str | None) -> int:
+        """Answer the requests with this id, or all, with the tokens they have. Return how many there were."""
+        wanted = [each for each in self._open.values() if request_id in (None, each.request.request_id)]
+        for opened in wanted:
+            self.leave(opened)
+            opened.finish("abort")
+        return len(wanted)
+
+    def abort_all(self) -> None:
+        """Answer every request with the tokens it has."""
+        for opened in list(self._open.values()):
+            self._drop(opened)
+            opened.finish("abort")
+
+    def _send(self, opened: OpenRequest) -> None:
+        if self.link is not None:
+            opened.was_sent = True
+            self.link.post({"id": opened.number, "request": write_request(opened.rest())})
+
+    def _drop(self, opened: OpenRequest) -> None:
+        del self._open[opened.number]
+        if not self._open:
+            self._generating.close()

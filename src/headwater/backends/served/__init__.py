@@ -1,1 +1,0 @@
-"""The embedded engine in a process of its own (``rollout.placement: disaggregated``)."""

@@ -1,0 +1,165 @@
+"""Weights from another process on this machine, streamed through shared memory (``weights.shared_memory``).
+
+``/control/start_weight_update`` announces names and shapes and is refused if they do not fit the model.
+``/control/update_weight_slot`` hands over one filled slot and answers when it may be filled again.
+``/control/finish_weight_update`` answers when the new weights are in use, or ends a stream that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from headwater.core.errors import WeightsError
+from headwater.core.protocols import ALL_UPDATE_MODES, UpdateMode, WeightUpdate
+from headwater.serving.errors import ApiError, wrong
+from headwater.serving.fields import Fields
+from headwater.serving.generation import reply
+from headwater.serving.state import STATE
+from headwater.weights.shared_memory import SlotEntry, SlotReceiver
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StartCall:
+    version: int
+    mode: UpdateMode | None
+    """None is the engine's own mode."""
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+    shared_memory: str
+    slot_bytes: int
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> StartCall:
+        fields = Fields(body)
+        version, mode = fields.optional_integer("version", minimum=0), fields.choice("mode", ALL_UPDATE_MODES)
+        shapes, dtype = fields.mapping("shapes"), fields.choice("dtype", tuple(_DTYPES))
+        name, slot_bytes = fields.text("shared_memory"), fields.optional_integer("slot_bytes", minimum=1)
+        fields.done()
+        if version is None or not shapes or dtype is None or not name or slot_bytes is None:
+            raise ApiError("version, shapes, dtype, shared_memory and slot_bytes: give all of them")
+        read = Fields(shapes, "shapes")
+        return cls(version, mode, {each: read.integers(each) for each in shapes}, _DTYPES[dtype], name, slot_bytes)
+
+
+@dataclass(frozen=True)
+class SlotCall:
+    slot: int
+    tensors: tuple[SlotEntry, ...]
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> SlotCall:
+        fields = Fields(body)
+        slot, tensors = fields.optional_integer("slot", minimum=0), fields.raw("tensors")
+        fields.done()
+        if slot is None or not isinstance(tensors, list):
+            raise ApiError('a slot is {"slot": 0, "tensors": [{"name": "w", "shape": [2], "offset": 0}]}')
+        return cls(slot, tuple(_read_entry(each, place) for place, each in enumerate(tensors)))
+
+
+def _read_entry(value: Any, place: int) -> SlotEntry:
+    if not isinstance(value, dict):
+        raise wrong(f"tensors[{place}]", value, "must be an object")
+    fields = Fields(value, f"tensors[{place}]")
+    name, shape, offset = fields.text("name"), fields.integers("shape"), fields.integer("offset", 0, minimum=0)
+    fields.done()
+    return SlotEntry(name or "", shape, offset)
+
+
+def read_finish(body: Mapping[str, Any]) -> str | None:
+    """Why the sender gave up; ``None`` if it sent everything."""
+    fields = Fields(body)
+    error = fields.text("error")
+    fields.done()
+    return error
+
+
+class WeightStream:
+    """The update that is in progress, if there is one. A new one ends the one before it."""
+
+    def __init__(self) -> None:
+        self._receiver: SlotReceiver | None = None
+        self._done: Future[None] | None = None
+        self.started = 0.0
+
+    async def start(self, call: StartCall, engine: Any) -> None:
+        if self._receiver is not None:
+            self._receiver.fail("another weight update began")
+        self.started = time.perf_counter()
+        receiver = SlotReceiver(call.shared_memory, call.slot_bytes, call.dtype, previous=self._receiver)
+        update = WeightUpdate(call.version, call.shapes, receiver.buckets())
+        done: Future[None] = await asyncio.to_thread(engine.update_weights, update, call.mode)
+        if done.done():
+            done.result()  # refused
+        self._receiver, self._done = receiver, done
+
+    async def put(self, call: SlotCall) -> None:
+        receiver, done = self._in_progress()
+        copied = asyncio.wrap_future(receiver.put(call.slot, call.tensors))
+        # Shielded by ``wait``: a client that leaves must not cancel an update that the engine is in the middle of.
+        ended = asyncio.wrap_future(done)
+        await asyncio.wait({copied, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            ended.result()
+        await asyncio.shield(copied)
+
+    async def finish(self) -> None:
+        receiver, done = self._in_progress()
+        receiver.finish()
+        self._done = None
+        await asyncio.shield(asyncio.wrap_future(done))
+
+    async def abandon(self, reason: str) -> None:
+        receiver, done = self._in_progress()
+        receiver.fail(reason)
+        self._done = None
+        await asyncio.wait({asyncio.wrap_future(done)})
+
+    def _in_progress(self) -> tuple[SlotReceiver, Future[None]]:
+        if self._receiver is None or self._done is None:
+            raise WeightsError("no weight update is in progress; call /control/start_weight_update first")
+        return self._receiver, self._done
+
+
+STREAM = web.AppKey("weight_stream", WeightStream)
+
+
+async def start_weight_update(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    call = await state.read(request, StartCall.read)
+    await request.app[STREAM].start(call, state.engine)
+    return reply({"version": call.version})
+
+
+async def update_weight_slot(request: web.Request) -> web.Response:
+    call = await request.app[STATE].read(request, SlotCall.read)
+    await request.app[STREAM].put(call)
+    return reply({"slot": call.slot})
+
+
+async def finish_weight_update(request: web.Request) -> web.Response:
+    state, stream = request.app[STATE], request.app[STREAM]
+    error = await state.read(request, read_finish)
+    if error is None:
+        await stream.finish()
+    else:
+        await stream.abandon(error)
+    status = state.engine.status()
+    seconds = time.perf_counter() - stream.started
+    return reply({"version": status.version, "needs_weights": status.needs_weights, "seconds": seconds})
+
+
+ROUTES = [
+    web.post("/control/start_weight_update", start_weight_update),
+    web.post("/control/update_weight_slot", update_weight_slot),
+    web.post("/control/finish_weight_update", finish_weight_update),
+]

@@ -1,0 +1,171 @@
+"""Weights for an engine in this process: copied into its parameters bucket by bucket.
+
+receiver = Receiver(model, update.shapes)        # WeightsError if names or shapes do not fit; nothing has changed
+receiver.take_all(update)                        # WeightsIncomplete if the stream fails after a weight was changed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.core.errors import WeightsError, WeightsIncomplete
+from headwater.core.protocols import Bucket, WeightUpdate
+
+BUCKET_BYTES = 256 * 2**20
+"""Default size limit of a bucket. A larger tensor is a bucket alone."""
+_NUM_SHOWN = 5
+
+
+def in_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """Group tensors into buckets as they come; at most one bucket is held at a time."""
+    bucket: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    for name, tensor in tensors:
+        if bucket and num_bytes + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append((name, tensor))
+        num_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def copy_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy named tensors into ``model``. A missing, unknown or wrongly shaped tensor leaves the model unchanged."""
+    update = WeightUpdate.of(0, tensors)
+    Receiver(model, update.shapes).take_all(update)
+
+
+class Receiver:
+    """Copies one weight update into a model's parameters, which keep their addresses.
+
+    Tied weights may be sent under any of their names.
+    """
+
+    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._targets: dict[str, Tensor] = dict(model.named_parameters())
+        self._names = {name: name for name in self._targets} | _tied_names(model, self._targets)
+        """The parameter behind every name that a tensor may have."""
+        self._shapes = shapes
+        self._seen: set[str] = set()
+        self._written: set[str] = set()
+        self._refuse(self._misfits(shapes))
+
+    def take_all(self, update: WeightUpdate) -> None:
+        """Copy every bucket of the stream, or raise.
+
+        An error before the first copy leaves the old weights in place. After it the model holds a mixture of two
+        versions, and the error is ``WeightsIncomplete``.
+        """
+        buckets = iter(update.buckets)
+        try:
+            while (bucket := _next_of(buckets)) is not None:
+                self.check(bucket)
+                self._copy(bucket)
+            self._refuse([f"{name} did not arrive" for name in self._shapes if name not in self._seen])
+        except WeightsError as error:
+            if not self._written:
+                raise
+            raise WeightsIncomplete(
+                f"the update to version {update.version} failed after {len(self._written)} of {len(self._targets)} "
+                f"tensors; the engine generates nothing until a complete update succeeds: {error}"
+            ) from error
+        finally:
+            update.close()
+
+    def check(self, bucket: Bucket) -> None:
+        """Raise ``WeightsError`` for a bucket that must not be copied. Changes no weight."""
+        problems: list[str] = []
+        for name, tensor in bucket:
+            if name in self._seen:
+                problems.append(f"{name} is given twice")
+            elif name not in self._shapes:
+                problems.append(f"{name} was not announced")
+            elif tuple(tensor.shape) != tuple(self._shapes[name]):
+                problems.append(f"{name} has shape {tuple(tensor.shape)}, announced {tuple(self._shapes[name])}")
+            self._seen.add(name)
+        if not problems:
+            problems = unusable(bucket, [self._targets[self._names[name]].dtype for name, _ in bucket])
+        self._refuse(problems or self._contradictions(bucket))
+
+    @torch.no_grad()
+    def _copy(self, bucket: Bucket) -> None:
+        self._written.update(self._names[name] for name, _ in bucket)
+        if bucket:
+            targets = [self._targets[self._names[name]] for name, _ in bucket]
+            torch._foreach_copy_(targets, [tensor for _, tensor in bucket])
+
+    def _misfits(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        given = {self._names.get(name, name) for name in shapes}
+        problems = [f"missing {name}" for name in sorted(self._targets.keys() - given)]
+        problems += [f"unknown {name}" for name in sorted(shapes.keys() - self._names.keys())]
+        expected = {name: tuple(self._targets[self._names[name]].shape) for name in shapes if name in self._names}
+        problems += [
+            f"{name} has shape {tuple(shapes[name])}, expected {shape}"
+            for name, shape in expected.items()
+            if tuple(shapes[name]) != shape
+        ]
+        return problems
+
+    @torch.no_grad()
+    def _contradictions(self, bucket: Bucket) -> list[str]:
+        """Tied tensors that were sent under two names with different values."""
+        problems: list[str] = []
+        first: dict[str, Tensor] = {}
+        for name, tensor in bucket:
+            target = self._names[name]
+            if target in first or target in self._written:
+                known = first.get(target, self._targets[target])
+                if not torch.equal(tensor.to(known), known):
+                    problems.append(f"{name} differs from {target}, which is the same parameter")
+            first[target] = tensor
+        return problems
+
+    def _refuse(self, problems: list[str]) -> None:
+        if problems:
+            more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
+            kept = "" if self._written else ", the old weights stay in place"
+            raise WeightsError(f"weight update refused{kept}: {'; '.join(problems[:_NUM_SHOWN])}{more}")
+
+
+@torch.no_grad()
+def unusable(bucket: Bucket, dtypes: Sequence[torch.dtype]) -> list[str]:
+    """What is wrong with tensors that are to be held as ``dtypes``. Values that are not finite would make noise."""
+    problems = []
+    for name, tensor in bucket:
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            problems.append(f"{name} is not a tensor with values in memory")
+        elif not tensor.is_floating_point():
+            problems.append(f"{name} is {tensor.dtype}")
+    if problems or not bucket:
+        return problems
+    # Reduced together, so that the device is waited for once. What is finite in float32 can be infinite in float16.
+    largest = torch._foreach_norm([tensor for _, tensor in bucket], ord=torch.inf)
+    held = [each.to(dtype) for each, dtype in zip(largest, dtypes, strict=True)]
+    is_finite = torch.stack([each.float().to(held[0].device) for each in held]).isfinite()
+    return [
+        f"{name} holds values that are NaN or infinite as {dtype}"
+        for (name, _), dtype, finite in zip(bucket, dtypes, is_finite.tolist(), strict=True)
+        if not finite
+    ]
+
+
+def _next_of(buckets: Iterator[Bucket]) -> Bucket | None:
+    """The next bucket, or ``None`` at the end. An error of the sender becomes a ``WeightsError``."""
+    try:
+        return next(buckets, None)
+    except WeightsError:
+        raise
+    except Exception as error:
+        raise WeightsError(f"reading the new weights failed: {type(error).__name__}: {error}") from error
+
+
+def _tied_names(model: Any, targets: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names that ``named_parameters`` leaves out because they are the same tensor as another one."""
+    everything = dict(model.named_parameters(remove_duplicate=False))
+    by_identity = {id(tensor): name for name, tensor in targets.items()}
+    return {name: by_identity[id(tensor)] for name, tensor in everything.items() if name not in targets}

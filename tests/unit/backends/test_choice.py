@@ -1,0 +1,74 @@
+"""Which device an engine runs on, and what is refused before a run starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headwater.backends import engine_device, missing_capabilities
+from headwater.config.load import load_config
+from headwater.core.errors import ConfigError
+from headwater.core.protocols import Capabilities
+
+EVERYTHING = Capabilities()
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend that this machine has that many GPUs."""
+
+    def pretend(count: int, *, num_ranks: int = 1) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+
+    return pretend
+
+
+def test_auto_is_a_gpu_that_the_learner_does_not_use(gpus):
+    gpus(0)
+    assert engine_device("auto", "auto") == ("cpu", True)
+    gpus(1)
+    assert engine_device("auto", "auto") == ("cuda:0", True)
+    assert engine_device("auto", "cpu") == ("cpu", True), "a learner on the CPU was asked for, so no GPU is taken"
+    gpus(4)
+    assert engine_device("auto", "auto") == ("cuda:3", False)
+    assert engine_device("auto", "cuda:3") == ("cuda:2", False)
+    gpus(4, num_ranks=3)
+    assert engine_device("auto", "auto") == ("cuda:3", False)
+    gpus(4, num_ranks=4)
+    assert engine_device("auto", "auto") == ("cuda:0", True), "every GPU has a rank"
+
+
+def test_a_named_device_is_used_and_known_to_be_shared_or_not(gpus):
+    gpus(2)
+    assert engine_device("cuda:1", "auto") == ("cuda:1", False)
+    assert engine_device("cuda", "cuda:0") == ("cuda:0", True)
+    assert engine_device("cpu", "cuda:0") == ("cpu", False)
+    for wrong in ("cuda:2", "tpu"):
+        with pytest.raises(ConfigError, match=f"rollout.device = {wrong}: "):
+            engine_device(wrong, "auto")
+
+
+def test_what_an_engine_cannot_do_is_named_with_key_and_remedy():
+    def problems(*overrides, replays=False, **missing):
+        config = load_config(None, list(overrides)).config
+        assert missing_capabilities(config, EVERYTHING, replays=replays) == []
+        return missing_capabilities(config, replace(EVERYTHING, **missing), replays=replays)
+
+    found = [
+        problems("engine.deterministic=true", seeded_sampling=False),
+        problems(replays=True, seeded_sampling=False),
+        problems("rollout.max_staleness=1", per_token_versions=False),
+        problems("learner.offload_during_rollout=true", memory_tags=("weights",)),
+        problems("engine.update_mode=in_flight", update_modes=("interrupt", "drain")),
+    ]
+    keys = ["engine.deterministic = true", "rollout.backend = embedded", "rollout.max_staleness = 1"]
+    keys += ["learner.offload_during_rollout = true", "engine.update_mode = in_flight"]
+    assert [len(each) for each in found] == [1] * 5
+    for [problem], key in zip(found, keys, strict=True):
+        assert problem.startswith(f"{key}: ")
+    assert problems(update_modes=("drain",)) == [], "an engine with a single mode does not read the setting"
