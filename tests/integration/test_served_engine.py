@@ -18,7 +18,7 @@ import pytest
 import torch
 from command import ROOT
 
-from headwater.backends import BackendContext, make_engine
+from headwater.backends import BackendContext
 from headwater.backends.launch import keeper
 from headwater.backends.native.engine import NativeEngine, engine_arguments
 from headwater.config.load import load_config
@@ -30,6 +30,7 @@ from headwater.engine.engine import Engine
 from headwater.models.checksum import checksum, dtype_of_checksum
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.spans import Spans
+from headwater.trainer.rollout_setup import make_engine
 from headwater.weights import shared_memory
 
 pytestmark = pytest.mark.timeout(240)
@@ -385,6 +386,7 @@ PARENT = """
 import sys
 from headwater.backends.native.engine import NativeEngine
 from headwater.observe.spans import Spans
+from headwater.trainer.rollout_setup import make_engine
 
 engine = NativeEngine("tiny:qwen3", ("engine.kv_cache_gib=0.02",), dtype="float32", transfer="file", spans=Spans())
 print(engine.pid, flush=True)

@@ -15,7 +15,7 @@ import torch
 
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, ModelError
-from headwater.core.protocols import Capabilities, InferenceEngine, Tokenizer
+from headwater.core.protocols import Capabilities, Tokenizer
 from headwater.core.registry import Registry
 from headwater.models.device import resolve_device
 from headwater.observe.spans import Spans
@@ -32,23 +32,6 @@ class BackendContext:
     """A folder, hub id or built-in name; a checkpoint's model when a run is resumed."""
     tokenizer: Tokenizer
     spans: Spans
-
-
-def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceEngine:
-    """The engine that ``rollout.placement`` and ``rollout.backend`` name, if it can do what the config asks for."""
-    rollout = context.config.rollout
-    engine: InferenceEngine
-    if rollout.placement == "disaggregated":
-        from headwater.backends.native.engine import NativeEngine
-
-        engine = NativeEngine.from_context(context)
-    else:
-        engine = BACKENDS.resolve(rollout.backend).from_context(context)
-    problems = missing_capabilities(context.config, engine.capabilities, replays=replays)
-    if problems:
-        engine.close()
-        raise ConfigError(problems)
-    return engine
 
 
 def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = False) -> list[str]:

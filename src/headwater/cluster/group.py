@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from headwater.core.data_proto import DataProto
+from headwater.core.dispatch import collect, dispatch
 from headwater.core.protocols import Bucket, LearnerStatus, Role
 from headwater.learner.learner import LocalLearner
 from headwater.learner.partition import balanced_parts
@@ -48,7 +49,7 @@ class LearnerGroup:
         parts = self._parts(batch)
         results = self._ranks.call("compute", [(part, list(what)) for part in parts])
         returned = [part.with_columns(tensors=columns) for part, columns in zip(parts, results, strict=True)]
-        joined = DataProto.collect(returned)
+        joined = collect(returned)
         return {name: joined.batch[name] for name in results[0]}
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -86,7 +87,7 @@ class LearnerGroup:
         self._ranks.close()
 
     def _parts(self, batch: DataProto, num_minibatches: int = 1) -> list[DataProto]:
-        return batch.dispatch(balanced_parts(batch, self._ranks.num_ranks, num_minibatches=num_minibatches))
+        return dispatch(batch, balanced_parts(batch, self._ranks.num_ranks, num_minibatches=num_minibatches))
 
     def _first(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> dict[str, float]:
         """Statistics are sums over all ranks, so every rank returns the same."""

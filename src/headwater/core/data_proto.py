@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from headwater.core import dispatch as ranks
 from headwater.core.batch_file import StoredBatch, read_batch, write_batch
 from headwater.core.columns import (
     ObjectArray,
@@ -67,8 +66,6 @@ class DataProto:
         data = data.union(prompts).repeat(8)              # rows a a a ... b b b ...
         data = data.with_columns(tensors={"rewards": torch.zeros(32)})
         for batch in data.minibatches(size=8, epochs=2, seed=0): ...
-        outputs = [work(part) for part in data.dispatch(3)]
-        data = DataProto.collect(outputs)                 # 32 rows in their order again
 
     ``batch`` is a TensorDict with one batch dimension, the rows. ``non_tensor_batch`` maps names to one-dimensional
     object arrays, so a row may hold anything: a string, a ragged list, a dict, an image. A name belongs to one column.
@@ -319,21 +316,6 @@ class DataProto:
             for order in (epoch_order(len(self), seed, epoch) for epoch in range(epochs))
             for start in range(0, stop, size)
         )
-
-    def dispatch(self, parts: int | Sequence[Sequence[int]]) -> list[DataProto]:
-        """One batch per rank: the given row indices, or consecutive rows for a number of ranks.
-
-        Parts may have different sizes and may be empty. ``collect`` is the inverse.
-        """
-        return ranks.dispatch(self, ranks.even_parts(len(self), parts) if isinstance(parts, int) else parts)
-
-    @staticmethod
-    def collect(parts: Sequence[DataProto]) -> DataProto:
-        """The rows that the ranks return for ``dispatch`` as one batch, in the order they had before.
-
-        Each rank returns the part it was given, perhaps with columns added, rows reordered or rows repeated.
-        """
-        return ranks.collect(parts)
 
     def to(self, device: torch.device | str | int) -> DataProto:
         """Move the tensor columns to ``device``."""

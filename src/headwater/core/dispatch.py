@@ -1,5 +1,8 @@
 """Splitting a batch over ranks and putting it back together.
 
+    outputs = [work(part) for part in dispatch(data, 3)]
+    data = collect(outputs)
+
 A part is a list of row indices, so parts may have different sizes and no row is repeated. Each row carries its index in
 a column, and ``meta_info`` records which part of which dispatch it belongs to. A rank may reorder its rows, repeat them
 or add columns; ``collect`` restores the order of the original batch.
@@ -8,12 +11,11 @@ or add columns; ``collect`` restores the order of the original batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from headwater.core.data_proto import DataProto
+from headwater.core.data_proto import DataProto
 
 DISPATCH_KEY = "_dispatch"
 """The entry of ``meta_info`` that records the dispatches a part went through, the latest last."""
@@ -41,8 +43,14 @@ def even_parts(num_rows: int, num_parts: int) -> list[range]:
     return [range(part * num_rows // num_parts, (part + 1) * num_rows // num_parts) for part in range(num_parts)]
 
 
-def dispatch(data: DataProto, parts: Sequence[Sequence[int]]) -> list[DataProto]:
-    """One batch per part. The parts together must name each row of ``data`` once."""
+def dispatch(data: DataProto, parts: int | Sequence[Sequence[int]]) -> list[DataProto]:
+    """One batch per rank: the given row indices, or consecutive rows for a number of ranks.
+
+    Parts may have different sizes and may be empty. Together they must name each row of ``data`` once. ``collect`` is
+    the inverse.
+    """
+    if isinstance(parts, int):
+        parts = even_parts(len(data), parts)
     if sorted(row for part in parts for row in part) != list(range(len(data))):
         raise ValueError(
             f"dispatch: the parts do not name each of the {len(data)} rows once; assign every row to one rank"
@@ -61,7 +69,10 @@ def dispatch(data: DataProto, parts: Sequence[Sequence[int]]) -> list[DataProto]
 
 
 def collect(parts: Sequence[DataProto]) -> DataProto:
-    """The rows of one dispatch as one batch, in the order of the original batch."""
+    """The rows that the ranks return for ``dispatch`` as one batch, in the order of the original batch.
+
+    Each rank returns the part it was given, perhaps with columns added, rows reordered or rows repeated.
+    """
     if not parts:
         raise ValueError("collect got no parts; pass the result of every rank")
     marks = _marks(parts)

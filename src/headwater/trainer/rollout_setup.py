@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.backends import BackendContext, make_engine
+from headwater.backends import BACKENDS, BackendContext, missing_capabilities
+from headwater.backends.native.engine import NativeEngine
 from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
+from headwater.core.errors import ConfigError
 from headwater.core.protocols import InferenceEngine, MemoryTag
 from headwater.core.records import SamplingParams
 from headwater.core.registry import blaming
@@ -71,6 +73,21 @@ class RolloutParts:
             self.tasks.close()
         finally:
             self.engine.close()
+
+
+def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceEngine:
+    """The engine that ``rollout.placement`` and ``rollout.backend`` name, if it can do what the config asks for."""
+    rollout = context.config.rollout
+    engine: InferenceEngine
+    if rollout.placement == "disaggregated":
+        engine = NativeEngine.from_context(context)
+    else:
+        engine = BACKENDS.resolve(rollout.backend).from_context(context)
+    problems = missing_capabilities(context.config, engine.capabilities, replays=replays)
+    if problems:
+        engine.close()
+        raise ConfigError(problems)
+    return engine
 
 
 def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | None = None) -> RolloutParts:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from test_data_proto_strategy import MAX_ROWS, QUICK, assert_same, data_protos, tensors
 
 from headwater.core.data_proto import DataProto
+from headwater.core.dispatch import collect, dispatch
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 
@@ -245,7 +246,7 @@ def test_operations_leave_their_batch_as_it_was(data: DataProto) -> None:
         data.with_columns(meta_info={"added": 1}),
         DataProto.concat([data]),
         *data.split(2),
-        *data.dispatch(2),
+        *dispatch(data, 2),
         *data.minibatches(2, epochs=1, seed=0),
     ]
     for result in results:
@@ -278,11 +279,11 @@ def test_a_batch_of_0_rows_passes_through_every_operation(data: DataProto) -> No
         DataProto.concat([data, data]),
         DataProto.concat(data.chunk(3)),
         DataProto.concat(data.split(3)),
-        DataProto.collect(data.dispatch(3)),
+        collect(dispatch(data, 3)),
         pickle.loads(pickle.dumps(data)),
     ):
         assert_same(same, data)
-    assert len(data.dispatch(3)) == 3
+    assert len(dispatch(data, 3)) == 3
     assert list(data.minibatches(2, epochs=2, seed=0)) == []
     assert list(data) == []
     assert "0 rows" in repr(data)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headwater.config.schema import LearnerConfig
 from headwater.core.data_proto import DataProto
+from headwater.core.dispatch import collect, dispatch
 from headwater.learner.engine import minibatches
 from headwater.learner.partition import balanced_parts, workload
 from headwater.rollout.padding import pad_trajectories
@@ -24,7 +25,7 @@ def data(num_rows: int, samples: int = 1) -> DataProto:
 
 
 def split(batch: DataProto, num_parts: int, num_minibatches: int = 1) -> list[DataProto]:
-    return batch.dispatch(balanced_parts(batch, num_parts, num_minibatches=num_minibatches))
+    return dispatch(batch, balanced_parts(batch, num_parts, num_minibatches=num_minibatches))
 
 
 def numbers(batch: DataProto) -> list[int]:
@@ -76,7 +77,7 @@ def test_results_come_back_in_order(num_rows, num_parts, num_minibatches, random
         part = pickle.loads(pickle.dumps(part))[rows]
         outputs.append(part.with_columns(tensors={"double": 2 * torch.tensor(numbers(part), dtype=torch.long)}))
     random.shuffle(outputs)
-    collected = DataProto.collect(outputs)
+    collected = collect(outputs)
     assert collected.batch["double"].tolist() == [2 * row for row in range(num_rows)]
     collected.pop(batch_keys=["double"])
     assert collected.equals(batch)
