@@ -34,7 +34,7 @@ class Part:
     free: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
     share: Annotated[float, MoreThan(0, "use 1.0 for all"), Within(0, 1)] = 1.0
-    plugin: Annotated[str, Extension("headwater.config")] = "load"
+    plugin: Annotated[str, Extension("headwater.workflows")] = "rlvr"
     title: Annotated[str, NotEmpty("name it")] = "x"
     inner: Inner = field(default_factory=Inner)
 
@@ -79,7 +79,7 @@ VALUES = [
     ("free: {a: {b: [1, no, 1e3, null]}}", "free", {"a": {"b": [1, "no", 1000.0, None]}}),
     ("weights: {a: 1}", "weights", {"a": 1.0}),
     ("plugin: my.module:Thing", "plugin", "my.module:Thing"),
-    ("plugin: checks", "plugin", "checks"),
+    ("plugin: multi_turn", "plugin", "multi_turn"),
     ("inner: {depth: 2}", "inner", Inner(2)),
 ]
 
@@ -127,7 +127,7 @@ WRONG_VALUES = [
     ("weights: {a: x}", "part.weights = {a: x} (r.yaml:1): a: must be a number"),
     ("share: 0", "part.share = 0 (r.yaml:1): must be > 0; use 1.0 for all"),
     ("share: 1.5", "part.share = 1.5 (r.yaml:1): must be in [0, 1]"),
-    ("plugin: lod", "part.plugin = 'lod' (r.yaml:1): no such name; did you mean 'load'? known: "),
+    ("plugin: rlv", "part.plugin = 'rlv' (r.yaml:1): no such name; did you mean 'rlvr'? known: "),
     ("title: ''", "part.title = '' (r.yaml:1): must not be empty; name it"),
     ("inner: {depth: 0}", "part.inner.depth = 0 (r.yaml:1): must be >= 1"),
     ("inner: 3", "part.inner = 3 (r.yaml:1): this is a section; give its keys below it, such as part.inner.depth"),

@@ -41,7 +41,7 @@ def test_rows_depend_on_the_seed_alone():
     [
         ({"num_digits": 1}, r"num_digits = 1: must be a whole number >= 2"),
         ({"demonstrations": "wrong"}, "demonstrations = 'wrong': must be one of right, any_digit"),
-        ({"num_digits": 2, "num_rows": 90}, r"only \d+ distinct train problems.*raise data\.task_args\.num_digits"),
+        ({"num_digits": 2, "num_rows": 101}, r"only \d+ distinct train problems.*raise data\.task_args\.num_digits"),
     ],
 )
 def test_bad_options_are_named(options, message):
