@@ -54,7 +54,7 @@ CASES = {
     "plain": Case(),
     "built": Case(("algorithm.kl_in_loss=0.1",), what=("logprobs", "reference_logprobs"), is_built=True),
     "adapters": Case(("lora.rank=4", KL), what=("logprobs", "reference_logprobs")),
-    "critic and reference": Case((*WITH_CRITIC, KL, SMALL_PACKS), what=("logprobs", "reference_logprobs", "values")),
+    "critic and reference": Case((*WITH_CRITIC, KL), what=("logprobs", "reference_logprobs", "values")),
     "checkpointed, by sequence": Case(
         ("learner.checkpoint_activations=true", "algorithm.aggregation=seq-mean-token-mean")
     ),

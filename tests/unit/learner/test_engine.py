@@ -203,7 +203,7 @@ def test_dropout_stays_off():
 
 def test_a_model_that_takes_no_attention_function_is_refused():
     model = XLMWithLMHeadModel(XLMConfig(vocab_size=512, emb_dim=32, n_layers=1, n_heads=2))
-    with pytest.raises(ModelError, match="xlm: its layers do not take an attention function"):
+    with pytest.raises(ModelError, match="xlm: its layers do not accept an attention function"):
         PolicyModule(model, 1.0)
 
 
