@@ -18,7 +18,7 @@ import torch
 from aiohttp import web
 
 from headwater.core.errors import WeightsError
-from headwater.core.protocols import ALL_UPDATE_MODES, UpdateMode, WeightUpdate
+from headwater.core.protocols import ALL_UPDATE_MODES, InferenceEngine, UpdateMode, WeightUpdate
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields
 from headwater.serving.generation import reply
@@ -91,13 +91,13 @@ class WeightStream:
         self._done: Future[None] | None = None
         self.started = 0.0
 
-    async def start(self, call: StartCall, engine: Any) -> None:
+    async def start(self, call: StartCall, engine: InferenceEngine) -> None:
         if self._receiver is not None:
             self._receiver.fail("another weight update began")
         self.started = time.perf_counter()
         receiver = SlotReceiver(call.shared_memory, call.slot_bytes, call.dtype, previous=self._receiver)
         update = WeightUpdate(call.version, call.shapes, receiver.buckets())
-        done: Future[None] = await asyncio.to_thread(engine.update_weights, update, call.mode)
+        done = await asyncio.to_thread(engine.update_weights, update, call.mode)
         if done.done():
             done.result()  # refused
         self._receiver, self._done = receiver, done
