@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headwater.learner.engine import TrainEngine
-from headwater.learner.packed_module import PackedModule
+from headwater.learner.packed_module import PackedModule, TokenStatistics, token_logprobs
 from headwater.learner.packing import Pack, PackRow, pack_rows
-from headwater.learner.token_logprobs import TokenStatistics, token_logprobs
 
 
 class PaddedPolicyModule(PackedModule):

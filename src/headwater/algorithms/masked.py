@@ -1,4 +1,4 @@
-"""Tensors under a mask: statistics over the kept entries, bounded log ratios, and checks of columns.
+"""Tensors under a mask: statistics over the kept entries, the loss of a step, bounded log ratios, checks of columns.
 
 Entries that a mask drops may be NaN or infinite without an effect.
 """
@@ -6,13 +6,19 @@ Entries that a mask drops may be NaN or infinite without an effect.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from headwater.core.errors import MissingColumn
+from headwater.core.errors import MissingColumn, UnknownName
+from headwater.core.registry import nearest
 
 EPSILON = 1e-8
+
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+"""How the losses of tokens are combined into the loss of an optimiser step."""
 
 MAX_LOG_RATIO = 20.0
 """The largest log ratio of two policies. Without a bound, a single extreme token would overflow."""
@@ -64,6 +70,44 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     lowest, highest = values.masked_fill(dropped, torch.inf).min(), values.masked_fill(dropped, -torch.inf).max()
     mean = masked_mean(values, mask).clamp(lowest, highest)
     return keep((values - mean) * (masked_var(values, mask) + EPSILON).rsqrt(), mask)
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """The counts that a loss is divided by, over the whole optimiser step: all micro-batches of all ranks."""
+
+    num_tokens: float
+    num_sequences: float
+    """Sequences with at least one trained token."""
+    width: float
+    """The length that ``seq-mean-token-sum-norm`` divides by; keep it constant over a run."""
+    data_parallel_size: int = 1
+    """The number of ranks. Gradients are averaged over them afterwards, so each loss is multiplied by it."""
+
+    @classmethod
+    def of(cls, mask: Tensor, *, width: float | None = None, data_parallel_size: int = 1) -> StepTotals:
+        """The totals of a step with this mask; ``width`` defaults to that of the mask."""
+        return cls(float(mask.sum()), float((mask != 0).any(dim=-1).sum()), width or mask.shape[-1], data_parallel_size)
+
+
+def aggregate(token_losses: Tensor, mask: Tensor, mode: str, totals: StepTotals) -> Tensor:
+    """The share of one micro-batch in the loss of the step; the shares of all micro-batches add up to that loss.
+
+    ``seq-mean-token-mean`` divides by the length of each sequence, so a sequence must not be split.
+    """
+    dp = totals.data_parallel_size
+    if mode == "token-mean":
+        return masked_sum(token_losses, mask) / totals.num_tokens * dp
+    if mode == "token-sum":
+        return masked_sum(token_losses, mask) * dp
+    if mode == "seq-mean-token-sum":
+        return masked_sum(token_losses, mask) / totals.num_sequences * dp
+    if mode == "seq-mean-token-sum-norm":
+        return masked_sum(token_losses, mask) / (totals.num_sequences * totals.width) * dp
+    if mode == "seq-mean-token-mean":
+        means = masked_sum(token_losses, mask, dim=-1) / (mask.sum(dim=-1) + EPSILON)
+        return means.sum() / totals.num_sequences * dp
+    raise UnknownName(f"unknown aggregation {mode!r}; {nearest(mode, list(get_args(Aggregation)))}")
 
 
 def require(value: Tensor | None, column: str, needed_by: str, remedy: str) -> Tensor:

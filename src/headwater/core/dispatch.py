@@ -30,10 +30,10 @@ class PartRows(NamedTuple):
     """The number of rows of the whole batch."""
 
 
-def rows_of(part: DataProto) -> PartRows | None:
-    """The rows that ``part`` holds of the batch it was dispatched from, or None if it is not part of a dispatch."""
-    marks = part.meta_info.get(DISPATCH_KEY, ())
-    return PartRows(part.batch[_column(len(marks))], marks[-1]["num_rows"]) if marks else None
+def rows_of(part: DataProto) -> PartRows:
+    """The rows that ``part`` holds of the batch it was dispatched from."""
+    marks = part.meta_info[DISPATCH_KEY]
+    return PartRows(part.batch[_column(len(marks))], marks[-1]["num_rows"])
 
 
 def even_parts(num_rows: int, num_parts: int) -> list[range]:

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,6 @@ from headwater.engine.intake import Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
 from headwater.engine.memory import DeviceMemory, check_tags, garbage_put_off, settle_garbage
-from headwater.engine.metrics import EngineMetrics
 from headwater.engine.model_spec import ModelSpec
 from headwater.engine.model_weights import ModelWeights
 from headwater.engine.pages import PagePool
@@ -53,6 +52,36 @@ _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
 _MAX_GPU_PREFILL_TOKENS = 65535
 _MAX_VERSION = 2**31 - 1
 """The version of a token is stored in 32 bits."""
+
+
+@dataclass(frozen=True)
+class EngineMetrics:
+    """The state and the counters of an engine at one moment."""
+
+    version: int
+    is_paused: bool
+    is_asleep: bool
+    needs_weights: bool
+    """An update failed midway; nothing is generated until a complete one succeeds."""
+    num_waiting: int
+    num_running: int
+    num_finished: int
+    num_aborted: int
+    num_failed: int
+    """Requests whose logits were NaN or infinite."""
+    num_preempted: int
+    num_interrupted: int
+    num_weight_updates: int
+    last_update_pause_s: float
+    """How long generation was stopped for the last weight update."""
+    kv_pages_total: int
+    kv_pages_used: int
+    num_tokens_generated: int
+    num_tokens_prefilled: int
+    num_tokens_cached: int
+    """Prompt tokens that were found in the prefix cache instead of being computed."""
+    tokens_per_s: float
+    """Generated tokens per second over the last five seconds, or over the engine's lifetime if that is shorter."""
 
 
 class Engine:

@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headwater.algorithms.aggregate import StepTotals, aggregate
 from headwater.algorithms.diagnostics import NUM_BINS, count_ratios, effective_sample_size, percentiles_of, weight_sums
-from headwater.algorithms.masked import masked_sum
+from headwater.algorithms.masked import StepTotals, aggregate, masked_sum
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import LearnerConfig
 from headwater.core.data_proto import DataProto
-from headwater.core.dispatch import rows_of
+from headwater.core.dispatch import DISPATCH_KEY, rows_of
 from headwater.core.errors import DataError, OtherRankFailed, RunError
 from headwater.learner import sharded_checkpoint
 from headwater.learner.export import merged_weights
@@ -42,8 +41,9 @@ def minibatches(experience: DataProto, config: LearnerConfig) -> Iterator[DataPr
     The number of mini-batches does not depend on the number of rows, and some may be empty, because ranks with
     different numbers of rows take their optimiser steps together.
     """
-    place = rows_of(experience)
-    rows, num_rows = (torch.arange(len(experience)), len(experience)) if place is None else place
+    rows, num_rows = torch.arange(len(experience)), len(experience)
+    if DISPATCH_KEY in experience.meta_info:
+        rows, num_rows = rows_of(experience)
     for _ in range(config.num_epochs):
         for part in minibatch_rows(num_rows, config.num_minibatches):
             yield experience[(rows >= part.start) & (rows < part.stop)]

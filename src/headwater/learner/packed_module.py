@@ -1,16 +1,32 @@
-"""The modules that an engine runs: a transformers decoder on a pack, and outputs computed from its hidden states."""
+"""The modules that an engine runs: a transformers decoder on a pack, and outputs computed from its hidden states.
+
+Logits never exist for a whole batch: the output layer is applied to a chunk of tokens at a time, and applied again in
+the backward pass unless there was only one chunk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwater.learner.packing import Pack
-from headwater.learner.token_logprobs import TokenStatistics, token_logprobs
 from headwater.models.packed_attention import packed_attention, rows_of, use_packed_attention
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
+"""The number of logits in a chunk: 128 MiB of float32 on a CPU, 1 GiB of bfloat16 on a GPU."""
+
+
+class TokenStatistics(NamedTuple):
+    """All are ``[tokens]`` in float32."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    sum_pi_squared: Tensor
+    """The sum of the squared probabilities. It has no gradient."""
 
 
 class PackedModule(nn.Module):
@@ -79,3 +95,131 @@ class ValueModule(PackedModule):
         # In float32: bfloat16 cannot represent small differences between values.
         values = F.linear(self.hidden(pack).float(), self.model.score.weight.float())
         return {"values": values[:, 0].clone()}  # FSDP warns about views
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+) -> TokenStatistics:
+    """Statistics of every target token and of the distribution over the vocabulary at its position.
+
+    ``hidden`` is ``[tokens, hidden size]``. ``weight`` and ``bias`` are those of the output layer.
+    """
+    if bias is None:
+        bias = weight.new_zeros(())
+    return TokenStatistics(*_TokenLogprobs.apply(hidden, weight, bias, targets, temperature))  # type: ignore[no-untyped-call]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        size = max(1, _CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
+        statistics = _on(hidden.device, _statistics)
+        results = []
+        logits = hidden.new_empty(0)
+        for part, target in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
+            logits = _logits(part, weight, bias)
+            results.append(statistics(logits, target, temperature))
+        logprobs, entropies, squares, normalizers = (torch.cat(each) for each in zip(*results, strict=True))
+        kept = logits if len(results) == 1 and any(ctx.needs_input_grad) else hidden.new_empty(0)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, normalizers, kept)
+        ctx.temperature, ctx.size = temperature, size
+        ctx.mark_non_differentiable(squares)
+        return logprobs, entropies, squares
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, entropies, normalizers, kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        logits_gradient = _on(hidden.device, _logits_gradient)
+        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
+        # Summed over chunks in float32, whatever type the passes compute in.
+        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        bias_gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
+        for start in range(0, len(hidden), ctx.size):
+            chunk = slice(start, start + ctx.size)
+            logits = kept if len(kept) else _logits(hidden[chunk], weight, bias)
+            gradient = logits_gradient(
+                logits,
+                targets[chunk],
+                normalizers[chunk],
+                entropies[chunk],
+                *(each[chunk] for each in gradients[:2]),
+                ctx.temperature,
+            )
+            if hidden_gradient is not None:
+                torch.mm(gradient, weight, out=hidden_gradient[chunk])
+            if weight_gradient is not None:
+                if weight.dtype == torch.float32:
+                    weight_gradient.addmm_(gradient.T, hidden[chunk])
+                else:
+                    weight_gradient += gradient.T @ hidden[chunk]
+            if bias_gradient is not None and bias.ndim:
+                bias_gradient += gradient.sum(dim=0, dtype=torch.float32)
+        return (
+            hidden_gradient,
+            None if weight_gradient is None else weight_gradient.to(weight.dtype),
+            None if bias_gradient is None else bias_gradient.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, hidden, weight.T) if bias.ndim else hidden @ weight.T
+
+
+def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-prob of the target, entropy, sum of squared probabilities, and the logarithm of the normaliser."""
+    # One exponential per logit serves all sums. In place, because a chunk of logits takes much of the memory.
+    shifted = logits.float() / temperature
+    highest = shifted.amax(dim=-1, keepdim=True)
+    shifted -= highest
+    weights = shifted.exp()
+    total = weights.sum(dim=-1)
+    log_total = total.log()
+    logprobs = shifted.gather(-1, targets[:, None])[:, 0] - log_total
+    entropy = log_total - shifted.mul_(weights).sum(dim=-1) / total
+    return logprobs, entropy, weights.square_().sum(dim=-1) / total.square(), highest[:, 0] + log_total
+
+
+def _logits_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    normalizers: Tensor,
+    entropies: Tensor,
+    logprob_gradient: Tensor,
+    entropy_gradient: Tensor,
+    temperature: float,
+) -> Tensor:
+    logprobs = logits.float() / temperature
+    logprobs -= normalizers[:, None]
+    gradient = logprobs + entropies[:, None]
+    gradient *= entropy_gradient[:, None]
+    gradient += logprob_gradient[:, None]
+    gradient *= logprobs.exp_()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    gradient = torch.where(is_target, logprob_gradient[:, None], 0.0).sub_(gradient)
+    return gradient.div_(temperature).to(logits.dtype)
+
+
+_compiled: dict[Any, Any] = {}
+
+
+def _on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` itself on a CPU. On CUDA it is compiled into a single pass over the logits."""
+    if device.type != "cuda":
+        return function
+    if function not in _compiled:
+        _compiled[function] = torch.compile(function)
+    compiled = _compiled[function]
+
+    def call(*arguments: Any) -> Any:
+        # Only the number of tokens varies. A fixed vocabulary size makes the kernels three times as fast.
+        for each in arguments:
+            if isinstance(each, Tensor):
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+        return compiled(*arguments)
+
+    return call

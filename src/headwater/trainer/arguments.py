@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, get_type_hints
 
 from headwater.config.convert import WrongValue, convert_value
@@ -36,15 +37,15 @@ def with_arguments(registry: Registry, name: str, arguments: Mapping[str, Any], 
             problems.append(f"{key}.{argument} = {value!r}: no such argument; {registry.kind} {name!r} takes {takes}")
     if problems:
         raise ConfigError(problems)
+    if not is_path(name):
+        return partial(thing, **values)
 
     def call(*args: Any) -> Any:
         try:
             return thing(*args, **values)
         except HeadwaterError:
             raise
-        except Exception as error:
-            if not is_path(name):
-                raise
+        except Exception as error:  # a user's extension may raise anything
             raise HeadwaterError(
                 f"{setting}: raised {type(error).__name__}: {error}; run with --debug to see where"
             ) from error

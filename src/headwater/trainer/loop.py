@@ -102,7 +102,7 @@ class Trainer:
             "stage": self._stage(),
             "ledger": asdict(self._rollouts.ledger.counts()),
             **self._rollouts.status(),
-            **self._parts.status(),
+            "engine_restarts": self._parts.engine.status().num_restarts,
         }
 
     def _stage(self) -> dict[str, Any] | None:

@@ -64,10 +64,6 @@ class RolloutParts:
         finally:
             self.sleep_cache()
 
-    def status(self) -> dict[str, Any]:
-        """The engine's part of the status file."""
-        return {"engine_restarts": self.engine.status().num_restarts}
-
     def close(self) -> None:
         try:
             self.tasks.close()

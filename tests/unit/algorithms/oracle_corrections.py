@@ -7,14 +7,13 @@ from algorithms.oracle import family, tensor
 from algorithms.oracle_losses import bounds, importance, rejection
 from algorithms.oracle_only import areal_value_clip_mask, dpo, ipo, linear_proximal, verl_ratio_metrics
 
-from headwater.algorithms.aggregate import StepTotals, aggregate
 from headwater.algorithms.corrections import CorrectionInputs, mean_weight
 from headwater.algorithms.corrections.m2po import m2po
 from headwater.algorithms.corrections.reject import reject
 from headwater.algorithms.corrections.truncate import truncate
 from headwater.algorithms.diagnostics import offpolicy_metrics, weight_metrics
 from headwater.algorithms.kl import kl_penalty
-from headwater.algorithms.masked import keep, masked_mean
+from headwater.algorithms.masked import StepTotals, aggregate, keep, masked_mean
 from headwater.algorithms.policy_losses import PolicyLossInputs
 from headwater.algorithms.policy_losses.decoupled import decoupled
 from headwater.algorithms.policy_losses.sapo import sapo

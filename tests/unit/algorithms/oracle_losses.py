@@ -6,16 +6,15 @@ import torch
 from algorithms.oracle import family, tensor
 from algorithms.oracle_only import response_mask
 
-from headwater.algorithms.aggregate import StepTotals, aggregate
 from headwater.algorithms.corrections import CorrectionInputs, combine
 from headwater.algorithms.corrections.icepop import icepop
 from headwater.algorithms.corrections.reject import reject
 from headwater.algorithms.corrections.truncate import truncate
 from headwater.algorithms.kl import AdaptiveKL, FixedKL, kl_penalty, penalize_rewards
-from headwater.algorithms.masked import masked_mean
+from headwater.algorithms.masked import StepTotals, aggregate, masked_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from headwater.algorithms.value_loss import value_loss
-from headwater.learner.token_logprobs import TokenStatistics, token_logprobs
+from headwater.learner.packed_module import TokenStatistics, token_logprobs
 
 
 def totals(args, mask) -> StepTotals:

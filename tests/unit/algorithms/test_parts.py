@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from headwater.algorithms import masked
-from headwater.algorithms.aggregate import StepTotals, aggregate
 from headwater.algorithms.corrections import CorrectionInputs, combine
 from headwater.algorithms.corrections.icepop import icepop
 from headwater.algorithms.corrections.m2po import m2po
@@ -17,7 +16,7 @@ from headwater.algorithms.corrections.reject import reject
 from headwater.algorithms.corrections.truncate import truncate
 from headwater.algorithms.diagnostics import ratio_percentiles, staleness_histogram, weight_metrics
 from headwater.algorithms.kl import AdaptiveKL, kl_penalty
-from headwater.algorithms.masked import masked_sum, masked_var, require, whiten
+from headwater.algorithms.masked import StepTotals, aggregate, masked_sum, masked_var, require, whiten
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, log_ratios
 from headwater.algorithms.policy_losses.clip_cov import clip_cov
 from headwater.algorithms.policy_losses.decoupled import decoupled
@@ -27,7 +26,7 @@ from headwater.algorithms.policy_losses.kl_cov import kl_cov
 from headwater.algorithms.proximal import approximation_metrics, progress
 from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.core.errors import ConfigError, MissingColumn, UnknownName
-from headwater.learner.token_logprobs import token_logprobs
+from headwater.learner.packed_module import token_logprobs
 
 
 def ratios(*values):

@@ -18,9 +18,9 @@ from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs
-from headwater.algorithms.aggregate import Aggregation, StepTotals, aggregate
 from headwater.algorithms.corrections import CORRECTIONS, CorrectionInputs
 from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, weight_metrics
+from headwater.algorithms.masked import Aggregation, StepTotals, aggregate
 from headwater.algorithms.policy_losses import POLICY_LOSSES
 from headwater.algorithms.value_loss import value_loss
 from headwater.config.declared import read_declared

@@ -26,8 +26,8 @@ from engine.engine_parts import (
 from tiny import tokenizer
 
 from headwater.core.errors import QueueFull, RolloutFailed, WeightsError
-from headwater.engine import metrics as engine_metrics
-from headwater.engine.metrics import Throughput
+from headwater.engine import loop as engine_loop
+from headwater.engine.loop import Throughput
 
 LONG = request(tokens_of(9), 1, "long", max_new_tokens=100)
 
@@ -652,7 +652,7 @@ def test_metrics_count_what_happened():
 
 def test_throughput_is_over_the_window_and_not_over_the_first_moment(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(engine_metrics.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(engine_loop.time, "monotonic", lambda: clock[0])
     throughput = Throughput()
     assert throughput.per_second() == 0
     clock[0] += 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headwater.learner import token_logprobs as module
-from headwater.learner.token_logprobs import token_logprobs
+from headwater.learner.packed_module import token_logprobs
 
 
 def plain(hidden, weight, bias, targets, temperature):

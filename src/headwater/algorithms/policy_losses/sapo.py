@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from headwater.algorithms.aggregate import Aggregation
-from headwater.algorithms.masked import row_mean
+from headwater.algorithms.masked import Aggregation, row_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
 from headwater.config.constraints import MoreThan
 from headwater.config.traits import LossTraits

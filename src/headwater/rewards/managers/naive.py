@@ -45,10 +45,12 @@ class NaiveRewardManager:
             and "messages" not in config.function_args
             and "messages" in _parameter_names(self._custom)
         )
+        self._built_in: dict[str, ScoreFunction] = {}
+        """The scorers of the data sources so far."""
         self._free = asyncio.Semaphore(config.max_concurrent)
 
     async def score(self, episode: ScorableEpisode) -> Score:
-        function = self._custom or _built_in(episode.prompt)
+        function = self._custom or self._built_in.get(episode.prompt.data_source) or self._find(episode.prompt)
         arguments = dict(self._config.function_args)
         if self._reads_messages:
             arguments["messages"] = [dict(message) for message in episode.messages]
@@ -56,6 +58,9 @@ class NaiveRewardManager:
         async with nullcontext() if inspect.iscoroutinefunction(function) else self._free:
             with self._spans.span("reward"):
                 return await _call(function, episode, arguments, timeout_s=self._config.timeout_s)
+
+    def _find(self, prompt: Prompt) -> ScoreFunction:
+        return self._built_in.setdefault(prompt.data_source, _built_in(prompt))
 
 
 def _built_in(prompt: Prompt) -> ScoreFunction:
