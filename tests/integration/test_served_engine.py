@@ -386,7 +386,6 @@ PARENT = """
 import sys
 from headwater.backends.native.engine import NativeEngine
 from headwater.observe.spans import Spans
-from headwater.trainer.rollout_setup import make_engine
 
 engine = NativeEngine("tiny:qwen3", ("engine.kv_cache_gib=0.02",), dtype="float32", transfer="file", spans=Spans())
 print(engine.pid, flush=True)

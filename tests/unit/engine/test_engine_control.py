@@ -432,7 +432,7 @@ def test_an_update_that_breaks_half_way_ends_the_engine(mode):
     with stepped() as slow:
         answer = slow.submit(request(tokens_of(9), max_new_tokens=12))
         slow.turn()
-        slow.engine._weights.apply = fail
+        slow.engine._weights.take = fail
         update, later = (slow.engine.update_weights(weights(1, version), mode) for version in (1, 2))
         waiting = slow.submit(LONG)
         slow.turn(30)
