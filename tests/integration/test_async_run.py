@@ -202,7 +202,7 @@ def plain_loop() -> list[str]:
                 batch = rollout.train_rollouts.rollout_batch(stream.take(config.trainer.num_prompts_per_step))
                 experience = training.experience.make(batch, version)
                 training.learner.update(experience.data)
-                published.append(publish(training.learner, rollout.engine, version + 1))
+                published.append(publish(training.learner, rollout.engine, version + 1).trained)
             return published
         finally:
             rollout.close()

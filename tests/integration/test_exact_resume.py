@@ -20,7 +20,7 @@ LORA = ["recipes/lora.yaml", *CUT_DOWN, "warm_start.num_steps=2"]
 def slowly_warmed_up(recipe: list[str], tmp_path) -> list[str]:
     """With a rate that still rises when the run is resumed. A recipe may say so of a run that is cut short."""
     file = tmp_path / "recipe.yaml"
-    file.write_text(f"extends: {ROOT / recipe[0]}\ntraining: {{num_warmup_steps: 3}}\n")
+    file.write_text(f"extends: {ROOT / recipe[0]}\nlearner: {{num_warmup_steps: 3}}\n")
     return [str(file), *recipe[1:]]
 
 

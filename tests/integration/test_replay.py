@@ -151,7 +151,7 @@ def test_a_run_in_which_tokens_were_masked_as_too_old(replay, tmp_path):
 def test_only_some_steps(replay, recorded):
     result = replay(recorded, "--steps", "2")
     assert result.code == 0, result.stderr
-    assert "All 2 steps" in result.stdout
+    assert "of all 2 steps equal" in result.stdout
 
 
 @pytest.mark.parametrize(

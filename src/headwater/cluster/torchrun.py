@@ -56,6 +56,8 @@ _SILENCE_S = 45.0
 """A rank on another machine that gives no sign of life for this long has ended."""
 _LOOK_S = 1.0
 _CLOSE_LIMIT_S = 30.0
+_SLOW_CALL_S = 300.0
+"""A call that takes longer is logged. Updates of large batches take minutes."""
 
 _END = "end"
 _BUILD = "build"
@@ -362,7 +364,7 @@ class TorchrunGroup:
                     lambda: what,
                     kind="ranks",
                     hard_limit_s=limit_s,
-                    soft_limit_s=30.0 if self.rank == 0 else math.inf,
+                    soft_limit_s=_SLOW_CALL_S if self.rank == 0 else math.inf,
                 )
         except WaitTimeout as error:
             self._failure = f"{error} (learner.rank_timeout_s = {limit_s:g}); one of the ranks does not answer"

@@ -341,6 +341,7 @@ REMEDIES = {
     "weights": "update_mode",
     "engine_start": "memory",
     "engine_call": "does not answer",
+    "ranks": "rank_timeout_s",
     "rollout_thread": "to_thread",
     "rollouts": "eval.num_prompts",
 }

@@ -42,6 +42,7 @@ class SimulatedTasks(AsyncTaskRunner):
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.current_thread()
+        self.while_waiting = None
 
     def post(self, function) -> None:
         self.loop.call_soon(function)
