@@ -31,7 +31,7 @@ from torch import Tensor
 from headwater.core.errors import WeightsError
 from headwater.core.protocols import Bucket, WeightUpdate
 from headwater.observe.process import process_start
-from headwater.weights.memory import in_buckets, unusable
+from headwater.weights.memory import in_buckets, no_weights, not_finite
 
 _PREFIX = "headwater-weights-"
 _FOLDER = re.compile(re.escape(_PREFIX) + r"(?P<pid>\d+)-\w+")
@@ -204,7 +204,7 @@ def file_update(path: str | Path, version: int, dtype: torch.dtype) -> Iterator[
     """
     with open_weights(path) as source:
         for bucket in source.buckets():
-            problems = unusable(bucket, [dtype] * len(bucket))
+            problems = no_weights(bucket) or not_finite(bucket, dtype)
             if problems:
                 raise WeightsError(f"{path}: refused, the old weights stay in place: {problems[0]}")
         yield WeightUpdate(version, source.shapes, source.buckets())

@@ -6,7 +6,7 @@ receiver.take_all(update)                        # WeightsIncomplete if the stre
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ class Receiver:
         """Copy every bucket of the stream, or raise.
 
         An error before the first copy leaves the old weights in place. After it the model holds a mixture of two
-        versions, and the error is ``WeightsIncomplete``.
+        versions, and the error is ``WeightsIncomplete``. Values are checked once, after the last copy: waiting for the
+        device after every bucket would lengthen the pause of the engine.
         """
         buckets = iter(update.buckets)
         try:
@@ -67,6 +68,7 @@ class Receiver:
                 self.check(bucket)
                 self._copy(bucket)
             self._refuse([f"{name} did not arrive" for name in self._shapes if name not in self._seen])
+            self._refuse(not_finite(list(self._targets.items())))
         except WeightsError as error:
             if not self._written:
                 raise
@@ -88,9 +90,7 @@ class Receiver:
             elif tuple(tensor.shape) != tuple(self._shapes[name]):
                 problems.append(f"{name} has shape {tuple(tensor.shape)}, announced {tuple(self._shapes[name])}")
             self._seen.add(name)
-        if not problems:
-            problems = unusable(bucket, [self._targets[self._names[name]].dtype for name, _ in bucket])
-        self._refuse(problems or self._contradictions(bucket))
+        self._refuse(problems or no_weights(bucket) or self._contradictions(bucket))
 
     @torch.no_grad()
     def _copy(self, bucket: Bucket) -> None:
@@ -132,26 +132,42 @@ class Receiver:
             raise WeightsError(f"weight update refused{kept}: {'; '.join(problems[:_NUM_SHOWN])}{more}")
 
 
-@torch.no_grad()
-def unusable(bucket: Bucket, dtypes: Sequence[torch.dtype]) -> list[str]:
-    """What is wrong with tensors that are to be held as ``dtypes``. Values that are not finite would make noise."""
+def no_weights(bucket: Bucket) -> list[str]:
+    """Which tensors cannot be weights, whatever their values are."""
     problems = []
     for name, tensor in bucket:
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
             problems.append(f"{name} is not a tensor with values in memory")
         elif not tensor.is_floating_point():
             problems.append(f"{name} is {tensor.dtype}")
-    if problems or not bucket:
-        return problems
-    # Reduced together, so that the device is waited for once. What is finite in float32 can be infinite in float16.
-    largest = torch._foreach_norm([tensor for _, tensor in bucket], ord=torch.inf)
-    held = [each.to(dtype) for each, dtype in zip(largest, dtypes, strict=True)]
-    is_finite = torch.stack([each.float().to(held[0].device) for each in held]).isfinite()
+    return problems
+
+
+@torch.no_grad()
+def not_finite(bucket: Bucket, dtype: torch.dtype | None = None) -> list[str]:
+    """Which tensors hold values that are NaN or infinite, as they are or as ``dtype``. A model would generate noise."""
+    if not bucket:
+        return []
+    tensors = [tensor for _, tensor in bucket]
+    if tensors[0].device.type == "cuda":
+        # Reduced together, so that the device is waited for once.
+        largest = torch.stack([each.float() for each in torch._foreach_norm(tensors, ord=torch.inf)])
+    else:
+        largest = torch.stack([_largest(each) for each in tensors])
+    is_finite = largest.to(dtype or largest.dtype).isfinite().tolist()
     return [
-        f"{name} holds values that are NaN or infinite as {dtype}"
-        for (name, _), dtype, finite in zip(bucket, dtypes, is_finite.tolist(), strict=True)
+        f"{name} holds values that are NaN or infinite as {dtype or tensor.dtype}"
+        for (name, tensor), finite in zip(bucket, is_finite, strict=True)
         if not finite
     ]
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest absolute value, or NaN. On a CPU this is several times faster than a norm."""
+    if not tensor.numel():
+        return torch.zeros(())
+    low, high = torch.aminmax(tensor)
+    return torch.maximum(low.abs(), high.abs()).float()
 
 
 def _next_of(buckets: Iterator[Bucket]) -> Bucket | None:

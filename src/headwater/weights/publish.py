@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from headwater.core.errors import TransferLost, WeightsError
-from headwater.core.protocols import Bucket, InferenceEngine, WeightSource, WeightUpdate
+from headwater.core.protocols import InferenceEngine, WeightSource, WeightUpdate
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
 from headwater.models.checksum import Checksum, dtype_of_checksum
 
@@ -29,9 +30,9 @@ def publish(
 ) -> Published:
     """Stream the learner's weights to the engine as ``version``, and return their checksums.
 
-    Both sides compute a checksum, the sender while the weights pass. Raises ``WeightsError`` if they differ. The engine
-    computes its own after it has resumed generation. Tokens of a damaged version are never trained on, because the
-    error ends the run.
+    Both sides compute a checksum when the engine generates again, and ``WeightsError`` is raised if they differ. The
+    learner's comes from a second pass over its buckets: computed in the first one, it would lengthen the pause of the
+    engine. Tokens of a damaged version are never trained on, because the error ends the run.
 
     The wait ends after ``ENGINE_CALL_LIMIT_S``, or after ``longest_response_s`` if that is longer, because running
     responses may have to end first. If the engine's process dies during the transfer, the weights are sent again to the
@@ -46,9 +47,7 @@ def publish(
 
 
 def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, longest_response_s: float) -> Published:
-    trained, sent = Checksum(), Checksum(dtype_of_checksum(engine.capabilities.dtype))
-    exported = learner.export()
-    update = WeightUpdate(version, learner.shapes(), _summed(exported, trained, sent))
+    update = WeightUpdate(version, learner.shapes(), learner.export())
     done = engine.update_weights(update)
     try:
         wait_for_future(
@@ -60,8 +59,7 @@ def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, 
     finally:
         if done.done():  # otherwise the engine's thread still reads
             update.close()
-            WeightUpdate(version, {}, exported).close()  # also if it was never read
-    published = Published(sent.text(), trained.text())
+    published = _checksums(learner, dtype_of_checksum(engine.capabilities.dtype))
     if engine.capabilities.checksums and (serving := engine.weights_checksum()) != published.serving:
         raise WeightsError(
             f"policy version {version}: the engine serves weights with checksum {serving}, the learner's have "
@@ -71,8 +69,13 @@ def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, 
     return published
 
 
-def _summed(buckets: Iterable[Bucket], *checksums: Checksum) -> Iterator[Bucket]:
-    for bucket in buckets:
-        for each in checksums:
-            each.add(bucket)
-        yield bucket
+def _checksums(learner: WeightSource, serving_dtype: torch.dtype) -> Published:
+    serving, trained = Checksum(serving_dtype), Checksum()
+    exported = WeightUpdate(0, learner.shapes(), learner.export())
+    try:
+        for bucket in exported.buckets:
+            serving.add(bucket)
+            trained.add(bucket)
+    finally:
+        exported.close()
+    return Published(serving.text(), trained.text())
