@@ -95,11 +95,12 @@ class FileWeights:
 
 
 def write_tensor(buffer: mmap.mmap | memoryview, offset: int, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Convert a tensor to ``dtype`` and copy it from its device to a position in memory, in one operation."""
+    """Convert a tensor to ``dtype`` and copy it from its device to a position in memory."""
     num_bytes = tensor.numel() * dtype.itemsize
     if num_bytes:
         target = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes, offset=offset)
-        target.view(dtype).view(tensor.shape).copy_(tensor)
+        # Convert on the device: a copy between devices that also converts does so on the CPU, 70 times slower.
+        target.view(dtype).view(tensor.shape).copy_(tensor if tensor.device.type == "cpu" else tensor.to(dtype))
 
 
 def reserve(descriptor: int, size: int, where: str, remedy: str) -> None:

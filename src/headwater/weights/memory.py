@@ -151,7 +151,9 @@ def not_finite(bucket: Bucket, dtype: torch.dtype | None = None) -> list[str]:
     tensors = [tensor for _, tensor in bucket]
     if tensors[0].device.type == "cuda":
         # Reduced together, so that the device is waited for once.
-        largest = torch.stack([each.float() for each in torch._foreach_norm(tensors, ord=torch.inf)])
+        norms = torch._foreach_norm(tensors, ord=torch.inf)
+        is_uniform = len({each.dtype for each in norms}) == 1
+        largest = torch.stack(norms if is_uniform else [each.float() for each in norms])
     else:
         largest = torch.stack([_largest(each) for each in tensors])
     is_finite = largest.to(dtype or largest.dtype).isfinite().tolist()
