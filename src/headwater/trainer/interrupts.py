@@ -65,7 +65,7 @@ class Interrupts:
             number = signal.SIGTERM  # a signal that is put off below is sent again with this number
         if self._depth == 0 or self._waiting:
             # A library may import modules late, for example at the first batch.
-            if self._imports.puts_off(number, frame):
+            if self._imports.defers(number, frame):
                 return
             self._waiting = False
             raise KeyboardInterrupt
