@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from headwater.cli.main import main
+from headwater.trainer.recorder import Recorder
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +67,50 @@ def headwater_process(*arguments: object) -> Result:
     finally:
         process.kill()
     return Result(process.returncode, output, errors)
+
+
+@contextlib.contextmanager
+def after_step(step: int, action: Callable[[], None]) -> Iterator[None]:
+    """Runs in this process call ``action`` when they have recorded ``step``, before they continue."""
+    record = Recorder.step
+
+    def record_and_act(self: Recorder, done: int, *arguments: object, **keywords: object) -> None:
+        record(self, done, *arguments, **keywords)
+        if done == step:
+            action()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "step", record_and_act)
+        yield
+
+
+def send(number: int) -> None:
+    """Send a signal to this process."""
+    os.kill(os.getpid(), number)
+
+
+SIGNALLED = """
+import os, sys
+from headwater.cli.main import main
+from headwater.trainer.recorder import Recorder
+
+step, number, record = int(sys.argv[1]), int(sys.argv[2]), Recorder.step
+
+def record_and_signal(self, done, *arguments, **keywords):
+    record(self, done, *arguments, **keywords)
+    if done == step:
+        os.kill(os.getpid(), number)
+
+Recorder.step = record_and_signal
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def signalled_process(step: int, number: int, *arguments: object) -> Result:
+    """Run the command in a separate process that sends itself a signal when it has recorded ``step``."""
+    command = [sys.executable, "-c", SIGNALLED, str(step), str(int(number)), *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False)
+    return Result(done.returncode, done.stdout, done.stderr)
 
 
 def train_small(root: Path, *arguments: object) -> Result:

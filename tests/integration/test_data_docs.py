@@ -39,7 +39,8 @@ def write_files(text, folder):
 def shortened(arguments):
     """The arguments of a ``train`` command, and settings that shorten the run."""
     is_quickstart = any("quickstart" in argument for argument in arguments)
-    return [*arguments, *FEWER_STEPS, *(["warm_start.num_steps=0"] if is_quickstart else [])]
+    fewer_rows = ["warm_start.num_steps=0", "data.num_train_rows=50", "data.num_eval_rows=10"]
+    return [*arguments, *FEWER_STEPS, *(fewer_rows if is_quickstart else [])]
 
 
 def test_the_files_and_commands_of_the_data_page_work(folder):

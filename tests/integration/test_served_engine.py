@@ -33,10 +33,10 @@ from headwater.observe.spans import Spans
 from headwater.trainer.rollout_setup import make_engine
 from headwater.weights import shared_memory
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 MODEL = "tiny:qwen3"
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 CONFIG = EngineConfig(deterministic=True, kv_cache_gib=0.02, max_prefill_tokens=64, decode_steps=4)
 
 
