@@ -89,25 +89,47 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+def children(pid: int) -> list[int]:
+    """The engine processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            command = (stat.parent / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(fields[1]) == pid and b"serve" in command:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
 SIGNALLED = """
 import os, sys
-from headwater.cli.main import main
-from headwater.trainer.recorder import Recorder
+sys.path.insert(0, "tests/integration")
+from command import after_step, children, main, send
 
-step, number, record = int(sys.argv[1]), int(sys.argv[2]), Recorder.step
+def act():
+    print("children:", *children(os.getpid()), flush=True)
+    send(int(sys.argv[2]))
 
-def record_and_signal(self, done, *arguments, **keywords):
-    record(self, done, *arguments, **keywords)
-    if done == step:
-        os.kill(os.getpid(), number)
-
-Recorder.step = record_and_signal
-sys.exit(main(sys.argv[3:]))
+with after_step(int(sys.argv[1]), act):
+    sys.exit(main(sys.argv[3:]))
 """
 
 
 def signalled_process(step: int, number: int, *arguments: object) -> Result:
-    """Run the command in a separate process that sends itself a signal when it has recorded ``step``."""
+    """Run the command in a separate process that sends itself a signal when it has recorded ``step``.
+
+    Before the signal, it prints the ids of its engine processes after ``children:``.
+    """
     command = [sys.executable, "-c", SIGNALLED, str(step), str(int(number)), *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False)
     return Result(done.returncode, done.stdout, done.stderr)

@@ -8,25 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from command import CUT_DOWN, after_step, train_here
+from command import CUT_DOWN, after_step, children, train_here
 
 from headwater.observe.run_directory import RunDirectory
 
 NO_EVAL = ["eval.before=false", "eval.after=false"]
 LONG = [*CUT_DOWN, *NO_EVAL, "rollout.max_new_tokens=24", "rollout.max_staleness=2", "rollout.placement=disaggregated"]
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            command = (stat.parent / "cmdline").read_bytes()
-        except OSError:
-            continue  # it has ended meanwhile
-        if int(fields[1]) == pid and b"serve" in command:
-            found.append(int(stat.parent.name))
-    return found
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the child in /proc")

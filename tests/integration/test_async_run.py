@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from command import CUT_DOWN, ROOT, SMALL, after_step, metrics, send, signalled_process, train_here, weights
+from command import (
+    CUT_DOWN,
+    PROCESS_LIMIT_S,
+    ROOT,
+    SMALL,
+    after_step,
+    is_gone,
+    metrics,
+    send,
+    signalled_process,
+    train_here,
+    weights,
+)
 
 import headwater.trainer.rollout_setup as rollout_setup
 from headwater.cli.main import main
@@ -141,13 +155,19 @@ def test_ctrl_c_in_the_middle_loses_and_repeats_nothing(tmp_path):
     assert lags(run) <= {0, 1, 2}
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint_and_loses_nothing(tmp_path):
-    run = tmp_path / "killed"
-    arguments = [*ASYNC, f"run.root={tmp_path}", "run.name=killed", "trainer.checkpoint_every_steps=2"]
-    killed = signalled_process(3, signal.SIGKILL, "train", *arguments)
+def test_a_killed_run_continues_from_its_checkpoint_and_leaves_no_process(tmp_path):
+    run, arguments = tmp_path / "killed", ["rollout.placement=disaggregated", "trainer.checkpoint_every_steps=2"]
+    killed = signalled_process(
+        3, signal.SIGKILL, "train", *ASYNC, f"run.root={tmp_path}", "run.name=killed", *arguments
+    )
     assert killed.code == -signal.SIGKILL, killed.stderr
+    [engine] = re.findall(r"children: (\d+)$", killed.stdout, flags=re.MULTILINE)
+    deadline = time.monotonic() + PROCESS_LIMIT_S
+    while not is_gone(int(engine)):
+        assert time.monotonic() < deadline, "the engine's process continues without its parent"
+        time.sleep(0.05)
     assert steps_done(run) == 3
-    train_here("--resume", run)
+    train_here("--resume", run, "rollout.placement=colocated")
     assert [record["step"] for record in metrics(run, "resume")] == [2]
     check_books(run, num_steps=5)
 
