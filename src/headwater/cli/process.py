@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, Ctrl-C at any time, and a reader of its output that goes away."""
+"""How a command ends: its exit status, Ctrl-C at any time, and a closed output."""
 
 from __future__ import annotations
 

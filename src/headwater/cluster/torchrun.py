@@ -107,7 +107,7 @@ def join() -> TorchrunGroup:
 
 
 class _Lane:
-    """A thread that executes one function after another. It may be stuck for good when another rank has ended."""
+    """A thread that executes one function after another. It may hang forever when another rank has ended."""
 
     def __init__(self, cuda_device: int | None) -> None:
         self._cuda_device = cuda_device

@@ -43,7 +43,7 @@ class UnreadableMessage(Exception):
 
 
 class EngineFailed(RolloutFailed):
-    """The server still answers, but its engine has failed for good."""
+    """The server still answers, but its engine has failed and cannot recover."""
 
 
 def error_of(body: Mapping[str, Any]) -> HeadwaterError:
