@@ -1,7 +1,7 @@
 # make quickstart   set up, then train the quickstart recipe
 # make test         set up, then lint, type check and run the tests (minutes)
 # make test-all     set up, then the long tests
-# WORKERS=4         make test on so many processes (two unless given; the long tests use all cores by themselves)
+# WORKERS=4         number of processes of make test (default 2); the long tests use all cores by themselves
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -1,15 +1,15 @@
-"""Samples per second of whole training runs, in step and with rollouts ahead, on the same cores.
+"""Samples per second of whole training runs, synchronous and asynchronous, on the same cores.
 
     python benchmarks/async_vs_sync.py [--steps 16] [--trace-dir /tmp/traces]
 
-Two workloads (``async_workloads``): responses of long-tailed length, and a tool that each episode waits for. Runs of a
-workload differ in ``rollout.max_staleness`` alone: the same prompts, lengths and latencies, as many trained samples,
-and ``on_stale=wait``, so that nothing is dropped or masked. Time is that of all steps, the first ones included, in
-which a run that goes ahead fills up. Ahead, engine and learner share the cores, half the threads each. In step they
-take turns: that run is made twice, with threads for all cores and for half of them, and the faster one counts.
+There are two workloads (``async_workloads``): responses of long-tailed length, and a tool that each episode waits for.
+Runs of a workload differ only in ``rollout.max_staleness``. Prompts, lengths, latencies and the number of trained
+samples are equal, and ``on_stale=wait``, so nothing is dropped or masked. The time includes all steps, also the first
+ones. In asynchronous runs, the engine and the learner each get half of the threads. The synchronous run is made twice,
+with threads for all cores and for half of them, and the faster one counts.
 
-Where the gain comes from is read off each run's trace: the share of the time in which the learner waits, generates
-(the engine computes) and trains, and the share in which generation and training go on at the same time.
+The trace of each run shows the source of the gain: the share of the time in which the learner waits, the engine
+generates, the learner trains, and the share in which generation and training run at the same time.
 """
 
 from __future__ import annotations
@@ -144,13 +144,19 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def overlap(first: list[Interval], second: list[Interval]) -> float:
-    """Seconds that both have, each of them without overlaps of its own."""
+    """Seconds that lie in both. The intervals of each side do not overlap."""
     return length(first) + length(second) - length(union([*first, *second]))
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8], help="the first is compared with")
+    parser.add_argument(
+        "--staleness",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2, 4, 8],
+        help="values of rollout.max_staleness; the first one is the baseline",
+    )
     parser.add_argument("--steps", type=int, default=12, help="training steps per run (default 12)")
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step (default 8)")
     parser.add_argument("--samples", type=int, default=4, help="samples per prompt (default 4)")

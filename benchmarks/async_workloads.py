@@ -1,6 +1,6 @@
-"""Two kinds of episodes that make a synchronous learner wait: long-tailed lengths, and a tool that takes its time.
+"""Two kinds of episodes that make a synchronous learner wait: long-tailed lengths, and a slow tool.
 
-How long an episode takes is drawn from its prompt and sample, not from what runs beside it: every run draws the same.
+The duration of an episode depends only on its prompt and sample, so it is the same in every run.
 """
 
 from __future__ import annotations

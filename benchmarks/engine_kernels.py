@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python benchmarks/engine_kernels.py --only check layer --out kernels.json
 
-Times are microseconds per call inside a replayed CUDA graph. Where a kernel reads weights, a cache or logits, every
-call of the graph reads others, so that the second-level cache does not stand in for memory. The exit status is 1 if
-anything raised, was not the same to the bit where it must be, or was further than ``MAX_ERROR`` from its reference.
+Times are microseconds per call inside a replayed CUDA graph. Every call of the graph reads different weights, caches
+and logits, so that they come from memory and not from the L2 cache. The exit status is 1 if a kernel raised an error,
+differed in a bit where it must not, or differed from its reference by more than ``MAX_ERROR``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many source files a reader of one training step has to open: those in which the step executes a function.
+"""Count the source files in which one training step executes a function.
 
     python benchmarks/files_per_step.py
 

@@ -1,9 +1,9 @@
-"""How much prompt computation a group of samples costs against the same samples sent as prompts of their own.
+"""The cost of computing prompts for groups of samples, compared with the same samples as separate prompts.
 
     python benchmarks/group_prefill.py [--samples 16] [--prompts 16] [--prompt-tokens 128]
 
-Counted by the engine (tokens it ran through the model for prompts) and timed, on both sides in one process. The
-ungrouped side turns the prefix cache off and makes every prompt different, so that nothing can be shared.
+Reports the number of prompt tokens that the engine computed, and the time. Both sides run in one process. For the
+ungrouped side the prefix cache is off and all prompts differ, so that nothing can be shared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What both sides of ``grpo_step_vs_trl.py`` are told and report; needs nothing but Python, so both can import it."""
+"""Input and output of both sides of ``grpo_step_vs_trl.py``. Needs only Python, so that both sides can import it."""
 
 from __future__ import annotations
 

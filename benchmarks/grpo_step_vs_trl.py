@@ -1,15 +1,15 @@
-"""One whole GRPO step on a CPU, ours and TRL's, one after the other: generate, score, train, take over the weights.
+"""Time one GRPO step on a CPU, first Headwater's, then TRL's: generate, score, train, update the engine's weights.
 
     headwater fetch smollm2
     python benchmarks/grpo_step_vs_trl.py --out benchmarks/results/grpo_step_vs_trl.json
 
 8 prompts of about 39 tokens, 8 samples each, exactly 32 new tokens, float32, temperature 1, one optimiser step. Each
-side runs in a fresh process, whose peak of resident memory is reported. Its first step warms up; of the others the
-median counts, and their parts are means ("cpu" is the processor time of all threads). Every sample has a reward of its
-own, so none is without an advantage, and nothing is skipped.
+side runs in a new process, and its peak resident memory is reported. The first step is a warm-up. The result is the
+median of the other steps, and their parts are means ("cpu" is the processor time of all threads). All samples have
+different rewards, so every sample has an advantage and none is skipped.
 
-TRL gets an environment of its own in the cache folder, made on the first run: TRL 1.16 with the versions of torch and
-transformers that run here. ``--trl-python`` takes another one. ``--model tiny:qwen3`` is a quick check of the script.
+The first run creates a separate environment for TRL in the cache folder: TRL 1.16 with the installed versions of torch
+and transformers. ``--trl-python`` selects another environment. ``--model tiny:qwen3`` is a quick check of the script.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ def _options() -> argparse.Namespace:
     add_work(parser, samples=8, new_tokens=32, runs=2)
     parser.add_argument("--model", default="smollm2", help="smollm2 (the default) or tiny:<preset>")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch on both sides (default 2)")
-    parser.add_argument("--microbatch-tokens", type=int, default=320, help="tokens in one pass of ours (default 320)")
+    parser.add_argument("--microbatch-tokens", type=int, default=320, help="tokens per pass of Headwater (default 320)")
     parser.add_argument(
         "--trl-microbatch",
         type=int,
         nargs="+",
         default=[0],
         metavar="SAMPLES",
-        help="samples in one pass of TRL's, one run each; 0, the default, means all at once",
+        help="samples per pass of TRL, one run for each value; 0, the default, means all samples in one pass",
     )
-    parser.add_argument("--trl-python", help="interpreter of an environment that has TRL already")
+    parser.add_argument("--trl-python", help="interpreter of an environment that already has TRL")
     return parser.parse_args()
 
 
@@ -113,7 +113,7 @@ def _trl_environment(folder: Path) -> str:
 
 
 def _run(python: str, script: str, job: Job, folder: Path) -> Outcome:
-    """One side in a process of its own, so that its peak of memory is its own."""
+    """Run one side in a separate process, so that its peak memory can be measured."""
     job.write(folder / "job.json")
     outcome = folder / "outcome.json"
     outcome.unlink(missing_ok=True)

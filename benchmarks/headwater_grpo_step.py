@@ -1,4 +1,4 @@
-"""Our side of ``grpo_step_vs_trl.py``: the trainer of ``headwater train``, built from a config like a recipe's."""
+"""Headwater's side of ``grpo_step_vs_trl.py``: the trainer of ``headwater train``, built from a config."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def sampler(rows: int, chunk: int) -> Values:
 
 
 def small(rows: int) -> Values:
-    """What stands between products, in microseconds, with its inputs in the second-level cache as in a step."""
+    """The kernels between matrix products, in microseconds. As in a real step, their inputs are in the L2 cache."""
     x, residual, weight = randn(rows, HIDDEN), randn(rows, HIDDEN), randn(HIDDEN)
     parts, gate_up = randn(4, rows, HIDDEN, dtype=torch.float32), randn(rows, 2 * INTERMEDIATE)
     qkv, pages, tables = randn(rows, QKV), Pages([PAGE] * rows), randn(2, 1024, HEAD_DIM, dtype=torch.float32)

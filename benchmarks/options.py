@@ -16,7 +16,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="of the model; its weights are random")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="shape of the model; its weights are random")
 
 
 def add_work(

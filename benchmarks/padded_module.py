@@ -1,4 +1,4 @@
-"""The usual way to train, to compare with: rows in the order they come, padded to the longest of their micro-batch."""
+"""The baseline: rows in their original order, padded to the longest row of the micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether cost grows linearly with the queue: tokens/s with 512 and with 4,096 requests waiting at once.
+"""Tokens/s with 512 and with 4,096 queued requests. Equal rates mean that the cost per request is constant.
 
 python benchmarks/queue_depth.py [--depths 512 4096]
 """
@@ -22,7 +22,7 @@ def main() -> None:
     add_shape(parser)
     add_work(parser, prompt_tokens=32, new_tokens=32, runs=5)
     parser.add_argument("--depths", type=int, nargs="+", default=[512, 4096])
-    parser.add_argument("--rows", type=int, default=256, help="sequences generated at a time")
+    parser.add_argument("--rows", type=int, default=256, help="sequences that are generated concurrently")
     options = parser.parse_args()
     device = default_device()
     model = build_model(options.shape, device, default_dtype(device))

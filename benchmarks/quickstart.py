@@ -1,10 +1,10 @@
-"""The quickstart with the embedded engine and with transformers' generate, one after the other.
+"""Time the quickstart with the embedded engine, then with transformers' generate.
 
     python benchmarks/quickstart.py [--steps 80]
 
-Each side is the command a user runs, in a process of its own: ``headwater train recipes/quickstart.yaml``, the second
-with ``rollout.backend=hf``. Counted are the training steps, without the supervised start, evaluations and imports; the
-metrics of the runs themselves tell them.
+Each side runs ``headwater train recipes/quickstart.yaml`` in a separate process, the second one with
+``rollout.backend=hf``. Times are read from the metrics of the runs. They include the training steps, but not the
+supervised start, evaluations and imports.
 """
 
 from __future__ import annotations

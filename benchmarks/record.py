@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: its results, and what it takes to run it again."""
+"""The record of a benchmark: its results, and what is needed to run it again."""
 
 from __future__ import annotations
 

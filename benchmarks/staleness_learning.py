@@ -1,11 +1,11 @@
-"""What stale samples cost in learning: the held-out reward after training, by ``max_staleness`` and policy loss.
+"""The effect of stale samples on learning: the held-out reward after training, by ``max_staleness`` and policy loss.
 
     python benchmarks/staleness_learning.py --plot docs/images/staleness.png
 
-The quickstart's task, at a learning rate and with so many updates per batch that the policy moves fast. ``ppo`` clips
-around the policy that sampled (``old_logprobs=rollout``); ``decoupled`` clips around the one at the start of the step
-and weighs samples by how far that is from the one that sampled (``old_logprobs=recompute``). All runs of a seed go on
-from the same supervised start. Runs share the cores in pairs, one torch thread each.
+The task is the quickstart's, with a high learning rate and many updates per batch, so that the policy changes fast.
+``ppo`` clips around the policy that sampled (``old_logprobs=rollout``). ``decoupled`` clips around the policy at the
+start of the step and weights samples by the ratio of the two policies (``old_logprobs=recompute``). All runs of a seed
+continue from the same supervised start. By default two runs share the cores, with one torch thread each.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=4, help="updates per pass over a batch (default 4)")
     parser.add_argument("--epochs", type=int, default=2, help="passes over a batch (default 2)")
     parser.add_argument("--warm-start-steps", type=int, default=60, help="supervised steps (default 60)")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time (default 2)")
+    parser.add_argument("--processes", type=int, default=2, help="concurrent runs (default 2)")
     parser.add_argument("--plot", type=Path, help="draw the table here, as a PNG")
     options = parser.parse_args()
     load = os.getloadavg()[0]

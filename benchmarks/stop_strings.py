@@ -1,9 +1,9 @@
-"""What stop strings cost the engine's thread in a round, per row, while none of them comes.
+"""The cost of stop strings in the engine's thread, per round and row, while no stop string is generated.
 
     python benchmarks/stop_strings.py --model smollm2 --stop "</answer>"
 
-Rows draw random tokens of the model's tokenizer, eight a round. CPU time of this thread: a busy machine does not change
-it much. The first round also builds the tables.
+Rows receive random tokens of the model's tokenizer, eight per round. Times are CPU times of the thread, so a busy
+machine changes them little. The first round also builds the tables.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""One optimiser step and one pass of log-probs on packed sequences, beside the same step padded.
+"""One optimiser step and one pass of log-probs on packed sequences, compared with padded ones.
 
     python benchmarks/train_step.py --shape qwen2.5-1.5b --out benchmarks/results/train_step_qwen2.5-1.5b_h200.json
     python benchmarks/train_step.py --shape qwen2.5-7b --cases lora full_offload --tokens 32768      # does it fit?
 
-Lengths are drawn from a long-tailed distribution. Utilisation counts what the step needs, whatever a case computes: the
-layers on the tokens that a trained one depends on (a prompt once for all samples that share it), causal attention over
-them, and the output layer on trained tokens only; neither padding nor what is computed a second time to save memory. A
-trained weight needs three products, a frozen one two, attention three times its forward pass. It is a fraction of
-``--peak-tflops``, a constant that is given and not measured here.
+Lengths are drawn from a long-tailed distribution. Utilisation counts only the computation that the step needs: the
+layers on tokens that a trained token depends on (a shared prompt counts once), causal attention over them, and the
+output layer on trained tokens. Padding and recomputation do not count. A trained weight needs three products, a frozen
+one two, and attention three times its forward pass. Utilisation is a fraction of ``--peak-tflops``, which is not
+measured here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     add_shape(parser)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["padded", "unfused", "compiled", "packed"])
-    parser.add_argument("--tokens", type=int, default=65536, help="per step (default 65536)")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens per step (default 65536)")
     parser.add_argument("--microbatch", type=int, default=16384, help="tokens per pass (default 16384)")
     parser.add_argument("--mean", type=int, default=600, help="mean length (default 600)")
     parser.add_argument("--longest", type=int, default=4096, help="longest sequence (default 4096)")

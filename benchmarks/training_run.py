@@ -1,4 +1,4 @@
-"""One run of the trainer inside this process, as ``headwater train`` makes it, for benchmarks that compare runs."""
+"""One run of the trainer in this process, like ``headwater train``, for benchmarks that compare runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """TRL's side of ``grpo_step_vs_trl.py``; runs in an environment that has TRL, and is started by that script.
 
 The settings that decide the speed are TRL's fastest here: float32 (this CPU has no bfloat16), activations kept (TRL's
-default computes them twice), all samples in one pass unless the script is told otherwise, transformers' ``generate``.
+default computes them twice), all samples in one pass by default, transformers' ``generate``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What regular weight updates cost generation, per update mode, with long responses under way.
+"""The cost of regular weight updates for generation, per update mode, while long responses run.
 
     python benchmarks/update_modes.py [--runs 3]
     python benchmarks/update_modes.py --shape qwen2.5-1.5b --rows 256 --requests 768 --new-tokens 256 --updates 4
 
-The same requests, of log-normal length, are generated without updates and under each mode, with more of them queued
-than run at a time. Updates come whenever so many more tokens have been made; they bring the weights that are already
-there, so every run makes the same tokens. Reported per update: tokens computed again (prompt tokens beyond those of the
-run without updates), the swap itself as the engine measures it, how long it took from being asked for to serving, and
-what it cost the whole run: its time beyond that of the run without updates.
+The same requests, of log-normal length, are generated without updates and with each mode. More requests are queued than
+run concurrently. Updates come after a fixed number of tokens. They load the same weights again, so every run generates
+the same tokens. Reported per update: tokens computed again (compared with the run without updates), the duration of the
+swap as the engine measures it, the time from the call to its end, and the additional time of the whole run.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Run:
     tokens: int
     prefilled: int
     swaps_s: tuple[float, ...] = ()
-    """As the engine measures them: generation stands still."""
+    """Pauses of generation, as the engine measures them."""
     delays_s: tuple[float, ...] = ()
     """From asking for an update to its end."""
 

@@ -1,8 +1,7 @@
-"""vLLM's side of ``rollout_throughput.py --vllm-python``; runs in an environment that has vLLM and none of Headwater.
+"""vLLM's side of ``rollout_throughput.py --vllm-python``; runs in an environment that has vLLM but not Headwater.
 
-Reads a job as JSON from standard input: a folder with a model's configuration (its weights are vLLM's own random ones),
-and cases of prompts and lengths. Writes vLLM's version and the seconds of every timed run as JSON to the file it is
-given.
+Reads a job as JSON from standard input: a folder with a model's configuration (vLLM chooses random weights), and cases
+of prompts and lengths. Writes vLLM's version and the seconds of every timed run as JSON to its argument, a file.
 """
 
 import json
@@ -33,7 +32,7 @@ def main() -> None:
 
 
 def _seconds(llm: LLM, prompts: list[list[int]], samples: int, new_tokens: int) -> float:
-    # The log-prob of the sampled token comes with none asked for besides, flat: without an object per token.
+    # Only the log-prob of the sampled token, in flat lists instead of one object per token.
     sampling = SamplingParams(
         n=samples,
         temperature=1.0,

@@ -1,4 +1,4 @@
-"""The same rollouts by vLLM, in a process and an environment of its own."""
+"""The same rollouts by vLLM, in a separate process and environment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class VllmRuns:
 
 
 def run_vllm(python: str, model: Any, cases: Sequence[VllmCase], num_runs: int) -> VllmRuns:
-    """Every run has prompts of its own: none are cached."""
+    """Every run has different prompts, so that none are cached."""
     device, vocabulary = model.device, model.config.vocab_size
     most = max(case.sequences for case in cases)
 
@@ -71,7 +71,7 @@ def run_vllm(python: str, model: Any, cases: Sequence[VllmCase], num_runs: int) 
 
 
 def _run(command: Sequence[str], job: str, environment: dict[str, str]) -> None:
-    # In a session of its own: vLLM computes in children, which would outlive it and keep the GPU.
+    # In a separate session: vLLM computes in child processes, which could otherwise outlive it and keep the GPU.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
         start_new_session=True,
@@ -89,7 +89,7 @@ def _run(command: Sequence[str], job: str, environment: dict[str, str]) -> None:
 def _settings(device: torch.device, max_sequences: int) -> dict[str, Any]:
     if device.type != "cuda":
         return {"enforce_eager": True}
-    # Beside our models, which stay loaded. By itself vLLM makes no graphs of more than 512 rows.
+    # Our models stay loaded in the same memory. By default vLLM captures no graphs of more than 512 rows.
     graphs = [2**power for power in range(max_sequences.bit_length()) if 2**power < max_sequences] + [max_sequences]
     return {"gpu_memory_utilization": 0.5, "compilation_config": {"cudagraph_capture_sizes": graphs}}
 

@@ -10,6 +10,11 @@ import uuid
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A busy machine must not fail a property test.
+settings.register_profile("headwater", deadline=None)
+settings.load_profile("headwater")
 
 # Test helpers are importable by their path below tests/unit, for example ``algorithms.oracle``.
 sys.path.insert(0, str(Path(__file__).parent / "unit"))

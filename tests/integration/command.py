@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from headwater.cli.main import main
+from headwater.trainer.recorder import Recorder
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +67,72 @@ def headwater_process(*arguments: object) -> Result:
     finally:
         process.kill()
     return Result(process.returncode, output, errors)
+
+
+@contextlib.contextmanager
+def after_step(step: int, action: Callable[[], None]) -> Iterator[None]:
+    """Runs in this process call ``action`` when they have recorded ``step``, before they continue."""
+    record = Recorder.step
+
+    def record_and_act(self: Recorder, done: int, *arguments: object, **keywords: object) -> None:
+        record(self, done, *arguments, **keywords)
+        if done == step:
+            action()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "step", record_and_act)
+        yield
+
+
+def send(number: int) -> None:
+    """Send a signal to this process."""
+    os.kill(os.getpid(), number)
+
+
+def children(pid: int) -> list[int]:
+    """The engine processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            command = (stat.parent / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(fields[1]) == pid and b"serve" in command:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+SIGNALLED = """
+import os, sys
+sys.path.insert(0, "tests/integration")
+from command import after_step, children, main, send
+
+def act():
+    print("children:", *children(os.getpid()), flush=True)
+    send(int(sys.argv[2]))
+
+with after_step(int(sys.argv[1]), act):
+    sys.exit(main(sys.argv[3:]))
+"""
+
+
+def signalled_process(step: int, number: int, *arguments: object) -> Result:
+    """Run the command in a separate process that sends itself a signal when it has recorded ``step``.
+
+    Before the signal, it prints the ids of its engine processes after ``children:``.
+    """
+    command = [sys.executable, "-c", SIGNALLED, str(step), str(int(number)), *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False)
+    return Result(done.returncode, done.stdout, done.stderr)
 
 
 def train_small(root: Path, *arguments: object) -> Result:

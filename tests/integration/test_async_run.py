@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
+import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from command import CUT_DOWN, ROOT, SMALL, metrics, train_here, weights
+from command import (
+    CUT_DOWN,
+    PROCESS_LIMIT_S,
+    ROOT,
+    SMALL,
+    after_step,
+    is_gone,
+    metrics,
+    send,
+    signalled_process,
+    train_here,
+    weights,
+)
 
 import headwater.trainer.rollout_setup as rollout_setup
 from headwater.cli.main import main
@@ -135,45 +144,32 @@ def steps_done(run: Path) -> int:
     return len(metrics(run, "train")) if (run / "metrics.jsonl").exists() else 0
 
 
-def wait_for_steps(run: Path, count: int) -> None:
-    deadline = time.monotonic() + 120
-    while steps_done(run) < count and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def test_ctrl_c_in_the_middle_loses_and_repeats_nothing(tmp_path):
     run = tmp_path / "stopped"
-
-    def interrupt() -> None:
-        wait_for_steps(run, 3)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    watcher = threading.Thread(target=interrupt)
-    watcher.start()
-    with contextlib.chdir(ROOT):
-        code = main(["train", *ASYNC, f"run.root={tmp_path}", "run.name=stopped", "trainer.total_steps=10"])
-    watcher.join()
+    with after_step(3, lambda: send(signal.SIGINT)), contextlib.chdir(ROOT):
+        code = main(["train", *ASYNC, f"run.root={tmp_path}", "run.name=stopped", "trainer.total_steps=5"])
     assert code == EXIT_INTERRUPTED
-    done = steps_done(run)
-    assert 3 <= done < 10
+    assert steps_done(run) == 3
     train_here("--resume", run)
-    check_books(run, num_steps=10)
+    check_books(run, num_steps=5)
     assert lags(run) <= {0, 1, 2}
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint_and_loses_nothing(tmp_path):
-    run = tmp_path / "killed"
-    arguments = [*ASYNC, f"run.root={tmp_path}", "run.name=killed", "trainer.total_steps=8"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headwater.cli.main", "train", *arguments, "trainer.checkpoint_every_steps=2"],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    wait_for_steps(run, 3)
-    process.kill()
-    process.wait(30)
-    assert 3 <= steps_done(run) < 8
-    train_here("--resume", run)
-    check_books(run, num_steps=8)
+def test_a_killed_run_continues_from_its_checkpoint_and_leaves_no_process(tmp_path):
+    run, arguments = tmp_path / "killed", ["rollout.placement=disaggregated", "trainer.checkpoint_every_steps=2"]
+    killed = signalled_process(
+        3, signal.SIGKILL, "train", *ASYNC, f"run.root={tmp_path}", "run.name=killed", *arguments
+    )
+    assert killed.code == -signal.SIGKILL, killed.stderr
+    [engine] = re.findall(r"children: (\d+)$", killed.stdout, flags=re.MULTILINE)
+    deadline = time.monotonic() + PROCESS_LIMIT_S
+    while not is_gone(int(engine)):
+        assert time.monotonic() < deadline, "the engine's process continues without its parent"
+        time.sleep(0.05)
+    assert steps_done(run) == 3
+    train_here("--resume", run, "rollout.placement=colocated")
+    assert [record["step"] for record in metrics(run, "resume")] == [2]
+    check_books(run, num_steps=5)
 
 
 # Staleness zero

@@ -59,7 +59,7 @@ def test_under_nohup_a_run_goes_on(tmp_path):
     try:
         wait_for_step(tmp_path / "nohup", 2, process)
         process.send_signal(signal.SIGHUP)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=900)
     finally:
         process.kill()
     assert process.returncode == 0, err

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
-from command import CUT_DOWN, ROOT, Result, metrics, train_here
+from command import CUT_DOWN, ROOT, Result, after_step, metrics, send, train_here
 
 from headwater.cli.main import main
 from headwater.cli.process import EXIT_INTERRUPTED
@@ -22,7 +19,7 @@ from headwater.observe.run_directory import RunDirectory
 # Few rows at a time and long responses: updates arrive in the middle of many of them.
 SETTINGS = [
     "recipes/quickstart.yaml", *CUT_DOWN, "trainer.total_steps=5", "rollout.max_staleness=2",
-    "rollout.max_new_tokens=48", "rollout.max_concurrent_groups=6", "engine.decode_steps=1",
+    "rollout.max_new_tokens=24", "rollout.max_concurrent_groups=6", "engine.decode_steps=1",
     "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute", "eval.before=false", "eval.after=false",
 ]  # fmt: skip
 
@@ -101,23 +98,9 @@ def test_another_order_of_groups_gives_other_weights(replay, recorded):
 def test_a_run_that_was_interrupted_and_resumed(replay, num_lost, tmp_path):
     """What was finished is kept, what was in flight begins again; with a checkpoint lost, the last step does so too."""
     run = tmp_path / "resumed"
-
-    def interrupt() -> None:
-        kept, deadline = run / "checkpoints" / "step_000002", time.monotonic() + 120
-        while not kept.exists() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        if kept.exists():
-            os.kill(os.getpid(), signal.SIGINT)
-
-    settings = [
-        "engine.deterministic=true", "trainer.total_steps=12", "trainer.checkpoint_every_steps=1",
-        "rollout.max_new_tokens=24",
-    ]  # fmt: skip
-    watcher = threading.Thread(target=interrupt)
-    watcher.start()
-    with contextlib.chdir(ROOT):
+    settings = ["engine.deterministic=true", "trainer.checkpoint_every_steps=1"]
+    with after_step(2, lambda: send(signal.SIGINT)), contextlib.chdir(ROOT):
         code = main(["train", *SETTINGS, f"run.root={tmp_path}", "run.name=resumed", *settings])
-    watcher.join()
     assert code == EXIT_INTERRUPTED
     *_, last = RunDirectory.open(run).read_ledger()
     assert last["counts"]["buffered"] + last["counts"]["in_flight"] > 0

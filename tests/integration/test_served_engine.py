@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import ROOT
+from command import is_gone
 
 from headwater.backends import BackendContext
 from headwater.backends.launch import keeper
@@ -33,10 +31,10 @@ from headwater.observe.spans import Spans
 from headwater.trainer.rollout_setup import make_engine
 from headwater.weights import shared_memory
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 MODEL = "tiny:qwen3"
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 CONFIG = EngineConfig(deterministic=True, kv_cache_gib=0.02, max_prefill_tokens=64, decode_steps=4)
 
 
@@ -129,14 +127,6 @@ def some_tokens(engine: NativeEngine, least: int = 5) -> None:
         return any(len(each.tokens) >= least for each in list(engine._keeper.requests._open.values()))
 
     wait_until(has_some, "no tokens come")
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    return state == "Z"
 
 
 def test_the_same_bits_as_in_this_process(served, undisturbed):
@@ -380,26 +370,3 @@ def test_a_stream_that_breaks_off_stops_generation_until_a_complete_update(serve
 def test_a_model_that_is_not_there_is_told_at_once():
     with pytest.raises(RolloutFailed, match=r"exit status 2 before it served no/such/model; its output:\n.*no/such"):
         NativeEngine("no/such/model", (), dtype="float32", transfer="file", spans=Spans())
-
-
-PARENT = """
-import sys
-from headwater.backends.native.engine import NativeEngine
-from headwater.observe.spans import Spans
-
-engine = NativeEngine("tiny:qwen3", ("engine.kv_cache_gib=0.02",), dtype="float32", transfer="file", spans=Spans())
-print(engine.pid, flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_a_parent_that_is_killed_leaves_no_orphan():
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    assert not is_gone(pid)
-    parent.kill()
-    parent.wait(LIMIT_S)
-    wait_until(lambda: is_gone(pid), "the child lives on")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import signal
 import time
@@ -15,10 +16,13 @@ from command import (
     headwater,
     metrics,
     same_weights,
-    start_headwater,
+    send,
+    signalled_process,
     train_small,
     weights,
 )
+
+from headwater.trainer import warm_start
 
 
 @pytest.fixture(scope="module")
@@ -107,43 +111,41 @@ def test_a_second_run_of_the_same_name_gets_its_own_folder(tmp_path):
     assert len(metrics(tmp_path / "twin", "train")) == 1
 
 
-def test_ctrl_c_ends_cleanly_and_resumes(tmp_path):
+def test_ctrl_c_ends_cleanly_and_resumes(finished, tmp_path):
     run = tmp_path / "stopped"
-    arguments = [*SMALL, f"run.root={tmp_path}", "run.name=stopped", "trainer.total_steps=100000"]
-    process = start_headwater("train", *arguments)
-    deadline = time.monotonic() + PROCESS_LIMIT_S
-    while time.monotonic() < deadline and not ((run / "metrics.jsonl").exists() and metrics(run, "train")[2:]):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=PROCESS_LIMIT_S)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
-    done = metrics(run, "train")[-1]["step"]
-    assert f"everything up to step {done} is saved. Resume with:  headwater train --resume {run}" in output
-    assert "Reward barely moved" not in output
-    assert (run / "checkpoints" / f"step_{done:06d}" / "state.json").exists()
+    arguments = [*SMALL, f"run.root={tmp_path}", "run.name=stopped", "trainer.total_steps=100"]
+    stopped = signalled_process(3, signal.SIGINT, "train", *arguments)
+    assert stopped.code == 130, stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert f"everything up to step 3 is saved. Resume with:  headwater train --resume {run}" in stopped.stdout
+    assert "Reward barely moved" not in stopped.stdout
+    assert (run / "checkpoints" / "step_000003" / "state.json").exists()
     assert (run / "reward.png").exists()
-    resumed = headwater("train", "--resume", run, f"trainer.total_steps={done + 1}")
+    resumed = headwater("train", "--resume", run, "trainer.total_steps=4")
     assert resumed.code == 0, resumed.stderr
-    straight = train_small(tmp_path, "run.name=straight", f"trainer.total_steps={done + 1}")
-    assert straight.code == 0
-    assert same_weights(weights(run, done + 1), weights(tmp_path / "straight", done + 1))
+    assert same_weights(weights(run, 4), weights(finished, 4))
 
 
-def test_ctrl_c_during_the_supervised_start_begins_anew(tmp_path):
-    arguments = [*SMALL, f"run.root={tmp_path}", "run.name=early", "warm_start.num_steps=100000"]
-    process = start_headwater("train", *arguments)
-    for line in process.stdout:
-        if line.startswith("warm start"):
-            break
-    run, deadline = tmp_path / "early", time.monotonic() + PROCESS_LIMIT_S
-    while "step 0 of 2, policy version 0\n              warm start: step " not in headwater("doctor", run).stdout:
-        assert time.monotonic() < deadline, "the doctor does not see it"
-        time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=PROCESS_LIMIT_S)
-    assert process.returncode == 130, errors
-    assert f"Interrupted before the first checkpoint. Start again with:  headwater train --resume {run}" in output
+def test_ctrl_c_during_the_supervised_start_begins_anew(tmp_path, monkeypatch):
+    run, pad, num_batches = tmp_path / "early", warm_start.pad_trajectories, itertools.count(1)
+    seen = "step 0 of 2, policy version 0\n              warm start: step 2"
+
+    def interrupt_at_the_third(*arguments):
+        if next(num_batches) == 3:
+            deadline = time.monotonic() + PROCESS_LIMIT_S
+            while seen not in headwater("doctor", run).stdout:
+                assert time.monotonic() < deadline, "the doctor does not see it"
+                time.sleep(0.2)
+            send(signal.SIGINT)
+        return pad(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(warm_start, "pad_trajectories", interrupt_at_the_third)
+        stopped = train_small(tmp_path, "run.name=early", "warm_start.num_steps=100")
+    assert stopped.code == 130, stopped.stderr
+    assert (
+        f"Interrupted before the first checkpoint. Start again with:  headwater train --resume {run}" in stopped.stdout
+    )
     assert not (run / "checkpoints").exists()
     resumed = headwater("train", "--resume", run, "warm_start.num_steps=2", "trainer.total_steps=1")
     assert resumed.code == 0, resumed.stderr

@@ -58,10 +58,10 @@ def normalize_rewards(
 ) -> Tensor:
     """Rewards ``[samples, tokens]`` whose sums are the normalised scores; a score is the sum of a row.
 
-    Every reward is divided by the deviation where it stands, and what the mean takes off is taken off in ``columns``
-    ``[samples]``, where the scores stand: rewards of turns keep their places and their proportions. Where a group is
-    asked for, a sample that is left alone of its own counts for nothing. ``episodes`` ``[samples]`` is equal for the
-    pieces of an episode; the mean and the deviation are over episodes.
+    Every reward is divided by the deviation at its own position. The mean is subtracted only at ``columns``
+    ``[samples]``, the positions of the scores, so rewards of turns keep their positions and proportions. If
+    normalisation is by group, a sample without others in its group becomes 0. ``episodes`` ``[samples]`` is equal for
+    the pieces of an episode; the mean and the deviation are over episodes.
     """
     wide = rewards.double()
     scores = wide.sum(dim=1, keepdim=True)

@@ -2,7 +2,7 @@
 
 The model's own messages are never rendered or tokenised again. Rendering a whole conversation for every turn would
 change them: tokens sampled as ``"1", "2"`` can come back as ``"12"``, and templates may strip spaces or reasoning. The
-learner would then train on tokens that were never sampled. A placeholder stands for the model's text instead, and only
+learner would then train on tokens that were never sampled. A placeholder replaces the model's text, and only
 the text that the template writes after the placeholder is tokenised and appended.
 """
 

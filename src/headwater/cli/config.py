@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from headwater.config.explain import Explained
 
-HELP = "show every setting of a recipe: its value, where it was set, and what it does"
+HELP = "Show every setting of a recipe: its value, where it was set, and what it means."
 PIPE_WIDTH = 180
 WIDE = 110
 

@@ -16,12 +16,12 @@ from headwater.core.errors import HeadwaterError
 from headwater.core.registry import nearest
 
 COMMANDS = {
-    "train": "train a model by a recipe, or resume a run",
+    "train": "train a model from a recipe, or resume a run",
     "replay": "repeat a recorded run, token by token, and compare the weights of every step",
-    "eval": "mean reward of a run's model on held-out prompts",
+    "eval": "show the mean reward of a run's model on held-out prompts",
     "serve": "serve a model over HTTP with OpenAI's and SGLang's APIs",
-    "config": "show a recipe's settings: their values, origins and meanings",
-    "doctor": "show what a run does, what it waits for and what usually helps",
+    "config": "show every setting of a recipe: its value, where it was set, and what it means",
+    "doctor": "show whether a run is alive, what it waits for, and what usually helps",
     "fetch": "download a model that recipes can name",
 }
 

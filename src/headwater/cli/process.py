@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, Ctrl-C at any time, and a reader of its output that goes away."""
+"""How a command ends: its exit status, Ctrl-C at any time, and a closed output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def interruptible() -> Iterator[None]:
     guard = ImportGuard()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if guard.puts_off(number, frame):
+        if guard.defers(number, frame):
             return
         if is_importing(frame):
             # An exception raised here could be swallowed, and nothing has started that would need to be cleaned up.

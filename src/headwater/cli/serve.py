@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
     with taken:
         if not options.api_key and not is_loopback(taken.getsockname()[0]):
             print(
-                f"warning: --host = {args.host} without an API key: whoever reaches this machine may generate, read "
-                f"files as weights and stop the engine; set {KEY_VARIABLE}",
+                f"warning: --host = {args.host} without an API key: anyone who can reach this machine may generate, "
+                f"read files as weights and stop the engine; set {KEY_VARIABLE}",
                 file=sys.stderr,
             )
         from headwater.backends import BACKENDS

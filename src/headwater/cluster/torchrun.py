@@ -107,7 +107,7 @@ def join() -> TorchrunGroup:
 
 
 class _Lane:
-    """A thread that executes one function after another. It may be stuck for good when another rank has ended."""
+    """A thread that executes one function after another. It may hang forever when another rank has ended."""
 
     def __init__(self, cuda_device: int | None) -> None:
         self._cuda_device = cuda_device
@@ -126,7 +126,7 @@ class _Lane:
             future, function = self._waiting.get()
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001  whoever waits for the future handles it
+            except BaseException as error:  # noqa: BLE001  the caller that waits for the future handles it
                 future.set_exception(error)
 
 
@@ -374,7 +374,7 @@ class TorchrunGroup:
         except HeadwaterError:
             raise
         except RuntimeError as error:
-            # A collective operation fails at once when another rank ends. Why that rank ended is known a moment later.
+            # A collective operation fails immediately when another rank ends. The cause is known a moment later.
             self._find_cause(error)
             raise
 

@@ -292,7 +292,7 @@ def _check_switches(traits: Any, parameters: Mapping[str, Parameter], source: So
 
 
 def _hint(node: ast.expr, source: Source) -> Any:
-    """The type that an annotation stands for; Any where it is not one that settings have."""
+    """The type of an annotation; Any if settings cannot have this type."""
     if isinstance(node, ast.Constant):
         if isinstance(node.value, str):
             try:

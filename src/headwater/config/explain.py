@@ -80,7 +80,7 @@ def to_yaml(config: Config, section: str = "") -> str:
 
 @cache
 def _field_texts(schema: type) -> dict[str, str]:
-    """Field name → the string literal that stands under it. Python drops these, so they are read off the source."""
+    """Field name → the string literal below it. Python discards these literals, so they are read from the source."""
     (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(schema))).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}

@@ -93,7 +93,7 @@ class RolloutConfig:
     workflow: Annotated[str, Extension("headwater.workflows")] = "rlvr"
     """How one episode runs, from prompt to scored trajectory."""
     workflow_args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the workflow class."""
+    """Keyword arguments of the workflow, which is a class or a function."""
     num_samples_per_prompt: Annotated[int, AtLeast(1)] = 8
     """Responses sampled for each prompt. They form a group, which advantages compare."""
     max_new_tokens: Annotated[int, AtLeast(1)] = 256

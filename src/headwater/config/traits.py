@@ -39,7 +39,7 @@ class AdvantageTraits(Traits):
     reads_reward_parts: bool = False
     """It reads the parts of a reward instead of their sum."""
     scores_alone: str = ""
-    """Why nothing may be added to the scorer's reward; ``{key}`` stands for the setting that would add something."""
+    """Why nothing may be added to the scorer's reward; ``{key}`` becomes the setting that would add something."""
     scores_as_given: str = ""
     """Why the scores must not be normalised first."""
     subtracts_group_mean: bool = False

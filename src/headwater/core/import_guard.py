@@ -1,7 +1,7 @@
-"""Ctrl-C in the middle of an import, put off until the import is over.
+"""Defers Ctrl-C during an import until the import has finished.
 
-Libraries catch whatever is raised while they are imported: numpy loses a KeyboardInterrupt and goes on, torch takes it
-for a missing part and fails later with an AttributeError.
+Some libraries catch every exception while they are imported. For example, numpy ignores a KeyboardInterrupt, and torch
+mistakes it for a missing optional module and fails later with an AttributeError.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _IMPORT_MACHINERY = "<frozen importlib._bootstrap>"
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Whether ``frame``, where a signal was taken, runs because of an import."""
+    """Whether the code that a signal has interrupted, ``frame``, runs as part of an import."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORT_MACHINERY:
             return True
@@ -26,27 +26,27 @@ def is_importing(frame: FrameType | None) -> bool:
 
 
 class ImportGuard:
-    """Puts off the signals of one handler.
+    """Defers the signals of one handler while an import runs.
 
         def handle(number, frame):
-            if not guard.puts_off(number, frame):
+            if not guard.defers(number, frame):
                 raise KeyboardInterrupt
 
-    A second signal is never put off: the import may hang.
+    A second signal is not deferred, because the import may hang.
     """
 
     def __init__(self) -> None:
         self.is_waiting = False
-        """Whether a signal was put off and is still to come."""
+        """Whether a signal was deferred and has not been delivered yet."""
         self._is_repeated = False
 
-    def puts_off(self, number: int, frame: FrameType | None) -> bool:
-        """Whether ``frame`` is part of an import. The same signal then comes again, until the import is over."""
+    def defers(self, number: int, frame: FrameType | None) -> bool:
+        """Whether ``frame`` is part of an import. If it is, the signal is sent again until the import has finished."""
         is_second = self.is_waiting and not self._is_repeated
         self._is_repeated = False
         self.is_waiting = is_importing(frame) and not is_second
         if self.is_waiting:
-            # Not a threading.Thread: to start one takes a lock, which the interrupted code may hold.
+            # threading.Thread.start acquires a lock that the interrupted code may hold, so use the lower-level call.
             _thread.start_new_thread(self._repeat, (number,))
         return self.is_waiting
 
@@ -54,7 +54,7 @@ class ImportGuard:
         time.sleep(_EVERY_S)
         if self.is_waiting:
             self._is_repeated = True
-            # To the thread, not to Python alone: the import may be over, and the main thread asleep in a system call.
+            # A real signal also wakes the main thread if the import has finished and a system call blocks.
             main = threading.main_thread().ident
-            assert main is not None  # it runs, or there would be nobody to interrupt
+            assert main is not None  # the main thread has been started
             signal.pthread_kill(main, number)

@@ -1,4 +1,4 @@
-"""The contracts between folders. Anything that has these methods fits, wherever it is defined."""
+"""The contracts between folders. Any class with these methods can be used."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ class RewardManager(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus:
-    """Where a learner stands."""
+    """The state of a learner."""
 
     num_ranks: int
     device: str

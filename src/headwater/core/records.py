@@ -106,9 +106,11 @@ class SamplingParams:
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ValueError(f"min_new_tokens = {self.min_new_tokens}: must be in [0, max_new_tokens]")
         if wrong := [text for text in self.stop_strings if not isinstance(text, str)]:
-            raise ValueError(f"stop_strings holds {wrong[0]!r}, which is no text; use stop_token_ids for token ids")
+            raise ValueError(f"stop_strings contains {wrong[0]!r}: must be strings; use stop_token_ids for token ids")
         if "" in self.stop_strings:
-            raise ValueError("stop_strings holds an empty text, which would end every response at once; remove it")
+            raise ValueError(
+                "stop_strings contains an empty string, which would end every response immediately; remove it"
+            )
 
 
 def wrong_stop(stops: Sequence[str]) -> str | None:

@@ -288,7 +288,7 @@ class Engine:
         """
         try:
             return self._update_weights(update, mode or self.config.update_mode)
-        except Exception as error:  # noqa: BLE001  every refusal is told through the future
+        except Exception as error:  # noqa: BLE001  every refusal is reported by the future
             refused: Future[None] = Future()
             refused.set_exception(error)
             return refused

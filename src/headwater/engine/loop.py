@@ -1,7 +1,7 @@
 """The engine's loop: schedule, run, read the output.
 
 With ``overlap`` the next round of steps is queued on the device before the output of the previous round is read, so the
-device does not wait for Python. Without it, every round is read at once. There is no other difference.
+device does not wait for Python. Without it, every round is read immediately. There is no other difference.
 """
 
 from __future__ import annotations

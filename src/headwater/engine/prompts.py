@@ -164,7 +164,7 @@ class Prompts:
         self._waiting.add(sequence, key)
 
     def take_out(self, wanted: Callable[[EngineSequence], bool]) -> list[EngineSequence]:
-        """Remove the sequences for which ``wanted`` is true, for good."""
+        """Remove the sequences for which ``wanted`` is true. They are not added again."""
         removed = self._waiting.remove(wanted) + [sequence for sequence in self._held if wanted(sequence)]
         self._held = [sequence for sequence in self._held if not wanted(sequence)]
         for job in list(self._computing.values()):
@@ -242,7 +242,7 @@ class Prompts:
         # The last token is always computed: its hidden state is needed to sample the first new token.
         found = self._pool.match(keys[: (len(tokens) - 1) // self._page_tokens])
         num_new = -(-len(tokens) // self._page_tokens) - len(found)
-        # Every sample soon needs another page. Without a free page it would be preempted at once.
+        # Every sample soon needs another page. Without a free page it would be preempted immediately.
         if num_new + 1 > self._pool.num_available:
             self._pool.release(found)
             return None

@@ -231,7 +231,7 @@ class Scheduler:
         return self._rows.give_back_all()
 
     def take_waiting(self, wanted: Callable[[EngineSequence], bool]) -> list[EngineSequence]:
-        """Remove sequences that are not running, for good."""
+        """Remove sequences that are not running. They are not added again."""
         return self._prompts.take_out(wanted)
 
     def weights_changed(self, version: int) -> None:

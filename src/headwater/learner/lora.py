@@ -61,7 +61,7 @@ def _draw_values(model: nn.Module, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         for _, layer in adapted_layers(model):
             down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-            # The same draws as peft's: two linear layers, each of which initialises itself, then A once more.
+            # The same draws as peft's: two linear layers, each of which initialises itself, then A again.
             drawn = nn.Linear(down.in_features, down.out_features, bias=False)
             other = nn.Linear(up.in_features, up.out_features, bias=False)
             nn.init.kaiming_uniform_(drawn.weight, a=math.sqrt(5))

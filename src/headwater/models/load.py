@@ -144,7 +144,7 @@ def local_folder(source: ModelSource) -> Path:
 
     try:
         return Path(snapshot_download(location, allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:  # the hub raises its own kinds besides OSError
+    except Exception as error:  # the hub also raises exceptions that are not OSErrors
         raise _cannot_read(location, "weights", error) from error
 
 

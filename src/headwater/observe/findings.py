@@ -123,8 +123,8 @@ WAIT_REMEDIES = {
     "(engine.memory_fraction, engine.kv_cache_gib); the engine's output says more",
     "engine_call": "the engine's process does not answer: it is being restarted, or a long round keeps it busy; with "
     "engine.update_mode=drain it first finishes all running requests",
-    "ranks": "the ranks execute one call together, and a large update takes long; if it never ends, look at the output "
-    "of the other ranks; learner.rank_timeout_s limits a call",
+    "ranks": "the ranks execute one call together, and an update of a large batch may take long; if it never ends, the "
+    "output of the other ranks says more; learner.rank_timeout_s limits a call",
     "rollout_thread": "an episode blocks the thread that runs all episodes: run slow code of a workflow, tool or "
     "reward in asyncio.to_thread",
 }

@@ -118,7 +118,7 @@ class RecentLog(logging.Handler):
 
 
 class StatusFile:
-    """Writes ``status.json`` every two seconds while a run lives, and once more when it ends.
+    """Writes ``status.json`` every two seconds while a run is alive, and a last time when it ends.
 
         with StatusFile(run.status_file, trainer.status) as status:
             if not trainer.fit():

@@ -171,7 +171,7 @@ class GroupRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """Stands for a sample that failed."""
+    """Takes the place of a sample that failed."""
 
     error: HeadwaterError
 

@@ -16,7 +16,7 @@ def read_stops(fields: Fields, field: str = "stop") -> tuple[str, ...]:
     stops, name = fields.texts(field), fields.name(field)
     if "" in stops:
         raise ApiError(
-            f"{name}: contains an empty text, which would end every response immediately; remove it", param=name
+            f"{name}: contains an empty string, which would end every response immediately; remove it", param=name
         )
     if (fault := wrong_stop(stops)) is not None:
         raise ApiError(f"{name}{fault}", param=name)

@@ -26,7 +26,7 @@ _SLOW_BYTES = 2**15
 class ActiveRequests:
     """The running requests, by the names that clients use to abort them.
 
-    A name stands for one engine request or for several, such as a batch or the samples of one prompt.
+    A name refers to one engine request or to several, such as a batch or the samples of one prompt.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run stands, between two steps."""
+    """The state of a run between two steps."""
 
     step: int
     """Steps done; also the policy version."""

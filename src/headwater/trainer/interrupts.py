@@ -62,10 +62,10 @@ class Interrupts:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             if self._waiting:
                 return
-            number = signal.SIGTERM  # a signal that is put off below is sent again with this number
+            number = signal.SIGTERM  # a signal that is deferred below is sent again with this number
         if self._depth == 0 or self._waiting:
             # A library may import modules late, for example at the first batch.
-            if self._imports.puts_off(number, frame):
+            if self._imports.defers(number, frame):
                 return
             self._waiting = False
             raise KeyboardInterrupt

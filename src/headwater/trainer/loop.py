@@ -59,7 +59,9 @@ class Trainer:
         self._display = display
         self._stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
-        self._interrupts = Interrupts(lambda doing: display.say(f"Stopping after {doing}. Ctrl-C again stops at once."))
+        self._interrupts = Interrupts(
+            lambda doing: display.say(f"Stopping after {doing}. Ctrl-C again stops immediately.")
+        )
         self._recorder = Recorder(
             run,
             display,
@@ -137,7 +139,7 @@ class Trainer:
 
     def _prepare(self) -> None:
         if self._run.metrics_file.exists():
-            # What an earlier process wrote beyond this point belongs to a course that is not taken again.
+            # Records that an earlier process wrote after this step are discarded: the steps are computed again.
             kept = self._state.step if self._consistent else NOTHING
             self._checkpoints.set_aside_after(kept)
             self._recorder.resumed(kept)

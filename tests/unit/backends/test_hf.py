@@ -115,7 +115,7 @@ def test_batches_are_bounded_and_mixed_settings_are_served():
 def test_new_weights_change_responses_and_tag_them(engine):
     before = generate(engine, [request("1+2=", temperature=0.0)])[0]
     other = tiny.model(seed=1)
-    engine.update_weights(WeightUpdate.of(7, other.named_parameters())).result(10)
+    engine.update_weights(WeightUpdate.of(7, other.named_parameters())).result(120)
     after = generate(engine, [request("1+2=", temperature=0.0)])[0]
     assert set(before.output_versions) == {0}
     assert set(after.output_versions) == {7}
@@ -134,7 +134,7 @@ def test_weights_that_do_not_fit_are_refused_whole(engine, spoil):
     else:
         update[name] = update[name][:-1]
     with pytest.raises(WeightsError, match="the old weights stay in place"):
-        engine.update_weights(WeightUpdate.of(1, update.items())).result(10)
+        engine.update_weights(WeightUpdate.of(1, update.items())).result(120)
     assert generate(engine, [request("1+2=", temperature=0.0)])[0].output_logprobs == before.output_logprobs
     assert engine.get_version() == 0
 
@@ -146,7 +146,7 @@ def test_requests_wait_while_paused(engine):
         await asyncio.sleep(0.2)
         assert not waiting.done()
         engine.resume()
-        return await asyncio.wait_for(waiting, 30)
+        return await asyncio.wait_for(waiting, 120)
 
     assert asyncio.run(scenario()).output_tokens
 

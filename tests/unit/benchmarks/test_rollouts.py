@@ -57,7 +57,7 @@ def test_rollouts_of_both_sides_are_recorded(record_of, fake_vllm):
     assert result["prefilled_tokens"] == 2 * 6
     assert record["vllm"]["version"] == "0.0.1"
     [seconds] = record["vllm"]["seconds"]["4x24"]
-    assert 0.5 <= seconds < 5
+    assert seconds >= 0.5
     assert result["vllm_tokens_per_s"] == pytest.approx(4 * 24 / seconds)
     assert result["engine_tokens_per_s"] == pytest.approx(4 * 24 / min(result["engine_runs_s"]))
 

@@ -70,7 +70,7 @@ def test_ctrl_c_again_while_the_run_ends_says_what_is_kept(tmp_path, capsys, int
     assert code == 130
     assert lines[2:] == [
         "Stopping: saving step 0.",
-        "Stopping after this checkpoint. Ctrl-C again stops at once.",
+        "Stopping after this checkpoint. Ctrl-C again stops immediately.",
         f"Interrupted; everything up to step 0 is saved. Resume with:  headwater train --resume {tmp_path / 'stopped'}",
     ]
 

@@ -132,7 +132,7 @@ def constrained(inner: Any, constraints: list[Constraint]) -> st.SearchStrategy[
     return values_of(inner).filter(bool)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5)
 @given(values_of(Config))
 def test_any_config_survives_being_written_and_read(config):
     converter = Converter(Config)
@@ -176,7 +176,7 @@ EXTENSIONS = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12)
 @given(
     st.lists(st.sampled_from(RECIPE_PARTS), max_size=3, unique_by=lambda part: part.split(":")[0]),
     st.lists(st.sampled_from(OVERRIDES), max_size=4),

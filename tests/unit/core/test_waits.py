@@ -56,7 +56,7 @@ class Waiting:
         with self.condition:
             self.value = value
             self.condition.notify_all()
-        return self.result.result(10)
+        return self.result.result(120)
 
 
 def test_a_thread_gets_what_the_predicate_answers():
@@ -162,7 +162,7 @@ def test_the_board_shows_kind_age_limit_thread_and_the_present_state():
     time.sleep(0.05)
     (after,) = of_kind("board")
     assert (before.description, after.description) == ("0 of 8 groups", "5 of 8 groups")
-    assert 0 <= before.seconds < after.seconds < 10
+    assert 0 <= before.seconds < after.seconds
     assert (after.hard_limit_s, after.thread_name) == (math.inf, "thread of board")
     waiting.give(True)
 
@@ -264,5 +264,5 @@ def test_ctrl_c_is_heard(what):
         assert child.stdout.readline() == "waiting\n"
         time.sleep(0.1)
         child.send_signal(signal.SIGINT)
-        assert child.communicate(timeout=20)[0] == "heard\n"
+        assert child.communicate(timeout=300)[0] == "heard\n"
         assert child.returncode == 0

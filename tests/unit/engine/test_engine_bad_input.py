@@ -111,8 +111,8 @@ def test_a_request_that_makes_no_sense_cannot_be_written_down():
         (lambda: asked(top_k=-1), "top_k = -1"),
         (lambda: asked(max_new_tokens=0), "max_new_tokens = 0"),
         (lambda: asked(min_new_tokens=5), "min_new_tokens = 5"),
-        (lambda: asked(stop_strings=("",)), "empty text"),
-        (lambda: asked(stop_strings=(b"a",)), "b'a', which is no text"),
+        (lambda: asked(stop_strings=("",)), "an empty string"),
+        (lambda: asked(stop_strings=(b"a",)), "b'a': must be strings"),
     ]:
         with case(make, message), pytest.raises(ValueError, match=message):
             make()

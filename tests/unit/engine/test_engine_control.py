@@ -314,7 +314,7 @@ def test_when_the_device_fails_every_request_fails_with_the_cause_and_so_does_ev
             engine.resume,
             engine.abort,
             lambda: engine.abort("long"),
-            lambda: engine.update_weights(weights(1, 1)).result(5),
+            lambda: engine.update_weights(weights(1, 1)).result(LIMIT_S),
             lambda: engine.set_version(3),
             engine.sleep,
             engine.wake,
@@ -334,9 +334,9 @@ def test_a_control_call_in_the_queue_fails_with_the_engine():
         drained = slow.engine.update_weights(weights(1, 1), "drain")
         slow.turn(2)
         with pytest.raises(RuntimeError, match="on fire"):
-            drained.result(5)
+            drained.result(LIMIT_S)
         with pytest.raises(RolloutFailed, match="on fire"):
-            answer.result(5)
+            answer.result(LIMIT_S)
 
 
 def test_a_control_call_is_answered_when_reading_the_queued_rounds_fails():
@@ -350,7 +350,7 @@ def test_a_control_call_is_answered_when_reading_the_queued_rounds_fails():
         slow.turn()
         for future in (update, answer):
             with pytest.raises((RuntimeError, RolloutFailed), match="on fire"):
-                future.result(5)
+                future.result(LIMIT_S)
 
 
 def test_a_control_call_that_was_given_up_does_not_keep_the_failure_from_others():
@@ -363,7 +363,7 @@ def test_a_control_call_that_was_given_up_does_not_keep_the_failure_from_others(
         slow.turn(2)
         for future in (waiting, answer):
             with pytest.raises((RuntimeError, RolloutFailed), match="on fire"):
-                future.result(5)
+                future.result(LIMIT_S)
 
 
 def test_a_drain_that_was_called_off_drains_nothing_and_holds_nobody():
@@ -438,11 +438,11 @@ def test_an_update_that_breaks_half_way_ends_the_engine(mode):
         slow.turn(30)
         for future in (update, later):
             with pytest.raises(RuntimeError, match="on fire"):
-                future.result(5)
+                future.result(LIMIT_S)
         with pytest.raises(RolloutFailed, match="on fire"):
-            waiting.result(5)
+            waiting.result(LIMIT_S)
         if mode == "drain":
-            assert len(answer.result(5).output_tokens) == 12
+            assert len(answer.result(LIMIT_S).output_tokens) == 12
         assert not slow.engine.is_alive
         assert slow.engine._intake.num_open == 0
 
@@ -468,7 +468,7 @@ def test_a_request_that_the_scheduler_cannot_take_fails_with_the_engine_and_only
         slow.turn()
         for answer in answers:
             with pytest.raises(RolloutFailed, match="on fire"):
-                answer.result(5)
+                answer.result(LIMIT_S)
         assert slow.engine._intake.num_open == 0
 
 
@@ -580,10 +580,10 @@ def test_closing_and_asking_at_the_very_same_moment():
         closer.start()
         until(lambda: len(late) == 2, "closing hangs")
         slow.let_go()
-        closer.join(10)
+        closer.join(LIMIT_S)
         assert not closer.is_alive()
         with pytest.raises(RolloutFailed, match="closed"):
-            late[1].result(5)
+            late[1].result(LIMIT_S)
 
 
 # The queue
@@ -647,7 +647,7 @@ def test_metrics_count_what_happened():
     assert (metrics.num_waiting, metrics.num_running, metrics.kv_pages_used) == (0, 0, 0)
     assert metrics.num_finished == 3
     assert metrics.tokens_per_s > 0
-    assert 0 < metrics.last_update_pause_s < 5
+    assert metrics.last_update_pause_s > 0
 
 
 def test_throughput_is_over_the_window_and_not_over_the_first_moment(monkeypatch):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,22 +33,6 @@ def test_a_partition_holds_every_item_once(sizes, num_parts):
     totals = sums(parts, sizes)
     fullest = max(range(num_parts), key=lambda part: totals[part])
     assert len(parts[fullest]) == 1 or max(totals) - min(totals) <= max(sizes)
-
-
-def test_many_parts_take_about_as_long_as_few():
-    """Going over all parts at every merge took seven times as long for 128 of them."""
-    rng = random.Random(0)
-    sizes = [rng.randint(64, 1500) for _ in range(4096)]
-
-    def least_time_s(num_parts):
-        times = []
-        for _ in range(3):
-            start = time.process_time()
-            partition(sizes, num_parts)
-            times.append(time.process_time() - start)
-        return min(times)
-
-    assert least_time_s(128) < 3 * least_time_s(8)
 
 
 @examples

@@ -266,7 +266,7 @@ def test_a_learner_that_is_interrupted_while_it_waits_leaves_books_that_balance(
     with executor_of(Scripted(slow), in_waves=False) as executor:
 
         def interrupted(*_, **__):
-            started.wait(5)
+            started.wait(60)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(executor._dispatcher, "wait_results", interrupted)

@@ -279,7 +279,7 @@ def oldest_trained(batch: RolloutBatch) -> int | None:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(worlds())
 def test_no_trained_token_is_older_than_the_bound_and_every_dispatch_ends_exactly_once(world):
     with course(world) as run:
@@ -299,7 +299,7 @@ def test_no_trained_token_is_older_than_the_bound_and_every_dispatch_ends_exactl
         assert max(draws.values()) == 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10)
 @given(worlds(on_stale="wait"))
 def test_an_update_that_waits_for_stragglers_leaves_nothing_to_mask_or_drop(world):
     with course(world) as run:
@@ -309,7 +309,7 @@ def test_an_update_that_waits_for_stragglers_leaves_nothing_to_mask_or_drop(worl
         assert STALE not in {each["kind"] for each in run.dropped}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10)
 @given(worlds(on_stale="drop"))
 def test_a_prompt_whose_group_was_too_old_comes_back_once_and_no_token_is_masked(world):
     with course(world) as run:
@@ -349,7 +349,7 @@ def ages(batch: RolloutBatch, version: int) -> set[int]:
 # Checkpoints
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15)
 @given(worlds(), st.integers(0, 15), st.sampled_from(["taken", "updating", "updated"]), st.integers(0, 60))
 def test_a_run_that_resumes_from_a_snapshot_loses_and_repeats_no_draw(world, num_steps, phase, num_turns):
     with course(world) as first:
@@ -395,7 +395,7 @@ def restore(second: Course, text: str, first: Course) -> None:
 # Staleness zero is synchronous training
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15)
 @given(world=worlds(max_staleness=0), in_waves=st.booleans())
 def test_at_staleness_zero_the_batches_are_those_of_a_plain_loop(world, in_waves):
     with course(replace(world, in_waves=in_waves)) as run:

@@ -97,7 +97,7 @@ REFUSED = [
     ({"prompt": "hi", "n": 33}, "n: 33 responses are more than the queue can hold (32)"),
     ({"prompt": ["hi"] * 40}, "prompt: 40 responses are more"),
     ({"prompt": "hi", "seed": 0.5}, "seed = 0.5: must be a whole number"),
-    ({"prompt": "hi", "stop": ["a", ""]}, "stop: contains an empty text"),
+    ({"prompt": "hi", "stop": ["a", ""]}, "stop: contains an empty string"),
     ({"prompt": "hi", "stop": 5}, "stop[0] = 5: must be text"),
     ({"prompt": "hi", "stop_token_ids": [512]}, "stop_token_ids[0] = 512: no such token"),
     ({"prompt": "hi", "logprobs": 5}, "logprobs = 5: only the log-prob of the sampled token is available"),

@@ -30,7 +30,7 @@ _KINDS: dict[str, type[HeadwaterError]] = {
     "timeout": WaitTimeout,
 }
 ENGINE_FAILED = "engine_unavailable"
-"""The error code of a server whose engine has failed for good."""
+"""The error code of a server whose engine has failed and cannot recover."""
 _NUM_CHARACTERS_SHOWN = 200
 
 
@@ -43,7 +43,7 @@ class UnreadableMessage(Exception):
 
 
 class EngineFailed(RolloutFailed):
-    """The server still answers, but its engine has failed for good."""
+    """The server still answers, but its engine has failed and cannot recover."""
 
 
 def error_of(body: Mapping[str, Any]) -> HeadwaterError:

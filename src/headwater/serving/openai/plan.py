@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """For ``ActiveRequests``: the reply's id stands for all its choices."""
+        """For ``ActiveRequests``: the reply's id refers to all its choices."""
         return {self.name: tuple(request.request_id for request in self.requests)}
 
 
