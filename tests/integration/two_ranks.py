@@ -23,11 +23,11 @@ from headwater.config.load import load_config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import Learner
+from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.learner import LocalLearner
 from headwater.learner.optimizer import held_by
 from headwater.learner.partition import balanced_parts
 from headwater.rollout.padding import pad_trajectories
-from headwater.trainer.learner_setup import LearnerSpec, build_learner
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 COMMON = (
