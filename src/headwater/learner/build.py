@@ -24,7 +24,7 @@ from headwater.learner.ranks import Ranks
 from headwater.learner.reward_model import RewardModel
 from headwater.models.load import load_model, load_part, load_tokenizer, resolve_device, resolve_dtype
 from headwater.models.scored import load_critic, load_critic_part, load_reward_model, load_reward_part
-from headwater.models.sharded_load import WeightFiles
+from headwater.models.sharded_load import ShardReader
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def uses_reference(config: Config) -> bool:
     return config.algorithm.kl_in_loss > 0 or config.algorithm.kl_in_reward > 0
 
 
-def _policy(config: Config, path: str, dtype: str) -> tuple[Any, WeightFiles | None]:
+def _policy(config: Config, path: str, dtype: str) -> tuple[Any, ShardReader | None]:
     if Ranks.current().count > 1:
         return load_part(path, dtype=dtype, seed=config.run.seed)
     return load_model(path, dtype=dtype, device=config.model.device, seed=config.run.seed), None
@@ -90,7 +90,7 @@ def _policy_engine(config: Config, path: str) -> TrainEngine:
 
 def _critic(config: Config) -> Critic:
     path = config.critic.path or config.model.path
-    weights: WeightFiles | None = None
+    weights: ShardReader | None = None
     with _blaming("critic.path"):
         if Ranks.current().count > 1:
             model, weights = load_critic_part(path, dtype="float32", seed=config.run.seed)
@@ -116,7 +116,7 @@ def _reference(config: Config, policy: TrainEngine, path: str) -> ForwardEngine:
 
 def _reward_model(config: Config) -> RewardModel:
     path = config.reward.model
-    weights: WeightFiles | None = None
+    weights: ShardReader | None = None
     with _blaming("reward.model"):
         if Ranks.current().count > 1:
             model, weights = load_reward_part(path, dtype=config.model.dtype)
@@ -126,7 +126,7 @@ def _reward_model(config: Config) -> RewardModel:
     return RewardModel(_frozen(config, ValueModule(model.requires_grad_(False)), weights), tokenizer)
 
 
-def _frozen(config: Config, module: PolicyModule | ValueModule, weights: WeightFiles | None) -> ForwardEngine:
+def _frozen(config: Config, module: PolicyModule | ValueModule, weights: ShardReader | None) -> ForwardEngine:
     dtype, device = resolve_dtype(config.model.dtype), resolve_device(config.model.device)
     return ForwardEngine(module, config.learner, compute_dtype=dtype, device=device, weights=weights)
 

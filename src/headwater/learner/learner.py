@@ -24,7 +24,7 @@ from headwater.learner.lora import without_adapters
 from headwater.learner.optimizer import held_by
 from headwater.learner.reward_model import RewardModel
 from headwater.models.checksum import checksum
-from headwater.models.save import WeightStream, save_model
+from headwater.models.save import WeightsToSave, save_model
 from headwater.weights.memory import in_buckets
 
 CONVERSATION = "conversation"
@@ -193,7 +193,7 @@ class LocalLearner:
         try:
             if self._is_first:
                 dtypes = {plain_name(name): each.dtype for name, each in model.named_parameters()}
-                save_model(model, self.tokenizer, folder, WeightStream(weight_shapes(model), dtypes, tensors))
+                save_model(model, self.tokenizer, folder, WeightsToSave(weight_shapes(model), dtypes, tensors))
         finally:
             for _ in tensors:  # the other ranks take part in gathering every tensor, even if writing failed
                 pass

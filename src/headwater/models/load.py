@@ -38,7 +38,7 @@ from headwater.models.builtin.tiny import build_model, build_tokenizer
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.folder import quiet
 from headwater.models.save import save_model
-from headwater.models.sharded_load import WeightFiles, load_skeleton, matches
+from headwater.models.sharded_load import ShardReader, load_skeleton, matches
 from headwater.models.source import ModelSource, resolve_model
 
 __all__ = [
@@ -101,7 +101,7 @@ def load_model(path: str, *, dtype: str, device: str, seed: int) -> Any:
         ) from error
 
 
-def load_part(path: str, *, dtype: str, seed: int) -> tuple[Any, WeightFiles | None]:
+def load_part(path: str, *, dtype: str, seed: int) -> tuple[Any, ShardReader | None]:
     """A model for one of several ranks, and the files from which the rank reads its shard.
 
     Models that are built rather than read (``tiny:``), pickled weights, and files whose names differ from the model's
@@ -118,10 +118,10 @@ def load_part(path: str, *, dtype: str, seed: int) -> tuple[Any, WeightFiles | N
     return load_model(path, dtype=dtype, device="cpu", seed=seed), None
 
 
-def part_with(auto_class: Any, location: Path, dtype: torch.dtype) -> tuple[Any, WeightFiles | None]:
+def part_with(auto_class: Any, location: Path, dtype: torch.dtype) -> tuple[Any, ShardReader | None]:
     """A skeleton and its files. Without files if they cannot be read in parts."""
     folder_checks.check_weights(location)
-    files = WeightFiles.of(location)
+    files = ShardReader.of(location)
     if files is None:
         return None, None
     try:

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from headwater.core.errors import ModelError
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.load import load_model, load_part, load_with, local_folder, locate, part_with, read_config
-from headwater.models.sharded_load import WeightFiles
+from headwater.models.sharded_load import ShardReader
 from headwater.models.source import ModelSource, resolve_model
 
 _CLASSIFIERS = {
@@ -31,7 +31,7 @@ def load_reward_model(path: str, *, dtype: str, device: str) -> Any:
     return _checked(model, f"reward.model = {path}").to(resolve_device(device))
 
 
-def load_reward_part(path: str, *, dtype: str) -> tuple[Any, WeightFiles | None]:
+def load_reward_part(path: str, *, dtype: str) -> tuple[Any, ShardReader | None]:
     """A reward model for one of several ranks; see ``load_part``."""
     source = resolve_model(path)
     classifier = _reward_classifier(path, source)
@@ -51,7 +51,7 @@ def load_critic(path: str, *, dtype: str, device: str, seed: int) -> Any:
     return _with_value_head(load_model(path, dtype=dtype, device=device, seed=seed))
 
 
-def load_critic_part(path: str, *, dtype: str, seed: int) -> tuple[Any, WeightFiles | None]:
+def load_critic_part(path: str, *, dtype: str, seed: int) -> tuple[Any, ShardReader | None]:
     """A critic for one of several ranks; see ``load_part``."""
     source = resolve_model(path)
     classifier = None if source.kind == "tiny" else _classifier(locate(source))

@@ -20,7 +20,7 @@ from headwater.learner.optimizer import held_by
 from headwater.learner.packed_module import PolicyModule, ValueModule
 from headwater.models import save as save_module
 from headwater.models.load import load_model, load_part, save_model
-from headwater.models.save import WeightStream
+from headwater.models.save import WeightsToSave
 from headwater.models.scored import load_critic, load_critic_part
 from headwater.weights.memory import in_buckets
 
@@ -87,7 +87,7 @@ def folders(tmp_path_factory):
     dtypes = {name: each.dtype for name, each in model.named_parameters()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_module, "_MAX_FILE_BYTES", 2**20)
-        save_model(model, tiny.tokenizer(), folder / "several", WeightStream(shapes, dtypes, model.named_parameters()))
+        save_model(model, tiny.tokenizer(), folder / "several", WeightsToSave(shapes, dtypes, model.named_parameters()))
     return folder, model
 
 
@@ -105,7 +105,7 @@ def test_weights_that_are_streamed_are_a_model_folder(folders):
 def test_a_stream_that_is_not_what_was_announced_is_refused(tmp_path):
     model = tiny.model()
     shapes = {"model.norm.weight": (3,)}
-    stream = WeightStream(shapes, {"model.norm.weight": torch.float32}, [("model.norm.weight", torch.zeros(4))])
+    stream = WeightsToSave(shapes, {"model.norm.weight": torch.float32}, [("model.norm.weight", torch.zeros(4))])
     with pytest.raises(ModelError, match=r"cannot save model\.norm\.weight of shape \(4,\)"):
         save_model(model, tiny.tokenizer(), tmp_path / "model", stream)
     assert not (tmp_path / "model").exists()

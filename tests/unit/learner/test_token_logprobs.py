@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwater.learner import token_logprobs as module
+from headwater.learner import packed_module as module
 from headwater.learner.packed_module import token_logprobs
 
 

@@ -59,11 +59,6 @@ def smollm2_folder() -> Path:
     return cache_dir() / "models" / FOLDER_NAME
 
 
-def is_fetched() -> bool:
-    """Whether the folder exists and every file has the right size. Contents are not read."""
-    return smollm2_folder().is_dir() and not find_damage(smollm2_folder(), read_contents=False)
-
-
 def fetched_folder() -> Path:
     """The folder. Raise ``ModelError`` with the command that fetches it if it does not exist."""
     folder = smollm2_folder()
