@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -51,6 +52,11 @@ class Learner:
         self.steps += 1
         return number
 
+    def end(self, rank: int) -> None:
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet()
+
     def offload(self) -> None:
         self.update(0)
 
@@ -82,6 +88,15 @@ def fails_in_export(group: torchrun.TorchrunGroup, learner: Any) -> dict[str, An
     seen: list[int] = []
     error = error_of(lambda: read(learner, seen))
     return {"seen": seen, "error": error, "later": error_of(learner.offload), "failure": learner.status().failure}
+
+
+def is_killed(group: torchrun.TorchrunGroup, learner: Any) -> dict[str, Any]:
+    """The killed rank is noticed anywhere in rank 0, as an interrupt, or in the call."""
+    try:
+        error = error_of(lambda: group.call("end", [(1,)] * 2))
+    except KeyboardInterrupt:
+        error = "interrupt"
+    return {"error": error, "failure": learner.status().failure}
 
 
 def is_left_early(group: torchrun.TorchrunGroup, learner: Any) -> dict[str, Any]:
@@ -119,6 +134,7 @@ CASES: dict[str, tuple[tuple[Any, ...], Callable[[Any, Any], dict[str, Any]]]] =
     "rank 0 fails": (((0,),), fails_in_export),
     "rank 1 fails": (((1,),), fails_in_export),
     "both fail": (((0, 1), DataError), fails_in_export),
+    "killed": ((), is_killed),
     "left early": ((), is_left_early),
     "two threads": ((), is_read_by_another_thread),
 }

@@ -34,6 +34,12 @@ def test_an_error_of_one_rank_in_an_export_ends_the_others_and_is_named(outcomes
     }  # fmt: skip
 
 
+def test_a_killed_rank_is_named(outcomes):
+    failure = "rank 1: its process has ended (killed, out of memory or crashed; see its output)"
+    assert outcomes["killed"]["error"] in ("interrupt", f"RankFailed: {failure}")
+    assert outcomes["killed"]["failure"] == failure
+
+
 def test_ranks_that_fail_alike_in_an_export_stay_usable(outcomes):
     error = "DataError: no room for a full tensor"
     assert outcomes["both fail"] == {"seen": [0], "error": error, "later": "no error", "failure": ""}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from headwater.algorithms.policy_losses import POLICY_LOSSES
 from headwater.config.arguments import with_arguments
 from headwater.config.schema import Config
-from headwater.core.errors import ModelError
 from headwater.core.protocols import Learner
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
@@ -23,7 +21,7 @@ from headwater.learner.packed_module import PolicyModule, ValueModule
 from headwater.learner.ranks import Ranks
 from headwater.learner.reward_model import RewardModel
 from headwater.models.load import load_model, load_part, load_tokenizer, resolve_device, resolve_dtype
-from headwater.models.scored import load_critic, load_critic_part, load_reward_model, load_reward_part
+from headwater.models.scored import REWARD_KEY, load_critic, load_critic_part, load_reward_model, load_reward_part
 from headwater.models.sharded_load import ShardReader
 
 
@@ -91,11 +89,10 @@ def _policy_engine(config: Config, path: str) -> TrainEngine:
 def _critic(config: Config) -> Critic:
     path = config.critic.path or config.model.path
     weights: ShardReader | None = None
-    with _blaming("critic.path"):
-        if Ranks.current().count > 1:
-            model, weights = load_critic_part(path, dtype="float32", seed=config.run.seed)
-        else:
-            model = load_critic(path, dtype="float32", device=config.model.device, seed=config.run.seed)
+    if Ranks.current().count > 1:
+        model, weights = load_critic_part(path, dtype="float32", seed=config.run.seed)
+    else:
+        model = load_critic(path, dtype="float32", device=config.model.device, seed=config.run.seed)
     engine = TrainEngine(
         ValueModule(model),
         replace(config.learner, learning_rate=config.critic.learning_rate),
@@ -117,27 +114,17 @@ def _reference(config: Config, policy: TrainEngine, path: str) -> ForwardEngine:
 def _reward_model(config: Config) -> RewardModel:
     path = config.reward.model
     weights: ShardReader | None = None
-    with _blaming("reward.model"):
-        if Ranks.current().count > 1:
-            model, weights = load_reward_part(path, dtype=config.model.dtype)
-        else:
-            model = load_reward_model(path, dtype=config.model.dtype, device=config.model.device)
-        tokenizer = load_tokenizer(path)
+    if Ranks.current().count > 1:
+        model, weights = load_reward_part(path, dtype=config.model.dtype)
+    else:
+        model = load_reward_model(path, dtype=config.model.dtype, device=config.model.device)
+    tokenizer = load_tokenizer(path, key=REWARD_KEY)
     return RewardModel(_frozen(config, ValueModule(model.requires_grad_(False)), weights), tokenizer)
 
 
 def _frozen(config: Config, module: PolicyModule | ValueModule, weights: ShardReader | None) -> ForwardEngine:
     dtype, device = resolve_dtype(config.model.dtype), resolve_device(config.model.device)
     return ForwardEngine(module, config.learner, compute_dtype=dtype, device=device, weights=weights)
-
-
-@contextmanager
-def _blaming(key: str) -> Iterator[None]:
-    """Errors in loading a model name ``model.path``; replace it by the key that names this model."""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(str(error).replace("model.path", key)) from error
 
 
 def _num_actor_steps(config: Config) -> int:

@@ -37,7 +37,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: WeightsT
     """Save in the Hugging Face format. An existing folder is used only if it is empty.
 
     ``weights`` are written one tensor at a time, so that no second copy of the model is needed. If the architecture
-    stores its weights under other names than the model uses, they are collected first.
+    stores its weights under other names than the model uses, they are collected first, in main memory.
     """
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -50,7 +50,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: WeightsT
         temporary.mkdir(parents=True)
         with quiet():
             if weights is None or _is_converted(model):
-                model.save_pretrained(temporary, state_dict=None if weights is None else dict(weights.tensors))
+                model.save_pretrained(temporary, state_dict=None if weights is None else _collected(weights))
             else:
                 _save_config(model, temporary)
                 _write_weights(temporary, weights)
@@ -71,6 +71,11 @@ def _is_converted(model: Any) -> bool:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _collected(weights: WeightsToSave) -> dict[str, Tensor]:
+    """All weights at once. They move to main memory one by one, because a device may not have room for a full model."""
+    return {name: tensor.detach().to("cpu") for name, tensor in weights.tensors}
 
 
 def _save_config(model: Any, folder: Path) -> None:
