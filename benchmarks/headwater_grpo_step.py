@@ -22,9 +22,10 @@ import headwater
 from headwater.config.load import load_config
 from headwater.config.schema import Config
 from headwater.core.records import Trajectory
+from headwater.learner.build import LearnerSpec
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import RunDirectory
-from headwater.trainer.learner_setup import LearnerSpec, build_training
+from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
 from headwater.workflows import Episode, WorkflowContext

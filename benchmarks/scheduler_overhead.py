@@ -31,7 +31,7 @@ from options import parser_of
 from record import write_record
 
 from headwater.core.protocols import EpisodeEngine, EpisodeInput
-from headwater.core.records import ModelRequest, ModelResponse, Prompt, SamplingParams, Score, Trajectory
+from headwater.core.records import NOT_SAMPLED, ModelRequest, ModelResponse, Prompt, SamplingParams, Trajectory
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import PromptDraw
 from headwater.rollout.group_runner import GroupRunner
@@ -80,8 +80,23 @@ class OneRequest:
         response = await engine.agenerate(_REQUEST)
         key = response.output_versions[0], data.sample
         if key not in self.made:
-            self.made[key] = Trajectory.from_response(data.prompt, data.sample, response, Score(1.0))
+            self.made[key] = _trajectory(data, response)
         return self.made[key]
+
+
+def _trajectory(data: EpisodeInput, response: ModelResponse) -> Trajectory:
+    num_prompt, num_output = len(response.input_tokens), len(response.output_tokens)
+    return Trajectory(
+        uid=data.prompt.uid,
+        sample=data.sample,
+        tokens=response.input_tokens + response.output_tokens,
+        prompt_length=num_prompt,
+        loss_mask=(0,) * num_prompt + (1,) * num_output,
+        logprobs=(0.0,) * num_prompt + response.output_logprobs,
+        versions=(NOT_SAMPLED,) * num_prompt + response.output_versions,
+        reward=1.0,
+        stop_reason=response.stop_reason,
+    )
 
 
 _SAMPLING = SamplingParams(max_new_tokens=NUM_NEW_TOKENS)

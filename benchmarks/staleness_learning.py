@@ -29,9 +29,10 @@ from rich.console import Console
 from training_run import mean_lag, records, train
 
 from headwater.config.load import load_config
+from headwater.learner.build import LearnerSpec
 from headwater.models.load import load_tokenizer
 from headwater.observe.progress import Display
-from headwater.trainer.learner_setup import LearnerSpec, build_training
+from headwater.trainer.learner_setup import build_training
 from headwater.trainer.warm_start import warm_start
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"

@@ -107,7 +107,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> d
         max_tokens_per_microbatch=options.microbatch, skip_zero_advantages=False, **dict(case.training)
     )
     learner = Actor(case.make_engine(module, config, compute_dtype=dtype), ppo, AlgorithmConfig(), loss_width=4096)
-    logprobs_s = _time(lambda: learner.logprobs(data), options.steps, device)
+    logprobs_s = _time(lambda: learner.engine.compute(data)["logprobs"], options.steps, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     train_s = _time(lambda: learner.update(data), options.steps, device)

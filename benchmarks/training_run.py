@@ -12,9 +12,10 @@ from rich.console import Console
 
 from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
+from headwater.learner.build import LearnerSpec
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
-from headwater.trainer.learner_setup import LearnerSpec, build_training
+from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
 

@@ -12,9 +12,10 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.backends.hf import HfEngine
 from headwater.cli.main import main
 from headwater.config.schema import LearnerConfig
-from headwater.core.records import ModelRequest, SamplingParams, Score, Trajectory
+from headwater.core.records import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from headwater.engine.sampler import SamplingBatch, sample, uniforms
 from headwater.learner.engine import TrainEngine
+from headwater.learner.export import merged_weights
 from headwater.learner.packed_module import PolicyModule
 from headwater.models.load import load_model, resolve_dtype
 from headwater.observe.run_directory import RunDirectory
@@ -42,6 +43,21 @@ def likelihood(outputs, batch):
     return PolicyLoss(-outputs["logprobs"])
 
 
+def of_response(uid: str, response: ModelResponse) -> Trajectory:
+    num_prompt, num_output = len(response.input_tokens), len(response.output_tokens)
+    return Trajectory(
+        uid=uid,
+        sample=0,
+        tokens=response.input_tokens + response.output_tokens,
+        prompt_length=num_prompt,
+        loss_mask=(0,) * num_prompt + (1,) * num_output,
+        logprobs=(0.0,) * num_prompt + response.output_logprobs,
+        versions=(NOT_SAMPLED,) * num_prompt + response.output_versions,
+        reward=1.0,
+        stop_reason=response.stop_reason,
+    )
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("bfloat16", 0.3)])
 def test_engine_and_trainer_agree(dtype, tolerance):
     model = load_model("tiny:qwen3", dtype=dtype, device="auto", seed=0)
@@ -56,7 +72,7 @@ def test_engine_and_trainer_agree(dtype, tolerance):
     responses = asyncio.run(generate())
     engine.close()
     pairs = zip(prompts, responses, strict=True)
-    trajectories = [Trajectory.from_response(prompt, 0, response, Score(1.0)) for prompt, response in pairs]
+    trajectories = [of_response(prompt.uid, response) for prompt, response in pairs]
     data = pad_trajectories(trajectories, tiny.tokenizer().pad_token_id)
     learner = load_model("tiny:qwen3", dtype="float32", device="auto", seed=0)
     copy_weights(learner, model.named_parameters())
@@ -83,11 +99,11 @@ def test_training_computes_in_bfloat16_but_keeps_float32_weights():
     model = load_model("tiny:qwen3", dtype="float32", device="cuda", seed=0)
     config = LearnerConfig(learning_rate=1e-6)
     trainer = TrainEngine(PolicyModule(model, 1.0), config, compute_dtype=torch.bfloat16)
-    before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    before = {name: tensor.clone() for name, tensor in merged_weights(trainer.module.model)}
     data = pad_trajectories([tiny.trajectory(seed) for seed in range(8)], pad_token_id=0)
     trainer.train_step(data, likelihood)
-    changed = [(tensor != before[name]).float().mean() for name, tensor in trainer.export_weights()]
-    assert all(tensor.dtype == torch.float32 for _, tensor in trainer.export_weights())
+    changed = [(tensor != before[name]).float().mean() for name, tensor in merged_weights(trainer.module.model)]
+    assert all(tensor.dtype == torch.float32 for _, tensor in merged_weights(trainer.module.model))
     assert torch.stack(changed).mean() > 0.8
 
 

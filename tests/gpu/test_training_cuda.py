@@ -18,6 +18,7 @@ from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LearnerConfig, LoraConfig
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
+from headwater.learner.export import merged_weights
 from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import pack_rows, read_rows
@@ -40,7 +41,7 @@ def actor(*, device: str = "cuda", dtype: torch.dtype = torch.float32, lora_rank
 
 
 def weights(learner: Actor) -> torch.Tensor:
-    return torch.cat([tensor.float().flatten().cpu() for _, tensor in learner.engine.export_weights()])
+    return torch.cat([tensor.float().flatten().cpu() for _, tensor in merged_weights(learner.engine.module.model)])
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -96,7 +97,7 @@ def gradient(learner: Actor, data) -> torch.Tensor:
         return {"skipped_steps": 0.0}
 
     learner.engine._optimizer.step = keep
-    learner.update(data.with_columns(tensors={"old_logprobs": learner.logprobs(data)}))
+    learner.update(data.with_columns(tensors={"old_logprobs": learner.engine.compute(data)["logprobs"]}))
     return taken[0]
 
 
@@ -174,10 +175,10 @@ def test_bfloat16_training_learns_in_every_setting(settings):
     learner = actor(dtype=torch.bfloat16, **settings)
     data = experience(2)
     data = data.with_columns(tensors={"advantages": data.batch["response_mask"].clone()})
-    before = learner.logprobs(data).sum()
+    before = learner.engine.compute(data)["logprobs"].sum()
     for _ in range(5):
-        learner.update(data.with_columns(tensors={"old_logprobs": learner.logprobs(data)}))
-    assert learner.logprobs(data).sum() > before
+        learner.update(data.with_columns(tensors={"old_logprobs": learner.engine.compute(data)["logprobs"]}))
+    assert learner.engine.compute(data)["logprobs"].sum() > before
 
 
 def test_a_streamed_optimizer_takes_the_same_steps():

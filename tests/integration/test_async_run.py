@@ -31,9 +31,10 @@ from headwater.cli.main import main
 from headwater.cli.process import EXIT_INTERRUPTED
 from headwater.config.load import load_config
 from headwater.data.sampler import ShufflingSampler
+from headwater.learner.build import LearnerSpec
 from headwater.observe.run_directory import RunDirectory
 from headwater.rollout.source import PromptStream
-from headwater.trainer.learner_setup import LearnerSpec, build_training
+from headwater.trainer.learner_setup import build_training
 from headwater.trainer.rollout_setup import build_rollout
 from headwater.weights.publish import publish
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from command import ROOT, headwater, metrics
 
-from headwater.models.builtin.smollm2 import fetch_smollm2, is_fetched
+from headwater.models.builtin.smollm2 import fetch_smollm2
 from headwater.models.load import end_token_ids, load_model, load_processor, load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,6 @@ CHAT = [{"role": "user", "content": "What is 7 + 5?"}]
 @pytest.fixture(scope="module")
 def loaded() -> tuple[Any, Any]:
     fetch_smollm2()
-    assert is_fetched()
     return load_model("smollm2", dtype="float32", device="cpu", seed=0), load_tokenizer("smollm2")
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from integration import two_ranks
 from integration.command import ROOT, SMALL, metrics, train_here
-from integration.two_ranks import CASES, COMMON, RESUMED, build, resume, spec_of, take_steps
+from integration.two_ranks import CASES, COMMON, FEW, RESUMED, build, resume, spec_of, take_steps
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from headwater.models.load import load_model, load_tokenizer, save_model
@@ -35,17 +35,18 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
 
 
-@pytest.fixture(scope="module")
-def learned(tmp_path_factory):
+@pytest.fixture(scope="module", params=[FEW, pytest.param(tuple(CASES), marks=pytest.mark.slow)], ids=["few", "all"])
+def learned(request, tmp_path_factory):
     """The same calls on one rank and on two."""
     folder = tmp_path_factory.mktemp("ranks")
     model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
     save_model(model, load_tokenizer("tiny:qwen3"), folder / "model")
     alone = {
-        name: take_steps(build(spec_of(case, folder)), case, folder / "of_one" / name) for name, case in CASES.items()
+        name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "of_one" / name)
+        for name in request.param
     }
     done = subprocess.run(
-        torchrun(two_ranks.__file__, folder),
+        torchrun(two_ranks.__file__, folder, *request.param),
         capture_output=True,
         text=True,
         env=environment(),
@@ -67,8 +68,8 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 def test_two_ranks_compute_and_train_what_one_does(learned):
     _, alone, together = learned
-    for name, case in CASES.items():
-        ours, theirs = together["taken"][name], alone[name]
+    for name, theirs in alone.items():
+        case, ours = CASES[name], together["taken"][name]
         assert_same(ours["computed"], theirs["computed"], name) if name not in COARSE else None
         for mine, other in zip(ours["stats"], theirs["stats"], strict=True):
             assert mine.keys() == other.keys(), name
@@ -81,10 +82,14 @@ def test_two_ranks_compute_and_train_what_one_does(learned):
         assert ours["status"].num_ranks == 2
         assert ours["status"].num_optimizer_steps == theirs["status"].num_optimizer_steps, name
         assert case.what[0] in ours["computed"]
-    steps = {name: together["taken"][name]["stats"][0]["actor/optimizer_steps"] for name in CASES}
-    assert steps["critic in uneven mini-batches"] == 4
-    assert steps["more mini-batches than rows"] == 2
-    assert steps["nothing to learn in mini-batches"] == 1
+    num_steps = {
+        "plain": 1,
+        "critic in uneven mini-batches": 4,
+        "more mini-batches than rows": 2,
+        "nothing to learn in mini-batches": 1,
+    }
+    for name in alone.keys() & num_steps:
+        assert together["taken"][name]["stats"][0]["actor/optimizer_steps"] == num_steps[name], name
 
 
 def test_every_rank_holds_only_its_shard(learned):
@@ -97,16 +102,16 @@ def test_every_rank_holds_only_its_shard(learned):
 
 def test_checkpoints_are_read_by_another_number_of_ranks(learned):
     folder, alone, together = learned
-    for name in RESUMED:
+    for name in (name for name in RESUMED if name in alone):
         case = CASES[name]
         assert_same(together["resumed"][name], alone[name]["weights"], f"{name}, from one rank to two")
         on_one = resume(build(spec_of(case, folder)), case, folder / "of_two" / name)
         assert_same(on_one, together["taken"][name]["weights"], f"{name}, from two ranks to one")
     # Saved after a pass without a gradient, whose bfloat16 copies must not be taken for the weights.
-    for name in COARSE:
+    for name in (name for name in COARSE if name in alone):
         held = FileSystemReader(folder / "of_two" / name / "train").read_metadata().state_dict_metadata
         assert {entry.properties.dtype for key, entry in held.items() if key.startswith("model.")} == {torch.float32}
-    saved = load_model(str(folder / "of_two" / "adapters" / "model"), dtype="float32", device="cpu", seed=0)
+    saved = load_model(str(folder / "of_two" / next(iter(alone)) / "model"), dtype="float32", device="cpu", seed=0)
     assert saved.config.architectures == ["Qwen3ForCausalLM"]
 
 
@@ -170,7 +175,7 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("how", ["killed rank", "stopped run"])
+@pytest.mark.parametrize("how", ["killed rank", pytest.param("stopped run", marks=pytest.mark.slow)])
 def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
     run, log = RunDirectory(tmp_path / "quickstart"), tmp_path / "log"
     process = started(*LONG, f"run.root={tmp_path}")
@@ -181,10 +186,7 @@ def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
         os.kill(ranks[1], signal.SIGKILL)
     else:
         process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    code = process.wait(LIMIT_S)
-    assert time.monotonic() - began < 60 or os.getloadavg()[0] > 2, "a run ends within a minute of its rank"
-    assert code != 0
+    assert process.wait(LIMIT_S) != 0
     for pid in ranks.values():
         wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}", log)
     text = log.read_text()
@@ -195,9 +197,15 @@ def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["quickstart"]
     last = run.checkpoint_steps()[-1]
     train_here("--resume", run.path, f"trainer.total_steps={last + 1}")
-    assert [each["step"] for each in metrics(run.path, "train")][-1] == last + 1
+    steps = metrics(run.path, "train")
+    assert steps[-1]["step"] == last + 1
+    train_here(*SMALL, f"run.root={tmp_path / 'alone'}", "trainer.total_steps=1")
+    first = metrics(tmp_path / "alone" / "quickstart", "train")[0]
+    assert steps[0]["actor/loss"] == pytest.approx(first["actor/loss"], rel=1e-2, abs=1e-4)
+    assert steps[0]["reward/mean"] == first["reward/mean"]
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_number_of_ranks(tmp_path):
     def on_two(*arguments: object) -> None:
         done = subprocess.run(

@@ -87,9 +87,10 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
     import torch
 
     from headwater.config.explain import to_yaml
+    from headwater.learner.build import LearnerSpec
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.learner_setup import LearnerSpec, build_training
+    from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout
 

@@ -14,9 +14,9 @@ from headwater.core.errors import HeadwaterError, RunError
 
 if TYPE_CHECKING:
     from headwater.config.schema import Config
+    from headwater.learner.build import LearnerBuilder
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.learner_setup import LearnerBuilder
 
 HELP = (
     "Train a model from a recipe, or resume a run. Ctrl-C stops after the current update and saves a checkpoint. On "
@@ -97,9 +97,10 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     import torch
 
     from headwater.config.explain import to_yaml
+    from headwater.learner.build import LearnerSpec
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.learner_setup import LearnerSpec, build_training
+    from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout, describe
     from headwater.trainer.summary import how_to_resume, summarise
@@ -149,7 +150,7 @@ def _ranks(config: Config) -> Iterator[LearnerBuilder | None]:
 
     from headwater.cluster.torchrun import check_ranks, join
     from headwater.core.errors import RankFailed
-    from headwater.trainer.learner_setup import build_learner
+    from headwater.learner.build import build_learner
 
     check_ranks(config, num_launched())
     # torchrun sends SIGTERM to all ranks when one has ended; rank 0 then reports which.

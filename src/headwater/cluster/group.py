@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import collect, dispatch
 from headwater.core.protocols import Bucket, LearnerStatus, Role
-from headwater.learner.learner import LocalLearner
 from headwater.learner.partition import balanced_parts
 
 
@@ -38,12 +39,17 @@ class RankCalls(Protocol):
 
 
 class LearnerGroup:
-    """The ``Learner`` that rank 0 gives to the trainer."""
+    """The ``Learner`` of the trainer. It knows the ranks' learners only through their calls.
 
-    def __init__(self, local: LocalLearner, ranks: RankCalls) -> None:
-        """``local`` is the learner of rank 0, which takes part in every call."""
-        self._local = local
+    The process of the trainer may be rank 0 or no rank at all.
+    """
+
+    def __init__(self, config: Config, ranks: RankCalls) -> None:
+        """``ranks`` must hold their learners already."""
+        self._config = config
         self._ranks = ranks
+        self._shapes: dict[Role, Mapping[str, tuple[int, ...]]] = {}
+        self._status = self._read_status()
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
         parts = self._parts(batch)
@@ -53,7 +59,7 @@ class LearnerGroup:
         return {name: joined.batch[name] for name in results[0]}
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        parts = self._parts(batch, self._local.config.learner.num_minibatches)
+        parts = self._parts(batch, self._config.learner.num_minibatches)
         return self._first("update", [(part,) for part in parts])
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
@@ -66,7 +72,14 @@ class LearnerGroup:
         return self._ranks.stream("export", role)
 
     def shapes(self, role: Role = "policy") -> Mapping[str, tuple[int, ...]]:
-        return self._local.shapes(role)
+        if role not in self._shapes:
+            self._shapes[role] = self._ranks.call("shapes", self._same(role))[0]
+        return self._shapes[role]
+
+    def checksum(self, role: Role = "policy") -> str:
+        """One text of the checksums of all shards."""
+        texts = self._ranks.call("checksum", self._same(role))
+        return f"{len(texts)} shards {hashlib.blake2b(' '.join(texts).encode(), digest_size=16).hexdigest()}"
 
     def save(self, folder: Path) -> None:
         self._everywhere("save", folder.absolute())
@@ -81,7 +94,8 @@ class LearnerGroup:
         self._everywhere("onload")
 
     def status(self) -> LearnerStatus:
-        return replace(self._local.status(), failure=self._ranks.failure)
+        """As of the last call that changed it: other threads ask, and the ranks execute one call at a time."""
+        return replace(self._status, failure=self._ranks.failure)
 
     def close(self) -> None:
         self._ranks.close()
@@ -92,7 +106,17 @@ class LearnerGroup:
     def _first(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> dict[str, float]:
         """Statistics are sums over all ranks, so every rank returns the same."""
         result: dict[str, float] = self._ranks.call(name, arguments)[0]
+        self._status = self._read_status()
         return result
 
     def _everywhere(self, name: str, *arguments: Any) -> None:
-        self._ranks.call(name, [arguments] * self._ranks.num_ranks)
+        self._ranks.call(name, self._same(*arguments))
+        self._status = self._read_status()
+
+    def _same(self, *arguments: Any) -> list[tuple[Any, ...]]:
+        return [arguments] * self._ranks.num_ranks
+
+    def _read_status(self) -> LearnerStatus:
+        """The status of the first rank, with the largest memory of all ranks."""
+        statuses: list[LearnerStatus] = self._ranks.call("status", self._same())
+        return replace(statuses[0], memory_bytes=max(each.memory_bytes for each in statuses))

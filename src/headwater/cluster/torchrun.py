@@ -4,7 +4,7 @@
     if group.rank:
         return group.serve()                          # until rank 0 ends
     with closing(group):
-        learner = group.build(build_learner, spec)    # on every rank
+        learner = group.build(build_learner, spec, timeout_s=1800)    # on every rank
         ...
 
 A call is a message from rank 0 with the arguments of each rank. All ranks execute it together and rank 0 gathers the
@@ -18,6 +18,7 @@ thread (``_Watch``) sends this rank's sign of life and looks for those of the ot
 from __future__ import annotations
 
 import _thread
+import functools
 import logging
 import math
 import os
@@ -28,9 +29,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,11 @@ from headwater.cluster.group import LearnerGroup
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, HeadwaterError, OtherRankFailed, RankFailed, WaitTimeout
 from headwater.core.waits import wait_until
-from headwater.learner.learner import LocalLearner
 from headwater.observe.process import process_start
+
+if TYPE_CHECKING:
+    from headwater.learner.build import LearnerSpec
+    from headwater.learner.learner import LocalLearner
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,6 +60,8 @@ _SILENCE_S = 45.0
 """A rank on another machine that gives no sign of life for this long has ended."""
 _LOOK_S = 1.0
 _CLOSE_LIMIT_S = 30.0
+_TURN_LIMIT_S = 60.0
+"""How long a call waits for an export that another thread has not read to its end."""
 _SLOW_CALL_S = 300.0
 """A call that takes longer is logged. Updates of large batches take minutes."""
 
@@ -222,6 +228,8 @@ class TorchrunGroup:
         self._num_calls = 0
         self._failure = ""
         self._own_error: BaseException | None = None
+        self._current: tuple[object, str] | None = None
+        """Whose turn it is, and the name of the call."""
         self._is_closed = False
 
     @property
@@ -232,32 +240,94 @@ class TorchrunGroup:
     def failure(self) -> str:
         return self._failure or self._watch.gone()
 
-    def build(self, builder: Callable[[Any], LocalLearner], spec: Any, *, timeout_s: float) -> LearnerGroup:
+    def build(
+        self, builder: Callable[[LearnerSpec], LocalLearner], spec: LearnerSpec, *, timeout_s: float
+    ) -> LearnerGroup:
         """Build a learner on every rank. ``timeout_s`` limits this call and every later one."""
         self._timeout_s = timeout_s
         # Rank 0 may be anywhere, such as waiting for rollouts, when another rank ends.
         self._watch.on_gone = lambda: _thread.interrupt_main(signal.SIGINT)
         self.call(_BUILD, [(builder, spec)] * self.num_ranks)
-        assert self._learner is not None, "built by the call"
-        return LearnerGroup(self._learner, self)
+        return LearnerGroup(spec.config, self)
 
     def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         def together() -> list[Any]:
             own = self._send(name, arguments)
-            return self._gather(self._execute(name, own))
+            return self._gather(self._attempt(name, lambda: self._execute(name, own)))
 
-        return self._run(together, name)
+        with self._turn(name):
+            return self._run(together, name)
 
     def stream(self, name: str, *arguments: Any) -> Iterator[Any]:
-        self._run(lambda: self._send(name, [arguments] * self.num_ranks), name)
-        items = getattr(self._learner, name)(*arguments)
-        try:
-            while (item := self._run(lambda: next(items, _DONE), name)) is not _DONE:
-                yield item
-        finally:
-            if not self.failure:
+        items: list[Iterator[Any]] = []
+        is_sent = False
+
+        def begin() -> None:
+            nonlocal is_sent
+            self._send(name, [arguments] * self.num_ranks)
+            is_sent = True
+            self._attempt(name, lambda: items.append(getattr(self._learner, name)(*arguments)))
+
+        def advance() -> Any:
+            item, problem = self._attempt(name, lambda: next(items[0], _DONE)) if items else (_DONE, None)
+            return item if problem is None else _DONE
+
+        def end() -> None:
+            if is_sent and self._own_error is not None:
+                self._gather((None, _text(self._own_error)))
+            elif is_sent:
                 # The other ranks iterate to the end, so this rank has to as well.
-                self._run(lambda: self._gather((_drained(items), None)), name)
+                self._gather(self._attempt(name, lambda: _drained(items[0])))
+
+        with self._turn(name):
+            try:
+                self._run(begin, name)
+                while (item := self._run(advance, name)) is not _DONE:
+                    yield item
+            finally:
+                if not self.failure:
+                    self._run(end, name)
+
+    @contextmanager
+    def _turn(self, name: str) -> Iterator[None]:
+        """Keep calls apart: the messages of one call must not come between those of another one.
+
+        A call waits while another thread reads an export. It is refused if that does not end, because then nothing
+        reads the export any more.
+        """
+        mine = (object(), name)
+
+        def is_free() -> bool:
+            self._check()
+            return self._current is None
+
+        try:
+            with self._condition:
+                wait_until(
+                    self._condition,
+                    is_free,
+                    lambda: f"{name} waits until {self._doing} has ended",
+                    kind="ranks",
+                    hard_limit_s=_TURN_LIMIT_S,
+                )
+                self._current = mine
+            yield
+        except WaitTimeout as error:
+            if self._current is mine:
+                raise
+            raise RankFailed(
+                f"{name}: the ranks still execute {self._doing}, which has not been read to its end"
+            ) from error
+        finally:
+            with self._condition:
+                if self._current is mine:
+                    self._current = None
+                    self._condition.notify_all()
+
+    @property
+    def _doing(self) -> str:
+        current = self._current
+        return current[1] if current is not None else "nothing"
 
     def serve(self) -> None:
         """Execute the calls of rank 0 until it ends."""
@@ -277,8 +347,11 @@ class TorchrunGroup:
         self._watch.on_gone = lambda: None
         if self.rank == 0 and not self.failure:
             self._timeout_s = _CLOSE_LIMIT_S
-            with suppress(HeadwaterError, RuntimeError):
-                self._run(lambda: self._send(_END, [()] * self.num_ranks), _END)
+            try:
+                with self._turn(_END), suppress(HeadwaterError, RuntimeError):
+                    self._run(lambda: self._send(_END, [()] * self.num_ranks), _END)
+            except RankFailed as error:
+                self._failure = self._failure or str(error)
         self._watch.stop()
         if not self.failure:
             dist.destroy_process_group()
@@ -303,17 +376,20 @@ class TorchrunGroup:
             self._own_error = None
             if name == _END:
                 return
-            self._gather(self._execute(name, arguments))
+            self._gather(self._attempt(name, functools.partial(self._execute, name, arguments)))
 
-    def _execute(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, str | None]:
+    def _execute(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if name == _BUILD:
+            builder, spec = arguments
+            self._learner = builder(spec)
+            return None
+        result = getattr(self._learner, name)(*arguments)
+        return _drained(result) if isinstance(result, Iterator) else result
+
+    def _attempt(self, name: str, function: Callable[[], T]) -> tuple[T | None, str | None]:
         """The result of this rank and None, or None and the text of its error."""
         try:
-            if name == _BUILD:
-                builder, spec = arguments
-                self._learner = builder(spec)
-                return None, None
-            result = getattr(self._learner, name)(*arguments)
-            return (_drained(result) if isinstance(result, Iterator) else result), None
+            return function(), None
         except Exception as error:
             self._own_error = error
             self._watch.report(self._num_calls, error)

@@ -1,6 +1,6 @@
 """Splitting a batch over ranks and putting it back together.
 
-    outputs = [work(part) for part in dispatch(data, 3)]
+    outputs = [work(part) for part in dispatch(data, [[0, 3], [1, 2]])]
     data = collect(outputs)
 
 A part is a list of row indices, so parts may have different sizes and no row is repeated. Each row carries its index in
@@ -30,27 +30,18 @@ class PartRows(NamedTuple):
     """The number of rows of the whole batch."""
 
 
-def rows_of(part: DataProto) -> PartRows:
+def dispatched_rows(part: DataProto) -> PartRows:
     """The rows that ``part`` holds of the batch it was dispatched from."""
     marks = part.meta_info[DISPATCH_KEY]
     return PartRows(part.batch[_column(len(marks))], marks[-1]["num_rows"])
 
 
-def even_parts(num_rows: int, num_parts: int) -> list[range]:
-    """Consecutive rows in ``num_parts`` parts whose sizes differ by at most one."""
-    if num_parts < 1:
-        raise ValueError(f"num_ranks = {num_parts}: must be >= 1")
-    return [range(part * num_rows // num_parts, (part + 1) * num_rows // num_parts) for part in range(num_parts)]
-
-
-def dispatch(data: DataProto, parts: int | Sequence[Sequence[int]]) -> list[DataProto]:
-    """One batch per rank: the given row indices, or consecutive rows for a number of ranks.
+def dispatch(data: DataProto, parts: Sequence[Sequence[int]]) -> list[DataProto]:
+    """One batch per rank, of the given row indices.
 
     Parts may have different sizes and may be empty. Together they must name each row of ``data`` once. ``collect`` is
     the inverse.
     """
-    if isinstance(parts, int):
-        parts = even_parts(len(data), parts)
     if sorted(row for part in parts for row in part) != list(range(len(data))):
         raise ValueError(
             f"dispatch: the parts do not name each of the {len(data)} rows once; assign every row to one rank"

@@ -255,7 +255,7 @@ class LearnerStatus:
     learning_rate: float
     """The rate of the policy's next optimiser step."""
     memory_bytes: int
-    """Memory of the device that the first rank has allocated; 0 on a CPU."""
+    """Memory of the device that is allocated, of the rank with the most; 0 on a CPU."""
     failure: str = ""
     """Why the learner cannot be used any more, such as a rank that has ended. Empty while it works."""
 
@@ -296,6 +296,10 @@ class Learner(Protocol):
 
     def shapes(self, role: Role = "policy") -> Mapping[str, tuple[int, ...]]:
         """The names and shapes that ``export`` yields."""
+        ...
+
+    def checksum(self, role: Role = "policy") -> str:
+        """A text that identifies the trained weights. Nothing is gathered: each rank reads only its shard."""
         ...
 
     def save(self, folder: Path) -> None:

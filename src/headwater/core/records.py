@@ -274,27 +274,3 @@ class Trajectory:
     @property
     def response_tokens(self) -> tuple[int, ...]:
         return self.tokens[self.prompt_length :]
-
-    @classmethod
-    def from_response(
-        cls,
-        prompt: Prompt,
-        sample: int,
-        response: ModelResponse,
-        score: Score,
-        info: Mapping[str, Any] | None = None,
-    ) -> Trajectory:
-        """Build a single-turn trajectory: all response tokens are trained, no prompt token is."""
-        num_prompt, num_output = len(response.input_tokens), len(response.output_tokens)
-        return cls(
-            uid=prompt.uid,
-            sample=sample,
-            tokens=response.input_tokens + response.output_tokens,
-            prompt_length=num_prompt,
-            loss_mask=(0,) * num_prompt + (1,) * num_output,
-            logprobs=(0.0,) * num_prompt + response.output_logprobs,
-            versions=(NOT_SAMPLED,) * num_prompt + response.output_versions,
-            reward=score.value,
-            stop_reason=response.stop_reason,
-            info={**score.info, **(info or {})},
-        )

@@ -37,9 +37,6 @@ class Actor:
         self._algorithm = algorithm
         self._loss_width = loss_width
 
-    def logprobs(self, batch: DataProto) -> Tensor:
-        return self.engine.compute(batch)["logprobs"]
-
     def update(self, experience: DataProto) -> dict[str, float]:
         """Train on ``experience`` and return statistics, averaged over the optimiser steps."""
         if not self.engine.totals(experience).num_tokens and "correction_weights" not in experience.batch:

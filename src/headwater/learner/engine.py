@@ -15,16 +15,15 @@ from headwater.algorithms.masked import StepTotals, aggregate, masked_sum
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import LearnerConfig
 from headwater.core.data_proto import DataProto
-from headwater.core.dispatch import DISPATCH_KEY, rows_of
+from headwater.core.dispatch import DISPATCH_KEY, dispatched_rows
 from headwater.core.errors import DataError, OtherRankFailed, RunError
 from headwater.learner import sharded_checkpoint
-from headwater.learner.export import merged_weights
 from headwater.learner.optimizer import CPU, Optimizer
 from headwater.learner.packed_module import PackedModule
 from headwater.learner.packing import Pack, PackRow, check_lengths, idle_pack, pack_rows, read_rows, token_column
 from headwater.learner.partition import minibatch_rows
 from headwater.learner.ranks import Ranks, reshard, shard
-from headwater.models.sharded_load import WeightFiles
+from headwater.models.sharded_load import ShardReader
 
 _FORWARD_FACTOR = 4
 """A pass without a gradient keeps no activations, so it can process this many times the tokens of a training pass."""
@@ -43,7 +42,7 @@ def minibatches(experience: DataProto, config: LearnerConfig) -> Iterator[DataPr
     """
     rows, num_rows = torch.arange(len(experience)), len(experience)
     if DISPATCH_KEY in experience.meta_info:
-        rows, num_rows = rows_of(experience)
+        rows, num_rows = dispatched_rows(experience)
     for _ in range(config.num_epochs):
         for part in minibatch_rows(num_rows, config.num_minibatches):
             yield experience[(rows >= part.start) & (rows < part.stop)]
@@ -123,7 +122,7 @@ class ForwardEngine:
         compute_dtype: torch.dtype = torch.float32,
         ranks: Ranks | None = None,
         device: torch.device | None = None,
-        weights: WeightFiles | None = None,
+        weights: ShardReader | None = None,
     ) -> None:
         self.module = module
         self.config = config
@@ -223,7 +222,7 @@ class TrainEngine(ForwardEngine):
         compute_dtype: torch.dtype = torch.float32,
         ranks: Ranks | None = None,
         device: torch.device | None = None,
-        weights: WeightFiles | None = None,
+        weights: ShardReader | None = None,
         num_decay_steps: int = 0,
     ) -> None:
         """``num_decay_steps`` is the number of optimiser steps of the run, which a decaying schedule needs."""
@@ -310,10 +309,6 @@ class TrainEngine(ForwardEngine):
             sums.add_weights(loss.weights, mask)
         if loss.log_ratios is not None:
             sums.add_ratios(loss.log_ratios, mask)
-
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full, under its Hugging Face name. All ranks must iterate together."""
-        yield from merged_weights(self.module.model)
 
     def save(self, folder: Path) -> None:
         """Write the trained weights and the optimiser's state, one shard per rank."""

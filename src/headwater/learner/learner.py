@@ -23,7 +23,8 @@ from headwater.learner.export import merged_weights, plain_name, weight_shapes
 from headwater.learner.lora import without_adapters
 from headwater.learner.optimizer import held_by
 from headwater.learner.reward_model import RewardModel
-from headwater.models.save import WeightStream, save_model
+from headwater.models.checksum import checksum
+from headwater.models.save import WeightsToSave, save_model
 from headwater.weights.memory import in_buckets
 
 CONVERSATION = "conversation"
@@ -129,6 +130,10 @@ class LocalLearner:
     def shapes(self, role: Role = "policy") -> dict[str, tuple[int, ...]]:
         return weight_shapes(self._trained(role).module.model)
 
+    def checksum(self, role: Role = "policy") -> str:
+        trained = self._trained(role).module.model.named_parameters()
+        return checksum((plain_name(name), held_by(each)) for name, each in trained)
+
     def save(self, folder: Path) -> None:
         self._save_model(self.actor.engine.module.model, folder / "model")
         self.actor.engine.save(folder)
@@ -188,7 +193,7 @@ class LocalLearner:
         try:
             if self._is_first:
                 dtypes = {plain_name(name): each.dtype for name, each in model.named_parameters()}
-                save_model(model, self.tokenizer, folder, WeightStream(weight_shapes(model), dtypes, tensors))
+                save_model(model, self.tokenizer, folder, WeightsToSave(weight_shapes(model), dtypes, tensors))
         finally:
             for _ in tensors:  # the other ranks take part in gathering every tensor, even if writing failed
                 pass

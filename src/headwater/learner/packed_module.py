@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwater.learner.packing import Pack
-from headwater.models.packed_attention import packed_attention, rows_of, use_packed_attention
+from headwater.models.packed_attention import gather_rows, packed_attention, use_packed_attention
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 """The number of logits in a chunk: 128 MiB of float32 on a CPU, 1 GiB of bfloat16 on a GPU."""
@@ -61,7 +61,7 @@ class PackedModule(nn.Module):
             use_cache=False,
             packed_attention=packed_attention(pack.segments, pack.input_ids.device, dtype),
         ).last_hidden_state[0]
-        return rows_of(states, pack.predictors)
+        return gather_rows(states, pack.predictors)
 
 
 class PolicyModule(PackedModule):

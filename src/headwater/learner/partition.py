@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ def minibatch_rows(num_rows: int, num_minibatches: int) -> list[range]:
 
 
 def balanced_parts(batch: DataProto, num_parts: int, *, num_minibatches: int = 1) -> list[list[int]]:
-    """The row indices of each rank, for ``DataProto.dispatch``.
+    """The row indices of each rank, for ``core.dispatch.dispatch``.
 
     The batch is cut into mini-batches first, and each mini-batch is split separately, because ranks wait for each other
     at every optimiser step. Samples of one prompt stay together, since they share its computation, unless a mini-batch
@@ -64,8 +64,8 @@ def _shares(rows: range, uids: Sequence[str], costs: Sequence[float], num_parts:
     if not groups:
         return []
     shares = partition([_cost(group, costs) for group in groups], min(num_parts, len(groups)))
-    rows_of = [sorted(row for group in share for row in groups[group]) for share in shares]
-    return sorted(rows_of, key=lambda share: -_cost(share, costs))
+    row_shares = [sorted(row for group in share for row in groups[group]) for share in shares]
+    return sorted(row_shares, key=lambda share: -_cost(share, costs))
 
 
 def _cost(rows: Sequence[int], costs: Sequence[float]) -> float:
@@ -80,46 +80,25 @@ def workload(length: int, *, linear: float = 24576.0, quadratic: float = 1.0) ->
     return linear * length + quadratic * length * length
 
 
-def partition(workloads: Sequence[float], num_parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
-    """The item indices of each part, with sums as even as possible; with ``equal_sizes`` also equal item counts.
-
-    Training leaves ``equal_sizes`` off because ranks may hold different numbers of rows.
+def partition(workloads: Sequence[float], num_parts: int) -> list[list[int]]:
+    """The item indices of each part, with sums as even as possible. Parts may have different numbers of items.
 
     >>> partition([8, 7, 6, 5, 4], 2)
     [[0, 1], [2, 3, 4]]
     """
     if len(workloads) < num_parts:
         raise DataError(f"{len(workloads)} items cannot fill {num_parts} parts; use fewer ranks or more samples")
-    if equal_sizes and len(workloads) % num_parts:
-        raise DataError(f"{len(workloads)} items cannot be split into {num_parts} parts of the same count")
-    parts = _difference(workloads, num_parts, equal_sizes)
-    _exchange(parts, workloads, equal_sizes)
+    parts = _difference(workloads, num_parts)
+    _exchange(parts, workloads)
     return sorted(sorted(items) for _, items in parts)
 
 
-def partition_groups(lengths: Sequence[int], groups: Sequence[Hashable], num_parts: int) -> list[list[int]]:
-    """The row indices of each part: groups stay whole, and every part gets the same number of groups.
-
-    Training uses ``balanced_parts`` instead, which balances better because it allows different numbers of groups.
-    """
-    rows: dict[Hashable, list[int]] = {}
-    for row, group in enumerate(groups):
-        rows.setdefault(group, []).append(row)
-    members = list(rows.values())
-    workloads = [sum(workload(lengths[row]) for row in each) for each in members]
-    parts = partition(workloads, num_parts, equal_sizes=True)
-    return [sorted(row for group in part for row in members[group]) for part in parts]
-
-
-def _difference(workloads: Sequence[float], num_parts: int, equal_sizes: bool) -> list[Part]:
+def _difference(workloads: Sequence[float], num_parts: int) -> list[Part]:
     """Largest differencing: merge the two most uneven partial splits, fullest part with emptiest, until one is left."""
     order = sorted(range(len(workloads)), key=lambda item: -workloads[item])
-    # A split starts as one item or, for equal counts, as one item in each part. Empty parts are not listed: few splits
-    # ever fill all parts, and iterating over empty ones would cost the number of items times the number of parts.
-    step = num_parts if equal_sizes else 1
-    splits: list[list[Part]] = [
-        [(workloads[item], [item]) for item in order[start : start + step]] for start in range(0, len(order), step)
-    ]
+    # A split starts as one item. Empty parts are not listed: few splits ever fill all parts, and iterating over empty
+    # ones would cost the number of items times the number of parts.
+    splits: list[list[Part]] = [[(workloads[item], [item])] for item in order]
     heap = [(_evenness(split, num_parts), number, split) for number, split in enumerate(splits)]
     heapq.heapify(heap)
     for number in range(len(heap), 2 * len(heap) - 1):
@@ -145,7 +124,7 @@ def _merge(one: list[Part], other: list[Part], num_parts: int) -> list[Part]:
     return merged
 
 
-def _exchange(parts: list[Part], workloads: Sequence[float], equal_sizes: bool) -> None:
+def _exchange(parts: list[Part], workloads: Sequence[float]) -> None:
     """Exchange items between the fullest or the emptiest part and another part while that makes the two more even.
 
     Both new sums lie between the old ones, so the spread over all parts never grows.
@@ -155,7 +134,7 @@ def _exchange(parts: list[Part], workloads: Sequence[float], equal_sizes: bool) 
         lowest, highest = order[:-1][:_FEW_PARTS], order[:0:-1][1:_FEW_PARTS]
         pairs = [(order[-1], low) for low in lowest] + [(high, order[0]) for high in highest]
         for high, low in pairs:
-            trade = _best_trade(parts[high], parts[low], workloads, equal_sizes)
+            trade = _best_trade(parts[high], parts[low], workloads)
             if trade is not None:
                 parts[high], parts[low] = (
                     _replace(parts[high], trade.given, trade.taken, workloads),
@@ -176,14 +155,14 @@ class _Trade(NamedTuple):
     taken: tuple[int, ...]
 
 
-def _best_trade(high: Part, low: Part, workloads: Sequence[float], equal_sizes: bool) -> _Trade | None:
+def _best_trade(high: Part, low: Part, workloads: Sequence[float]) -> _Trade | None:
     """The exchange that brings the two sums closest, or None if no exchange helps."""
     best: _Trade | None = None
     gap = high[0] - low[0]
     best_miss = gap / 2
     most = 2 if max(len(high[1]), len(low[1])) <= _MANY_ITEMS else 1
     for num_given in range(1, most + 1):
-        for num_taken in [num_given] if equal_sizes else range(most + 1):
+        for num_taken in range(most + 1):
             if len(high[1]) - num_given + num_taken < 1:
                 continue
             back = sorted((sum(workloads[item] for item in each), each) for each in combinations(low[1], num_taken))
@@ -197,76 +176,49 @@ def _best_trade(high: Part, low: Part, workloads: Sequence[float], equal_sizes: 
     return best
 
 
-def pack(
-    lengths: Sequence[int],
-    max_tokens: int,
-    *,
-    min_bins: int = 1,
-    multiple_of: int = 1,
-    group_size: int = 1,
-) -> list[list[int]]:
-    """The row indices of each bin: few bins, none over ``max_tokens``.
-
-    There are at least ``min_bins`` bins, and their number is a multiple of ``multiple_of``. ``group_size`` consecutive
-    rows always share a bin. Training sets only ``min_bins``, on which its ranks agree.
+def pack(lengths: Sequence[int], max_tokens: int, *, min_bins: int = 1) -> list[list[int]]:
+    """The row indices of each bin: few bins, none over ``max_tokens``, and at least ``min_bins``.
 
     >>> pack([6, 5, 4, 3], 10)
     [[0, 2], [1, 3]]
     """
-    sizes = _group_sizes(lengths, max_tokens, group_size)
+    _check_lengths(lengths, max_tokens)
     bins: list[list[int]] = []
     room: list[int] = []
-    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         for number, left in enumerate(room):
-            if sizes[item] <= left:
-                bins[number].append(item)
-                room[number] -= sizes[item]
+            if lengths[row] <= left:
+                bins[number].append(row)
+                room[number] -= lengths[row]
                 break
         else:
-            bins.append([item])
-            room.append(max_tokens - sizes[item])
-    return _rows(_split_bins(bins, sizes, _target(len(bins), min_bins, multiple_of)), group_size)
+            bins.append([row])
+            room.append(max_tokens - lengths[row])
+    return [sorted(each) for each in _split_bins(bins, lengths, max(len(bins), min_bins))]
 
 
-def pack_evenly(
-    lengths: Sequence[int],
-    max_tokens: int,
-    *,
-    min_bins: int = 1,
-    multiple_of: int = 1,
-    group_size: int = 1,
-) -> list[list[int]]:
+def pack_evenly(lengths: Sequence[int], max_tokens: int, *, min_bins: int = 1) -> list[list[int]]:
     """Like ``pack``, with bins of similar size, so that no pass is spent on a small remainder.
 
     Falls back to ``pack`` if even bins do not fit, or if there are so many bins that one remainder does not matter.
     """
-    first_fit = pack(lengths, max_tokens, min_bins=min_bins, multiple_of=multiple_of, group_size=group_size)
-    sizes = _group_sizes(lengths, max_tokens, group_size)
-    fewest = _target(-(-sum(sizes) // max_tokens), min_bins, multiple_of)
+    first_fit = pack(lengths, max_tokens, min_bins=min_bins)
+    fewest = max(-(-sum(lengths) // max_tokens), min_bins)
     for num_bins in dict.fromkeys((fewest, len(first_fit))):
         if num_bins <= _MANY_BINS:
-            bins = partition(sizes, num_bins)
-            if all(sum(sizes[item] for item in each) <= max_tokens for each in bins):
-                return _rows(bins, group_size)
+            bins = partition(lengths, num_bins)
+            if all(sum(lengths[row] for row in each) <= max_tokens for each in bins):
+                return bins
     return first_fit
 
 
-def _group_sizes(lengths: Sequence[int], max_tokens: int, group_size: int) -> list[int]:
-    if len(lengths) % group_size:
-        raise DataError(f"{len(lengths)} rows cannot be divided into groups of {group_size}")
-    sizes = [sum(lengths[start : start + group_size]) for start in range(0, len(lengths), group_size)]
-    for item, size in enumerate(sizes):
-        if size > max_tokens:
-            what = f"row {item}" if group_size == 1 else f"rows {item * group_size}-{(item + 1) * group_size - 1}"
+def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
+    for row, length in enumerate(lengths):
+        if length > max_tokens:
             raise DataError(
-                f"{what} of the batch: {size} tokens, over learner.max_tokens_per_microbatch = {max_tokens}; "
-                f"raise it to {size}"
+                f"row {row} of the batch: {length} tokens, over learner.max_tokens_per_microbatch = {max_tokens}; "
+                f"raise it to {length}"
             )
-    return sizes
-
-
-def _target(num_bins: int, min_bins: int, multiple_of: int) -> int:
-    return -(-max(num_bins, min_bins) // multiple_of) * multiple_of
 
 
 def _check_enough(num_items: int, num_bins: int) -> None:
@@ -274,7 +226,7 @@ def _check_enough(num_items: int, num_bins: int) -> None:
         raise DataError(f"{num_items} sequences cannot fill {num_bins} micro-batches; use more samples or fewer ranks")
 
 
-def _split_bins(bins: list[list[int]], sizes: list[int], num_bins: int) -> list[list[int]]:
+def _split_bins(bins: list[list[int]], sizes: Sequence[int], num_bins: int) -> list[list[int]]:
     """Halve the fullest bins until there are ``num_bins`` bins."""
     _check_enough(len(sizes), num_bins)
     while len(bins) < num_bins:
@@ -283,7 +235,3 @@ def _split_bins(bins: list[list[int]], sizes: list[int], num_bins: int) -> list[
         halves = partition([sizes[item] for item in fullest], 2)
         bins.extend([fullest[position] for position in half] for half in halves)
     return bins
-
-
-def _rows(bins: list[list[int]], group_size: int) -> list[list[int]]:
-    return [sorted(row for item in each for row in range(item * group_size, (item + 1) * group_size)) for each in bins]

@@ -19,7 +19,7 @@ from headwater.config.schema import LearnerConfig
 from headwater.learner.export import plain_name
 from headwater.learner.packed_module import PackedModule
 from headwater.models.fused_layers import use_fused_layers
-from headwater.models.sharded_load import WeightFiles
+from headwater.models.sharded_load import ShardReader
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def shard(
     compute_dtype: torch.dtype,
     device: torch.device,
     trains: bool,
-    weights: WeightFiles | None = None,
+    weights: ShardReader | None = None,
 ) -> None:
     """Prepare ``module`` in place, one decoder layer at a time.
 
@@ -103,7 +103,7 @@ def shard(
         _materialize(module, device, weights)
 
 
-def _materialize(module: PackedModule, device: torch.device, weights: WeightFiles) -> None:
+def _materialize(module: PackedModule, device: torch.device, weights: ShardReader) -> None:
     """Allocate this rank's shard of every parameter that has no values yet, and read it."""
     empty = {name for name, parameter in module.model.named_parameters() if parameter.is_meta}
     # Like ``to_empty``, which would also discard the values of new heads and adapters.

@@ -1,4 +1,7 @@
-"""Checks of a model folder before transformers reads it, so that the message names the damaged file."""
+"""Checks of a model folder before transformers reads it, so that the message names the damaged file.
+
+``key`` is the setting that names the folder, for messages.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,22 @@ _PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _TOKENIZER_PATTERNS = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken", "tekken.json")
 
 
-def check_config(folder: Path) -> None:
+def check_config(folder: Path, key: str = "model.path") -> None:
     """Check that the folder exists and that its config.json can be read."""
     if not folder.exists():
-        raise ModelError(f"model.path = {folder}: no such folder; check the path, or write org/name for a hub model")
+        raise ModelError(f"{key} = {folder}: no such folder; check the path, or write org/name for a hub model")
     if not folder.is_dir():
-        raise ModelError(f"model.path = {folder}: is a file; give the folder that contains config.json and the weights")
+        raise ModelError(f"{key} = {folder}: is a file; give the folder that contains config.json and the weights")
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"model.path = {folder}: has no config.json; give a folder in the Hugging Face format (save_pretrained)"
+            f"{key} = {folder}: has no config.json; give a folder in the Hugging Face format (save_pretrained)"
         )
     read_json_object(folder / "config.json")
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(folder: Path, key: str = "model.path") -> None:
     """Check that every weight file that loading needs exists and is complete."""
-    for file in weight_files(folder):
+    for file in weight_files(folder, key):
         if not file.is_file():
             raise ModelError(f"{file}: is missing, but {_WEIGHTS_INDEX} lists it; copy the model folder again")
         try:
@@ -44,11 +47,11 @@ def check_weights(folder: Path) -> None:
             raise ModelError(f"{file}: is damaged or truncated ({error}); copy the model folder again") from error
 
 
-def check_tokenizer(folder: Path) -> None:
+def check_tokenizer(folder: Path, key: str = "model.path") -> None:
     """Check that there is a tokenizer. Transformers would create an empty one for some architectures."""
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_PATTERNS):
         raise ModelError(
-            f"model.path = {folder}: has no tokenizer; copy the tokenizer files (tokenizer.json and "
+            f"{key} = {folder}: has no tokenizer; copy the tokenizer files (tokenizer.json and "
             "tokenizer_config.json) of the model into it"
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -94,7 +97,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, key: str = "model.path") -> list[Path]:
     """The safetensors files of a model folder; none if its weights are pickled."""
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
@@ -105,6 +108,4 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / str(name) for name in sorted(set(weight_map.values()))]
     if any((folder / name).is_file() for name in _PICKLED_WEIGHTS):
         return []
-    raise ModelError(
-        f"model.path = {folder}: has no weights; {_WEIGHTS} or {_WEIGHTS_INDEX} must be next to config.json"
-    )
+    raise ModelError(f"{key} = {folder}: has no weights; {_WEIGHTS} or {_WEIGHTS_INDEX} must be next to config.json")

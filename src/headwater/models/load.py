@@ -38,7 +38,7 @@ from headwater.models.builtin.tiny import build_model, build_tokenizer
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.folder import quiet
 from headwater.models.save import save_model
-from headwater.models.sharded_load import WeightFiles, load_skeleton, matches
+from headwater.models.sharded_load import ShardReader, load_skeleton, matches
 from headwater.models.source import ModelSource, resolve_model
 
 __all__ = [
@@ -59,21 +59,21 @@ logger = logging.getLogger(__name__)
 _NUM_KEYS_SHOWN = 3
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str, *, key: str = "model.path") -> Any:
     """The model's tokenizer, which pads on the left and has a pad token."""
-    source = resolve_model(path)
+    source = resolve_model(path, key)
     if source.kind == "tiny":
         return build_tokenizer()
     location = locate(source)
     if isinstance(location, Path):
-        folder_checks.check_tokenizer(location)
-    config = read_config(location)
+        folder_checks.check_tokenizer(location, key)
+    config = read_config(location, key)
     plain = isinstance(location, Path) and folder_checks.is_self_described(location)
     loader = PreTrainedTokenizerFast if plain else AutoTokenizer
     try:
         tokenizer = loader.from_pretrained(location, padding_side="left")
     except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot use
-        raise _cannot_read(location, "tokenizer", error) from error
+        raise _cannot_read(location, "tokenizer", error, key) from error
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any token can fill it.
         tokenizer.pad_token = tokenizer.eos_token
@@ -81,10 +81,13 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def load_model(path: str, *, dtype: str, device: str, seed: int) -> Any:
-    """A language model in eval mode. ``seed`` determines the weights of ``tiny:`` models; others do not use it."""
+def load_model(path: str, *, dtype: str, device: str, seed: int, key: str = "model.path") -> Any:
+    """A language model in eval mode. ``seed`` determines the weights of ``tiny:`` models; others do not use it.
+
+    ``key`` is the setting that messages name.
+    """
     target, number_type = resolve_device(device), resolve_dtype(dtype)
-    source = resolve_model(path)
+    source = resolve_model(path, key)
     if source.kind == "tiny":
         model = build_model(path, seed=seed)
         for parameter in model.parameters():
@@ -92,7 +95,7 @@ def load_model(path: str, *, dtype: str, device: str, seed: int) -> Any:
             parameter.data = parameter.data.to(number_type)
         model.config.dtype = number_type
     else:
-        model = _load_pretrained(locate(source), number_type)
+        model = _load_pretrained(locate(source), number_type, key)
     try:
         return model.to(target)
     except torch.OutOfMemoryError as error:
@@ -101,34 +104,34 @@ def load_model(path: str, *, dtype: str, device: str, seed: int) -> Any:
         ) from error
 
 
-def load_part(path: str, *, dtype: str, seed: int) -> tuple[Any, WeightFiles | None]:
+def load_part(path: str, *, dtype: str, seed: int, key: str = "model.path") -> tuple[Any, ShardReader | None]:
     """A model for one of several ranks, and the files from which the rank reads its shard.
 
     Models that are built rather than read (``tiny:``), pickled weights, and files whose names differ from the model's
     are loaded in full on the CPU, without files.
     """
-    source = resolve_model(path)
+    source = resolve_model(path, key)
     if source.kind != "tiny":
         location = local_folder(source)
-        auto_class = _auto_class(location, read_config(location))
-        model, files = part_with(auto_class, location, resolve_dtype(dtype))
+        auto_class = _auto_class(location, read_config(location, key), key)
+        model, files = part_with(auto_class, location, resolve_dtype(dtype), key)
         if files is not None:
             _read_generation_config(model, location)
             return model, files
-    return load_model(path, dtype=dtype, device="cpu", seed=seed), None
+    return load_model(path, dtype=dtype, device="cpu", seed=seed, key=key), None
 
 
-def part_with(auto_class: Any, location: Path, dtype: torch.dtype) -> tuple[Any, WeightFiles | None]:
+def part_with(auto_class: Any, location: Path, dtype: torch.dtype, key: str) -> tuple[Any, ShardReader | None]:
     """A skeleton and its files. Without files if they cannot be read in parts."""
-    folder_checks.check_weights(location)
-    files = WeightFiles.of(location)
+    folder_checks.check_weights(location, key)
+    files = ShardReader.of(location)
     if files is None:
         return None, None
     try:
         with quiet():
-            model = load_skeleton(auto_class, read_config(location), dtype)
+            model = load_skeleton(auto_class, read_config(location, key), dtype)
     except Exception as error:  # architectures raise arbitrary errors when a shape in config.json makes no sense
-        raise _cannot_read(location, "config", error) from error
+        raise _cannot_read(location, "config", error, key) from error
     if not matches(model, files):
         logger.warning("%s: its weights have other names than the model's; every rank loads all of them", location)
         return None, None
@@ -145,7 +148,7 @@ def local_folder(source: ModelSource) -> Path:
     try:
         return Path(snapshot_download(location, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:  # the hub also raises exceptions that are not OSErrors
-        raise _cannot_read(location, "weights", error) from error
+        raise _cannot_read(location, "weights", error, source.key) from error
 
 
 def _read_generation_config(model: Any, location: Path) -> None:
@@ -160,13 +163,13 @@ def load_processor(path: str) -> Any | None:
     if source.kind in ("tiny", "smollm2"):
         return None
     location = locate(source)
-    config = read_config(location)
+    config = read_config(location, source.key)
     if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return None
     try:
         processor = AutoProcessor.from_pretrained(location)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise _cannot_read(location, "processor", error) from error
+        raise _cannot_read(location, "processor", error, source.key) from error
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
 
@@ -187,30 +190,30 @@ def locate(source: ModelSource) -> Path | str:
     """A folder whose config.json was checked, or a hub id."""
     if source.kind == "hub":
         return source.path
-    location = fetched_folder() if source.kind == "smollm2" else source.folder
-    folder_checks.check_config(location)
+    location = fetched_folder(source.key) if source.kind == "smollm2" else source.folder
+    folder_checks.check_config(location, source.key)
     return location
 
 
-def read_config(location: Path | str) -> Any:
+def read_config(location: Path | str, key: str) -> Any:
     """The model's config.json as transformers reads it."""
     try:
         return AutoConfig.from_pretrained(location)
     except Exception as error:  # the error depends on the architecture's config class
-        raise _cannot_read(location, "config", error) from error
+        raise _cannot_read(location, "config", error, key) from error
 
 
-def _load_pretrained(location: Path | str, dtype: torch.dtype) -> Any:
-    model = load_with(_auto_class(location, read_config(location)), location, dtype)
+def _load_pretrained(location: Path | str, dtype: torch.dtype, key: str) -> Any:
+    model = load_with(_auto_class(location, read_config(location, key), key), location, dtype, key)
     _repair_generation_config(model)
     return model
 
 
-def load_with(auto_class: Any, location: Path | str, dtype: torch.dtype) -> Any:
+def load_with(auto_class: Any, location: Path | str, dtype: torch.dtype, key: str) -> Any:
     """A model in eval mode by one of transformers' auto classes, with all its weights from the files."""
-    config = read_config(location)
+    config = read_config(location, key)
     if isinstance(location, Path):
-        folder_checks.check_weights(location)
+        folder_checks.check_weights(location, key)
     # Progress bars stay on for a hub model: they show the download.
     silence = quiet() if isinstance(location, Path) else nullcontext()
     try:
@@ -219,7 +222,7 @@ def load_with(auto_class: Any, location: Path | str, dtype: torch.dtype) -> Any:
                 location, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
     except Exception as error:  # architectures raise arbitrary errors when a shape in config.json makes no sense
-        raise _cannot_read(location, "weights", error) from error
+        raise _cannot_read(location, "weights", error, key) from error
     _check_report(location, report)
     return model.eval()
 
@@ -235,7 +238,7 @@ def _repair_generation_config(model: Any) -> None:
         config.do_sample = True
 
 
-def _auto_class(location: Path | str, config: Any) -> Any:
+def _auto_class(location: Path | str, config: Any, key: str) -> Any:
     """The transformers class to load with; only models that continue text are accepted."""
     text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     vision = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
@@ -244,7 +247,7 @@ def _auto_class(location: Path | str, config: Any) -> Any:
             return auto_class
     named = ", ".join(config.architectures or [config.model_type])
     raise ModelError(
-        f"{_config_name(location)}: architecture {named} is not a causal language model; "
+        f"{_config_name(location, key)}: architecture {named} is not a causal language model; "
         "use a model whose architecture ends in ForCausalLM"
     )
 
@@ -284,7 +287,7 @@ def _check_vocabulary(location: Path | str, tokenizer: Any, config: Any) -> None
         )
 
 
-def _cannot_read(location: Path | str, what: str, error: Exception) -> ModelError:
+def _cannot_read(location: Path | str, what: str, error: Exception, key: str) -> ModelError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"
     if isinstance(error, ImportError):
@@ -292,13 +295,13 @@ def _cannot_read(location: Path | str, what: str, error: Exception) -> ModelErro
     if isinstance(location, Path):
         return ModelError(f"{location}: cannot use its {what} ({cause}); copy or save the model folder again")
     return ModelError(
-        f"model.path = {location}: no such folder here, and the hub gave no usable {what} ({cause}); "
+        f"{key} = {location}: no such folder here, and the hub gave no usable {what} ({cause}); "
         "check the name and the network, or give a local folder, tiny:<preset> or smollm2"
     )
 
 
-def _config_name(location: Path | str) -> str:
-    return str(location / "config.json") if isinstance(location, Path) else f"model.path = {location}"
+def _config_name(location: Path | str, key: str) -> str:
+    return str(location / "config.json") if isinstance(location, Path) else f"{key} = {location}"
 
 
 def _first(items: Iterable[Any]) -> str:

@@ -56,7 +56,7 @@ class Segments:
         return np.concatenate([np.arange(prefix, prefix + self.prefix_lengths[segment]), own])
 
 
-def rows_of(tensor: Tensor, places: Tensor) -> Tensor:
+def gather_rows(tensor: Tensor, places: Tensor) -> Tensor:
     """``tensor[places]``, with a backward pass that always sums repeated rows in the same order."""
     if tensor.is_cuda:
         return tensor[places]
@@ -92,7 +92,7 @@ class VarlenAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
         if self._key_places is not None:
-            key, value = rows_of(key, self._key_places), rows_of(value, self._key_places)
+            key, value = gather_rows(key, self._key_places), gather_rows(value, self._key_places)
         output = _varlen_attention()(
             query,
             key,
@@ -147,7 +147,7 @@ class BucketedAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
         outputs = [self._attend(bucket, query, key, value, scale, window) for bucket in self._buckets]
-        return rows_of(torch.cat(outputs), self._place_of_token)
+        return gather_rows(torch.cat(outputs), self._place_of_token)
 
     def _attend(self, bucket: _Bucket, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
         (num, num_queries), num_keys = bucket.queries.shape, bucket.keys.shape[1]
@@ -155,9 +155,9 @@ class BucketedAttention:
         if window:
             visible = visible.triu(num_keys - num_queries - window + 1)
         output = F.scaled_dot_product_attention(
-            rows_of(query, bucket.queries).transpose(1, 2),
-            rows_of(key, bucket.keys).transpose(1, 2),
-            rows_of(value, bucket.keys).transpose(1, 2),
+            gather_rows(query, bucket.queries).transpose(1, 2),
+            gather_rows(key, bucket.keys).transpose(1, 2),
+            gather_rows(value, bucket.keys).transpose(1, 2),
             attn_mask=visible,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],

@@ -24,7 +24,7 @@ _SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "f
 
 
 @dataclass(frozen=True)
-class WeightStream:
+class WeightsToSave:
     """Weights that are saved in place of a model's parameters, one after the other."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -33,11 +33,11 @@ class WeightStream:
     tensors: Iterable[tuple[str, Tensor]]
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: WeightStream | None = None) -> Path:
+def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: WeightsToSave | None = None) -> Path:
     """Save in the Hugging Face format. An existing folder is used only if it is empty.
 
     ``weights`` are written one tensor at a time, so that no second copy of the model is needed. If the architecture
-    stores its weights under other names than the model uses, they are collected first.
+    stores its weights under other names than the model uses, they are collected first, in main memory.
     """
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -50,7 +50,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: WeightSt
         temporary.mkdir(parents=True)
         with quiet():
             if weights is None or _is_converted(model):
-                model.save_pretrained(temporary, state_dict=None if weights is None else dict(weights.tensors))
+                model.save_pretrained(temporary, state_dict=None if weights is None else _collected(weights))
             else:
                 _save_config(model, temporary)
                 _write_weights(temporary, weights)
@@ -73,6 +73,11 @@ def _is_converted(model: Any) -> bool:
     return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
+def _collected(weights: WeightsToSave) -> dict[str, Tensor]:
+    """All weights at once. They move to main memory one by one, because a device may not have room for a full model."""
+    return {name: tensor.detach().to("cpu") for name, tensor in weights.tensors}
+
+
 def _save_config(model: Any, folder: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.dtype = str(model.dtype).removeprefix("torch.")
@@ -81,7 +86,7 @@ def _save_config(model: Any, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _write_weights(folder: Path, weights: WeightStream) -> None:
+def _write_weights(folder: Path, weights: WeightsToSave) -> None:
     """One safetensors file, or several of at most 5 GiB and an index."""
     files: list[list[str]] = [[]]
     room = _MAX_FILE_BYTES
@@ -104,7 +109,7 @@ def _write_weights(folder: Path, weights: WeightStream) -> None:
         (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _write_file(path: Path, names: list[str], weights: WeightStream, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _write_file(path: Path, names: list[str], weights: WeightsToSave, tensors: Iterable[tuple[str, Tensor]]) -> None:
     import torch
 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -125,7 +130,7 @@ def _write_file(path: Path, names: list[str], weights: WeightStream, tensors: It
             file.write(data.view(-1).view(torch.uint8).numpy().data)
 
 
-def _num_bytes(weights: WeightStream, name: str) -> int:
+def _num_bytes(weights: WeightsToSave, name: str) -> int:
     size = weights.dtypes[name].itemsize
     for length in weights.shapes[name]:
         size *= length

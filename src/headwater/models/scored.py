@@ -14,9 +14,11 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from headwater.core.errors import ModelError
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.load import load_model, load_part, load_with, local_folder, locate, part_with, read_config
-from headwater.models.sharded_load import WeightFiles
+from headwater.models.sharded_load import ShardReader
 from headwater.models.source import ModelSource, resolve_model
 
+REWARD_KEY = "reward.model"
+CRITIC_KEY = "critic.path"
 _CLASSIFIERS = {
     "ForSequenceClassification": AutoModelForSequenceClassification,
     "ForTokenClassification": AutoModelForTokenClassification,
@@ -25,43 +27,43 @@ _CLASSIFIERS = {
 
 def load_reward_model(path: str, *, dtype: str, device: str) -> Any:
     """A sequence or token classifier with one label."""
-    source = resolve_model(path)
+    source = resolve_model(path, REWARD_KEY)
     classifier = _reward_classifier(path, source)
-    model = load_with(classifier, locate(source), resolve_dtype(dtype))
-    return _checked(model, f"reward.model = {path}").to(resolve_device(device))
+    model = load_with(classifier, locate(source), resolve_dtype(dtype), source.key)
+    return _checked(model, f"{REWARD_KEY} = {path}").to(resolve_device(device))
 
 
-def load_reward_part(path: str, *, dtype: str) -> tuple[Any, WeightFiles | None]:
+def load_reward_part(path: str, *, dtype: str) -> tuple[Any, ShardReader | None]:
     """A reward model for one of several ranks; see ``load_part``."""
-    source = resolve_model(path)
+    source = resolve_model(path, REWARD_KEY)
     classifier = _reward_classifier(path, source)
-    model, files = part_with(classifier, local_folder(source), resolve_dtype(dtype))
+    model, files = part_with(classifier, local_folder(source), resolve_dtype(dtype), source.key)
     if files is None:
         return load_reward_model(path, dtype=dtype, device="cpu"), None
-    return _checked(model, f"reward.model = {path}"), files
+    return _checked(model, f"{REWARD_KEY} = {path}"), files
 
 
 def load_critic(path: str, *, dtype: str, device: str, seed: int) -> Any:
     """A classifier as it is, or a language model whose output layer is replaced by a value head that starts at zero."""
-    source = resolve_model(path)
-    classifier = None if source.kind == "tiny" else _classifier(locate(source))
+    source = resolve_model(path, CRITIC_KEY)
+    classifier = None if source.kind == "tiny" else _classifier(source)
     if classifier is not None:
-        model = load_with(classifier, locate(source), resolve_dtype(dtype))
-        return _checked(model, f"critic.path = {path}").to(resolve_device(device))
-    return _with_value_head(load_model(path, dtype=dtype, device=device, seed=seed))
+        model = load_with(classifier, locate(source), resolve_dtype(dtype), source.key)
+        return _checked(model, f"{CRITIC_KEY} = {path}").to(resolve_device(device))
+    return _with_value_head(load_model(path, dtype=dtype, device=device, seed=seed, key=CRITIC_KEY))
 
 
-def load_critic_part(path: str, *, dtype: str, seed: int) -> tuple[Any, WeightFiles | None]:
+def load_critic_part(path: str, *, dtype: str, seed: int) -> tuple[Any, ShardReader | None]:
     """A critic for one of several ranks; see ``load_part``."""
-    source = resolve_model(path)
-    classifier = None if source.kind == "tiny" else _classifier(locate(source))
+    source = resolve_model(path, CRITIC_KEY)
+    classifier = None if source.kind == "tiny" else _classifier(source)
     if classifier is None:
-        model, files = load_part(path, dtype=dtype, seed=seed)
+        model, files = load_part(path, dtype=dtype, seed=seed, key=CRITIC_KEY)
         return _with_value_head(model), files
-    model, files = part_with(classifier, local_folder(source), resolve_dtype(dtype))
+    model, files = part_with(classifier, local_folder(source), resolve_dtype(dtype), source.key)
     if files is None:
         return load_critic(path, dtype=dtype, device="cpu", seed=seed), None
-    return _checked(model, f"critic.path = {path}"), files
+    return _checked(model, f"{CRITIC_KEY} = {path}"), files
 
 
 def _with_value_head(model: Any) -> Any:
@@ -77,16 +79,16 @@ def _with_value_head(model: Any) -> Any:
 
 
 def _reward_classifier(path: str, source: ModelSource) -> Any:
-    classifier = None if source.kind == "tiny" else _classifier(locate(source))
+    classifier = None if source.kind == "tiny" else _classifier(source)
     if classifier is None:
         raise ModelError(
-            f"reward.model = {path}: not a classifier; use a model whose architecture ends in ForSequenceClassification"
+            f"{REWARD_KEY} = {path}: not a classifier; use a model whose architecture ends in ForSequenceClassification"
         )
     return classifier
 
 
-def _classifier(location: Any) -> Any | None:
-    names = read_config(location).architectures or []
+def _classifier(source: ModelSource) -> Any | None:
+    names = read_config(locate(source), source.key).architectures or []
     return next((loader for ending, loader in _CLASSIFIERS.items() for name in names if name.endswith(ending)), None)
 
 

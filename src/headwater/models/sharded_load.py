@@ -24,14 +24,14 @@ from headwater.models import folder as folder_checks
 
 
 @dataclass(frozen=True)
-class WeightFiles:
+class ShardReader:
     """The safetensors files of a model folder."""
 
     file_of: Mapping[str, Path]
     """The file that holds each tensor."""
 
     @classmethod
-    def of(cls, folder: Path) -> WeightFiles | None:
+    def of(cls, folder: Path) -> ShardReader | None:
         """The files of ``folder``, or None if its weights are pickled."""
         files = folder_checks.weight_files(folder)
         found: dict[str, Path] = {}
@@ -80,7 +80,7 @@ def load_skeleton(auto_class: Any, config: Any, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def matches(model: Any, files: WeightFiles) -> bool:
+def matches(model: Any, files: ShardReader) -> bool:
     """Whether the files hold the model's parameters under the names they have in the model."""
     names = {name for name, _ in model.named_parameters()}
     everything = set(model.state_dict(keep_vars=True))

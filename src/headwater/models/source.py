@@ -1,4 +1,4 @@
-"""What kind of model ``model.path`` names. This needs neither torch nor the network."""
+"""What kind of model a setting such as ``model.path`` names. This needs neither torch nor the network."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class ModelSource:
     path: str
     """As written in the config."""
     kind: ModelKind
+    key: str = "model.path"
+    """The setting that names the model, for messages."""
 
     @property
     def folder(self) -> Path:
@@ -34,19 +36,22 @@ class ModelSource:
         return Path(self.path).expanduser()
 
 
-def resolve_model(path: str) -> ModelSource:
-    """Distinguish folders, hub ids, presets and ``smollm2``. The model itself is checked when it is loaded."""
+def resolve_model(path: str, key: str = "model.path") -> ModelSource:
+    """Distinguish folders, hub ids, presets and ``smollm2``. The model itself is checked when it is loaded.
+
+    ``key`` is the setting that messages name.
+    """
     if path.startswith(TINY_PREFIX):
-        find_preset(path)
-        return ModelSource(path, "tiny")
+        find_preset(path, key)
+        return ModelSource(path, "tiny", key)
     if path == SMOLLM2:
-        return ModelSource(path, "smollm2")
+        return ModelSource(path, "smollm2", key)
     if _looks_like_folder(path):
-        return ModelSource(path, "folder")
+        return ModelSource(path, "folder", key)
     if _HUB_ID.fullmatch(path):
-        return ModelSource(path, "hub")
+        return ModelSource(path, "hub", key)
     raise ModelError(
-        f"model.path = {path!r}: is neither a folder nor a hub id; "
+        f"{key} = {path!r}: is neither a folder nor a hub id; "
         f"give ./folder, org/name, {TINY_PREFIX}<preset> or {SMOLLM2}"
     )
 

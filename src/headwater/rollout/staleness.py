@@ -70,11 +70,6 @@ class StalenessManager:
         with self._lock:
             return self._counts
 
-    @property
-    def pending_limit(self) -> int:
-        """The most groups that may wait for the learner at any time."""
-        return (self._max_staleness + 1) * self._batch_size
-
     def capacity(self, version: int) -> int:
         """How many more groups may start at ``version``. Negative if too many have started."""
         counts = self.counts

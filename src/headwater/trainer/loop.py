@@ -10,7 +10,6 @@ from typing import Any
 
 from headwater.config.schema import Config
 from headwater.core.errors import RankFailed
-from headwater.models.checksum import checksum
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
@@ -218,12 +217,16 @@ class Trainer:
         """The checksum of everything that is trained; ``policy`` is the one of the policy's weights."""
         if not self._config.critic.enabled:
             return policy
-        return f"{policy} critic {checksum(each for bucket in self._learner.export('critic') for each in bucket)}"
+        return f"{policy} critic {self._learner.checksum('critic')}"
 
     def _restore_engine(self) -> None:
         """While rollouts are awaited: publish the present version again to an engine whose process was replaced."""
         if self._parts.engine.status().needs_weights:
-            with self._parts.spans.span("publish", version=self._state.step):
+            # An interrupt must not leave the transfer: the engine's thread would continue to read the export.
+            with (
+                self._interrupts.deferred("sending the weights"),
+                self._parts.spans.span("publish", version=self._state.step),
+            ):
                 publish(self._learner, self._parts.engine, self._state.step)
 
     def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:

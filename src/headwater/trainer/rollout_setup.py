@@ -9,6 +9,7 @@ from typing import Any
 
 from headwater.backends import BACKENDS, BackendContext, missing_capabilities
 from headwater.backends.native.engine import NativeEngine
+from headwater.config.arguments import with_arguments
 from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
@@ -29,7 +30,6 @@ from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
-from headwater.trainer.arguments import with_arguments
 from headwater.workflows import WORKFLOWS, EpisodeRunner, WorkflowContext, make_runner
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)

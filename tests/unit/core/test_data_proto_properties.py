@@ -246,7 +246,7 @@ def test_operations_leave_their_batch_as_it_was(data: DataProto) -> None:
         data.with_columns(meta_info={"added": 1}),
         DataProto.concat([data]),
         *data.split(2),
-        *dispatch(data, 2),
+        *dispatch(data, [range(len(data)), []]),
         *data.minibatches(2, epochs=1, seed=0),
     ]
     for result in results:
@@ -279,11 +279,11 @@ def test_a_batch_of_0_rows_passes_through_every_operation(data: DataProto) -> No
         DataProto.concat([data, data]),
         DataProto.concat(data.chunk(3)),
         DataProto.concat(data.split(3)),
-        collect(dispatch(data, 3)),
+        collect(dispatch(data, [[], [], []])),
         pickle.loads(pickle.dumps(data)),
     ):
         assert_same(same, data)
-    assert len(dispatch(data, 3)) == 3
+    assert len(dispatch(data, [[], [], []])) == 3
     assert list(data.minibatches(2, epochs=2, seed=0)) == []
     assert list(data) == []
     assert "0 rows" in repr(data)

@@ -16,6 +16,7 @@ from headwater.config.schema import AlgorithmConfig, LearnerConfig
 from headwater.core.errors import ModelError, RunError
 from headwater.learner.actor import Actor
 from headwater.learner.engine import ForwardEngine, TrainEngine, minibatches
+from headwater.learner.export import merged_weights
 from headwater.learner.optimizer import Optimizer
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import PackRow, pack_rows
@@ -45,7 +46,7 @@ def actor(train_engine: TrainEngine, **algorithm) -> Actor:
 
 
 def weights(train_engine: TrainEngine) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for _, tensor in train_engine.export_weights()])
+    return torch.cat([tensor.flatten() for _, tensor in merged_weights(train_engine.module.model)])
 
 
 def gradient(data, max_tokens: int) -> torch.Tensor:
@@ -64,7 +65,7 @@ def gradient(data, max_tokens: int) -> torch.Tensor:
 
 def test_logprobs_match_one_plain_forward_pass_per_row():
     data = experience(1)
-    padded = actor(engine()).logprobs(data)
+    padded = actor(engine()).engine.compute(data)["logprobs"]
     width = data.batch["response_mask"].shape[1]
     for row in range(len(data)):
         real = data.batch["attention_mask"][row].bool()
@@ -110,9 +111,9 @@ def test_training_raises_the_logprob_of_good_samples():
     data = experience(6)
     data = data.with_columns(tensors={"advantages": data.batch["response_mask"].clone()})
     learner = actor(engine(num_epochs=3))
-    before = learner.logprobs(data).sum()
-    learner.update(data.with_columns(tensors={"old_logprobs": learner.logprobs(data)}))
-    assert learner.logprobs(data).sum() > before
+    before = learner.engine.compute(data)["logprobs"].sum()
+    learner.update(data.with_columns(tensors={"old_logprobs": learner.engine.compute(data)["logprobs"]}))
+    assert learner.engine.compute(data)["logprobs"].sum() > before
 
 
 def test_masked_tokens_never_matter():
@@ -197,7 +198,7 @@ def test_dropout_stays_off():
     )
     train_engine = engine(LlamaForCausalLM(config))
     data = experience(14)
-    data = data.with_columns(tensors={"old_logprobs": actor(train_engine).logprobs(data)})
+    data = data.with_columns(tensors={"old_logprobs": actor(train_engine).engine.compute(data)["logprobs"]})
     assert abs(actor(train_engine).update(data)["approx_kl"]) < 1e-6
 
 

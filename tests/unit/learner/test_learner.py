@@ -11,16 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner.test_engine import actor, engine, experience
 
-from headwater.config.schema import Config, LearnerConfig, LoraConfig
+from headwater.config.schema import AlgorithmConfig, Config, CriticConfig, LearnerConfig, LoraConfig
 from headwater.core.errors import HeadwaterError, ModelError
-from headwater.learner.engine import ForwardEngine
+from headwater.learner.critic import Critic
+from headwater.learner.engine import ForwardEngine, TrainEngine
 from headwater.learner.learner import LocalLearner
 from headwater.learner.lora import add_adapters
 from headwater.learner.optimizer import held_by
 from headwater.learner.packed_module import PolicyModule, ValueModule
 from headwater.models import save as save_module
+from headwater.models.checksum import checksum
 from headwater.models.load import load_model, load_part, save_model
-from headwater.models.save import WeightStream
+from headwater.models.save import WeightsToSave
 from headwater.models.scored import load_critic, load_critic_part
 from headwater.weights.memory import in_buckets
 
@@ -56,6 +58,25 @@ def test_an_update_and_its_export():
         one.export("critic")
 
 
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_the_checksum_of_one_rank_is_that_of_its_export(compute_dtype):
+    # In another type than the passes compute in, even one rank is sharded.
+    critic = Critic(
+        TrainEngine(
+            ValueModule(load_critic("tiny:qwen3", dtype="float32", device="cpu", seed=0)),
+            LearnerConfig(),
+            compute_dtype=compute_dtype,
+        ),
+        CriticConfig(),
+        AlgorithmConfig(),
+        loss_width=8,
+    )
+    one = learner(critic=critic)
+    for role in ("policy", "critic"):
+        assert one.checksum(role) == checksum(each for bucket in one.export(role) for each in bucket)
+    assert one.checksum("policy") != one.checksum("critic")
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 40))
 def test_buckets_hold_every_tensor_once_and_are_small(sizes, max_bytes):
@@ -87,7 +108,7 @@ def folders(tmp_path_factory):
     dtypes = {name: each.dtype for name, each in model.named_parameters()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_module, "_MAX_FILE_BYTES", 2**20)
-        save_model(model, tiny.tokenizer(), folder / "several", WeightStream(shapes, dtypes, model.named_parameters()))
+        save_model(model, tiny.tokenizer(), folder / "several", WeightsToSave(shapes, dtypes, model.named_parameters()))
     return folder, model
 
 
@@ -105,10 +126,33 @@ def test_weights_that_are_streamed_are_a_model_folder(folders):
 def test_a_stream_that_is_not_what_was_announced_is_refused(tmp_path):
     model = tiny.model()
     shapes = {"model.norm.weight": (3,)}
-    stream = WeightStream(shapes, {"model.norm.weight": torch.float32}, [("model.norm.weight", torch.zeros(4))])
+    stream = WeightsToSave(shapes, {"model.norm.weight": torch.float32}, [("model.norm.weight", torch.zeros(4))])
     with pytest.raises(ModelError, match=r"cannot save model\.norm\.weight of shape \(4,\)"):
         save_model(model, tiny.tokenizer(), tmp_path / "model", stream)
     assert not (tmp_path / "model").exists()
+
+
+def test_weights_with_other_names_than_the_model_s_are_collected_in_main_memory(tmp_path, monkeypatch):
+    moved: list[str] = []
+
+    class OnDevice:
+        def detach(self):
+            return self
+
+        def to(self, device):
+            moved.append(device)
+            return torch.ones(2)
+
+    class Converted:
+        def save_pretrained(self, folder, state_dict=None):
+            saved.update(state_dict or {})
+
+    saved: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(save_module, "_is_converted", lambda model: True)
+    stream = WeightsToSave({"a": (2,)}, {"a": torch.float32}, [("a", OnDevice())])
+    save_model(Converted(), Converted(), tmp_path / "model", stream)
+    assert moved == ["cpu"]
+    assert saved["a"].tolist() == [1, 1]
 
 
 def test_a_model_that_is_read_in_parts_is_the_model(folders):

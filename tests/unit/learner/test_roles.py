@@ -17,6 +17,7 @@ from headwater.learner import sharded_checkpoint
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
 from headwater.learner.engine import ForwardEngine, TrainEngine
+from headwater.learner.export import merged_weights
 from headwater.learner.learner import LocalLearner
 from headwater.learner.lora import add_adapters, without_adapters
 from headwater.learner.packed_module import PolicyModule, ValueModule
@@ -89,10 +90,10 @@ def trained(engine: TrainEngine, seed: int = 1) -> TrainEngine:
 
 def test_adapters_start_as_no_change_and_then_learn():
     train_engine, data = adapted_engine(), experience(1)
-    start = actor(engine()).logprobs(data)
-    torch.testing.assert_close(actor(train_engine).logprobs(data), start)
+    start = actor(engine()).engine.compute(data)["logprobs"]
+    torch.testing.assert_close(actor(train_engine).engine.compute(data)["logprobs"], start)
     trained(train_engine)
-    assert not torch.allclose(actor(train_engine).logprobs(data), start)
+    assert not torch.allclose(actor(train_engine).engine.compute(data)["logprobs"], start)
 
 
 def test_only_adapters_are_trained():
@@ -112,10 +113,14 @@ def test_only_adapters_are_trained():
 def test_exported_weights_are_those_of_a_plain_model_that_does_the_same():
     train_engine, data = trained(adapted_engine()), experience(2)
     plain = tiny.model()
-    assert [name for name, _ in train_engine.export_weights()] == [name for name, _ in plain.named_parameters()]
-    plain.load_state_dict(dict(train_engine.export_weights()), strict=False)
+    merged = dict(merged_weights(train_engine.module.model))
+    assert list(merged) == [name for name, _ in plain.named_parameters()]
+    plain.load_state_dict(merged, strict=False)
     torch.testing.assert_close(
-        actor(engine(plain)).logprobs(data), actor(train_engine).logprobs(data), atol=1e-4, rtol=1e-4
+        actor(engine(plain)).engine.compute(data)["logprobs"],
+        actor(train_engine).engine.compute(data)["logprobs"],
+        atol=1e-4,
+        rtol=1e-4,
     )
 
 
@@ -123,18 +128,18 @@ def test_the_reference_is_the_model_without_its_adapters():
     train_engine, data = trained(adapted_engine()), experience(3)
     learner = LocalLearner(Config(), actor(train_engine), tiny.tokenizer(), reference=train_engine)
     reference = learner.compute(data, ["reference_logprobs"])["reference_logprobs"]
-    torch.testing.assert_close(reference, actor(engine()).logprobs(data))
-    changed = actor(train_engine).logprobs(data)
+    torch.testing.assert_close(reference, actor(engine()).engine.compute(data)["logprobs"])
+    changed = actor(train_engine).engine.compute(data)["logprobs"]
     assert not torch.allclose(reference, changed)
-    torch.testing.assert_close(actor(train_engine).logprobs(data), changed)  # and they are back
+    torch.testing.assert_close(actor(train_engine).engine.compute(data)["logprobs"], changed)  # and they are back
 
 
 def test_adapters_come_back_after_an_error():
     train_engine = trained(adapted_engine())
-    expected = actor(train_engine).logprobs(experience(3))
+    expected = actor(train_engine).engine.compute(experience(3))["logprobs"]
     with pytest.raises(RuntimeError), without_adapters(train_engine.module):
         raise RuntimeError
-    torch.testing.assert_close(actor(train_engine).logprobs(experience(3)), expected)
+    torch.testing.assert_close(actor(train_engine).engine.compute(experience(3))["logprobs"], expected)
 
 
 def assert_same_weights(ours, theirs):
@@ -147,21 +152,21 @@ def test_adapters_are_saved_and_loaded(tmp_path):
     first.save(tmp_path)
     second = adapted_engine()
     second.load(tmp_path)
-    assert_same_weights(first.export_weights(), second.export_weights())
+    assert_same_weights(merged_weights(first.module.model), merged_weights(second.module.model))
     trained(first, 2)
     trained(second, 2)
-    assert_same_weights(first.export_weights(), second.export_weights())
+    assert_same_weights(merged_weights(first.module.model), merged_weights(second.module.model))
 
 
 def test_adapters_of_another_scale_are_refused_before_anything_is_read(tmp_path):
     trained(adapted_engine(alpha=16)).save(tmp_path)
     other = adapted_engine(alpha=32)
-    before = list(other.export_weights())
+    before = list(merged_weights(other.module.model))
     with pytest.raises(
         RunError, match=r"saved with lora\.alpha = 16, but this run has 32.*; resume with lora\.alpha=16"
     ):
         other.load(tmp_path)
-    assert_same_weights(other.export_weights(), before)
+    assert_same_weights(merged_weights(other.module.model), before)
 
 
 def test_adapters_saved_without_their_scale_still_load(tmp_path, monkeypatch):
@@ -172,7 +177,7 @@ def test_adapters_saved_without_their_scale_still_load(tmp_path, monkeypatch):
         first.save(tmp_path)
     second = adapted_engine()
     second.load(tmp_path)
-    assert_same_weights(first.export_weights(), second.export_weights())
+    assert_same_weights(merged_weights(first.module.model), merged_weights(second.module.model))
 
 
 def test_an_unknown_target_is_an_error():

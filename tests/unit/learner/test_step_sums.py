@@ -69,7 +69,7 @@ def experience(seed: int = 0) -> DataProto:
     """The policy is a little off the proximal one, and that one off the one that sampled."""
     trajectories = [tiny.trajectory(row, uid=f"row{row // 4}") for row in range(12)]
     data = pad_trajectories(trajectories, pad_token_id=0).with_columns(meta_info={"version": 2})
-    mask, own = data.batch["response_mask"], actor(ppo, 10_000).logprobs(data)
+    mask, own = data.batch["response_mask"], actor(ppo, 10_000).engine.compute(data)["logprobs"]
     generator = torch.Generator().manual_seed(seed)
     update, gap = (torch.randn(mask.shape, generator=generator) * size * mask for size in (0.1, 1.0))
     old = own - update

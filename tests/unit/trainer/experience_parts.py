@@ -11,9 +11,10 @@ import torch
 
 from headwater.config.load import load_config
 from headwater.core.records import Trajectory
+from headwater.learner.build import LearnerSpec
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.padding import pad_trajectories
-from headwater.trainer.learner_setup import LearnerSpec, TrainingParts, build_training
+from headwater.trainer.learner_setup import TrainingParts, build_training
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from trainer.experience_parts import batch, policy_logprobs, training, trajectory, with_logprobs
 
 from headwater.learner.engine import TrainEngine
+from headwater.learner.export import merged_weights
 from headwater.rollout.group import Group, RolloutBatch
 
 OF_EVERY_UPDATE = {
@@ -55,7 +56,7 @@ def in_parts(reward: float) -> dict[str, list[float]]:
 
 
 def weights(engine: TrainEngine) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for _, tensor in engine.export_weights()]).clone()
+    return torch.cat([tensor.flatten() for _, tensor in merged_weights(engine.module.model)]).clone()
 
 
 def assert_learns(learner, data) -> dict[str, float]:

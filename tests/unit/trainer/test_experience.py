@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from trainer.experience_parts import batch, move_policy, policy_logprobs, scores, training, trajectory, with_logprobs
 
 from headwater.core.errors import DataError, MissingColumn, RunError
+from headwater.learner.export import merged_weights
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.padding import pad_trajectories
 
@@ -64,7 +65,9 @@ def test_after_a_supervised_start_the_reference_begins_anew(tmp_path):
     assert torch.equal(columns["reference_logprobs"], policy_logprobs(parts, rollouts))
     kept = load_file(tmp_path / "reference" / "model.safetensors")
     assert all(
-        torch.equal(kept[name], weight) for name, weight in parts.learner.actor.engine.export_weights() if name in kept
+        torch.equal(kept[name], weight)
+        for name, weight in merged_weights(parts.learner.actor.engine.module.model)
+        if name in kept
     )
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import replace
+
 import pytest
 from trainer.experience_parts import RECIPE
 
 from headwater.config.load import load_config
+from headwater.learner.build import LearnerSpec
 from headwater.learner.learner import LocalLearner
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
-from headwater.trainer.learner_setup import LearnerSpec, build_training
+from headwater.trainer import loop
+from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
 
@@ -87,3 +93,32 @@ def test_a_run_with_a_reference_and_checkpointed_layers_starts_and_goes_on(run, 
     (step,) = (each for each in RunDirectory(tmp_path / "run").read_metrics() if each["kind"] == "train")
     # The reference is the policy after its supervised start, not the one before.
     assert step["kl/reference"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_interrupt_waits_until_a_replaced_engine_has_its_weights(tmp_path, monkeypatch):
+    config = load_config(RECIPE, [*SMALL, "warm_start.num_steps=0", "eval.before=false"]).config
+    rollout = build_rollout(config, config.model.path)
+    sent: list[int] = []
+
+    def interrupted_publish(learner, engine, version):
+        os.kill(os.getpid(), signal.SIGINT)
+        published = publish(learner, engine, version)
+        sent.append(version)
+        return published
+
+    def wait_for_a_batch(_):
+        status = replace(rollout.engine.status(), needs_weights=True)
+        monkeypatch.setattr(rollout.engine, "status", lambda: status)
+        rollout.tasks.while_waiting()
+
+    publish = loop.publish
+    monkeypatch.setattr(loop, "publish", interrupted_publish)
+    monkeypatch.setattr(rollout.train_rollouts, "prepare_batch", wait_for_a_batch)
+    run = RunDirectory.create(tmp_path, "run")
+    try:
+        training = build_training(LearnerSpec(config, config.model.path, config.model.path), rollout.tokenizer)
+        assert not Trainer(config, rollout, training, run, Display()).fit()
+    finally:
+        rollout.close()
+    assert sent == [0]
+    assert run.checkpoint_steps() == [0]

@@ -59,17 +59,12 @@ def smollm2_folder() -> Path:
     return cache_dir() / "models" / FOLDER_NAME
 
 
-def is_fetched() -> bool:
-    """Whether the folder exists and every file has the right size. Contents are not read."""
-    return smollm2_folder().is_dir() and not find_damage(smollm2_folder(), read_contents=False)
-
-
-def fetched_folder() -> Path:
+def fetched_folder(key: str = "model.path") -> Path:
     """The folder. Raise ``ModelError`` with the command that fetches it if it does not exist."""
     folder = smollm2_folder()
     if not folder.is_dir():
-        raise ModelError(f"model.path = smollm2: not fetched yet ({folder} does not exist); run `{FETCH_COMMAND}`")
-    _refuse_damage(folder, read_contents=False)
+        raise ModelError(f"{key} = smollm2: not fetched yet ({folder} does not exist); run `{FETCH_COMMAND}`")
+    _refuse_damage(folder, key, read_contents=False)
     return folder
 
 
@@ -124,10 +119,10 @@ def _only_one(folder: Path, progress: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _refuse_damage(folder: Path, *, read_contents: bool) -> None:
+def _refuse_damage(folder: Path, key: str = "model.path", *, read_contents: bool) -> None:
     damage = find_damage(folder, read_contents=read_contents)
     if damage:
-        raise ModelError(f"model.path = smollm2: {folder} is damaged: {damage}; run `{FETCH_COMMAND} --force`")
+        raise ModelError(f"{key} = smollm2: {folder} is damaged: {damage}; run `{FETCH_COMMAND} --force`")
 
 
 def _require_packages() -> None:

@@ -57,11 +57,11 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 
 
-def find_preset(path: str) -> Preset:
+def find_preset(path: str, key: str = "model.path") -> Preset:
     """The preset of the model path ``tiny:<name>``."""
     name = path.removeprefix(TINY_PREFIX)
     if name not in PRESETS:
-        raise ModelError(f"model.path = {path}: unknown preset {name!r}; {nearest(name, sorted(PRESETS))}")
+        raise ModelError(f"{key} = {path}: unknown preset {name!r}; {nearest(name, sorted(PRESETS))}")
     return PRESETS[name]
 
 

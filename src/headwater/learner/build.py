@@ -1,0 +1,136 @@
+"""Builds the learner of one process from a config: all of it, or one rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from headwater.algorithms.policy_losses import POLICY_LOSSES
+from headwater.config.arguments import with_arguments
+from headwater.config.schema import Config
+from headwater.core.protocols import Learner
+from headwater.learner.actor import Actor
+from headwater.learner.critic import Critic
+from headwater.learner.engine import ForwardEngine, TrainEngine
+from headwater.learner.learner import LocalLearner
+from headwater.learner.lora import add_adapters
+from headwater.learner.packed_module import PolicyModule, ValueModule
+from headwater.learner.ranks import Ranks
+from headwater.learner.reward_model import RewardModel
+from headwater.models.load import load_model, load_part, load_tokenizer, resolve_device, resolve_dtype
+from headwater.models.scored import REWARD_KEY, load_critic, load_critic_part, load_reward_model, load_reward_part
+from headwater.models.sharded_load import ShardReader
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """What a rank needs to know to build its part of the learner."""
+
+    config: Config
+    model_path: str
+    """The policy to start from: the model of the config, or a checkpoint's."""
+    reference_path: str
+    """The reference policy: the model of the config, or the result of a warm start."""
+
+
+LearnerBuilder = Callable[[LearnerSpec], Learner]
+
+
+def build_learner(spec: LearnerSpec) -> LocalLearner:
+    """The learner of this process. With several ranks every rank calls it and reads only its shard of each model."""
+    config = spec.config
+    if config.trainer.num_threads:
+        torch.set_num_threads(config.trainer.num_threads)
+    algorithm = config.algorithm
+    policy_loss = with_arguments(
+        POLICY_LOSSES, algorithm.policy_loss, algorithm.policy_loss_args, "algorithm.policy_loss_args"
+    )
+    # Adapters are added to the model they were trained for; a checkpoint's model/ has them merged.
+    engine = _policy_engine(config, config.model.path if config.lora.rank else spec.model_path)
+    return LocalLearner(
+        config,
+        Actor(engine, policy_loss, algorithm, loss_width=config.rollout.max_new_tokens),
+        load_tokenizer(spec.model_path),
+        critic=_critic(config) if config.critic.enabled else None,
+        reference=_reference(config, engine, spec.reference_path) if uses_reference(config) else None,
+        reward_model=_reward_model(config) if config.reward.model else None,
+    )
+
+
+def uses_reference(config: Config) -> bool:
+    return config.algorithm.kl_in_loss > 0 or config.algorithm.kl_in_reward > 0
+
+
+def _policy(config: Config, path: str, dtype: str) -> tuple[Any, ShardReader | None]:
+    if Ranks.current().count > 1:
+        return load_part(path, dtype=dtype, seed=config.run.seed)
+    return load_model(path, dtype=dtype, device=config.model.device, seed=config.run.seed), None
+
+
+def _policy_engine(config: Config, path: str) -> TrainEngine:
+    # Trained weights are float32 whatever the passes compute in: small updates would vanish in a narrower type.
+    model, weights = _policy(config, path, config.model.dtype if config.lora.rank else "float32")
+    module = PolicyModule(model, config.rollout.temperature)
+    if config.lora.rank:
+        add_adapters(model, config.lora, seed=config.run.seed)
+    return TrainEngine(
+        module,
+        config.learner,
+        compute_dtype=resolve_dtype(config.model.dtype),
+        device=resolve_device(config.model.device),
+        weights=weights,
+        num_decay_steps=_num_actor_steps(config),
+    )
+
+
+def _critic(config: Config) -> Critic:
+    path = config.critic.path or config.model.path
+    weights: ShardReader | None = None
+    if Ranks.current().count > 1:
+        model, weights = load_critic_part(path, dtype="float32", seed=config.run.seed)
+    else:
+        model = load_critic(path, dtype="float32", device=config.model.device, seed=config.run.seed)
+    engine = TrainEngine(
+        ValueModule(model),
+        replace(config.learner, learning_rate=config.critic.learning_rate),
+        compute_dtype=resolve_dtype(config.model.dtype),
+        device=resolve_device(config.model.device),
+        weights=weights,
+        num_decay_steps=_num_optimizer_steps(config, config.trainer.total_steps),
+    )
+    return Critic(engine, config.critic, config.algorithm, loss_width=config.rollout.max_new_tokens)
+
+
+def _reference(config: Config, policy: TrainEngine, path: str) -> ForwardEngine:
+    if config.lora.rank:
+        return policy
+    model, weights = _policy(config, path, config.model.dtype)
+    return _frozen(config, PolicyModule(model.requires_grad_(False), config.rollout.temperature), weights)
+
+
+def _reward_model(config: Config) -> RewardModel:
+    path = config.reward.model
+    weights: ShardReader | None = None
+    if Ranks.current().count > 1:
+        model, weights = load_reward_part(path, dtype=config.model.dtype)
+    else:
+        model = load_reward_model(path, dtype=config.model.dtype, device=config.model.device)
+    tokenizer = load_tokenizer(path, key=REWARD_KEY)
+    return RewardModel(_frozen(config, ValueModule(model.requires_grad_(False)), weights), tokenizer)
+
+
+def _frozen(config: Config, module: PolicyModule | ValueModule, weights: ShardReader | None) -> ForwardEngine:
+    dtype, device = resolve_dtype(config.model.dtype), resolve_device(config.model.device)
+    return ForwardEngine(module, config.learner, compute_dtype=dtype, device=device, weights=weights)
+
+
+def _num_actor_steps(config: Config) -> int:
+    num_waiting = config.critic.num_warmup_steps if config.critic.enabled else 0
+    return _num_optimizer_steps(config, max(0, config.trainer.total_steps - num_waiting))
+
+
+def _num_optimizer_steps(config: Config, num_steps: int) -> int:
+    return num_steps * config.learner.num_minibatches * config.learner.num_epochs
