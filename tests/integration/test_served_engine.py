@@ -31,7 +31,7 @@ from headwater.models.checksum import checksum, dtype_of_checksum
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.trainer.rollout_setup import make_engine
-from headwater.weights import shared_memory
+from headwater.weights import TRANSPORTS, shared_memory
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -126,7 +126,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def some_tokens(engine: NativeEngine, least: int = 5) -> None:
     def has_some() -> bool:
-        return any(len(each.tokens) >= least for each in list(engine._keeper.requests._open.values()))
+        return any(len(each.tokens) >= least for each in list(engine._server.requests._open.values()))
 
     wait_until(has_some, "no tokens come")
 
@@ -157,7 +157,7 @@ def test_the_same_bits_as_in_this_process(served, undisturbed):
 @pytest.mark.parametrize(("transfer", "seed"), [("shared_memory", 1), ("file", 2)])
 def test_weights_arrive_bit_for_bit_and_leave_no_second_copy(served, undisturbed, transfer, seed):
     before = set(os.listdir("/dev/shm"))
-    served._transfer = transfer
+    use_transport(served, transfer)
     served.update_weights(WeightUpdate.of(seed, weights(seed))).result(LIMIT_S)
     assert served.get_version() == seed
     with inline(seed) as engine:
@@ -174,6 +174,11 @@ def test_weights_arrive_bit_for_bit_and_leave_no_second_copy(served, undisturbed
     assert set(os.listdir("/dev/shm")) - before == new
 
 
+def use_transport(engine: NativeEngine, name: str) -> None:
+    engine._transport.close()
+    engine._transport = TRANSPORTS.resolve(name)(torch.float32)
+
+
 def rest_under(undisturbed, seed: int, request: ModelRequest, response: ModelResponse, count: int) -> list[Any]:
     """What these weights make of the request after its first ``count`` tokens."""
     return bits(undisturbed([replace(request, given_tokens=response.output_tokens[:count])], seed))
@@ -182,7 +187,7 @@ def rest_under(undisturbed, seed: int, request: ModelRequest, response: ModelRes
 @pytest.mark.parametrize(("mode", "old", "new"), [("interrupt", 1, 2), ("in_flight", 2, 1), ("drain", 1, 2)])
 def test_an_update_while_it_generates(served, undisturbed, mode, old, new):
     """Up to the update the old weights speak, after it the new ones. ``old`` and ``new`` are their seeds."""
-    served._transfer = "shared_memory"
+    use_transport(served, "shared_memory")
     version = served.get_version() + 1
     served.update_weights(WeightUpdate.of(version, weights(old))).result(LIMIT_S)
     before, update = served.weights_checksum(), WeightUpdate.of(version + 1, weights(new))
@@ -274,7 +279,7 @@ def test_told_to_stop_while_paused(served, undisturbed):
         some_tokens(served)
         served.pause()
         os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: is_gone(pid) and served._keeper.is_settled, "no new child")
+        wait_until(lambda: is_gone(pid) and served._server.keeper.is_settled, "no new child")
         publish_again(served, weights(1))
         assert served._ask("/metrics.json")["is_paused"]
         time.sleep(0.3)
@@ -330,7 +335,7 @@ def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatc
         with inline(3) as other:
             assert engine.weights_checksum() == other.weights_checksum()
         arguments = Path(f"/proc/{engine.pid}/cmdline").read_text()
-        assert engine._keeper._api_key not in arguments
+        assert engine._server._api_key not in arguments
         monkeypatch.setattr(keeper, "MAX_RESTARTS", 0)
 
         def kill() -> None:
@@ -361,8 +366,7 @@ def test_a_stream_that_breaks_off_stops_generation_until_a_complete_update(serve
 
         return WeightUpdate(version, {name: tuple(tensor.shape) for name, tensor in tensors}, buckets())
 
-    served._slots.close()
-    served._slots = None
+    use_transport(served, "shared_memory")
     with pytest.raises(WeightsIncomplete, match="NaN"):
         served.update_weights(broken(good)).result(LIMIT_S)
     assert served.status().needs_weights

@@ -82,7 +82,6 @@ CLASHES = [
         "learner.lowest_learning_rate_fraction = 0.1",
         ["learner.schedule = constant never falls; use linear or cosine"],
     ),
-    ([OWN, "rollout.backend=hf"], "rollout.placement = 'disaggregated'", ["rollout.backend=embedded", "colocated"]),
     (
         ["rollout.weight_transfer=file"],
         "rollout.weight_transfer = 'file'",
