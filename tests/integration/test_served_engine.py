@@ -18,7 +18,7 @@ import pytest
 import torch
 from command import ROOT
 
-from headwater.backends import BackendContext
+from headwater.backends import BACKENDS, BackendContext
 from headwater.backends.launch import keeper
 from headwater.backends.native.engine import NativeEngine, engine_arguments
 from headwater.config.load import load_config
@@ -32,6 +32,7 @@ from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.trainer.rollout_setup import make_engine
 from headwater.weights import TRANSPORTS, shared_memory
+from headwater.weights.publish import publish
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -353,6 +354,36 @@ def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatc
         engine.close()
     with pytest.raises(RolloutFailed, match="closed"):
         generate(engine, requests(1, 2))
+
+
+def test_any_backend_that_can_be_served_runs_in_a_process():
+    overrides = ["rollout.placement=disaggregated", "rollout.backend=hf", "rollout.timeout_s=5000", "run.seed=3"]
+    config = load_config(None, overrides).config
+    engine = make_engine(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
+    try:
+        assert isinstance(engine, NativeEngine)
+        assert engine.capabilities == BACKENDS.resolve("hf").declared_capabilities
+        assert engine._update_limit_s == 5000
+        for name in ("shared_memory", "file"):
+            use_transport(engine, name)
+            published = publish(Weights(), engine, 7)
+            assert engine.weights_checksum() == published.serving
+        [response] = generate(engine, requests(1, 6))
+        assert (len(response.output_tokens), set(response.output_versions)) == (6, {7})
+        os.kill(engine.pid, signal.SIGKILL)
+        assert generate(engine, requests(1, 6))[0].output_tokens == response.output_tokens, "it has read the file"
+    finally:
+        engine.close()
+
+
+class Weights:
+    """A learner whose policy is the model with another seed."""
+
+    def export(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield weights(1)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in weights(1)}
 
 
 def test_a_stream_that_breaks_off_stops_generation_until_a_complete_update(served, undisturbed, monkeypatch):

@@ -308,15 +308,18 @@ def _pin(buffer: memoryview | mmap.mmap) -> Tensor | None:
         return None
     memory = torch.frombuffer(buffer, dtype=torch.uint8)
     with torch.cuda.device(device):
-        try:
-            status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            logger.warning("shared memory for weights is not pinned, so that copies are slower: %s", error)
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
+        if status != 0:
+            logger.warning("shared memory for weights is not pinned, so copies are slower: CUDA error %d", status)
+            _clear_cuda_error()
             return None
-    if status != 0:
-        logger.warning("shared memory for weights is not pinned, so that copies are slower: CUDA error %d", status)
-        return None
     return memory
+
+
+def _clear_cuda_error() -> None:
+    """CUDA remembers the error of a failed call, and the next kernel would report it as its own."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _unpin(memory: Tensor | None) -> None:
