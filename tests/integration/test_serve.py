@@ -114,6 +114,18 @@ def start(*arguments: str, key: str = "") -> Server:
     return server
 
 
+def open_weight_update(server: Server) -> None:
+    """Begin an update whose sender then disappears. The engine waits for weights and generates nothing."""
+    model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=0)
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    slots = SlotSender(shapes, torch.float32)
+    memory = {"shared_memory": slots.name, "slot_bytes": slots.slot_bytes, "dtype": "float32"}
+    try:
+        assert server.call("/control/start_weight_update", {"version": 1, "shapes": shapes, **memory}).status == 200
+    finally:
+        slots.close()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     started = start(f"engine.max_queue={MAX_QUEUE}", "engine.kv_cache_gib=0.05", "--max-body-mib", "0.25", key=KEY)
@@ -121,6 +133,7 @@ def server() -> Iterator[Server]:
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(started.generate, text="abc", sampling_params=LONG)
         started.wait_for(lambda m: m["num_running"] == 1, "not started")
+        open_weight_update(started)
         assert started.stop() == 0, "".join(started.lines)
         assert reply.result(timeout=300)["meta_info"]["finish_reason"]["type"] == "abort"
     assert "Traceback" not in "".join(started.lines)

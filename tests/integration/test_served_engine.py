@@ -16,7 +16,7 @@ import pytest
 import torch
 from command import is_gone
 
-from headwater.backends import BackendContext
+from headwater.backends import BACKENDS, BackendContext
 from headwater.backends.launch import keeper
 from headwater.backends.native.engine import NativeEngine, engine_arguments
 from headwater.config.load import load_config
@@ -29,7 +29,8 @@ from headwater.models.checksum import checksum, dtype_of_checksum
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.trainer.rollout_setup import make_engine
-from headwater.weights import shared_memory
+from headwater.weights import TRANSPORTS, shared_memory
+from headwater.weights.publish import publish
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -124,7 +125,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def some_tokens(engine: NativeEngine, least: int = 5) -> None:
     def has_some() -> bool:
-        return any(len(each.tokens) >= least for each in list(engine._keeper.requests._open.values()))
+        return any(len(each.tokens) >= least for each in list(engine._server.requests._open.values()))
 
     wait_until(has_some, "no tokens come")
 
@@ -147,7 +148,7 @@ def test_the_same_bits_as_in_this_process(served, undisturbed):
 @pytest.mark.parametrize(("transfer", "seed"), [("shared_memory", 1), ("file", 2)])
 def test_weights_arrive_bit_for_bit_and_leave_no_second_copy(served, undisturbed, transfer, seed):
     before = set(os.listdir("/dev/shm"))
-    served._transfer = transfer
+    use_transport(served, transfer)
     served.update_weights(WeightUpdate.of(seed, weights(seed))).result(LIMIT_S)
     assert served.get_version() == seed
     with inline(seed) as engine:
@@ -164,6 +165,11 @@ def test_weights_arrive_bit_for_bit_and_leave_no_second_copy(served, undisturbed
     assert set(os.listdir("/dev/shm")) - before == new
 
 
+def use_transport(engine: NativeEngine, name: str) -> None:
+    engine._transport.close()
+    engine._transport = TRANSPORTS.resolve(name)(torch.float32)
+
+
 def rest_under(undisturbed, seed: int, request: ModelRequest, response: ModelResponse, count: int) -> list[Any]:
     """What these weights make of the request after its first ``count`` tokens."""
     return bits(undisturbed([replace(request, given_tokens=response.output_tokens[:count])], seed))
@@ -172,7 +178,7 @@ def rest_under(undisturbed, seed: int, request: ModelRequest, response: ModelRes
 @pytest.mark.parametrize(("mode", "old", "new"), [("interrupt", 1, 2), ("in_flight", 2, 1), ("drain", 1, 2)])
 def test_an_update_while_it_generates(served, undisturbed, mode, old, new):
     """Up to the update the old weights speak, after it the new ones. ``old`` and ``new`` are their seeds."""
-    served._transfer = "shared_memory"
+    use_transport(served, "shared_memory")
     version = served.get_version() + 1
     served.update_weights(WeightUpdate.of(version, weights(old))).result(LIMIT_S)
     before, update = served.weights_checksum(), WeightUpdate.of(version + 1, weights(new))
@@ -264,7 +270,7 @@ def test_told_to_stop_while_paused(served, undisturbed):
         some_tokens(served)
         served.pause()
         os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: is_gone(pid) and served._keeper.is_settled, "no new child")
+        wait_until(lambda: is_gone(pid) and served._server.keeper.is_settled, "no new child")
         publish_again(served, weights(1))
         assert served._ask("/metrics.json")["is_paused"]
         time.sleep(0.3)
@@ -320,7 +326,7 @@ def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatc
         with inline(3) as other:
             assert engine.weights_checksum() == other.weights_checksum()
         arguments = Path(f"/proc/{engine.pid}/cmdline").read_text()
-        assert engine._keeper._api_key not in arguments
+        assert engine._server._api_key not in arguments
         monkeypatch.setattr(keeper, "MAX_RESTARTS", 0)
 
         def kill() -> None:
@@ -340,6 +346,36 @@ def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatc
         generate(engine, requests(1, 2))
 
 
+def test_any_backend_that_can_be_served_runs_in_a_process():
+    overrides = ["rollout.placement=disaggregated", "rollout.backend=hf", "rollout.timeout_s=5000", "run.seed=3"]
+    config = load_config(None, overrides).config
+    engine = make_engine(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
+    try:
+        assert isinstance(engine, NativeEngine)
+        assert engine.capabilities == BACKENDS.resolve("hf").declared_capabilities
+        assert engine._update_limit_s == 5000
+        for name in ("shared_memory", "file"):
+            use_transport(engine, name)
+            published = publish(Weights(), engine, 7)
+            assert engine.weights_checksum() == published.serving
+        [response] = generate(engine, requests(1, 6))
+        assert (len(response.output_tokens), set(response.output_versions)) == (6, {7})
+        os.kill(engine.pid, signal.SIGKILL)
+        assert generate(engine, requests(1, 6))[0].output_tokens == response.output_tokens, "it has read the file"
+    finally:
+        engine.close()
+
+
+class Weights:
+    """A learner whose policy is the model with another seed."""
+
+    def export(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield weights(1)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in weights(1)}
+
+
 def test_a_stream_that_breaks_off_stops_generation_until_a_complete_update(served, undisturbed, monkeypatch):
     monkeypatch.setattr(shared_memory, "_SLOT_BYTES", 2**14)  # so that a tiny model needs several slots
     version, good = served.get_version() + 1, weights(1)
@@ -351,8 +387,7 @@ def test_a_stream_that_breaks_off_stops_generation_until_a_complete_update(serve
 
         return WeightUpdate(version, {name: tuple(tensor.shape) for name, tensor in tensors}, buckets())
 
-    served._slots.close()
-    served._slots = None
+    use_transport(served, "shared_memory")
     with pytest.raises(WeightsIncomplete, match="NaN"):
         served.update_weights(broken(good)).result(LIMIT_S)
     assert served.status().needs_weights

@@ -59,6 +59,12 @@ def test_imports_flow_one_way():
                 assert str(path.relative_to(SOURCE)) == ONLY_IN[parts[0]], f"{path}: must not import {parts[0]}"
 
 
+def test_who_keeps_a_process_alive_does_not_know_how_to_talk_to_it():
+    for path in (SOURCE / "backends" / "launch").glob("*.py"):
+        wrong = {name for name in imported_modules(path) if name.startswith(("headwater.backends.native", "aiohttp"))}
+        assert not wrong, f"{path}: must not import {wrong}"
+
+
 def test_no_module_imports_itself_through_others():
     """Imports inside functions and for type checkers count too: a cycle is one whenever it is closed."""
     modules = {_module_name(path): path for path in files()}

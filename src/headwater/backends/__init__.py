@@ -1,8 +1,13 @@
 """Inference engines behind one interface (see ``core.protocols.InferenceEngine``).
 
-``embedded`` and ``hf`` run in this process. ``native`` talks to a ``headwater serve``, which ``launch`` starts and
-keeps alive. A backend class is created with ``from_context(BackendContext)``, which loads, starts or connects to what
-it needs.
+``embedded`` and ``hf`` run in this process. ``native`` talks to a ``headwater serve`` of any backend, which ``launch``
+starts and keeps alive. A backend class has two constructors:
+
+- ``from_context(BackendContext)``, for a training run, loads, starts or connects to what it needs.
+- ``load(model_path, config, *, tokenizer, dtype, device, seed)``, for ``headwater serve`` and therefore for
+  ``rollout.placement=disaggregated``.
+
+``declared_capabilities`` on the class is optional: what the config asks for is then checked before a model is loaded.
 """
 
 from __future__ import annotations

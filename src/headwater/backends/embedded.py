@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from headwater.backends import BACKENDS, BackendContext, check_lengths
+from headwater.core.protocols import Capabilities
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model
 
@@ -10,6 +13,8 @@ from headwater.models.load import load_model
 @BACKENDS.register
 class EmbeddedEngine(Engine):
     """The embedded engine as a backend: a separate model on the learner's device."""
+
+    declared_capabilities: ClassVar[Capabilities] = Capabilities()
 
     @classmethod
     def from_context(cls, context: BackendContext) -> EmbeddedEngine:

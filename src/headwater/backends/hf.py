@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from transformers import (
 
 from headwater.backends import BACKENDS, BackendContext, check_lengths
 from headwater.config.schema import EngineConfig
+from headwater.config.traits import BackendTraits
 from headwater.core.errors import QueueFull, RequestError, RolloutFailed, WeightsError, WeightsIncomplete
 from headwater.core.protocols import (
     ALL_TAGS,
@@ -106,9 +107,11 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor(ended, device=input_ids.device)
 
 
-@BACKENDS.register
+@BACKENDS.register(BackendTraits(engine_settings=("max_sequences", "max_queue")))
 class HfEngine:
     """Batches concurrent requests into calls of ``model.generate`` on a separate thread."""
+
+    declared_capabilities: ClassVar[Capabilities] = Capabilities(streaming=False, update_modes=("drain",))
 
     def __init__(
         self, model: Any, tokenizer: Any, *, max_batch_sequences: int, max_queue: int = 65536, spans: Spans
@@ -181,7 +184,7 @@ class HfEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(streaming=False, update_modes=("drain",), dtype=dtype_name(self._model.parameters()))
+        return replace(self.declared_capabilities, dtype=dtype_name(self._model.parameters()))
 
     def status(self) -> EngineStatus:
         with self._open_lock:

@@ -44,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(config: Config, schedule: RecordedSchedule, path: Path) -> None:
-    if config.rollout.backend != "embedded" or not config.engine.deterministic:
+    # Whether the backend can repeat a run is decided by its capabilities, when the engine is made.
+    if not config.engine.deterministic:
         raise RunError(
-            f"{path}: was made with rollout.backend = {config.rollout.backend} and engine.deterministic = "
-            f"{str(config.engine.deterministic).lower()}, so its results depend on how the engine batched requests; "
-            "record a run with rollout.backend=embedded engine.deterministic=true"
+            f"{path}: was made with engine.deterministic = false, so its results depend on how the engine batched "
+            "requests; record a run with rollout.backend=embedded engine.deterministic=true"
         )
     if schedule.has_mixed_responses and config.engine.update_mode == "in_flight":
         raise RunError(

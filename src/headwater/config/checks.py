@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from headwater.config.declared import WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.schema import Config
+from headwater.config.traits import BackendTraits
 from headwater.config.tree import DEFAULT, show
 
 FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
@@ -191,25 +193,21 @@ def eval_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
 
 def engine_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
     # Compared with the default, not with what was given: a resolved recipe gives every key, and must load again.
-    if config.rollout.backend != "hf":
+    backend = config.rollout.backend
+    try:
+        declared = read_declared(BackendTraits, backend)
+    except WrongDeclaration as error:
+        yield Clash(("rollout.backend",), str(error))
         return
+    read = {f"engine.{name}" for name in declared.traits.engine_settings} if declared is not None else set()
     for key, setting in settings(Config).items():
-        is_read = key == "engine.max_sequences" or not key.startswith("engine.")
+        is_read = not read or key in read or not key.startswith("engine.")
         if not is_read and value_at(config, key) != setting.default():
             yield Clash(
                 (key, "rollout.backend"),
-                f"the hf backend does not read this; use rollout.backend=embedded, or set it back to "
+                f"the {backend} backend does not read this; use rollout.backend=embedded, or set it back to "
                 f"{show(setting.default())}",
             )
-
-
-def disaggregated_engine_is_embedded(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.rollout.placement == "disaggregated" and config.rollout.backend != "embedded":
-        yield Clash(
-            ("rollout.placement", "rollout.backend"),
-            f"a disaggregated engine is always the embedded one, not rollout.backend = {show(config.rollout.backend)}; "
-            "use rollout.backend=embedded, or rollout.placement=colocated",
-        )
 
 
 def weight_transfer_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -295,7 +293,6 @@ CHECKS: tuple[Check, ...] = (
     eval_settings_are_read,
     engine_settings_are_read,
     schedule_settings_are_read,
-    disaggregated_engine_is_embedded,
     weight_transfer_is_read,
     colocated_engine_has_the_learners_device,
     offloading_learner_takes_turns,

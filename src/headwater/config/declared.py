@@ -24,11 +24,11 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 from headwater.config import constraints
 from headwater.config.constraints import Constraint, NotBelow
 from headwater.config.convert import WrongValue, allowed, convert_value
-from headwater.config.traits import AdvantageTraits, CorrectionTraits, LossTraits, Switch
+from headwater.config.traits import AdvantageTraits, BackendTraits, CorrectionTraits, LossTraits, Switch
 from headwater.config.tree import show
 from headwater.core.registry import PACKAGE_ROOT, is_path, nearest
 
-T = TypeVar("T", AdvantageTraits, LossTraits, CorrectionTraits)
+T = TypeVar("T", AdvantageTraits, LossTraits, CorrectionTraits, BackendTraits)
 
 _SIMPLE = {"float": float, "int": int, "bool": bool, "str": str}
 _SEQUENCES: dict[str, type] = {"Sequence": Sequence, "list": list, "tuple": tuple}
@@ -120,7 +120,10 @@ def read_declared(traits: type[T], name: str) -> Declared[T] | None:
     kind: Any = traits  # mypy does not take a type with a variable for hashable
     if not is_path(name):
         path = PACKAGE_ROOT.joinpath(*traits.package.split(".")[1:], f"{name}.py")
-        return _read(kind, _source(path), name, name) if path.is_file() else None
+        if not path.is_file():
+            return None
+        source = _source(path)
+        return _read(kind, source, name, _registered(source) or name)
     module, _, attribute = name.rpartition(":")
     found = Path(module).expanduser().resolve() if module.endswith(".py") else _module_file(module)
     if found is None or not found.is_file():
@@ -154,6 +157,15 @@ class Source:
             return None
         source = _source(path)
         return (source, original) if original in source.bindings else None
+
+
+def _registered(source: Source) -> str | None:
+    """The name of the function or class that a file of a registry folder registers."""
+    for name, statement in source.bindings.items():
+        for decorator in getattr(statement, "decorator_list", ()):
+            if _last_name(decorator.func if isinstance(decorator, ast.Call) else decorator) == "register":
+                return name
+    return None
 
 
 def _source(path: Path) -> Source:
@@ -266,9 +278,9 @@ def _from_call(traits: type[T], source: Source, decorator: ast.Call) -> T:
             reason = nearest(str(keyword.arg), list(known)) if keyword.arg else "write each trait as a keyword"
             raise WrongDeclaration(f"{where}: no such trait {keyword.arg!r}; {reason}")
         value = _literal(keyword.value, source, f"the trait {keyword.arg}")
-        text_allowed = not isinstance(known[keyword.arg], bool) or keyword.arg in _switches(traits)
+        text_allowed = isinstance(known[keyword.arg], str) or keyword.arg in _switches(traits)
         if not (isinstance(value, str) and text_allowed) and type(value) is not type(known[keyword.arg]):
-            kind = "true or false" if isinstance(known[keyword.arg], bool) else "text"
+            kind = {bool: "true or false", tuple: "a tuple of names"}.get(type(known[keyword.arg]), "text")
             raise WrongDeclaration(f"{where}: the trait {keyword.arg} = {value!r} must be {kind}")
         values[keyword.arg] = value
     if given.args:

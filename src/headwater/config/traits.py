@@ -1,10 +1,10 @@
-"""Traits: what the checks must know about an algorithm, stated where the algorithm is registered.
+"""Traits: what the checks must know about an algorithm or a backend, stated where it is registered.
 
     @ADVANTAGES.register(AdvantageTraits(needs_values=True, whitens="whitened"))
     def my_advantage(inputs: AdvantageInputs, *, gamma: Annotated[float, Within(0, 1)] = 1.0, ...): ...
 
 ``declared.py`` reads traits and argument ranges from the source text, without importing the file, so both must be
-written as literals. An algorithm that is registered without traits has the defaults below.
+written as literals. What is registered without traits has the defaults below.
 """
 
 from __future__ import annotations
@@ -72,3 +72,13 @@ class CorrectionTraits(Traits):
 
     weighs_by_ratio: Switch = False
     """Its weights contain the ratio between the two policies; two such corrections would square it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendTraits(Traits):
+    key: ClassVar[str] = "rollout.backend"
+    package: ClassVar[str] = "headwater.backends"
+    kind: ClassVar[str] = "backend"
+
+    engine_settings: tuple[str, ...] = ()
+    """The settings of the section ``engine`` that it reads; empty means all of them."""

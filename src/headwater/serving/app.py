@@ -33,7 +33,7 @@ def build_app(engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOpti
     app = web.Application(middlewares=[errors_as_json, only_with_key], client_max_size=options.max_body_bytes)
     app[STATE] = ServerState.build(engine, tokenizer, options)
     app[native_routes.SOCKETS] = WeakSet()
-    app[weight_stream.STREAM] = weight_stream.WeightStream()
+    app[weight_stream.INCOMING] = weight_stream.IncomingWeights()
     app.on_shutdown.append(native_routes.close_sockets)
     app.add_routes([*openai_routes.ROUTES, *sglang_routes.ROUTES, *native_routes.ROUTES, *control_routes.ROUTES])
     app.add_routes(weight_stream.ROUTES)

@@ -17,7 +17,8 @@ from headwater.serving.fields import Fields
 from headwater.weights.file import file_update
 
 _MODES: tuple[UpdateMode, ...] = get_args(UpdateMode)
-_UPDATE_LIMIT_S = 600.0
+UPDATE_LIMIT_S = 600.0
+"""How long an engine may take to accept new weights, unless the call gives another limit."""
 
 
 def read_nothing(body: Mapping[str, Any]) -> None:
@@ -65,21 +66,25 @@ class WeightsCall:
     mode: UpdateMode | None
     """None uses the engine's own setting."""
     file: str
+    limit_s: float = UPDATE_LIMIT_S
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> WeightsCall:
         fields = Fields(body)
         version, mode, given = _needed_version(fields), fields.choice("mode", _MODES), fields.mapping("source")
+        limit_s = fields.number("limit_s", UPDATE_LIMIT_S, minimum=1)
         fields.done()
         source = Fields(given or {}, "source")
         file = source.text("file")
         source.done()
         if not file:
             raise ApiError('source: is missing; give {"file": path}, a safetensors file or a folder', param="source")
-        return cls(version, mode, file)
+        return cls(version, mode, file, limit_s)
 
 
-async def update_weights(engine: InferenceEngine, version: int, mode: UpdateMode | None, file: str) -> None:
+async def update_weights(
+    engine: InferenceEngine, version: int, mode: UpdateMode | None, file: str, limit_s: float = UPDATE_LIMIT_S
+) -> None:
     """Have the engine take the weights of a file or folder, and return when it uses them.
 
     Generation continues while the file is checked.
@@ -87,17 +92,21 @@ async def update_weights(engine: InferenceEngine, version: int, mode: UpdateMode
 
     def update() -> None:
         with file_update(file, version, dtype_of_checksum(engine.capabilities.dtype)) as stream:
-            _wait_for(engine.update_weights(stream, mode), file)
+            _wait_for(engine.update_weights(stream, mode), file, limit_s)
 
     # Shielded, so that a client that disconnects does not cancel an update that has begun.
     await asyncio.shield(asyncio.to_thread(update))
 
 
-def _wait_for(done: Future[None], source: str) -> None:
-    try:
-        wait_for_future(
-            done, lambda: f"the engine takes the weights of {source}", kind="weights", hard_limit_s=_UPDATE_LIMIT_S
+def _wait_for(done: Future[None], source: str, limit_s: float) -> None:
+    def describe() -> str:
+        return (
+            f"the engine takes the weights of {source}; running responses may have to end first, and limit_s (in a "
+            "training run rollout.timeout_s) allows more time"
         )
+
+    try:
+        wait_for_future(done, describe, kind="weights", hard_limit_s=limit_s)
     except WaitTimeout:
         if not done.cancel() and done.done():
             return done.result()  # it finished at the last moment

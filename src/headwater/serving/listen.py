@@ -15,6 +15,7 @@ from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import InferenceEngine, Tokenizer
 from headwater.serving.app import build_app
 from headwater.serving.options import ServerOptions
+from headwater.serving.weight_stream import INCOMING
 
 BACKLOG = 4096
 """The number of connections that may wait to be accepted. A trainer opens hundreds at the same time."""
@@ -80,6 +81,7 @@ async def _serve(
             say(f"serving {options.served_name} at {url(taken)}")
             await stop.wait()
         say("stopping")
+        app[INCOMING].fail("the server is stopping")
         await site.stop()
         await asyncio.to_thread(engine.abort)
     finally:

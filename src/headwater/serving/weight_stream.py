@@ -18,14 +18,13 @@ import torch
 from aiohttp import web
 
 from headwater.core.errors import WeightsError
-from headwater.core.protocols import ALL_UPDATE_MODES, InferenceEngine, UpdateMode, WeightUpdate
+from headwater.core.protocols import ALL_UPDATE_MODES, InferenceEngine, UpdateMode
+from headwater.models.device import DTYPES
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields
 from headwater.serving.generation import reply
 from headwater.serving.state import STATE
 from headwater.weights.shared_memory import SlotEntry, SlotReceiver
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,13 @@ class StartCall:
     def read(cls, body: Mapping[str, Any]) -> StartCall:
         fields = Fields(body)
         version, mode = fields.optional_integer("version", minimum=0), fields.choice("mode", ALL_UPDATE_MODES)
-        shapes, dtype = fields.mapping("shapes"), fields.choice("dtype", tuple(_DTYPES))
+        shapes, dtype = fields.mapping("shapes"), fields.choice("dtype", tuple(DTYPES))
         name, slot_bytes = fields.text("shared_memory"), fields.optional_integer("slot_bytes", minimum=1)
         fields.done()
         if version is None or not shapes or dtype is None or not name or slot_bytes is None:
             raise ApiError("version, shapes, dtype, shared_memory and slot_bytes: give all of them")
         read = Fields(shapes, "shapes")
-        return cls(version, mode, {each: read.integers(each) for each in shapes}, _DTYPES[dtype], name, slot_bytes)
+        return cls(version, mode, {each: read.integers(each) for each in shapes}, DTYPES[dtype], name, slot_bytes)
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def read_finish(body: Mapping[str, Any]) -> str | None:
     return error
 
 
-class WeightStream:
+class IncomingWeights:
     """The update that is in progress, if there is one. A new one ends the one before it."""
 
     def __init__(self) -> None:
@@ -96,8 +95,7 @@ class WeightStream:
             self._receiver.fail("another weight update began")
         self.started = time.perf_counter()
         receiver = SlotReceiver(call.shared_memory, call.slot_bytes, call.dtype, previous=self._receiver)
-        update = WeightUpdate(call.version, call.shapes, receiver.buckets())
-        done = await asyncio.to_thread(engine.update_weights, update, call.mode)
+        done = await asyncio.to_thread(engine.update_weights, receiver.update(call.version, call.shapes), call.mode)
         if done.done():
             done.result()  # refused
         self._receiver, self._done = receiver, done
@@ -124,37 +122,42 @@ class WeightStream:
         self._done = None
         await asyncio.wait({asyncio.wrap_future(done)})
 
+    def fail(self, reason: str) -> None:
+        """End the update, if there is one. Otherwise the engine's thread would wait for a sender that may be gone."""
+        if self._receiver is not None:
+            self._receiver.fail(reason)
+
     def _in_progress(self) -> tuple[SlotReceiver, Future[None]]:
         if self._receiver is None or self._done is None:
             raise WeightsError("no weight update is in progress; call /control/start_weight_update first")
         return self._receiver, self._done
 
 
-STREAM = web.AppKey("weight_stream", WeightStream)
+INCOMING = web.AppKey("incoming_weights", IncomingWeights)
 
 
 async def start_weight_update(request: web.Request) -> web.Response:
     state = request.app[STATE]
     call = await state.read(request, StartCall.read)
-    await request.app[STREAM].start(call, state.engine)
+    await request.app[INCOMING].start(call, state.engine)
     return reply({"version": call.version})
 
 
 async def update_weight_slot(request: web.Request) -> web.Response:
     call = await request.app[STATE].read(request, SlotCall.read)
-    await request.app[STREAM].put(call)
+    await request.app[INCOMING].put(call)
     return reply({"slot": call.slot})
 
 
 async def finish_weight_update(request: web.Request) -> web.Response:
-    state, stream = request.app[STATE], request.app[STREAM]
+    state, incoming = request.app[STATE], request.app[INCOMING]
     error = await state.read(request, read_finish)
     if error is None:
-        await stream.finish()
+        await incoming.finish()
     else:
-        await stream.abandon(error)
+        await incoming.abandon(error)
     status = state.engine.status()
-    seconds = time.perf_counter() - stream.started
+    seconds = time.perf_counter() - incoming.started
     return reply({"version": status.version, "needs_weights": status.needs_weights, "seconds": seconds})
 
 

@@ -14,7 +14,7 @@ from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import InferenceEngine, MemoryTag
+from headwater.core.protocols import Capabilities, InferenceEngine, MemoryTag
 from headwater.core.records import SamplingParams
 from headwater.core.registry import blaming
 from headwater.data.load import PromptDataset, load_dataset
@@ -74,13 +74,24 @@ class RolloutParts:
 def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceEngine:
     """The engine that ``rollout.placement`` and ``rollout.backend`` name, if it can do what the config asks for."""
     rollout = context.config.rollout
+    backend = BACKENDS.resolve(rollout.backend)
+    # If the class states what it can do, wrong settings are told before a model is loaded.
+    declared: Capabilities | None = getattr(backend, "declared_capabilities", None)
+    if declared is not None and (problems := missing_capabilities(context.config, declared, replays=replays)):
+        raise ConfigError(problems)
     engine: InferenceEngine
     if rollout.placement == "disaggregated":
+        if not hasattr(backend, "load"):
+            raise ConfigError(
+                [
+                    f"rollout.placement = disaggregated: rollout.backend = {rollout.backend} cannot be served, because "
+                    "it has no method load(model_path, ...); use rollout.placement=colocated"
+                ]
+            )
         engine = NativeEngine.from_context(context)
     else:
-        engine = BACKENDS.resolve(rollout.backend).from_context(context)
-    problems = missing_capabilities(context.config, engine.capabilities, replays=replays)
-    if problems:
+        engine = backend.from_context(context)
+    if problems := missing_capabilities(context.config, engine.capabilities, replays=replays):
         engine.close()
         raise ConfigError(problems)
     return engine

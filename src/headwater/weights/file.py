@@ -1,5 +1,8 @@
 """Weights through a safetensors file that only this user may read.
 
+transport = FileTransport(torch.bfloat16)         # the sender, over the control calls of a channel
+transport.send(update, channel, mode)
+
 written = FileWeights(shapes, torch.bfloat16)     # the sender: the header is known before the first bucket
 written.write(buckets)
 with open_weights(written.path) as source:        # the receiver: tensors are mapped, not loaded
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import math
 import mmap
 import os
@@ -29,9 +33,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headwater.core.errors import WeightsError
-from headwater.core.protocols import Bucket, WeightUpdate
+from headwater.core.protocols import Bucket, UpdateMode, WeightUpdate
 from headwater.observe.process import process_start
+from headwater.weights import TRANSPORTS, Channel, ControlCall, answer
 from headwater.weights.memory import in_buckets, no_weights, not_finite
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "headwater-weights-"
 _FOLDER = re.compile(re.escape(_PREFIX) + r"(?P<pid>\d+)-\w+")
@@ -92,6 +99,43 @@ class FileWeights:
 
     def _num_bytes(self, name: str) -> int:
         return math.prod(self._shapes[name]) * self._dtype.itemsize
+
+
+@TRANSPORTS.register
+class FileTransport:
+    """The sender. The newest file is kept until the next version, because a new process of the engine reads it."""
+
+    survives_restart = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._newest: FileWeights | None = None
+        for folder in remove_leftovers():
+            logger.info("removed %s, which a killed process had left behind", folder)
+
+    def send(self, update: WeightUpdate, channel: Channel, mode: UpdateMode | None) -> None:
+        written = FileWeights(update.shapes, self._dtype)
+        body = {
+            "version": update.version,
+            "source": {"file": str(written.path)},
+            "mode": mode,
+            "limit_s": channel.limit_s,
+        }
+        path = "/control/update_weights"
+        try:
+            written.write(update.buckets)
+            answer(channel, ControlCall(path, body), update.version)
+            channel.accepted(ControlCall(path, {**body, "mode": None}))
+        except BaseException:
+            written.discard()
+            raise
+        self.close()
+        self._newest = written
+
+    def close(self) -> None:
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            newest.discard()
 
 
 def write_tensor(buffer: mmap.mmap | memoryview, offset: int, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -162,7 +206,7 @@ def _lock(descriptor: int) -> bool:
 
 
 @dataclass(frozen=True)
-class WeightFiles:
+class OpenedFiles:
     """The tensors of one or more open safetensors files, as views of the mapped files."""
 
     files: tuple[tuple[Any, tuple[str, ...]], ...]
@@ -177,7 +221,7 @@ class WeightFiles:
 
 
 @contextmanager
-def open_weights(path: str | Path) -> Iterator[WeightFiles]:
+def open_weights(path: str | Path) -> Iterator[OpenedFiles]:
     """Open a safetensors file or a folder of them.
 
     In a folder, the tensors that its index names are read; without an index ``model.safetensors``, or else all files.
@@ -194,7 +238,7 @@ def open_weights(path: str | Path) -> Iterator[WeightFiles]:
         if not files:
             raise WeightsError(f"{location}: contains no .safetensors file; save the model with save_pretrained")
         handles = [_open(file, opened) for file in files]
-        yield WeightFiles(tuple((handle, tuple(handle.keys())) for handle in handles))
+        yield OpenedFiles(tuple((handle, tuple(handle.keys())) for handle in handles))
 
 
 @contextmanager
@@ -211,7 +255,7 @@ def file_update(path: str | Path, version: int, dtype: torch.dtype) -> Iterator[
         yield WeightUpdate(version, source.shapes, source.buckets())
 
 
-def _open_indexed(index: Path, opened: ExitStack) -> WeightFiles:
+def _open_indexed(index: Path, opened: ExitStack) -> OpenedFiles:
     files = []
     for file, names in _names_by_file(index).items():
         handle = _open(index.parent / file, opened)
@@ -221,7 +265,7 @@ def _open_indexed(index: Path, opened: ExitStack) -> WeightFiles:
                 f"{index}: says that {file} contains {min(missing)}, which it does not; save the model again"
             )
         files.append((handle, tuple(names)))
-    return WeightFiles(tuple(files))
+    return OpenedFiles(tuple(files))
 
 
 def _names_by_file(index: Path) -> dict[str, list[str]]:

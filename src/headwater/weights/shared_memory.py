@@ -1,13 +1,13 @@
 """Weights for another process on this machine, through two slots of shared memory.
 
-The sender fills one slot while the receiver copies from the other, so shared memory never holds a whole model. A
-control connection carries which tensors a slot holds:
+The sender fills one slot while the receiver copies from the other, so shared memory never holds a whole model. Control
+calls carry which tensors a slot holds:
 
-    slots = SlotSender(shapes, torch.bfloat16)                      # in the learner's process
-    for slot, entries in slots.fill(buckets, until_free): ...       # tell the receiver slot and entries
+    transport = SharedMemoryTransport(torch.bfloat16)               # in the learner's process
+    transport.send(update, channel, mode)
 
     slots = SlotReceiver(name, slot_bytes, torch.bfloat16)          # in the engine's process
-    engine.update_weights(WeightUpdate(version, shapes, slots.buckets()))
+    engine.update_weights(slots.update(version, shapes))
     slots.put(0, entries)                                           # a future: the slot may be filled again
     slots.finish()
 """
@@ -15,13 +15,16 @@ control connection carries which tensors a slot holds:
 from __future__ import annotations
 
 import _posixshmem  # type: ignore[import-not-found]
+import logging
 import math
 import mmap
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
@@ -29,17 +32,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.core.errors import WeightsError
-from headwater.core.protocols import Bucket
+from headwater.core.errors import HeadwaterError, WeightsError
+from headwater.core.protocols import Bucket, UpdateMode, WeightUpdate
 from headwater.core.waits import wait_until
+from headwater.models.device import DTYPES
+from headwater.weights import TRANSPORTS, Channel, ControlCall, answer, wait_for_answer
 from headwater.weights.file import reserve, write_tensor
+
+logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 2
 _SLOT_BYTES = 64 * 2**20
 """Size of a slot unless a tensor is larger: small enough for a container's /dev/shm, large compared with a call."""
 _ALIGNMENT = 64
-_NEXT_LIMIT_S = 600.0
-"""How long the receiver waits for the next slot, while its engine generates nothing."""
+_NEXT_LIMIT_S = 60.0
+"""How long the receiver waits for the next slot. Its engine generates nothing meanwhile, so that a sender that has
+disappeared must not block it for long."""
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,67 @@ def slot_size(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
     return max(_ALIGNMENT, min(sum(sizes), _SLOT_BYTES), *sizes)
 
 
+@TRANSPORTS.register
+class SharedMemoryTransport:
+    """The sender. The slots of the first update are used again by the others, unless a tensor is larger."""
+
+    survives_restart = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._slots: SlotSender | None = None
+
+    def send(self, update: WeightUpdate, channel: Channel, mode: UpdateMode | None) -> None:
+        slots, version = self._slots_for(update.shapes), update.version
+        start = {
+            "version": version,
+            "mode": mode,
+            "shapes": {name: list(shape) for name, shape in update.shapes.items()},
+            "dtype": _DTYPE_NAMES[self._dtype],
+            "shared_memory": slots.name,
+            "slot_bytes": slots.slot_bytes,
+        }
+        # Refused here if names or shapes do not fit.
+        answer(channel, ControlCall("/control/start_weight_update", start), version)
+        sending: list[Future[dict[str, Any]] | None] = [None] * NUM_SLOTS
+
+        def until_free(slot: int) -> None:
+            if (sent := sending[slot]) is not None:
+                wait_for_answer(channel, sent, version)
+
+        try:
+            for slot, entries in slots.fill(update.buckets, until_free):
+                filled = ControlCall("/control/update_weight_slot", {"slot": slot, "tensors": entries})
+                sending[slot] = channel.call(filled)
+            for slot in range(NUM_SLOTS):
+                until_free(slot)
+            answer(channel, ControlCall("/control/finish_weight_update", {}), version)
+        except BaseException as error:
+            self._abandon(channel, version, error)
+            raise
+        channel.accepted(None)
+
+    def close(self) -> None:
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.close()
+
+    def _slots_for(self, shapes: Mapping[str, tuple[int, ...]]) -> SlotSender:
+        if self._slots is None or slot_size(shapes, self._dtype) > self._slots.slot_bytes:
+            self.close()
+            self._slots = SlotSender(shapes, self._dtype)
+        return self._slots
+
+    def _abandon(self, channel: Channel, version: int, error: BaseException) -> None:
+        """End a stream that failed. A process that cannot be told has ended, and the next one needs weights anyway."""
+        with suppress(HeadwaterError, CancelledError):
+            body = {"error": f"{type(error).__name__}: {error}"}
+            if answer(channel, ControlCall("/control/finish_weight_update", body), version)["needs_weights"]:
+                channel.incomplete()
+
+
 class SlotSender:
-    """The learner's end. Python removes the segment when this process ends, however it ends."""
+    """Two slots, and how they are filled. Python removes the segment when this process ends, however it ends."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -143,6 +211,10 @@ class SlotReceiver:
         self._is_finished = False
         self._failure: WeightsError | None = None
 
+    def update(self, version: int, shapes: Mapping[str, tuple[int, ...]]) -> WeightUpdate:
+        """What arrives, for an engine."""
+        return WeightUpdate(version, shapes, self.buckets())
+
     def put(self, slot: int, entries: Iterable[SlotEntry]) -> Future[None]:
         """Hand a filled slot to the engine. The future is done when the slot has been copied."""
         bucket = [(each.name, self._view(slot, each)) for each in entries]
@@ -185,7 +257,7 @@ class SlotReceiver:
             return bool(self._filled) or self._is_finished or self._failure is not None
 
         with self._changed:
-            what = "the engine waits for the next weights of an update"
+            what = "the engine waits for the next weights of an update, whose sender may have ended"
             wait_until(self._changed, is_ready, lambda: what, kind="weights", hard_limit_s=_NEXT_LIMIT_S)
             if self._failure is not None:
                 raise self._failure
@@ -221,10 +293,8 @@ class _Mapped:
             raise WeightsError(
                 f"shared memory {name!r} of {size} bytes: cannot be opened ({error}); keep it until the update ends"
             ) from error
-        self._pinned = _pin(self.buffer)
-
-    def __del__(self) -> None:
-        _unpin(getattr(self, "_pinned", None))
+        if (pinned := _pin(self.buffer)) is not None:
+            weakref.finalize(self, _unpin, pinned)  # also when the interpreter ends, before CUDA does
 
 
 def _padded(num_bytes: int) -> int:
@@ -233,13 +303,38 @@ def _padded(num_bytes: int) -> int:
 
 def _pin(buffer: memoryview | mmap.mmap) -> Tensor | None:
     """Lock memory for fast copies from and to a GPU, if this process uses one. Without it copies are slower."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    device = _device_in_use()
+    if device is None:
         return None
     memory = torch.frombuffer(buffer, dtype=torch.uint8)
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
-    return memory if int(status) == 0 else None
+    with torch.cuda.device(device):
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
+        if status != 0:
+            logger.warning("shared memory for weights is not pinned, so copies are slower: CUDA error %d", status)
+            _clear_cuda_error()
+            return None
+    return memory
+
+
+def _clear_cuda_error() -> None:
+    """CUDA remembers the error of a failed call, and the next kernel would report it as its own."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _unpin(memory: Tensor | None) -> None:
-    if memory is not None:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+    if memory is not None and (device := _device_in_use()) is not None:
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
+
+def _device_in_use() -> int | None:
+    """A GPU that this process uses already: any other would give it memory for a context that nothing else needs."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    devices = range(torch.cuda.device_count())
+    return next((device for device in devices if _has_context(device)), None)
+
+
+def _has_context(device: int) -> bool:
+    return bool(torch._C._cuda_hasPrimaryContext(device))  # type: ignore[attr-defined]

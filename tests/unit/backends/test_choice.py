@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwater.backends import engine_device, missing_capabilities
+from headwater.backends import BACKENDS, BackendContext, engine_device, missing_capabilities
 from headwater.config.load import load_config
+from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import Capabilities
+from headwater.observe.spans import Spans
+from headwater.trainer.rollout_setup import make_engine
 
 EVERYTHING = Capabilities()
 
@@ -72,3 +75,37 @@ def test_what_an_engine_cannot_do_is_named_with_key_and_remedy():
     for [problem], key in zip(found, keys, strict=True):
         assert problem.startswith(f"{key}: ")
     assert problems(update_modes=("drain",)) == [], "an engine with a single mode does not read the setting"
+
+
+class Unstarted:
+    """A backend that must be refused before it is created."""
+
+    declared_capabilities = replace(EVERYTHING, per_token_versions=False)
+
+    @classmethod
+    def from_context(cls, context):
+        raise AssertionError("a model would be loaded")
+
+
+def test_a_backend_is_refused_before_it_is_started(monkeypatch):
+    def refusal(*overrides):
+        config = load_config(None, [f"rollout.backend={__file__}:Unstarted", *overrides]).config
+        monkeypatch.setattr(BACKENDS, "resolve", lambda name: Unstarted)
+        with pytest.raises(ConfigError) as caught:
+            make_engine(BackendContext(config, "tiny:qwen3", None, Spans()))
+        return str(caught.value)
+
+    assert "does not tell which version produced a token" in refusal("rollout.max_staleness=1")
+    assert "has no method load(model_path, ...); use rollout.placement=colocated" in refusal(
+        "rollout.placement=disaggregated"
+    )
+
+
+def test_classes_state_what_their_engines_can_do():
+    for name in ("embedded", "hf"):
+        backend = BACKENDS.resolve(name)
+        engine = backend.load("tiny:qwen3", EngineConfig(kv_cache_gib=0.02), device="cpu")
+        try:
+            assert engine.capabilities == backend.declared_capabilities
+        finally:
+            engine.close()

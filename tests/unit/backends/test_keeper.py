@@ -22,8 +22,9 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.backends.launch import child, keeper
+from headwater.backends.launch import keeper
 from headwater.backends.launch.keeper import MAX_RESTARTS, ChildKeeper
+from headwater.backends.native import server
 from headwater.backends.native.engine import NativeEngine
 from headwater.config.schema import WeightTransfer
 from headwater.core.errors import MemoryRefused, RolloutFailed, TransferLost, WeightsError, WeightsIncomplete
@@ -79,14 +80,14 @@ class Scene:
         pid = self.engine.pid
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + LIMIT_S
-        while len(self.children()) == self.children().index(pid) + 1 or not self.engine._keeper.is_settled:
+        while len(self.children()) == self.children().index(pid) + 1 or not self.engine._server.keeper.is_settled:
             assert time.monotonic() < deadline, "no other takes its place"
             time.sleep(0.01)
 
 
 @pytest.fixture
 def scene_of(tmp_path, monkeypatch) -> Iterator[Callable[..., Scene]]:
-    monkeypatch.setattr(child, "SERVE", (sys.executable, str(STUB)))
+    monkeypatch.setattr(server, "SERVE", (sys.executable, str(STUB)))
     scenes = []
 
     def make(*plan: object, transfer: WeightTransfer = "file") -> Scene:
@@ -123,6 +124,7 @@ def test_after_too_many_deaths_every_open_request_fails_with_the_cause(scene_of,
     assert scene.restarts == MAX_RESTARTS, "the first of them was no restart"
     assert [each.message.partition("; its last output: serving ")[1] != "" for each in caplog.records] == [True] * 3
     assert_all_failed(scene.generate(), *cause)
+    assert not scene.engine.status().is_alive
     for call in (scene.engine.pause, scene.engine.weights_checksum):
         with pytest.raises(RolloutFailed, match="killed by SIGKILL"):
             call()
@@ -166,7 +168,7 @@ def test_restarts_that_all_fail_end_in_an_error_that_says_why(scene_of, then, ca
 
 def test_a_system_that_gives_no_process_ends_in_an_error_that_says_so(scene_of, monkeypatch):
     scene = scene_of("die")
-    monkeypatch.setattr(child, "SERVE", ("/no/such/program",))
+    monkeypatch.setattr(server, "SERVE", ("/no/such/program",))
     assert_all_failed(scene.generate(2), "could not take over: FileNotFoundError", "/no/such/program")
 
 
@@ -253,9 +255,9 @@ def test_a_refused_wake_is_told_and_a_later_one_works_in_the_same_process(scene_
     scene.engine.sleep()
     with pytest.raises(MemoryRefused, match="/control/wake is out of order"):
         scene.engine.wake()
-    assert scene.engine._keeper.state.asleep, "one that takes its place must sleep too"
+    assert scene.engine._server.state.asleep, "one that takes its place must sleep too"
     scene.engine.wake()
-    assert not scene.engine._keeper.state.asleep
+    assert not scene.engine._server.state.asleep
     assert (scene.restarts, len(scene.children())) == (0, 1)
     assert isinstance(scene.generate()[0], ModelResponse)
 
@@ -277,7 +279,7 @@ def no_file_can_be_opened() -> Iterator[None]:
 
 
 def test_a_call_that_cannot_be_made_is_given_up_while_the_process_lives(scene_of, monkeypatch):
-    monkeypatch.setattr(keeper, "_DEATH_S", 0.5)
+    monkeypatch.setattr(server, "_REACH_S", 0.5)
     scene = scene_of("serve")
     with no_file_can_be_opened(), pytest.raises(RolloutFailed) as caught:
         scene.engine.pause()
@@ -338,7 +340,7 @@ def test_a_new_process_is_sent_streamed_weights_again_before_it_is_asked_for_any
     scene.kill()
     status = scene.engine.status()
     assert (status.needs_weights, status.version, status.num_restarts) == (True, 5, 1)
-    with pytest.raises(WeightsIncomplete, match="no complete version"):
+    with pytest.raises(TransferLost, match="needs the weights again"):
         scene.engine.weights_checksum()
 
     def publish_again() -> None:
@@ -376,3 +378,50 @@ def test_a_refused_transfer_costs_no_process(scene_of):
             scene.engine.update_weights(weights(1)).result(LIMIT_S)
         scene.engine.update_weights(weights(2)).result(LIMIT_S)
         assert (scene.engine.get_version(), scene.restarts) == (2, 0)
+
+
+def test_a_learner_that_is_slower_than_a_restart_is_told_to_send_again(scene_of):
+    scene = scene_of("serve", transfer="shared_memory")
+
+    def buckets() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        scene.kill()  # and the next process serves before the first bucket is there
+        yield [("w", torch.zeros(3))]
+
+    with pytest.raises(TransferLost, match="was replaced"):
+        scene.engine.update_weights(WeightUpdate(1, {"w": (3,)}, buckets())).result(LIMIT_S)
+    assert scene.engine.status().needs_weights, "it may have died after it had told that it uses the weights"
+    scene.engine.update_weights(weights(1)).result(LIMIT_S)
+    assert (scene.engine.get_version(), scene.engine.status().needs_weights) == (1, False)
+
+
+def test_a_process_that_dies_at_its_checksum_is_sent_the_weights_again(scene_of):
+    dies = {"path": "/control/checksum", "last_words": "out of memory"}
+    scene = scene_of(dies, "serve", transfer="shared_memory")
+    scene.engine.update_weights(weights(1)).result(LIMIT_S)
+    with pytest.raises(TransferLost, match="ended during a weight update"):
+        scene.engine.weights_checksum()
+    with pytest.raises(TransferLost, match="needs the weights again"):
+        scene.engine.weights_checksum()
+    scene.engine.update_weights(weights(1)).result(LIMIT_S)
+    assert scene.engine.weights_checksum() == "float32-7"
+    from_file = scene_of(dies, "serve")
+    from_file.engine.update_weights(weights(1)).result(LIMIT_S)
+    assert from_file.engine.weights_checksum() == "float32-7", "a new process has read the file"
+    assert from_file.children_asked("/control/update_weights") == from_file.children()
+
+
+def test_an_old_process_says_nothing_about_a_new_one(scene_of):
+    scene = scene_of("serve", transfer="shared_memory")
+    server, engine = scene.engine._server, scene.engine
+    old = engine._do(server.client(), "the client")
+    engine.update_weights(weights(1)).result(LIMIT_S)
+    scene.kill()
+    engine.update_weights(weights(1)).result(LIMIT_S)
+    server.weights_incomplete(old)
+    assert not engine.status().needs_weights
+    with pytest.raises(TransferLost, match="ended after a weight update"):
+        server.weights_arrived(old, 2, None)
+    assert engine.get_version() == 1
+    server.weights_incomplete(engine._do(server.client(), "the client"))
+    with pytest.raises(WeightsIncomplete, match="parts of two versions"):
+        engine.weights_checksum()

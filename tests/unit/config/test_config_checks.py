@@ -82,7 +82,6 @@ CLASHES = [
         "learner.lowest_learning_rate_fraction = 0.1",
         ["learner.schedule = constant never falls; use linear or cosine"],
     ),
-    ([OWN, "rollout.backend=hf"], "rollout.placement = 'disaggregated'", ["rollout.backend=embedded", "colocated"]),
     (
         ["rollout.weight_transfer=file"],
         "rollout.weight_transfer = 'file'",
@@ -175,3 +174,19 @@ def test_a_run_cut_short_on_the_command_line_keeps_the_warm_up_of_its_recipe(wri
     recipe = write("r.yaml", "learner: {num_warmup_steps: 5}\n")
     config = load_config(recipe, ["trainer.total_steps=2"]).config
     assert load_config(write("resolved.yaml", to_yaml(config))).config.learner.num_warmup_steps == 5
+
+
+def test_a_backend_declares_which_engine_settings_it_reads(tmp_path, problems):
+    load_config(None, ["rollout.backend=hf", "engine.max_queue=7", "engine.max_sequences=4"])
+    (line,) = problems(None, "rollout.backend=hf", "engine.decode_steps=3")
+    assert "the hf backend does not read this" in line
+    load_config(None, ["rollout.backend=hf", "rollout.placement=disaggregated"])
+    file = tmp_path / "mine.py"
+    file.write_text("@BACKENDS.register(BackendTraits(engine_settings=('decode_steps',)))\nclass Mine: ...\n")
+    mine = f"rollout.backend={file}:Mine"
+    load_config(None, [mine, "engine.decode_steps=3"])
+    (line,) = problems(None, mine, "engine.max_queue=7")
+    assert "does not read this" in line
+    file.write_text("@BACKENDS.register(BackendTraits(engine_settings='decode_steps'))\nclass Mine: ...\n")
+    (line,) = problems(None, mine)
+    assert "engine_settings = 'decode_steps' must be a tuple of names" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import asdict
 
 import pytest
@@ -10,7 +11,8 @@ from serving.parts import assert_refused, refusal
 
 from headwater.cli.serve import is_loopback, read_engine_config
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, WaitTimeout
+from headwater.serving import control
 from headwater.serving.control import Abort, WeightsCall, read_memory_tags, read_nothing, read_version
 from headwater.serving.control_routes import metrics_text
 from headwater.serving.state import ActiveRequests
@@ -27,6 +29,7 @@ def test_bodies():
     call = WeightsCall.read({"version": 3, "mode": "drain", "source": {"file": "x"}})
     assert call == WeightsCall(3, "drain", "x")
     assert WeightsCall.read({"version": 3, "source": {"file": "x"}}).mode is None
+    assert WeightsCall.read({"version": 3, "source": {"file": "x"}, "limit_s": 4000.5}).limit_s == 4000.5
     start = {"version": 3, "shapes": {"w": [2, 3]}, "dtype": "float32", "shared_memory": "x", "slot_bytes": 64}
     assert StartCall.read(start) == StartCall(3, None, {"w": (2, 3)}, torch.float32, "x", 64)
     entry = {"name": "w", "shape": [2, 3], "offset": 8}
@@ -56,6 +59,11 @@ REFUSED = [
 def test_refusals():
     for read, body, part in REFUSED:
         assert_refused(read, [(body, part)])
+
+
+def test_weights_that_take_too_long_name_the_setting_that_gives_more_time():
+    with pytest.raises(WaitTimeout, match=r"the weights of w.safetensors.*limit_s .*rollout.timeout_s"):
+        control._wait_for(Future(), "w.safetensors", 0.01)
 
 
 def test_metrics_in_prometheus_format():

@@ -6,16 +6,19 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from headwater.core.errors import WeightsError
-from headwater.weights import file
-from headwater.weights.file import FileWeights, open_weights, remove_leftovers
+from headwater.core.errors import TransferLost, WeightsError
+from headwater.core.protocols import WeightUpdate
+from headwater.weights import ControlCall, file
+from headwater.weights.file import FileTransport, FileWeights, open_weights, remove_leftovers
 from headwater.weights.memory import in_buckets
 
 INDEX = "model.safetensors.index.json"
@@ -165,3 +168,47 @@ def test_no_space_is_told_with_a_remedy_and_leaves_nothing_behind(tmp_path, monk
     with pytest.raises(WeightsError, match=r"No space left on device.*TMPDIR"):
         FileWeights({"w": (3,)}, torch.float32)
     assert list(tmp_path.iterdir()) == []
+
+
+class FakeChannel:
+    """A process that takes every file, and may be replaced before that is noted."""
+
+    limit_s = 4000.0
+
+    def __init__(self) -> None:
+        self.again: list[ControlCall | None] = []
+        self.is_lost = False
+
+    def call(self, call: ControlCall) -> Future[dict[str, Any]]:
+        assert Path(call.body["source"]["file"]).is_file()
+        assert call.body["limit_s"] == self.limit_s
+        done: Future[dict[str, Any]] = Future()
+        done.set_result({})
+        return done
+
+    def accepted(self, again: ControlCall | None) -> None:
+        if self.is_lost:
+            raise TransferLost("replaced")
+        assert again is not None
+        assert all(Path(each.body["source"]["file"]).is_file() for each in self.again), "it may be needed until now"
+        self.again.append(again)
+
+    def incomplete(self) -> None: ...
+
+
+def test_a_file_is_kept_until_a_newer_one_was_accepted():
+    channel, transport = FakeChannel(), FileTransport(torch.float32)
+    for version in (1, 2):
+        transport.send(WeightUpdate.of(version, [("w", torch.zeros(2))]), channel, "drain")
+        channel.again = channel.again[-1:]
+    [newest] = channel.again
+    assert (newest.body["version"], newest.body["mode"]) == (2, None)
+    channel.is_lost = True
+    with pytest.raises(TransferLost):
+        transport.send(WeightUpdate.of(3, [("w", torch.zeros(2))]), channel, None)
+    kept = Path(newest.body["source"]["file"])
+    assert kept.is_file()
+    assert len(list(kept.parent.parent.glob(f"headwater-weights-{os.getpid()}-*"))) == 1
+    transport.close()
+    transport.close()
+    assert not kept.exists()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -164,3 +165,41 @@ def test_a_segment_may_be_read_in_the_process_that_made_it():
     command = [sys.executable, "-c", SENDER_AND_RECEIVER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[1.0, 1.0, 1.0]", "")
+
+
+class FakeCudart:
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.status == 0:
+            self.registered[address] = size
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_both_ends_pin_their_memory_while_they_use_it_and_do_without(monkeypatch, caplog, status):
+    fake = FakeCudart(status)
+    monkeypatch.setattr(shared_memory, "_device_in_use", lambda: 0)
+    monkeypatch.setattr(shared_memory, "_clear_cuda_error", lambda: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    slots = SlotSender({"w": (4,)}, torch.float32)
+    receiver = SlotReceiver(slots.name, slots.slot_bytes, torch.float32)
+    size = NUM_SLOTS * slots.slot_bytes
+    assert list(fake.registered.values()) == ([size, size] if status == 0 else [])
+    assert all(address % os.sysconf("SC_PAGE_SIZE") == 0 for address in fake.registered)
+    assert [each.getMessage().partition("so copies are slower: ")[2] for each in caplog.records] == (
+        [] if status == 0 else ["CUDA error 2"] * 2
+    )
+    [(slot, entries)] = slots.fill([[("w", torch.ones(4))]], lambda slot: None)
+    receiver.put(slot, [SlotEntry(**each) for each in entries])
+    assert next(receiver.buckets())[0][1].tolist() == [1.0] * 4
+    slots.close()
+    del receiver
+    assert fake.registered == {}

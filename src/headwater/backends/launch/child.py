@@ -1,4 +1,4 @@
-"""``headwater serve`` as a child process that ends with this one."""
+"""A server as a child process that ends with this one."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ import asyncio
 import os
 import re
 import signal
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from headwater.core.errors import RolloutFailed
 from headwater.core.waits import ENGINE_START_LIMIT_S, named_wait
-from headwater.serving.options import KEY_VARIABLE
 
-SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
 _STOP_LIMIT_S = 15.0
 _LAST_WORDS_S = 1.0
 """How long its output is read after it has ended. A process that it left behind may keep the pipe open forever."""
 _TAIL_CHARACTERS = 4000
-_SERVING = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Command:
+    """How a server is started."""
+
+    arguments: Sequence[str]
+    """The program and its arguments. It must end when its standard input closes."""
+    serves: str
+    """What it serves, for messages."""
+    ready: re.Pattern[str]
+    """Found in its output once it answers. The first group is its URL."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables in addition to those of this process."""
 
 
 class ChildServer:
@@ -28,27 +39,26 @@ class ChildServer:
     pipe closes and the server stops. The server runs in a separate session, so that Ctrl-C reaches only this process.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, model: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, command: Command) -> None:
         self.url = ""
         self._process = process
-        self._model = model
+        self._command = command
         self._output = ""
         self._ready = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, model: str, arguments: Sequence[str], api_key: str) -> ChildServer:
+    async def start(cls, command: Command) -> ChildServer:
         """Return when the server answers. If it ends before, raise ``RolloutFailed`` with its last output."""
         process = await asyncio.create_subprocess_exec(
-            *(*SERVE, model),
-            *("--host", "127.0.0.1", "--port", "0", "--until-eof", *arguments),
+            *command.arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, KEY_VARIABLE: api_key},
+            env={**os.environ, **command.environment},
             start_new_session=True,
         )
-        child = cls(process, model)
+        child = cls(process, command)
         try:
             await named_wait(
                 child._until_ready(), child._describe_start, hard_limit_s=ENGINE_START_LIMIT_S, kind="engine_start"
@@ -95,7 +105,8 @@ class ChildServer:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not self._ready.is_set():
                 raise RolloutFailed(
-                    f"the engine's {ended.result()} before it served {self._model}; its output:\n{self.last_lines}"
+                    f"the engine's {ended.result()} before it served {self._command.serves}; its output:\n"
+                    f"{self.last_lines}"
                 )
         finally:
             ready.cancel()
@@ -103,14 +114,14 @@ class ChildServer:
 
     def _describe_start(self) -> str:
         last = self.last_lines.splitlines()[-1]
-        return f"the engine's process {self.pid} loads {self._model}; its last output: {last}"
+        return f"the engine's process {self.pid} loads {self._command.serves}; its last output: {last}"
 
     async def _read(self) -> None:
         """Read its output to the end; otherwise it would block when the pipe is full."""
         assert self._process.stdout is not None, "its output is a pipe"
         while chunk := await self._process.stdout.read(2**16):
             self._output = (self._output + chunk.decode(errors="replace"))[-_TAIL_CHARACTERS:]
-            found = _SERVING.search(self._output)
+            found = self._command.ready.search(self._output)
             if found and not self.url:
                 self.url = found[1]
                 self._ready.set()

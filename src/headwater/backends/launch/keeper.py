@@ -1,30 +1,62 @@
-"""Supervises an engine's child process: starts it, watches it, replaces it when it dies, and gives up in the end."""
+"""Supervises a server's child process: starts it, watches it, replaces it when it dies, and gives up in the end.
+
+How to talk to the server is not known here: a ``Service`` connects to each child and takes over from the last one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from headwater.backends.launch.child import ChildServer
-from headwater.backends.native.client import ConnectionLost, EngineFailed, RequestLink, ServerClient
-from headwater.backends.native.requests import OpenRequest, OpenRequests
-from headwater.core.errors import RolloutFailed, TransferLost
-from headwater.core.protocols import MemoryTag
-from headwater.observe.spans import Spans
-from headwater.weights.file import FileWeights
+from headwater.core.errors import RolloutFailed
 
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 """Deaths in a row, without a finished request in between, after which a restart is no longer worth trying."""
-_LOST_S = 0.1
-"""Time to wait after a lost connection, in which the end of the process is noticed."""
 _DEATH_S = 5.0
 """How long a process that has closed a connection may take to end by itself."""
+
+
+class Service(Protocol):
+    """What the children serve. The keeper makes all calls on its event loop."""
+
+    @property
+    def num_open(self) -> int:
+        """How many requests wait for an answer."""
+        ...
+
+    async def start_child(self) -> ChildServer:
+        """Start a process and return when it answers."""
+        ...
+
+    async def on_up(self, child: ChildServer) -> None:
+        """Connect to a child that has just started, and tell it what the last one knew.
+
+        The child serves when this returns. After an error it is replaced. A ``ConnectionError`` means that it no
+        longer answers, so it is given time to end by itself and to print why.
+        """
+        ...
+
+    async def until_lost(self) -> None:
+        """Return when the connection to the child has ended. An error means that the child sent something invalid."""
+        ...
+
+    def on_lost(self) -> None:
+        """Send nothing more to the child: it has ended, or is about to."""
+        ...
+
+    async def on_down(self) -> None:
+        """Close the connection. Also called for a child that did not get to serve."""
+        ...
+
+    def on_failure(self, failure: RolloutFailed) -> None:
+        """No child will serve again."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,60 +72,26 @@ class _Death:
         return f"{self.how}; its output:\n{self.last_lines}" if self.last_lines else self.how
 
 
-@dataclass
-class ChildState:
-    """What the child was told, so that the next one can be told the same."""
-
-    version: int = 0
-    weights_file: FileWeights | None = None
-    """The newest weights, if they were sent through a file. A new child reads it."""
-    were_streamed: bool = False
-    """Weights were sent through shared memory, so a new child must be sent them again."""
-    needs_weights: bool = False
-    """The child does not hold a complete version. Requests wait until it does."""
-    is_paused: bool = False
-    asleep: set[MemoryTag] = field(default_factory=set)
-
-    async def restore(self, client: ServerClient) -> None:
-        """Tell a child that has just started, before it is asked for anything."""
-        if self.is_paused:
-            await client.call("/control/pause", {})
-        if self.weights_file is not None:
-            body = {"version": self.version, "source": {"file": str(self.weights_file.path)}, "mode": "in_flight"}
-            await client.call("/control/update_weights", body)
-        elif self.version:
-            await client.call("/control/version", {"version": self.version})
-        self.needs_weights = self.were_streamed
-        if self.asleep:
-            await client.call("/control/sleep", {"tags": sorted(self.asleep)})
-
-
 class ChildKeeper:
-    """Keeps a child serving, and restores the state of the last one in the next. Belongs to one event loop.
+    """Keeps a child serving. Belongs to one event loop.
 
-        keeper = ChildKeeper("tiny:qwen3", ("--dtype", "float32"), api_key, spans)
-        await keeper.start()
-        keeper.enter(opened)                        # answered even if children die meanwhile
-        await keeper.call("/control/pause", {})     # answered by whichever child serves
-        await keeper.end()
-
-    When it gives up, every open request and every call fails with the cause, and so does everything that comes later.
+    keeper = ChildKeeper(service, "try it alone")
+    await keeper.start()
+    await keeper.until_serving()    # raises the cause once no child will serve again
+    await keeper.end()
     """
 
-    def __init__(self, model: str, arguments: Sequence[str], api_key: str, spans: Spans) -> None:
-        self.state = ChildState()
-        self.requests = OpenRequests(spans, on_finish=self._a_request_finished, on_failed_engine=self._kill_child)
+    def __init__(self, service: Service, remedy: str) -> None:
+        """``remedy`` tells the user what to do when the keeper has given up."""
         self.num_restarts = 0
         """In total."""
-        self._model = model
-        self._arguments = arguments
-        self._api_key = api_key
+        self.failure: RolloutFailed | None = None
+        """Why no child will serve again."""
+        self._service = service
+        self._remedy = remedy
         self._num_deaths = 0
         """In a row, without a finished request in between."""
-        self._failure: RolloutFailed | None = None
         self._child: ChildServer | None = None
-        self._client: ServerClient | None = None
-        self._link: RequestLink | None = None
         self._why_killed = ""
         """Why this process killed the current or last child; empty if it did not."""
         self._watch: asyncio.Task[None] | None = None
@@ -111,100 +109,43 @@ class ChildKeeper:
         """Whether a child serves, or no child will serve again."""
         return self._settled.is_set()
 
+    async def until_serving(self) -> None:
+        await self._settled.wait()
+        if self.failure is not None:
+            raise self.failure
+
     async def start(self) -> None:
         """Return when the first child serves. It raises if that fails: only later children are retried."""
         try:
             await self._begin()
-        except ConnectionLost as error:
+        except ConnectionError as error:
             death = await self._end_of_start(error)
             raise RolloutFailed(f"the engine's {death.in_full()}") from error
         self._watch = asyncio.create_task(self._keep_watch())
 
     async def end(self) -> None:
-        """Stop the child, and start no other. Open requests end with the tokens they have."""
+        """Stop the child, and start no other."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        self._failure = self._failure or RolloutFailed("the engine is closed")
+        self.failure = self.failure or RolloutFailed("the engine is closed")
         self._settled.set()
-        self.requests.abort_all()
         await self._end_child()
 
-    def enter(self, opened: OpenRequest) -> None:
-        if self._failure is not None:
-            opened.fail(self._failure)
-        else:
-            self.requests.enter(opened)
-
-    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Call whichever child serves. Every such call may be repeated: if the child dies, the next one is called."""
-        num_lost, lost_by = 0, None
-        while True:
-            client = await self.client()
-            try:
-                return await client.call(path, body)
-            except ConnectionLost as error:
-                num_lost, lost_by = (num_lost + 1 if client is lost_by else 1), client
-                await asyncio.sleep(_LOST_S)
-                # Attempts are counted instead of time, because one of them may have been a call that took long.
-                if num_lost * _LOST_S > _DEATH_S and self.is_settled and client is self._client:
-                    raise RolloutFailed(
-                        f"the engine's process {self.pid} is alive but cannot be reached: {error}; {num_lost} attempts"
-                    ) from error
-            except EngineFailed as error:  # the process is alive but useless
-                self._kill_child(f"{path}: {error}")
-                await asyncio.sleep(_LOST_S)
-
-    async def client(self) -> ServerClient:
-        """The client of the child that serves, once one does."""
-        await self._settled.wait()
-        if self._failure is not None:
-            raise self._failure
-        assert self._client is not None, "it serves"
-        return self._client
-
-    async def call_same(self, client: ServerClient, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """One step of a transfer to the child of ``client``. ``TransferLost`` if that child does not survive it."""
-        try:
-            return await client.call(path, body)
-        except ConnectionLost as error:
-            raise TransferLost(f"the engine's process ended during a weight update: {error}") from error
-        except EngineFailed as error:
-            if client is self._client:
-                self._kill_child(f"{path}: {error}")
-            raise TransferLost(f"the engine failed during a weight update: {error}") from error
-
-    def weights_arrived(self, client: ServerClient, version: int) -> None:
-        """The child of ``client`` holds a complete ``version``: requests that waited for it are sent."""
-        if client is not self._client:
-            raise TransferLost("the engine's process ended after a weight update")
-        self.state.version = version
-        self.state.needs_weights = False
-        if self._link is not None and self.requests.link is None:
-            self.requests.continue_on(self._link)
-
-    def _a_request_finished(self) -> None:
+    def note_progress(self) -> None:
+        """A request has finished: the next death is the first in a row."""
         self._num_deaths = 0
 
-    def _kill_child(self, why: str) -> None:
+    def kill(self, why: str) -> None:
+        """Kill a child that is alive but useless. Another one takes its place."""
         if self._child is not None:
             self._why_killed = why
             self._child.kill()
 
     async def _begin(self) -> None:
-        """Start a child that knows what the last one knew, and continue the open requests."""
-        self._child = await ChildServer.start(self._model, self._arguments, self._api_key)
-        self._client = ServerClient(self._child.url, self._api_key)
+        self._child = await self._service.start_child()
         self._why_killed = ""
-        await self.state.restore(self._client)
-        self._link = await self._client.connect(self.requests.take)
-        if self.state.needs_weights:
-            logger.warning(
-                "the engine's new process needs the weights of version %d; %d requests wait until they are published",
-                *(self.state.version, len(self.requests)),
-            )
-        else:
-            self.requests.continue_on(self._link)
+        await self._service.on_up(self._child)
         self._settled.set()
 
     async def _keep_watch(self) -> None:
@@ -217,21 +158,20 @@ class ChildKeeper:
 
     async def _keep_alive(self) -> None:
         """Wait for the end of the child and start another one, as long as that makes sense."""
-        while self._failure is None:
+        while self.failure is None:
             death = await self._until_lost()
-            while self._failure is None:
+            while self.failure is None:
                 self._num_deaths += 1
                 if self._num_deaths > MAX_RESTARTS:
                     self._give_up(
-                        f"the engine's process died {self._num_deaths} times in a row without finishing a request; try "
-                        f"it alone with `headwater serve`, or use rollout.placement=colocated. The last time, "
-                        f"{death.in_full()}"
+                        f"the engine's process died {self._num_deaths} times in a row without finishing a request; "
+                        f"{self._remedy}. The last time, {death.in_full()}"
                     )
                     break
                 self.num_restarts += 1
                 logger.warning(
                     "the engine's %s; it is restarted (%d of at most %d times in a row) and %d requests continue",
-                    *(death.in_short(), self._num_deaths, MAX_RESTARTS, len(self.requests)),
+                    *(death.in_short(), self._num_deaths, MAX_RESTARTS, self._service.num_open),
                 )
                 try:
                     await self._begin()
@@ -244,7 +184,7 @@ class ChildKeeper:
         how = f"new process could not take over: {type(error).__name__}: {error}"
         if (child := self._child) is None:
             return _Death(how)  # the error contains its last output, if there was a process
-        if isinstance(error, ConnectionLost):  # most likely it is about to end and to print why
+        if isinstance(error, ConnectionError):  # most likely it is about to end and to print why
             with suppress(TimeoutError):
                 how += f"; {await asyncio.wait_for(child.wait(), _DEATH_S)}"
         death = _Death(how, child.last_lines)  # read before the child is told to stop, which it would print too
@@ -254,14 +194,13 @@ class ChildKeeper:
     async def _until_lost(self) -> _Death:
         """Wait for the end of the child or of its connection, and describe what happened."""
         assert self._child is not None, "started"
-        assert self._link is not None, "connected"
-        child, link = self._child, self._link
-        reading = asyncio.create_task(link.run())
+        child = self._child
+        reading = asyncio.create_task(self._service.until_lost())
         tasks: set[asyncio.Task[Any]] = {reading, asyncio.create_task(child.wait())}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self._settled.clear()
-            self.requests.link = None
+            self._service.on_lost()
             unread = reading.exception() if reading.done() else None
             if unread is not None:
                 logger.error("a message of the engine's process could not be read", exc_info=unread)
@@ -283,15 +222,12 @@ class ChildKeeper:
         return _Death(how, child.last_lines)
 
     async def _end_child(self) -> None:
-        client, self._client = self._client, None
         child, self._child = self._child, None
-        self._link = self.requests.link = None
-        if client is not None:
-            await client.close()
+        await self._service.on_down()
         if child is not None:
             await child.stop()
 
     def _give_up(self, cause: str) -> None:
-        self._failure = RolloutFailed(cause)
+        self.failure = RolloutFailed(cause)
         self._settled.set()
-        self.requests.fail_all(self._failure)
+        self._service.on_failure(self.failure)

@@ -34,7 +34,7 @@ ENGINE_FAILED = "engine_unavailable"
 _NUM_CHARACTERS_SHOWN = 200
 
 
-class ConnectionLost(Exception):
+class ConnectionLost(ConnectionError):
     """The server has ended, or is about to."""
 
 
@@ -68,6 +68,7 @@ class ServerClient:
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """POST with a body, GET without."""
         method = "GET" if body is None else "POST"
+        self._check_open(f"{method} {path}")
         try:
             async with self._session.request(method, path, json=body) as reply:
                 status, text = reply.status, await reply.read()
@@ -81,6 +82,7 @@ class ServerClient:
         return answer
 
     async def connect(self, on_line: Callable[[dict[str, Any]], None]) -> RequestLink:
+        self._check_open("the connection for requests")
         try:
             # No compression and no size limit: both ends are trusted and on the same machine.
             socket = await self._session.ws_connect("/headwater/connect", max_msg_size=0, compress=0)
@@ -89,7 +91,12 @@ class ServerClient:
         return RequestLink(socket, on_line)
 
     async def close(self) -> None:
+        """Calls that come later raise ``ConnectionLost``."""
         await self._session.close()
+
+    def _check_open(self, what: str) -> None:
+        if self._session.closed:  # aiohttp would raise a RuntimeError
+            raise ConnectionLost(f"{what}: its process was replaced or stopped")
 
 
 class RequestLink:

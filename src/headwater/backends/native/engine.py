@@ -1,4 +1,4 @@
-"""The embedded engine in a separate process, which is replaced if it dies.
+"""An engine in a separate process, which is replaced if it dies.
 
     engine = NativeEngine("tiny:qwen3", (), dtype="float32", transfer="shared_memory", spans=Spans())
     response = await engine.agenerate(request)      # also if the process is killed midway
@@ -8,8 +8,9 @@ the tokens so far, and continues after them. Callers only notice the time it tak
 shared memory are not kept here: after a restart ``status().needs_weights`` is true, and requests wait until the weights
 are published again.
 
-A thread with an event loop owns the child, the connection and the open requests. Callers may be on any thread or event
-loop, and a child that dies while no request is open is replaced as well. A second thread sends weights.
+A thread with an event loop owns the process, the connection and the open requests (``server.py``). Callers may be on
+any thread or event loop, and a process that dies while no request is open is replaced as well. A second thread sends
+weights.
 """
 
 from __future__ import annotations
@@ -18,24 +19,21 @@ import asyncio
 import atexit
 import itertools
 import json
-import logging
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-import torch
-
 from headwater.backends import BackendContext, check_length, engine_device
-from headwater.backends.launch.keeper import ChildKeeper
 from headwater.backends.native.client import ConnectionLost, ServerClient
 from headwater.backends.native.requests import OpenRequest
+from headwater.backends.native.server import NativeServer
 from headwater.config.schema import Dtype, EngineConfig, WeightTransfer
-from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, WeightsIncomplete
+from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
 from headwater.core.protocols import (
     ALL_TAGS,
     Capabilities,
@@ -50,15 +48,16 @@ from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
 from headwater.engine.kv_cache import SHARED_FRACTION
+from headwater.models.device import resolve_dtype
 from headwater.observe.spans import Spans
-from headwater.weights.file import FileWeights, remove_leftovers
-from headwater.weights.shared_memory import NUM_SLOTS, SlotSender, slot_size
+from headwater.weights import TRANSPORTS, ControlCall, Transport
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _START_LIMIT_S = ENGINE_START_LIMIT_S + 60.0
 """The process's own limit is reached first, and its message says more."""
+_LONGEST_LIMIT_S = 1e9
+"""For limits that are sent as JSON, which has no infinity."""
 _THREAD_END_S = 5.0
 _METRICS_LIMIT_S = 5.0
 
@@ -67,29 +66,32 @@ class NativeEngine:
     """An ``InferenceEngine`` whose work is done by ``headwater serve`` as a child process."""
 
     def __init__(
-        self, model: str, arguments: Sequence[str], *, dtype: Dtype, transfer: WeightTransfer, spans: Spans
+        self,
+        model: str,
+        arguments: Sequence[str],
+        *,
+        dtype: Dtype,
+        transfer: WeightTransfer,
+        spans: Spans,
+        longest_response_s: float = 0.0,
     ) -> None:
-        self._dtype_name = dtype
-        self._dtype: torch.dtype = getattr(torch, dtype)
-        self._transfer = transfer
-        if transfer == "file":
-            for folder in remove_leftovers():
-                logger.info("removed %s, which a killed process had left behind", folder)
-        self._keeper = ChildKeeper(model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans)
+        """``longest_response_s`` extends the limit of a weight update, in which running responses may have to end."""
+        self._update_limit_s = min(max(ENGINE_CALL_LIMIT_S, longest_response_s), _LONGEST_LIMIT_S)
+        self._transport: Transport = TRANSPORTS.resolve(transfer)(resolve_dtype(dtype))
+        self._server = NativeServer(model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans)
         self._numbers = itertools.count()
         self._mailboxes = Mailboxes()
         self._is_closed = False
         self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._inbox = Mailbox(self._loop)
-        self._slots: SlotSender | None = None
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="headwater-weights")
         """Sends one update at a time, in the order in which they were requested."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="headwater-native-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
         try:
-            self._do(self._keeper.start(), f"the engine's process starts with {model}", limit_s=_START_LIMIT_S)
+            self._do(self._server.keeper.start(), f"the engine's process starts with {model}", limit_s=_START_LIMIT_S)
         except BaseException:
             self.close()
             raise
@@ -98,13 +100,14 @@ class NativeEngine:
     def from_context(cls, context: BackendContext) -> NativeEngine:
         config = context.config
         device, is_shared = engine_device(config.rollout.device, config.model.device)
-        arguments = ["--device", device, "--seed", str(config.run.seed)]
+        arguments = ["--backend", config.rollout.backend, "--device", device, "--seed", str(config.run.seed)]
         engine = cls(
             context.model_path,
             [*arguments, *engine_arguments(config.engine, shares_device=is_shared)],
             dtype=config.model.dtype,
             transfer=config.rollout.weight_transfer,
             spans=context.spans,
+            longest_response_s=config.rollout.timeout_s,
         )
         try:
             check_length(context, engine.limits.max_model_tokens)
@@ -116,15 +119,24 @@ class NativeEngine:
     @property
     def pid(self) -> int:
         """The id of the process that serves now."""
-        return self._keeper.pid
+        return self._server.keeper.pid
 
-    @property
+    @cached_property
+    def _info(self) -> dict[str, Any]:
+        return self._ask("/get_server_info")
+
+    @cached_property
     def capabilities(self) -> Capabilities:
-        return Capabilities(streaming=False, dtype=self._dtype_name)
+        """Those of the engine in the process, except that responses are not streamed."""
+        told: dict[str, Any] = self._info["capabilities"]
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
+        }
+        return replace(Capabilities(**values), streaming=False)
 
     @cached_property
     def limits(self) -> EngineLimits:
-        info = self._ask("/get_server_info")
+        info = self._info
         return EngineLimits(
             vocab_size=info["vocab_size"],
             max_model_tokens=info["context_length"],
@@ -133,9 +145,10 @@ class NativeEngine:
         )
 
     def status(self) -> EngineStatus:
-        state, requests = self._keeper.state, self._keeper.requests
+        state, requests, keeper = self._server.state, self._server.requests, self._server.keeper
         metrics: Mapping[str, float] = {}
-        if self._keeper.is_settled and not self._is_closed:
+        is_alive = not self._is_closed and keeper.failure is None
+        if is_alive and keeper.is_settled:
             with suppress(HeadwaterError, CancelledError):
                 metrics = self._do(self._metrics(), "the engine's process reports", limit_s=_METRICS_LIMIT_S)
         num_running = int(metrics.get("num_running", requests.num_started))
@@ -143,11 +156,11 @@ class NativeEngine:
             version=state.version,
             num_running=num_running,
             num_waiting=max(0, len(requests) - num_running),
-            num_restarts=self._keeper.num_restarts,
+            num_restarts=keeper.num_restarts,
             needs_weights=state.needs_weights,
             is_paused=state.is_paused,
             is_asleep=bool(state.asleep),
-            is_alive=not self._is_closed,
+            is_alive=is_alive,
             metrics=metrics,
         )
 
@@ -164,12 +177,12 @@ class NativeEngine:
         opened = OpenRequest(next(self._numbers), request, deliver)
         with self._closing:
             self._check_open()
-            self._inbox.post(lambda: self._keeper.enter(opened))
+            self._inbox.post(lambda: self._server.enter(opened))
         try:
             return await answer
         finally:
             if not opened.has_ended:
-                self._inbox.post(lambda: self._keeper.requests.leave(opened))
+                self._inbox.post(lambda: self._server.requests.leave(opened))
 
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that is too long. The engine's process checks the rest."""
@@ -198,7 +211,7 @@ class NativeEngine:
 
     def get_version(self) -> int:
         """The version of the newest weights that were taken."""
-        return self._keeper.state.version
+        return self._server.state.version
 
     def set_version(self, version: int) -> None:
         what = "the engine's process sets its version"
@@ -207,10 +220,11 @@ class NativeEngine:
         wait_for_future(done, lambda: what, kind="engine_call", hard_limit_s=ENGINE_CALL_LIMIT_S)
 
     def weights_checksum(self) -> str:
-        if self._keeper.state.needs_weights:
-            raise WeightsIncomplete("the engine's process holds no complete version; publish one first")
-        answer: str = self._ask("/control/checksum")["checksum"]
-        return answer
+        """The checksum of the newest weights. ``TransferLost`` if the process that took them has been replaced.
+
+        The weights can then be published again.
+        """
+        return self._do(self._server.checksum(), "the engine's process computes a checksum")
 
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
         """Send the weights to the process. They are read on another thread until the future is done.
@@ -249,13 +263,10 @@ class NativeEngine:
             self._thread.join(_THREAD_END_S)
             if not self._thread.is_alive():
                 self._loop.close()
-            if self._slots is not None:
-                self._slots.close()
-            if self._keeper.state.weights_file is not None:
-                self._keeper.state.weights_file.discard()
+            self._transport.close()
 
     def _ask(self, path: str) -> dict[str, Any]:
-        return self._do(self._keeper.call(path), f"the engine's process answers {path}")
+        return self._do(self._server.call(path), f"the engine's process answers {path}")
 
     def _do(self, work: Coroutine[Any, Any, T], what: str, limit_s: float = ENGINE_CALL_LIMIT_S) -> T:
         """Run a coroutine on the engine's thread, and wait for it."""
@@ -280,113 +291,84 @@ class NativeEngine:
 
     def _send(self, update: WeightUpdate, mode: UpdateMode | None) -> None:
         try:
-            if self._transfer == "file":
-                self._send_file(update, mode)
-            else:
-                self._stream(update, mode)
+            client = None
+            if not self._transport.survives_restart:
+                client = self._do(self._server.begin_transfer(), "the engine's process serves")
+            self._transport.send(update, _EngineChannel(self, update.version, client, self._update_limit_s), mode)
         except CancelledError as error:
             raise RolloutFailed("the engine is closed") from error
         finally:
             update.close()
 
-    def _send_file(self, update: WeightUpdate, mode: UpdateMode | None) -> None:
-        """Write a file and have the process read it. It is kept until the next version: a new process needs it."""
-        state, written = self._keeper.state, FileWeights(update.shapes, self._dtype)
-        try:
-            written.write(update.buckets)
-            body = {"version": update.version, "source": {"file": str(written.path)}, "mode": mode}
-            self._do(self._keeper.call("/control/update_weights", body), "the engine's process reads a weights file")
-            before, state.weights_file, state.version = state.weights_file, written, update.version
-        except BaseException:
-            written.discard()
-            raise
-        if before is not None:
-            before.discard()
-
-    def _stream(self, update: WeightUpdate, mode: UpdateMode | None) -> None:
-        """Send the update slot by slot to the process that serves now."""
-        slots = self._slots_for(update)
-        client = self._do(self._keeper.client(), "the engine's process serves")
-        start = {
-            "version": update.version,
-            "mode": mode,
-            "shapes": {name: list(shape) for name, shape in update.shapes.items()},
-            "dtype": self._dtype_name,
-            "shared_memory": slots.name,
-            "slot_bytes": slots.slot_bytes,
-        }
-        self._tell(client, "/control/start_weight_update", start)  # refused here if names or shapes do not fit
-        sending: list[Future[dict[str, Any]] | None] = [None] * NUM_SLOTS
-
-        def until_free(slot: int) -> None:
-            if (sent := sending[slot]) is not None:
-                what = f"the engine's process copies weights of version {update.version}"
-                wait_for_future(sent, lambda: what, kind="weights", hard_limit_s=ENGINE_CALL_LIMIT_S)
-
-        try:
-            for slot, entries in slots.fill(update.buckets, until_free):
-                body = {"slot": slot, "tensors": entries}
-                sending[slot] = self._start(self._keeper.call_same(client, "/control/update_weight_slot", body))
-            for slot in range(NUM_SLOTS):
-                until_free(slot)
-            self._keeper.state.were_streamed = True
-            self._tell(client, "/control/finish_weight_update", {})
-        except BaseException as error:
-            self._abandon(client, error)
-            raise
-        self._do(self._weights_arrived(client, update.version), "the engine's process has new weights")
-
-    def _abandon(self, client: ServerClient, error: BaseException) -> None:
-        """End a stream that failed. A process that cannot be told has ended, and the next one needs weights anyway."""
-        with suppress(HeadwaterError, CancelledError):
-            body = {"error": f"{type(error).__name__}: {error}"}
-            answer = self._tell(client, "/control/finish_weight_update", body)
-            self._keeper.state.needs_weights = bool(answer["needs_weights"])
-
-    def _tell(self, client: ServerClient, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._do(self._keeper.call_same(client, path, body), f"the engine's process answers {path}")
-
-    def _slots_for(self, update: WeightUpdate) -> SlotSender:
-        """The slots of the first update are used again by the others, unless a tensor is larger."""
-        if self._slots is None or slot_size(update.shapes, self._dtype) > self._slots.slot_bytes:
-            if self._slots is not None:
-                self._slots.close()
-            self._slots = SlotSender(update.shapes, self._dtype)
-        return self._slots
-
     # On the engine's thread
 
     async def _metrics(self) -> Mapping[str, float]:
         try:
-            return await (await self._keeper.client()).call("/metrics.json")
+            return await (await self._server.client()).call("/metrics.json")
         except ConnectionLost:
             return {}
 
     async def _abort(self, request_id: str | None) -> int:
-        return self._keeper.requests.abort(request_id)
+        return self._server.requests.abort(request_id)
 
     async def _set_paused(self, paused: bool) -> None:
-        self._keeper.state.is_paused = paused  # first, because a child that starts meanwhile must know
-        await self._keeper.call("/control/pause" if paused else "/control/resume", {})
+        self._server.state.is_paused = paused  # first, because a child that starts meanwhile must know
+        await self._server.call("/control/pause" if paused else "/control/resume", {})
 
     async def _set_version(self, version: int) -> None:
-        await self._keeper.call("/control/version", {"version": version})
-        self._keeper.state.version = version
+        await self._server.call("/control/version", {"version": version})
+        self._server.state.version = version
 
     async def _set_asleep(self, tags: Sequence[MemoryTag], asleep: bool) -> None:
-        await self._keeper.call("/control/sleep" if asleep else "/control/wake", {"tags": list(tags)})
-        state = self._keeper.state
+        await self._server.call("/control/sleep" if asleep else "/control/wake", {"tags": list(tags)})
+        state = self._server.state
         state.asleep = state.asleep.union(tags) if asleep else state.asleep.difference(tags)
 
-    async def _weights_arrived(self, client: ServerClient, version: int) -> None:
-        self._keeper.weights_arrived(client, version)
-
     async def _end(self) -> None:
-        await self._keeper.end()
+        await self._server.end()
         unfinished = asyncio.all_tasks() - {asyncio.current_task()}
         for task in unfinished:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+@dataclass
+class _EngineChannel:
+    """The control calls of one weight update."""
+
+    engine: NativeEngine
+    version: int
+    client: ServerClient | None
+    """The process that takes the update. None until the first answer if every process may take it."""
+    limit_s: float
+    is_pinned: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_pinned = self.client is not None
+
+    def call(self, call: ControlCall) -> Future[dict[str, Any]]:
+        return self.engine._start(self._call(call))
+
+    def accepted(self, again: ControlCall | None) -> None:
+        self._do(lambda server, client: server.weights_arrived(client, self.version, again))
+
+    def incomplete(self) -> None:
+        self._do(lambda server, client: server.weights_incomplete(client))
+
+    async def _call(self, call: ControlCall) -> dict[str, Any]:
+        server = self.engine._server
+        if self.is_pinned:
+            assert self.client is not None, "given"
+            return await server.call_same(self.client, call.path, call.body)
+        self.client, answer = await server.call_any(call.path, call.body)
+        return answer
+
+    def _do(self, change: Callable[[NativeServer, ServerClient], None]) -> None:
+        async def on_the_engines_thread() -> None:
+            assert self.client is not None, "it has answered"
+            change(self.engine._server, self.client)
+
+        self.engine._do(on_the_engines_thread(), "the engine's process has taken weights")
 
 
 def engine_arguments(config: EngineConfig, *, shares_device: bool) -> list[str]:

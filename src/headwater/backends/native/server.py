@@ -1,0 +1,221 @@
+"""The ``headwater serve`` behind a ``NativeEngine``, whichever process runs it at the moment.
+
+``launch`` keeps a process alive. This module talks to it: requests, control calls, and the state that the next process
+must be given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headwater.backends.launch.child import ChildServer, Command
+from headwater.backends.launch.keeper import ChildKeeper
+from headwater.backends.native.client import ConnectionLost, EngineFailed, RequestLink, ServerClient
+from headwater.backends.native.requests import OpenRequest, OpenRequests
+from headwater.core.errors import RolloutFailed, TransferLost, WeightsIncomplete
+from headwater.core.protocols import MemoryTag
+from headwater.observe.spans import Spans
+from headwater.serving.options import KEY_VARIABLE
+from headwater.weights import ControlCall
+
+logger = logging.getLogger(__name__)
+
+SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
+_OPTIONS = ("--host", "127.0.0.1", "--port", "0", "--until-eof")
+_READY = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
+_REMEDY = "try it alone with `headwater serve`, or use rollout.placement=colocated"
+_LOST_S = 0.1
+"""Time to wait after a lost connection, in which the end of the process is noticed."""
+_REACH_S = 5.0
+"""How long a process that is alive may be unreachable."""
+
+
+@dataclass
+class ServerState:
+    """What the process was told, so that the next one can be told the same."""
+
+    version: int = 0
+    again: ControlCall | None = None
+    """The call that gives the newest weights to a new process."""
+    must_resend: bool = False
+    """Only the learner can give the newest weights to a new process."""
+    needs_weights: bool = False
+    """The process does not hold a complete version. Requests wait until it does."""
+    is_paused: bool = False
+    asleep: set[MemoryTag] = field(default_factory=set)
+
+    async def restore(self, client: ServerClient) -> None:
+        """Tell a process that has just started, before it is asked for anything."""
+        if self.is_paused:
+            await client.call("/control/pause", {})
+        if self.again is not None:
+            await client.call(self.again.path, {**self.again.body, "version": self.version})
+        elif self.version:
+            await client.call("/control/version", {"version": self.version})
+        self.needs_weights = self.must_resend
+        if self.asleep:
+            await client.call("/control/sleep", {"tags": sorted(self.asleep)})
+
+
+class NativeServer:
+    """A server that is always there: its process is replaced if it dies. Belongs to one event loop.
+
+        server = NativeServer("tiny:qwen3", ("--dtype", "float32"), api_key, spans)
+        await server.keeper.start()
+        server.enter(opened)                        # answered even if processes die meanwhile
+        await server.call("/control/pause", {})     # answered by whichever process serves
+        await server.end()
+
+    When the keeper gives up, every open request and every call fails with the cause, and so does everything that comes
+    later. A ``ServerClient`` stands for one process.
+    """
+
+    def __init__(self, model: str, arguments: Sequence[str], api_key: str, spans: Spans) -> None:
+        self.state = ServerState()
+        self.keeper = ChildKeeper(self, _REMEDY)
+        self.requests = OpenRequests(spans, on_finish=self.keeper.note_progress, on_failed_engine=self.keeper.kill)
+        self._model = model
+        self._arguments = arguments
+        self._api_key = api_key
+        self._client: ServerClient | None = None
+        self._link: RequestLink | None = None
+        self._incomplete: ServerClient | None = None
+        """The process in which an update failed after it had changed weights."""
+
+    # Requests and calls
+
+    def enter(self, opened: OpenRequest) -> None:
+        if self.keeper.failure is not None:
+            opened.fail(self.keeper.failure)
+        else:
+            self.requests.enter(opened)
+
+    async def client(self) -> ServerClient:
+        """The client of the process that serves, once one does."""
+        await self.keeper.until_serving()
+        assert self._client is not None, "it serves"
+        return self._client
+
+    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Call whichever process serves. Every such call may be repeated: if it dies, the next one is called."""
+        _, reply = await self.call_any(path, body)
+        return reply
+
+    async def call_any(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[ServerClient, dict[str, Any]]:
+        """As ``call``, and returns the client of the process that answered too."""
+        num_lost, lost_by = 0, None
+        while True:
+            client = await self.client()
+            try:
+                return client, await client.call(path, body)
+            except ConnectionLost as error:
+                num_lost, lost_by = (num_lost + 1 if client is lost_by else 1), client
+                await asyncio.sleep(_LOST_S)
+                # Attempts are counted instead of time, because one of them may have been a call that took long.
+                if num_lost * _LOST_S > _REACH_S and self.keeper.is_settled and client is self._client:
+                    raise RolloutFailed(
+                        f"the engine's process {self.keeper.pid} is alive but cannot be reached: {error}; "
+                        f"{num_lost} attempts"
+                    ) from error
+            except EngineFailed as error:  # the process is alive but useless
+                self.keeper.kill(f"{path}: {error}")
+                await asyncio.sleep(_LOST_S)
+
+    async def call_same(self, client: ServerClient, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """One step of a weight update in the process of ``client``. ``TransferLost`` if it does not survive it."""
+        try:
+            return await client.call(path, body)
+        except ConnectionLost as error:
+            raise TransferLost(f"the engine's process ended during a weight update: {error}") from error
+        except EngineFailed as error:
+            if client is self._client:
+                self.keeper.kill(f"{path}: {error}")
+            raise TransferLost(f"the engine failed during a weight update: {error}") from error
+
+    async def end(self) -> None:
+        """Stop the process. Open requests end with the tokens they have."""
+        self.requests.abort_all()
+        await self.keeper.end()
+        self.requests.abort_all()  # those that came meanwhile
+
+    # Weights
+
+    async def begin_transfer(self) -> ServerClient:
+        """The client of the process that is to take weights that only the learner holds.
+
+        A process that replaces it needs them too, even if this one dies before it has told that it uses them.
+        """
+        client = await self.client()
+        self.state.must_resend = True
+        return client
+
+    def weights_arrived(self, client: ServerClient, version: int, again: ControlCall | None) -> None:
+        """The process of ``client`` uses a complete ``version``: requests that waited for it are sent."""
+        if client is not self._client:
+            raise TransferLost("the engine's process ended after a weight update")
+        self.state.version, self.state.again, self.state.must_resend = version, again, again is None
+        self.state.needs_weights = False
+        if self._link is not None and self.requests.link is None:
+            self.requests.continue_on(self._link)
+
+    def weights_incomplete(self, client: ServerClient) -> None:
+        """An update failed in the process of ``client`` after it had changed weights."""
+        if client is self._client:
+            self._incomplete = client
+            self.state.needs_weights = True
+
+    async def checksum(self) -> str:
+        """The checksum of the newest weights. ``TransferLost`` if the process that took them has been replaced."""
+        client = await self.client()
+        if self.state.needs_weights and client is self._incomplete:
+            raise WeightsIncomplete("the engine's process holds parts of two versions; publish a complete one first")
+        if self.state.needs_weights:
+            raise TransferLost("the engine's process was replaced, and the new one needs the weights again")
+        path = "/control/checksum"
+        reply = await (self.call_same(client, path) if self.state.must_resend else self.call(path))
+        checksum: str = reply["checksum"]
+        return checksum
+
+    # What the keeper calls
+
+    @property
+    def num_open(self) -> int:
+        return len(self.requests)
+
+    async def start_child(self) -> ChildServer:
+        arguments = (*SERVE, self._model, *_OPTIONS, *self._arguments)
+        return await ChildServer.start(Command(arguments, self._model, _READY, {KEY_VARIABLE: self._api_key}))
+
+    async def on_up(self, child: ChildServer) -> None:
+        self._client = ServerClient(child.url, self._api_key)
+        await self.state.restore(self._client)
+        self._link = await self._client.connect(self.requests.take)
+        if self.state.needs_weights:
+            logger.warning(
+                "the engine's new process needs the weights of version %d; %d requests wait until they are published",
+                *(self.state.version, len(self.requests)),
+            )
+        else:
+            self.requests.continue_on(self._link)
+
+    async def until_lost(self) -> None:
+        assert self._link is not None, "connected"
+        await self._link.run()
+
+    def on_lost(self) -> None:
+        self.requests.link = None
+
+    async def on_down(self) -> None:
+        client, self._client = self._client, None
+        self._link = self.requests.link = None
+        if client is not None:
+            await client.close()
+
+    def on_failure(self, failure: RolloutFailed) -> None:
+        self.requests.fail_all(failure)
