@@ -21,7 +21,7 @@ from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
 from headwater.core.protocols import Learner
-from headwater.core.records import Trajectory
+from headwater.core.records import Answer, Trajectory
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import add_to_scores, pad_trajectories, score_column
 
@@ -187,8 +187,9 @@ def normalized(values: Tensor, settings: NormalizationConfig, groups: Tensor, ma
 
 
 def _conversations(batch: RolloutBatch) -> list[list[Mapping[str, Any]]]:
+    """What was said in each sample. A workflow that records no messages had one reply to the prompt."""
     return [
-        [*group.prompt.messages, {"role": "assistant", "content": _response_text(each)}]
+        list(each.messages or Answer(group.prompt, _response_text(each)).messages)
         for group in batch.groups
         for each in group.trajectories
     ]
@@ -199,7 +200,7 @@ def _response_text(trajectory: Trajectory) -> str:
     if not isinstance(text, str):
         raise DataError(
             f"row {trajectory.uid}: reward.model scores responses as text, but the workflow returned none; "
-            "add it to the trajectory as info['response_text']"
+            "add the conversation to the trajectory as messages, or a single reply as info['response_text']"
         )
     return text
 
