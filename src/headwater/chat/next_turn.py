@@ -9,7 +9,7 @@ the text that the template writes after the placeholder is tokenised and appende
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from headwater.chat.render import ChatError, encode_rendered, render_chat
@@ -76,7 +76,8 @@ def _closing(tokenizer: Tokenizer, chat: Sequence[Mapping[str, Any]], template_a
     """What the template writes after every message of the model, for example ``<|im_end|>`` and a line break."""
     followed = _render(tokenizer, [*chat, {"role": "user", "content": "?"}], template_args)
     last = _render(tokenizer, chat, template_args, add_generation_prompt=False)
-    return commonprefix([each.rpartition(_WORDS)[2] for each in (followed, last)])
+    ends = zip(followed.rpartition(_WORDS)[2], last.rpartition(_WORDS)[2], strict=False)
+    return "".join(mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], ends))
 
 
 def _without_calls(text: str, closing: str) -> str:

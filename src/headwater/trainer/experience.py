@@ -12,6 +12,7 @@ from torch import Tensor
 from headwater.algorithms.advantages import AdvantageInputs, Advantages
 from headwater.algorithms.corrections import Correction, CorrectionInputs, combine
 from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram, weight_metrics
+from headwater.algorithms.groups import piece_weights
 from headwater.algorithms.kl import KLController, penalize_rewards
 from headwater.algorithms.masked import masked_mean
 from headwater.algorithms.normalize import normalize, normalize_rewards
@@ -49,6 +50,7 @@ class ExperienceMaker:
     def make(self, batch: RolloutBatch, version: int) -> Experience:
         """Rollouts as a padded batch with ``old_logprobs``, ``advantages`` and ``returns``, ``[samples, response]``.
 
+        If an episode has several pieces, ``sequence_weights`` ``[samples]`` gives each piece its share of the episode.
         ``version`` is the version of the policy that is trained next.
         """
         data = pad_trajectories(batch.trajectories, self.pad_token_id).with_columns(meta_info={"version": version})
@@ -78,8 +80,13 @@ class ExperienceMaker:
                 weights=corrected.get("correction_weights"),
             )
         )
-        advantages = normalized(estimated.advantages, self.config.algorithm.normalize_advantages, groups, mask)
+        settings, weights = self.config.algorithm.normalize_advantages, piece_weights(episodes, mask)
+        advantages = normalized(estimated.advantages, settings, groups, mask, weights)
         columns |= {"rewards": rewards, "advantages": advantages, "returns": estimated.returns}
+        # Corrections may have removed whole pieces, so the weights in the loss can differ from those above.
+        weights = piece_weights(episodes, corrected.get("response_mask", mask))
+        if weights is not None:
+            columns["sequence_weights"] = weights
         return Experience(data.with_columns(tensors={**columns, **corrected}), metrics)
 
     def _compute(self, batch: RolloutBatch, data: DataProto) -> Mapping[str, Tensor]:
@@ -181,9 +188,17 @@ class ExperienceMaker:
         return {"correction_weights": corrected.weights, "response_mask": corrected.mask}
 
 
-def normalized(values: Tensor, settings: NormalizationConfig, groups: Tensor, mask: Tensor | None = None) -> Tensor:
+def normalized(
+    values: Tensor,
+    settings: NormalizationConfig,
+    groups: Tensor,
+    mask: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Scores ``[samples]``, or advantages ``[samples, tokens]`` with their mask, normalised as AReaL does."""
-    return normalize(values, mask=mask, groups=groups, **asdict(settings)) if settings.is_on else values
+    return (
+        normalize(values, mask=mask, groups=groups, weights=weights, **asdict(settings)) if settings.is_on else values
+    )
 
 
 def _conversations(batch: RolloutBatch) -> list[list[Mapping[str, Any]]]:

@@ -9,7 +9,7 @@ import tiny
 import torch
 from algorithms.oracle import read, tensor
 from torch.testing import assert_close
-from trainer.experience_parts import batch, scores, training, trajectory
+from trainer.experience_parts import batch, policy_logprobs, scores, training, trajectory, with_logprobs
 
 from headwater.rollout.group import Group, RolloutBatch
 
@@ -109,3 +109,32 @@ def test_advantages_of_an_estimator_are_normalised_over_all_trained_tokens():
     assert not columns["advantages"][~kept].any()
     assert_close(columns["returns"], plain["returns"])
     assert_close(columns["rewards"].sum(dim=1), scores(batch()))
+
+
+def test_pieces_of_an_episode_share_its_weight_in_the_statistics_and_the_loss():
+    """Scores 1 and, in three pieces, -1: the mean over episodes is 0, and their deviation sqrt(2)."""
+    prompt = tiny.prompt()
+    pieces = [
+        trajectory("row", sample, prompt.tokens, 2, reward=reward)
+        for sample, reward in [(0, 1.0), (1, -1.0), (1, -1.0), (1, -1.0)]
+    ]
+    # Two tokens each: four in all count, of which one is taken off for the unbiased deviation.
+    parts = training(*PLAIN_RETURNS, f"{ADVANTAGES}={{mean_level: batch, std_level: batch}}")
+    made = parts.experience.make(RolloutBatch((Group(prompt, tuple(pieces)),)), version=0).data.batch
+    expected = torch.tensor([[1.0], [-1.0], [-1.0], [-1.0]]).expand(4, 2) * (3 / 4) ** 0.5
+    assert_close(made["advantages"], expected, atol=1e-4, rtol=0.0)
+    assert_close(made["sequence_weights"], torch.tensor([1.0, *[1 / 3] * 3]))
+    whole = parts.experience.make(batch(), version=0).data.batch
+    assert "sequence_weights" not in whole
+
+
+def test_the_weights_of_pieces_count_only_what_corrections_kept():
+    prompt = tiny.prompt()
+    pieces = [trajectory("row", sample, prompt.tokens, 2) for sample in (0, 1, 1)]
+    rollouts = RolloutBatch((Group(prompt, tuple(pieces)),))
+    parts = training("algorithm.corrections=[m2po]", "algorithm.old_logprobs=recompute")
+    logprobs = policy_logprobs(parts, rollouts)
+    logprobs[1] -= 5.0  # the first piece of the second episode is rejected
+    made = parts.experience.make(with_logprobs(rollouts, logprobs), version=0).data.batch
+    assert made["response_mask"].sum(dim=1).tolist() == [2.0, 0.0, 2.0]
+    assert made["sequence_weights"][[0, 2]].tolist() == [1.0, 1.0]
