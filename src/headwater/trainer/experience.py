@@ -17,7 +17,7 @@ from headwater.algorithms.kl import KLController, penalize_rewards
 from headwater.algorithms.masked import masked_mean
 from headwater.algorithms.normalize import normalize, normalize_rewards
 from headwater.algorithms.proximal import approximation_metrics, loglinear
-from headwater.algorithms.reward_shaping import overlong_penalty
+from headwater.algorithms.reward_shaping import overlong_penalty, scale_scores
 from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
@@ -141,9 +141,11 @@ class ExperienceMaker:
             )
             metrics["reward/overlong_penalty"] = float(penalty.mean())
             rewards = add_to_scores(rewards, penalty, batch.trajectories)
+        columns = torch.tensor([score_column(each) for each in batch.trajectories])
+        if (settings.bias, settings.scale, settings.clip) != (0.0, 1.0, 0.0):
+            rewards = scale_scores(rewards, columns, bias=settings.bias, scale=settings.scale, clip=settings.clip)
         normalization = self.config.algorithm.normalize_rewards
         if normalization.is_on:
-            columns = torch.tensor([score_column(each) for each in batch.trajectories])
             rewards = normalize_rewards(
                 rewards,
                 columns,
@@ -151,6 +153,8 @@ class ExperienceMaker:
                 episodes=batch.episode_numbers(),
                 **asdict(normalization),
             )
+        if settings.zero_unfinished:
+            rewards = rewards * torch.tensor([each.stop_reason != "length" for each in batch.trajectories])[:, None]
         return rewards
 
     def _penalized(
