@@ -86,6 +86,19 @@ class Groups:
         return torch.where(self.single, torch.ones_like(variance), variance.sqrt())
 
 
+def piece_weights(episodes: Tensor, mask: Tensor) -> Tensor | None:
+    """``[samples]``: one divided by the number of pieces of the sample's episode; None if every sample is an episode.
+
+    Pieces without a trained token in ``mask`` are not counted, so the trained pieces of an episode have weight one
+    together.
+    """
+    found = Episodes.of(episodes)
+    if found is None:
+        return None
+    trained = (mask != 0).any(dim=-1).float()
+    return 1 / found.total(trained).clamp(min=1)[found.number]
+
+
 @dataclass(frozen=True)
 class Episodes:
     """Which samples are pieces of the same episode. Episodes are numbered in the order of their first pieces."""

@@ -78,24 +78,43 @@ class StepTotals:
 
     num_tokens: float
     num_sequences: float
-    """Sequences with at least one trained token."""
+    """Sequences with at least one trained token. The pieces of an episode together count as one."""
     width: float
     """The length that ``seq-mean-token-sum-norm`` divides by; keep it constant over a run."""
     data_parallel_size: int = 1
     """The number of ranks. Gradients are averaged over them afterwards, so each loss is multiplied by it."""
 
     @classmethod
-    def of(cls, mask: Tensor, *, width: float | None = None, data_parallel_size: int = 1) -> StepTotals:
+    def of(
+        cls,
+        mask: Tensor,
+        *,
+        sequence_weights: Tensor | None = None,
+        width: float | None = None,
+        data_parallel_size: int = 1,
+    ) -> StepTotals:
         """The totals of a step with this mask; ``width`` defaults to that of the mask."""
-        return cls(float(mask.sum()), float((mask != 0).any(dim=-1).sum()), width or mask.shape[-1], data_parallel_size)
+        num_sequences = float(count_sequences(mask, sequence_weights))
+        return cls(float(mask.sum()), num_sequences, width or mask.shape[-1], data_parallel_size)
 
 
-def aggregate(token_losses: Tensor, mask: Tensor, mode: str, totals: StepTotals) -> Tensor:
+def count_sequences(mask: Tensor, sequence_weights: Tensor | None = None) -> Tensor:
+    """The number of sequences with a trained token, or the sum of their weights ``[samples]``."""
+    trained = (mask != 0).any(dim=-1)
+    return trained.sum() if sequence_weights is None else sequence_weights[trained].sum()
+
+
+def aggregate(
+    token_losses: Tensor, mask: Tensor, mode: str, totals: StepTotals, sequence_weights: Tensor | None = None
+) -> Tensor:
     """The share of one micro-batch in the loss of the step; the shares of all micro-batches add up to that loss.
 
-    ``seq-mean-token-mean`` divides by the length of each sequence, so a sequence must not be split.
+    ``sequence_weights`` ``[samples]`` are the weights of sequences in a mean over sequences, 1 by default; see
+    ``piece_weights``. ``seq-mean-token-mean`` divides by the length of each sequence, so a sequence must not be split.
     """
     dp = totals.data_parallel_size
+    if sequence_weights is not None and mode.startswith("seq-mean"):
+        token_losses = token_losses * sequence_weights[:, None]
     if mode == "token-mean":
         return masked_sum(token_losses, mask) / totals.num_tokens * dp
     if mode == "token-sum":

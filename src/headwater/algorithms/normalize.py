@@ -13,7 +13,10 @@ from headwater.algorithms.masked import keep
 Level = Literal["batch", "group", "none"]
 
 _ROUNDING = 1e-6
-"""A deviation below this share of the largest reward is float32's rounding of scores that agree."""
+"""A deviation below this fraction of the largest reward is a rounding error of float32: the scores are equal."""
+
+_NO_WEIGHT = 1e-6
+"""A sum of weights below this is a rounding error: no entry is left."""
 
 
 def normalize(
@@ -21,20 +24,24 @@ def normalize(
     *,
     mask: Tensor | None = None,
     groups: Tensor | None = None,
+    weights: Tensor | None = None,
     mean_level: Level = "batch",
     std_level: Level = "batch",
     leave_one_out: bool = False,
     unbiased: bool = True,
     epsilon: float = 1e-5,
 ) -> Tensor:
-    """``(x - mean) / (std + epsilon)``, each over the batch, the row's group, or not at all.
+    """``(x - mean) / (std + epsilon)``. The mean and the deviation are those of the batch, of the group, or not used.
 
-    ``values`` are ``[samples]``, or ``[samples, tokens]`` with statistics over the kept tokens; masked ones become 0.
-    With ``leave_one_out`` the mean is over all entries but the own.
+    ``values`` are ``[samples]``, or ``[samples, tokens]`` with statistics over the tokens that ``mask`` keeps; other
+    tokens become 0. With ``leave_one_out``, the mean excludes the entry that it is subtracted from. ``weights``
+    ``[samples]`` are the weights of rows in the statistics, 1 by default; see ``piece_weights``.
     """
     wide = values.double().reshape(len(values), -1)
     kept = torch.ones_like(wide) if mask is None else (mask != 0).double().reshape(wide.shape)
     wide = keep(wide, kept)
+    if weights is not None:
+        kept = kept * weights.double()[:, None]
     numbers = torch.zeros(len(values), device=values.device) if groups is None else groups
     mean = _mean(wide, kept, _grouping(numbers, mean_level), leave_one_out)
     centred = keep(wide - mean, kept)
@@ -58,10 +65,10 @@ def normalize_rewards(
 ) -> Tensor:
     """Rewards ``[samples, tokens]`` whose sums are the normalised scores; a score is the sum of a row.
 
-    Every reward is divided by the deviation at its own position. The mean is subtracted only at ``columns``
-    ``[samples]``, the positions of the scores, so rewards of turns keep their positions and proportions. If
-    normalisation is by group, a sample without others in its group becomes 0. ``episodes`` ``[samples]`` is equal for
-    the pieces of an episode; the mean and the deviation are over episodes.
+    Every reward is divided by the deviation in its own column. The mean is subtracted in ``columns`` ``[samples]``, the
+    columns of the scores. The rewards of turns therefore keep their columns and their proportions. If a level is
+    ``group``, a sample without other samples in its group gets 0. ``episodes`` ``[samples]`` is equal for the pieces of
+    an episode; the mean and the deviation are those of episodes.
     """
     wide = rewards.double()
     scores = wide.sum(dim=1, keepdim=True)
@@ -71,10 +78,10 @@ def normalize_rewards(
     scale = kept
     if std is not None:
         centred = centred / (std + epsilon)
-        # Scores that agree have no deviation to measure turns by: dividing by epsilon would only blow them up.
+        # Equal scores have no deviation: dividing the rewards of turns by epsilon would only amplify them.
         scale = (1 / (std + epsilon)).where(std > _ROUNDING * wide.abs().max(), 0.0)
     if "group" in (mean_level, std_level):
-        # It cannot be compared, and would always come out as 1 or -1.
+        # A single score has nothing to be compared with.
         alone = Groups.of(groups, episodes).single[:, None]
         centred, scale = centred.masked_fill(alone, 0.0), scale.masked_fill(alone, 0.0)
     place = columns[:, None]
@@ -89,22 +96,22 @@ def _grouping(numbers: Tensor, level: Level, episodes: Tensor | None = None) -> 
 
 
 def _total(values: Tensor, groups: Groups) -> Tensor:
-    """``[samples, 1]``: the sum over all entries of the own group's rows."""
+    """``[samples, 1]``: the sum over all entries of the sample's group."""
     return groups.sum(values.sum(dim=1))[:, None]
 
 
 def _mean(values: Tensor, kept: Tensor, groups: Groups | None, leave_one_out: bool) -> Tensor:
     if groups is None:
         return torch.zeros_like(values)
-    total, count = _total(values, groups), _total(kept, groups)
+    weighed = values * kept
+    total, count = _total(weighed, groups), _total(kept, groups)
     if leave_one_out:
-        others = (total - groups.of_episode(values)) / (count - 1).clamp(min=1)
-        return torch.where(count > 1, others, torch.zeros_like(others))
-    return total / count.clamp(min=1)
+        total, count = total - groups.of_episode(weighed), count - groups.of_episode(kept)
+    return torch.where(count > _NO_WEIGHT, total / count.clamp(min=_NO_WEIGHT), 0.0)
 
 
 def _std(centred: Tensor, kept: Tensor, groups: Groups | None, unbiased: bool) -> Tensor | None:
-    """About the mean that was taken off, whatever its level was."""
+    """The deviation from the mean that was subtracted, which may have another level."""
     if groups is None:
         return None
-    return (_total(centred.square(), groups) / (_total(kept, groups) - int(unbiased)).clamp(min=1)).sqrt()
+    return (_total(centred.square() * kept, groups) / (_total(kept, groups) - int(unbiased)).clamp(min=1)).sqrt()

@@ -9,6 +9,7 @@ the text that the template writes after the placeholder is tokenised and appende
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from headwater.chat.render import ChatError, encode_rendered, render_chat
@@ -18,7 +19,11 @@ from headwater.core.protocols import Tokenizer
 _WORDS = "[what-the-model-said]"
 
 MODEL_TURN: Mapping[str, Any] = {"role": "assistant", "content": _WORDS}
-"""Placeholder for a message that the model wrote in this episode."""
+"""Placeholder for a message that the model wrote in this episode. It may have ``tool_calls`` in addition."""
+
+
+def is_model_turn(message: Mapping[str, Any]) -> bool:
+    return message.get("content") == _WORDS
 
 
 def tokens_until_next_turn(
@@ -32,20 +37,55 @@ def tokens_until_next_turn(
     The template closes the model's message with an end token. If ``response_tokens`` (the model's output) already end
     with it, the end token is not repeated. If the model was cut off before its end token, the template's end token is
     included; it was not sampled and is not trained.
+
+    If the last ``MODEL_TURN`` has ``tool_calls``, the text that the template writes for them is left out.
     """
-    try:
-        text = render_chat(tokenizer, chat, template_args)
-    except ChatError as error:
-        raise RolloutFailed(f"the chat template cannot render the messages of the next turn ({error})") from error
-    if not text.count(_WORDS) == chat.count(MODEL_TURN) > 0:
+    turns = [index for index, message in enumerate(chat) if is_model_turn(message)]
+    text = _render(tokenizer, chat, template_args)
+    if not text.count(_WORDS) == len(turns) > 0:
         raise RolloutFailed(
-            f"the chat template shows {text.count(_WORDS)} of {chat.count(MODEL_TURN)} earlier answers of the model, "
-            "so the tokens of the next turn are unknown; use a template that shows every answer exactly once"
+            f"the chat template shows {text.count(_WORDS)} of {len(turns)} earlier answers of the model, so the tokens "
+            "of the next turn are unknown; use a template that shows every answer exactly once, or call tell() without "
+            "tool_calls"
         )
-    tokens = encode_rendered(tokenizer, text.rpartition(_WORDS)[2])
+    after = text.rpartition(_WORDS)[2]
+    if "tool_calls" in chat[turns[-1]]:
+        after = _without_calls(after, _closing(tokenizer, [*chat[: turns[-1]], MODEL_TURN], template_args))
+    tokens = encode_rendered(tokenizer, after)
     if response_tokens and response_tokens[-1] in tokens:
         end = tokens.index(response_tokens[-1])
         # Some templates write a space before the end token. The model does not have to.
         if not tokenizer.decode(tokens[:end]).strip():
             tokens = tokens[end + 1 :]
     return tokens
+
+
+def _render(
+    tokenizer: Tokenizer,
+    chat: Sequence[Mapping[str, Any]],
+    template_args: Mapping[str, Any] | None,
+    add_generation_prompt: bool = True,
+) -> str:
+    try:
+        return render_chat(tokenizer, chat, template_args, add_generation_prompt=add_generation_prompt)
+    except ChatError as error:
+        raise RolloutFailed(f"the chat template cannot render the messages of the next turn ({error})") from error
+
+
+def _closing(tokenizer: Tokenizer, chat: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any] | None) -> str:
+    """What the template writes after every message of the model, for example ``<|im_end|>`` and a line break."""
+    followed = _render(tokenizer, [*chat, {"role": "user", "content": "?"}], template_args)
+    last = _render(tokenizer, chat, template_args, add_generation_prompt=False)
+    ends = zip(followed.rpartition(_WORDS)[2], last.rpartition(_WORDS)[2], strict=False)
+    return "".join(mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], ends))
+
+
+def _without_calls(text: str, closing: str) -> str:
+    """``text`` from ``closing`` on. Before it, the template has written the tool calls."""
+    start = text.find(closing) if closing.strip() else -1
+    if start < 0:
+        raise RolloutFailed(
+            "the chat template does not mark the end of a message with tool calls, so the tokens of the next turn are "
+            "unknown; call tell() without tool_calls"
+        )
+    return text[start:]

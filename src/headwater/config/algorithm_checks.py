@@ -18,6 +18,7 @@ from headwater.core.registry import is_path
 
 RECOMPUTED = ("recompute", "metrics")
 REWARDS, ADVANTAGES = "algorithm.normalize_rewards", "algorithm.normalize_advantages"
+SHAPING = ("reward.bias", "reward.scale", "reward.clip", "reward.zero_unfinished")
 
 
 def _read(traits: type[T], name: str) -> Declared[T] | None:
@@ -300,8 +301,9 @@ def greedy_baseline_is_whole(config: Config, layers: Layers) -> Iterator[Clash]:
         "reward.model": "does not score the greedy response",
         "reward.overlong_tokens": "does not count the tokens of the greedy response",
     }
+    lacking |= dict.fromkeys(SHAPING, "does not change the score of the greedy response")
     for key, why in lacking.items():
-        if value_at(config, key):
+        if value_at(config, key) != settings(Config)[key].default():
             yield Clash(
                 ("algorithm.advantage", key),
                 f"{key} {why}, so its baseline would lack that part; use another advantage, such as rloo",
@@ -312,8 +314,9 @@ def scores_are_read_alone(config: Config, layers: Layers) -> Iterator[Clash]:
     advantage = _advantage(config)
     if advantage is None or not advantage.traits.scores_alone:
         return
-    for key in ("algorithm.kl_in_reward", "reward.model", "reward.overlong_tokens"):
-        if value_at(config, key):
+    shaping = SHAPING if advantage.traits.reads_reward_parts else ("reward.bias",)
+    for key in ("algorithm.kl_in_reward", "reward.model", "reward.overlong_tokens", *shaping):
+        if value_at(config, key) != settings(Config)[key].default():
             instead = ", or algorithm.kl_in_loss" if key == "algorithm.kl_in_reward" else ""
             yield Clash(
                 ("algorithm.advantage", key),

@@ -182,6 +182,14 @@ class RewardConfig:
     """Number of tokens before rollout.max_new_tokens over which a length penalty grows (DAPO); 0 means no penalty."""
     overlong_penalty: Annotated[float, AtLeast(0)] = 1.0
     """Penalty of a response that uses all its tokens."""
+    bias: float = 0.0
+    """Added to every score, before it is scaled."""
+    scale: Annotated[float, MoreThan(0)] = 1.0
+    """Factor of every score, before it is clipped."""
+    clip: Annotated[float, AtLeast(0, "use 0 for no limit")] = 0.0
+    """Largest absolute value of a score after bias and scale; 0 means no limit."""
+    zero_unfinished: bool = False
+    """Set the score of responses that reached their length limit to 0, after normalisation."""
 
 
 OldLogprobs = Literal["rollout", "recompute", "loglinear", "metrics"]

@@ -232,6 +232,8 @@ class Trajectory:
     If empty, the whole reward belongs to the last turn.
     """
     info: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The whole conversation, including the model's messages; empty if the workflow did not use an ``Episode``."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.loss_mask), len(self.logprobs), len(self.versions)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.diagnostics import NUM_BINS, count_ratios, effective_sample_size, percentiles_of, weight_sums
-from headwater.algorithms.masked import StepTotals, aggregate, masked_sum
+from headwater.algorithms.masked import StepTotals, aggregate, count_sequences, masked_sum
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import LearnerConfig
 from headwater.core.data_proto import DataProto
@@ -251,7 +251,8 @@ class TrainEngine(ForwardEngine):
     def totals(self, batch: DataProto) -> StepTotals:
         """The counts that losses are averaged over, summed over the rows of all ranks."""
         mask = token_column(batch, "response_mask")
-        counts = torch.stack([mask.sum(), (mask.sum(dim=1) > 0).sum()]).double().to(self.device)
+        sequences = count_sequences(mask, batch.batch.get("sequence_weights", None))
+        counts = torch.stack([mask.sum().double(), sequences.double()]).to(self.device)
         num_tokens, num_sequences = self.ranks.sum(counts).tolist()
         return StepTotals(num_tokens, num_sequences, data_parallel_size=self.ranks.count, width=mask.shape[1])
 
@@ -299,7 +300,8 @@ class TrainEngine(ForwardEngine):
     ) -> None:
         mask = micro.batch["response_mask"]
         loss = loss_fn(outputs, micro)
-        scaled = aggregate(loss.token_losses, mask, loss.aggregation or aggregation, totals)
+        weights = micro.batch.get("sequence_weights", None)
+        scaled = aggregate(loss.token_losses, mask, loss.aggregation or aggregation, totals, weights)
         scaled.backward()  # type: ignore[no-untyped-call]
         # FSDP averages gradients over ranks and the loss is scaled to compensate. The reported loss is the sum.
         sums.add_loss(scaled / totals.data_parallel_size)

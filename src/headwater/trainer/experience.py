@@ -12,16 +12,17 @@ from torch import Tensor
 from headwater.algorithms.advantages import AdvantageInputs, Advantages
 from headwater.algorithms.corrections import Correction, CorrectionInputs, combine
 from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram, weight_metrics
+from headwater.algorithms.groups import piece_weights
 from headwater.algorithms.kl import KLController, penalize_rewards
 from headwater.algorithms.masked import masked_mean
 from headwater.algorithms.normalize import normalize, normalize_rewards
 from headwater.algorithms.proximal import approximation_metrics, loglinear
-from headwater.algorithms.reward_shaping import overlong_penalty
+from headwater.algorithms.reward_shaping import overlong_penalty, scale_scores
 from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
 from headwater.core.protocols import Learner
-from headwater.core.records import Trajectory
+from headwater.core.records import Answer, Trajectory
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import add_to_scores, pad_trajectories, score_column
 
@@ -49,6 +50,7 @@ class ExperienceMaker:
     def make(self, batch: RolloutBatch, version: int) -> Experience:
         """Rollouts as a padded batch with ``old_logprobs``, ``advantages`` and ``returns``, ``[samples, response]``.
 
+        If an episode has several pieces, ``sequence_weights`` ``[samples]`` gives each piece its share of the episode.
         ``version`` is the version of the policy that is trained next.
         """
         data = pad_trajectories(batch.trajectories, self.pad_token_id).with_columns(meta_info={"version": version})
@@ -78,8 +80,13 @@ class ExperienceMaker:
                 weights=corrected.get("correction_weights"),
             )
         )
-        advantages = normalized(estimated.advantages, self.config.algorithm.normalize_advantages, groups, mask)
+        settings, weights = self.config.algorithm.normalize_advantages, piece_weights(episodes, mask)
+        advantages = normalized(estimated.advantages, settings, groups, mask, weights)
         columns |= {"rewards": rewards, "advantages": advantages, "returns": estimated.returns}
+        # Corrections may have removed whole pieces, so the weights in the loss can differ from those above.
+        weights = piece_weights(episodes, corrected.get("response_mask", mask))
+        if weights is not None:
+            columns["sequence_weights"] = weights
         return Experience(data.with_columns(tensors={**columns, **corrected}), metrics)
 
     def _compute(self, batch: RolloutBatch, data: DataProto) -> Mapping[str, Tensor]:
@@ -134,9 +141,11 @@ class ExperienceMaker:
             )
             metrics["reward/overlong_penalty"] = float(penalty.mean())
             rewards = add_to_scores(rewards, penalty, batch.trajectories)
+        columns = torch.tensor([score_column(each) for each in batch.trajectories])
+        if (settings.bias, settings.scale, settings.clip) != (0.0, 1.0, 0.0):
+            rewards = scale_scores(rewards, columns, bias=settings.bias, scale=settings.scale, clip=settings.clip)
         normalization = self.config.algorithm.normalize_rewards
         if normalization.is_on:
-            columns = torch.tensor([score_column(each) for each in batch.trajectories])
             rewards = normalize_rewards(
                 rewards,
                 columns,
@@ -144,6 +153,8 @@ class ExperienceMaker:
                 episodes=batch.episode_numbers(),
                 **asdict(normalization),
             )
+        if settings.zero_unfinished:
+            rewards = rewards * torch.tensor([each.stop_reason != "length" for each in batch.trajectories])[:, None]
         return rewards
 
     def _penalized(
@@ -181,14 +192,23 @@ class ExperienceMaker:
         return {"correction_weights": corrected.weights, "response_mask": corrected.mask}
 
 
-def normalized(values: Tensor, settings: NormalizationConfig, groups: Tensor, mask: Tensor | None = None) -> Tensor:
+def normalized(
+    values: Tensor,
+    settings: NormalizationConfig,
+    groups: Tensor,
+    mask: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Scores ``[samples]``, or advantages ``[samples, tokens]`` with their mask, normalised as AReaL does."""
-    return normalize(values, mask=mask, groups=groups, **asdict(settings)) if settings.is_on else values
+    return (
+        normalize(values, mask=mask, groups=groups, weights=weights, **asdict(settings)) if settings.is_on else values
+    )
 
 
 def _conversations(batch: RolloutBatch) -> list[list[Mapping[str, Any]]]:
+    """What was said in each sample. A workflow that records no messages had one reply to the prompt."""
     return [
-        [*group.prompt.messages, {"role": "assistant", "content": _response_text(each)}]
+        list(each.messages or Answer(group.prompt, _response_text(each)).messages)
         for group in batch.groups
         for each in group.trajectories
     ]
@@ -199,7 +219,7 @@ def _response_text(trajectory: Trajectory) -> str:
     if not isinstance(text, str):
         raise DataError(
             f"row {trajectory.uid}: reward.model scores responses as text, but the workflow returned none; "
-            "add it to the trajectory as info['response_text']"
+            "add the conversation to the trajectory as messages, or a single reply as info['response_text']"
         )
     return text
 

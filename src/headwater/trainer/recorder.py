@@ -173,7 +173,10 @@ def shown_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
-    """One Parquet row per trajectory: texts for people, and tokens, log-probs, masks and versions for programs."""
+    """One Parquet row per trajectory: texts for people, and tokens, log-probs, masks and versions for programs.
+
+    ``response`` is the model's last message; ``messages`` is the whole conversation, as JSON.
+    """
     rows = [
         {
             "step": step,
@@ -182,6 +185,7 @@ def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Traje
             "data_source": prompt.data_source,
             "prompt": prompt.text,
             "response": str(trajectory.info.get("response_text", "")),
+            "messages": json.dumps(trajectory.messages, default=str),
             "ground_truth": json.dumps(prompt.ground_truth, default=str),
             "reward": trajectory.reward,
             "stop_reason": trajectory.stop_reason,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from headwater.chat.next_turn import MODEL_TURN, tokens_until_next_turn
+from headwater.chat.next_turn import MODEL_TURN, is_model_turn, tokens_until_next_turn
 from headwater.chat.render import ChatError, encode_rendered, render_chat
 from headwater.core.errors import RolloutFailed
 from headwater.core.protocols import EpisodeEngine, EpisodeInput, RewardManager, Tokenizer
@@ -76,8 +76,9 @@ class Episode:
         self.stop_reason: StopReason = "stop"
         """Why the last reply ended; ``length`` after ``tell`` found no room."""
         self._chat: list[Message] = list(messages)
-        self._texts: list[str] = []
-        self._prompt_length = self._turn_start = len(tokens)
+        self._replies: list[Message] = []
+        self._text = ""
+        self._prompt_length = self._turn_start = self._turn_end = len(tokens)
         self._tokens: list[int] = []
         self._loss_mask: list[int] = []
         self._logprobs: list[float] = []
@@ -111,20 +112,29 @@ class Episode:
     @property
     def num_turns(self) -> int:
         """Messages that the model wrote."""
-        return self._chat.count(MODEL_TURN)
+        return len(self._replies)
 
     @property
     def text(self) -> str:
-        """The model's last message; empty before the first reply."""
-        return self._texts[-1] if self._texts else ""
+        """The model's last message without special tokens; empty before the first reply."""
+        return self._text
+
+    @property
+    def raw_text(self) -> str:
+        """The model's last message with its special tokens, for example the markers of tool calls.
+
+        Only the end token that closes the message is removed.
+        """
+        tokens = self._tokens[self._turn_start : self._turn_end]
+        if tokens and tokens[-1] in (self.context.tokenizer.eos_token_id, *self.context.sampling.stop_token_ids):
+            tokens = tokens[:-1]
+        return self.context.tokenizer.decode(tokens, skip_special_tokens=False)
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The whole conversation, including the model's messages."""
-        texts = iter(self._texts)
-        return tuple(
-            {"role": "assistant", "content": next(texts)} if each == MODEL_TURN else each for each in self._chat
-        )
+        replies = iter(self._replies)
+        return tuple(next(replies) if is_model_turn(each) else each for each in self._chat)
 
     async def reply(self, max_tokens: int | None = None, stop: Sequence[str] = (), *, turn: int | None = None) -> str:
         """Let the model write its next message, and return it as text.
@@ -149,17 +159,25 @@ class Episode:
         self._append_response(response)
         return self.text
 
-    def tell(self, messages: Sequence[Message]) -> bool:
+    def tell(
+        self, messages: Sequence[Message], *, tool_calls: Sequence[Message] = (), content: str | None = None
+    ) -> bool:
         """Append messages after the model's reply, in the format of the chat template. They are not trained.
+
+        ``tool_calls`` are the calls that the workflow found in the reply. Some templates require them before a ``tool``
+        message. The reply itself does not change: the template's text for the calls is not inserted, because the model
+        has already written them. In ``messages`` the reply then has ``tool_calls`` and ``content``, the rest of its
+        text, which defaults to all of ``text``.
 
         Returns False, and appends nothing, if the messages and at least one more token do not fit. The episode's stop
         reason is then ``length``.
         """
-        if self._chat[-1:] != [MODEL_TURN] or self.response is None:
+        if self.response is None or not is_model_turn(self._chat[-1]):
             raise ValueError(
                 f"episode {self._name}: tell() must follow a reply(); pass all messages between two replies in one call"
             )
-        chat = [*self._chat, *messages]
+        parsed = {"tool_calls": list(tool_calls)} if tool_calls else {}
+        chat = [*self._chat[:-1], {**parsed, **MODEL_TURN}, *messages]
         tokens = tokens_until_next_turn(
             self.context.tokenizer, chat, self.response.output_tokens, self.context.chat_template_args
         )
@@ -168,6 +186,7 @@ class Episode:
             return False
         self._append_given(tokens)
         self._chat = chat
+        self._replies[-1] = {"role": "assistant", "content": self.text if content is None else content, **parsed}
         return True
 
     async def score(self) -> Score:
@@ -181,7 +200,7 @@ class Episode:
 
         ``turn_scores`` distributes the score over the model's messages and must sum to it; by default the last message
         gets all of it. ``info`` is stored with the rollout, beside the last reply (``response_text``) and the info of
-        the score.
+        the score. The trajectory also keeps the whole conversation (``messages``).
         """
         if not isinstance(score, Score):
             score = Score(float(score))
@@ -197,6 +216,7 @@ class Episode:
             stop_reason=self.stop_reason,
             turn_rewards=tuple(turn_scores or ()),
             info={**score.info, "response_text": self.text, **(info or {})},
+            messages=self.messages,
         )
 
     def branch(self, messages: Sequence[Message] | None = None) -> Episode:
@@ -215,7 +235,7 @@ class Episode:
         if messages is not None:
             piece._start(messages, self._render(messages))
             return piece
-        piece._chat, piece._texts = list(self._chat), list(self._texts)
+        piece._chat, piece._replies = list(self._chat), list(self._replies)
         piece._tokens, piece._loss_mask = list(self._tokens), list(self._loss_mask)
         piece._logprobs, piece._versions = list(self._logprobs), list(self._versions)
         return piece
@@ -255,15 +275,17 @@ class Episode:
         )
 
     def _append_response(self, response: ModelResponse) -> None:
-        if self._chat[-1:] != [MODEL_TURN]:
+        if not (self._chat and is_model_turn(self._chat[-1])):
             self._turn_start = len(self._tokens)
             self._chat.append(MODEL_TURN)
-            self._texts.append("")
+            self._replies.append({})
         self._tokens += response.output_tokens
         self._loss_mask += [1] * len(response.output_tokens)
         self._logprobs += response.output_logprobs
         self._versions += response.output_versions
-        self._texts[-1] = self.context.tokenizer.decode(self._tokens[self._turn_start :], skip_special_tokens=True)
+        self._turn_end = len(self._tokens)
+        self._text = self.context.tokenizer.decode(self._tokens[self._turn_start :], skip_special_tokens=True)
+        self._replies[-1] = {"role": "assistant", "content": self._text}
         self.response, self.stop_reason = response, response.stop_reason
 
     def _append_given(self, tokens: Sequence[int]) -> None:

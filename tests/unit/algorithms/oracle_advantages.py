@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from algorithms.oracle import family, tensor
-from algorithms.oracle_only import scale_scores, whiten_around_the_mean
+from algorithms.oracle_only import whiten_around_the_mean
 
 from headwater.algorithms.advantages import AdvantageInputs
 from headwater.algorithms.advantages.gae import gae, gae_recursion
@@ -20,7 +20,7 @@ from headwater.algorithms.advantages.remax import remax
 from headwater.algorithms.advantages.rloo import rloo
 from headwater.algorithms.kl import kl_penalty
 from headwater.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
-from headwater.algorithms.reward_shaping import overlong_penalty
+from headwater.algorithms.reward_shaping import overlong_penalty, scale_scores
 from headwater.config.schema import NormalizationConfig
 from headwater.trainer.experience import normalized
 
@@ -179,7 +179,10 @@ def run_overlong_penalty(args, inputs):
 
 @family("areal_compute_advantages")
 def run_compute_advantages(args, inputs):
-    """AReaL's pipeline, put together from our parts. Its columns are the positions that predict, one to the left."""
+    """AReaL's pipeline, put together from our parts. Its columns are the positions that predict, one to the left.
+
+    What a run can do of it is also checked through ``ExperienceMaker``, in ``trainer/test_experience_normalized.py``.
+    """
     attention = tensor(inputs["attention_mask"])
     lengths, width = attention.sum(dim=1).long(), attention.shape[1]
     unfinished = lengths == width
@@ -195,7 +198,8 @@ def run_compute_advantages(args, inputs):
             buffer_tokens=args["overlong_tokens"],
             factor=args["overlong_penalty_factor"],
         )
-    scores = scale_scores(scores, bias=args["reward_bias"], scale=args["reward_scaling"], clip=args["reward_clip"])
+    shaping = {"bias": args["reward_bias"], "scale": args["reward_scaling"], "clip": args["reward_clip"]}
+    scores = scale_scores(scores[:, None], torch.zeros(len(scores), dtype=torch.long), **shaping)[:, 0]
     if args.get("reward_norm"):
         scores = as_areal(scores, args["reward_norm"])
     if args["mask_no_eos_with_zero"]:

@@ -38,12 +38,6 @@ def whiten_around_the_mean(values: Tensor, mask: Tensor) -> Tensor:
     return keep(whiten(values, mask) + masked_mean(values, mask), mask)
 
 
-def scale_scores(scores: Tensor, *, bias: float, scale: float, clip: float | None) -> Tensor:
-    """AReaL's ``(s + reward_bias)·reward_scaling``, clipped to ``±reward_clip``."""
-    scaled = (scores + bias) * scale
-    return scaled if clip is None else scaled.clamp(-clip, clip)
-
-
 def linear_proximal(rollout_logprobs: Tensor, logprobs: Tensor, versions: Tensor, current_version: int) -> Tensor:
     """AReaL's other approximation: the log of the mixture ``(1-alpha)·behaviour + alpha·current``."""
     alpha = progress(versions, current_version)

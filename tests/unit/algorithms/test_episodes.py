@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from headwater.algorithms.advantages import ADVANTAGES, AdvantageInputs
-from headwater.algorithms.groups import Groups
-from headwater.algorithms.normalize import normalize_rewards
+from headwater.algorithms.groups import Groups, piece_weights
+from headwater.algorithms.masked import StepTotals, aggregate
+from headwater.algorithms.normalize import normalize, normalize_rewards
 
 ROOT_HALF = 0.5**0.5
 
@@ -75,6 +76,72 @@ def test_rewards_are_normalised_over_episodes():
     chosen["std_level"] = "none"
     made = normalize_rewards(rewards, columns, **grouping, leave_one_out=True, **chosen)
     assert made[:, 0].tolist() == [1.0, -1.0, -1.0]
+
+
+def test_a_piece_weighs_its_share_of_the_trained_pieces():
+    mask = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
+    assert piece_weights(torch.tensor([4, 7, 7, 7]), mask).tolist() == [1.0, 0.5, 0.5, 0.5]
+    assert piece_weights(torch.tensor([4, 7, 8, 1]), mask) is None
+
+
+def test_advantages_are_normalised_over_episodes():
+    """One episode with advantage 1 and one with -1 in three pieces: mean 0 and deviation sqrt(2)."""
+    values, mask, groups = torch.tensor([[1.0], [-1.0], [-1.0], [-1.0]]), torch.ones(4, 1), torch.zeros(4)
+    given = {"mask": mask, "groups": groups, "weights": piece_weights(torch.tensor([0, 1, 1, 1]), mask), "epsilon": 0.0}
+    for level in ("batch", "group"):
+        made = normalize(values, mean_level=level, std_level=level, **given)
+        assert made[:, 0].tolist() == pytest.approx([ROOT_HALF] + [-ROOT_HALF] * 3)
+    # The others of a piece are the first episode and two thirds of its own: (1 - 2/3) / (5/3).
+    made = normalize(values, mean_level="batch", std_level="none", leave_one_out=True, **given)
+    assert made[:, 0].tolist() == pytest.approx([2.0] + [-1.2] * 3)
+
+
+LOSSES = [[2.0, 4.0], [1.0, 3.0], [5.0, 100.0]]
+LOSS_MASK = [[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]
+BY_HAND = {
+    # Two episodes, the second in two pieces of weight 1/2: the sums 6, 4, 5 and the means 3, 2, 5.
+    "seq-mean-token-sum": (6 + (4 + 5) / 2) / 2,
+    "seq-mean-token-sum-norm": (6 + (4 + 5) / 2) / 2 / 10,
+    "seq-mean-token-mean": (3 + (2 + 5) / 2) / 2,
+    "token-mean": 15 / 5,
+    "token-sum": 15.0,
+}
+
+
+@pytest.mark.parametrize(("mode", "expected"), BY_HAND.items())
+def test_a_mean_over_sequences_counts_episodes(mode, expected):
+    losses, mask = torch.tensor(LOSSES), torch.tensor(LOSS_MASK)
+    weights = piece_weights(torch.tensor([0, 1, 1]), mask)
+    totals = StepTotals.of(mask, sequence_weights=weights, width=10.0)
+    assert (totals.num_tokens, totals.num_sequences) == (5.0, 2.0)
+    assert float(aggregate(losses, mask, mode, totals, weights)) == pytest.approx(expected)
+
+
+def gradient(losses, mask, mode, weights):
+    leaf = losses.clone().requires_grad_()
+    totals = StepTotals.of(mask, sequence_weights=weights, width=10.0)
+    return torch.autograd.grad(aggregate(leaf, mask, mode, totals, weights), leaf)[0]
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches(min_group=2), st.integers(0, 20), st.integers(2, 5))
+def test_equal_pieces_of_one_episode_change_no_other_in_the_loss(batch, row, num_pieces):
+    mask, values = batch.mask, batch.normal()
+    num_rows = len(mask)
+    row %= num_rows
+    rows = torch.cat([torch.arange(row), torch.full((num_pieces,), row), torch.arange(row + 1, num_rows)])
+    others = rows != row
+    weights = piece_weights(rows, mask[rows])
+    for mode in ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"):
+        expected = gradient(values, mask, mode, None)
+        made = gradient(values[rows], mask[rows], mode, weights)
+        assert_close(made[others], expected[rows[others]], msg=lambda text, mode=mode: f"{mode}: {text}")
+        assert_close(made[~others].sum(dim=0), expected[row])
+    for level in ("batch", "group"):
+        chosen = {"mean_level": level, "std_level": level}
+        expected = normalize(values, mask=mask, groups=batch.groups, **chosen)
+        made = normalize(values[rows], mask=mask[rows], groups=batch.groups[rows], weights=weights, **chosen)
+        assert_close(made, expected[rows], rtol=1e-4, atol=1e-4)
 
 
 def test_numbers_of_episodes_may_be_any_and_in_any_order():

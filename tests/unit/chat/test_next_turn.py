@@ -65,6 +65,44 @@ def test_only_what_follows_the_last_turn_counts():
     assert follows(TINY, "3<|end|>", chat) == "<|tool|>2<|end|><|user|>Again.<|end|><|assistant|>"
 
 
+CALLING = {**MODEL_TURN, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+RESULT = {"role": "tool", "content": "2"}
+STRICT = CHATML.replace(
+    "{%- for message in messages -%}",
+    "{%- for message in messages -%}{%- if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls -%}"
+    "{{- raise_exception('a result without a call') -}}{%- endif -%}",
+)
+
+
+@pytest.mark.parametrize("template", [TINY, CHATML, STRICT])
+@pytest.mark.parametrize("response", ["add()<|end|>", "add()"])
+def test_the_text_of_tool_calls_is_left_out(template, response):
+    plain = follows(template if template != STRICT else CHATML, response, (USER, MODEL_TURN, RESULT))
+    assert follows(template, response, (USER, CALLING, RESULT)) == plain
+    # Calls of earlier turns make no difference.
+    assert follows(template, response, (USER, CALLING, RESULT, CALLING, RESULT)) == plain
+
+
+def test_templates_that_need_tool_calls_refuse_results_without_them():
+    with pytest.raises(RolloutFailed, match="a result without a call"):
+        follows(STRICT, "add()<|end|>", (USER, MODEL_TURN, RESULT))
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (OPEN_ENDED.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}"), "does not mark the end"),
+        (
+            TINY.replace("text_of(message.content) -}}", "text_of(message.content) if not message.tool_calls -}}", 1),
+            "shows 0 of 1 earlier answers.* or call tell\\(\\) without tool_calls",
+        ),
+    ],
+)
+def test_tool_calls_whose_end_is_unknown_are_refused(template, problem):
+    with pytest.raises(RolloutFailed, match=problem):
+        follows(template, "add()", (USER, CALLING, RESULT))
+
+
 def test_template_arguments_are_passed_on():
     made = tokenizer(TINY + "{{ opening }}")
     tokens = tokens_until_next_turn(made, (USER, MODEL_TURN, AGAIN), (END,), {"opening": "So"})

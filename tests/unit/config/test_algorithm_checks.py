@@ -169,6 +169,21 @@ CLASHES = [
         ["reward.overlong_tokens does not count the tokens of the greedy response", "such as rloo"],
     ),
     (
+        ["algorithm.advantage=remax", "reward.scale=2"],
+        "algorithm.advantage = 'remax'",
+        ["reward.scale does not change the score of the greedy response"],
+    ),
+    (
+        ["algorithm.advantage=gdpo", "reward.clip=2"],
+        "algorithm.advantage = 'gdpo'",
+        ["reward.clip is in none of them"],
+    ),
+    (
+        ["algorithm.advantage=gpg", "reward.bias=0.5"],
+        "algorithm.advantage = 'gpg'",
+        ["with reward.bias none is", "such as grpo"],
+    ),
+    (
         ["algorithm.advantage=gdpo", "algorithm.kl_in_reward=0.1"],
         "algorithm.advantage = 'gdpo'",
         ["algorithm.kl_in_reward is in none of them", "or algorithm.kl_in_loss"],

@@ -49,7 +49,7 @@ def weights(train_engine: TrainEngine) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in merged_weights(train_engine.module.model)])
 
 
-def gradient(data, max_tokens: int) -> torch.Tensor:
+def gradient(data, max_tokens: int, **algorithm) -> torch.Tensor:
     """The gradient of one step, read off a plain SGD-like probe: loss scaled by the global token count."""
     train_engine = engine(max_tokens_per_microbatch=max_tokens)
     taken = {}
@@ -59,7 +59,7 @@ def gradient(data, max_tokens: int) -> torch.Tensor:
         return {"skipped_steps": 0.0}
 
     train_engine._optimizer.step = keep
-    actor(train_engine).update(data)
+    actor(train_engine, **algorithm).update(data)
     return taken["gradient"]
 
 
@@ -235,3 +235,15 @@ def test_no_row_is_left_out_when_another_rank_needs_more_packs():
     engine.ranks = BesideAnother(most)
     made = engine.packs(rows, 1, 1000)
     assert sorted(row for pack, counts in made if counts for row in pack.rows) == list(range(190))
+
+
+@pytest.mark.parametrize("max_tokens", [24, 1000])
+def test_copies_of_a_row_that_share_its_weight_are_one_row_in_a_mean_over_sequences(max_tokens):
+    whole = experience(3, rows=4)
+    copied = whole[[0, 1, 1, 1, 2, 3]]
+    shared = copied.with_columns(tensors={"sequence_weights": torch.tensor([1.0, *[1 / 3] * 3, 1.0, 1.0])})
+    expected, made, unweighted = (
+        gradient(data, max_tokens, aggregation="seq-mean-token-mean") for data in (whole, shared, copied)
+    )
+    torch.testing.assert_close(made, expected, atol=1e-7, rtol=1e-4)
+    assert (unweighted - expected).abs().max() > 1e-4

@@ -48,9 +48,27 @@ def test_the_score_of_the_whole_conversation_is_added_with_its_weight(tmp_path):
     assert made.metrics["reward_model/mean"] == pytest.approx(float(judged.mean()), abs=1e-5)
 
 
+def test_the_score_is_of_what_was_said_in_all_turns(tmp_path):
+    judge = save_judge(tmp_path)
+    said = [
+        {"role": "user", "content": "A summary."},
+        {"role": "assistant", "content": "5"},
+        {"role": "user", "content": "Again."},
+        {"role": "assistant", "content": "7"},
+    ]
+    rollouts = batch(num_groups=1, num_samples=2, messages=tuple(said), info={"response_text": "7"})
+    tokens = tiny.tokenizer().apply_chat_template(said, tokenize=True, return_dict=False)
+    with torch.no_grad():
+        judged = judge(torch.tensor([tokens])).logits[0, 0]
+    made = training(f"reward.model={tmp_path}").experience.make(rollouts, version=0)
+    assert_close(made.data.batch["rewards"].sum(dim=1), scores(rollouts) + judged, atol=1e-5, rtol=1e-5)
+
+
 def test_a_workflow_that_gives_no_text_is_told_so(tmp_path):
     save_judge(tmp_path)
-    with pytest.raises(DataError, match=r"row row0: reward\.model scores responses as text.*info\['response_text'\]"):
+    with pytest.raises(
+        DataError, match=r"row row0: reward\.model scores responses as text.*as messages, or .* info\['response_text'\]"
+    ):
         training(f"reward.model={tmp_path}").experience.make(batch(), version=0)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -133,7 +135,9 @@ def test_progress_is_shown_while_training(recorder, output):
 
 
 def test_rollouts_can_be_read_back(tmp_path):
-    trajectories = [tiny.trajectory(seed, uid="row", sample=seed) for seed in range(3)]
+    said = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"})
+    made = [tiny.trajectory(seed, uid="row", sample=seed) for seed in range(3)]
+    trajectories = [replace(each, messages=said) for each in made]
     write_rollouts(tmp_path / "r.parquet", 4, [(tiny.prompt(), each) for each in trajectories])
     rows = pq.read_table(tmp_path / "r.parquet").to_pylist()
     for row, each in zip(rows, trajectories, strict=True):
@@ -143,3 +147,4 @@ def test_rollouts_can_be_read_back(tmp_path):
         assert row["versions"] == list(each.versions)
         assert row["logprobs"] == pytest.approx(each.logprobs)
         assert row["reward"] == each.reward
+        assert json.loads(row["messages"]) == list(said)

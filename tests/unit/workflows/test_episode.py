@@ -55,6 +55,7 @@ def test_replies_are_trained_and_everything_else_is_not():
         {"role": "user", "content": "Again."},
         {"role": "assistant", "content": "4"},
     )
+    assert made.messages == episode.messages
     assert (episode.num_turns, episode.room) == (2, 100 - len(made.response_tokens))
 
 
@@ -132,6 +133,52 @@ def test_pieces_have_separate_randomness_and_one_sample_number():
     assert [each.rng_key for each in asked[1:]] == [derive_key(7, "branch", number) for number in range(2)]
     # A longer prompt must not make the sequence longer than the run's limits allow.
     assert asked[2].sampling.max_new_tokens == 100 - (other.prompt_length - len(episode.prompt.tokens))
+
+
+def test_each_piece_keeps_its_own_conversation():
+    async def run(episode):
+        await episode.reply()
+        other = episode.branch([{"role": "user", "content": "A summary."}])
+        await other.reply()
+        return episode.finish(1.0), other.finish(1.0)
+
+    whole, other = asyncio.run(run(episode_of(answer("1"), answer("2"))))
+    assert [each["content"] for each in whole.messages] == ["12+34=", "1"]
+    assert [each["content"] for each in other.messages] == ["A summary.", "2"]
+
+
+CALL = {"function": {"name": "add", "arguments": {"a": 12, "b": 34}}}
+RESULT = [{"role": "tool", "content": "46"}]
+
+
+def test_tool_calls_are_part_of_the_conversation_but_not_written_twice():
+    async def run(episode):
+        assert await episode.reply() == "Let me add.add"
+        # The tiny tokenizer has no special marker of calls, so another special token stands for one.
+        assert episode.raw_text == "Let me add.<|system|>add"
+        assert episode.tell(RESULT, tool_calls=[CALL], content="Let me add.")
+        assert episode.raw_text == "Let me add.<|system|>add"
+        await episode.reply()
+        return episode.finish(1.0)
+
+    written = (*encode("Let me add.<|system|>add"), END)
+    episode = episode_of(written, answer("46"))
+    made = asyncio.run(run(episode))
+    between = encode("<|tool|>46<|end|><|assistant|>")
+    assert made.response_tokens == (*written, *between, *answer("46"))
+    assert sum(made.loss_mask) == len(written) + len(answer("46"))
+    assert made.messages[1:] == (
+        {"role": "assistant", "content": "Let me add.", "tool_calls": [CALL]},
+        *RESULT,
+        {"role": "assistant", "content": "46"},
+    )
+
+
+def test_the_raw_text_of_a_reply_that_was_cut_off_keeps_its_last_token():
+    episode = episode_of(encode("4<|system|>"))
+    assert episode.raw_text == ""
+    assert asyncio.run(episode.reply(max_tokens=2)) == "4"
+    assert episode.raw_text == "4<|system|>"
 
 
 class Answers:
