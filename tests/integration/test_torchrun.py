@@ -83,7 +83,7 @@ def test_two_ranks_compute_and_train_what_one_does(learned):
         assert ours["status"].num_optimizer_steps == theirs["status"].num_optimizer_steps, name
         assert case.what[0] in ours["computed"]
     num_steps = {
-        "plain": 1,
+        "critic and reference": 1,
         "critic in uneven mini-batches": 4,
         "more mini-batches than rows": 2,
         "nothing to learn in mini-batches": 1,
