@@ -132,11 +132,19 @@ class NativeServer:
         try:
             return await client.call(path, body)
         except ConnectionLost as error:
+            await self._until_noticed(client)
             raise TransferLost(f"the engine's process ended during a weight update: {error}") from error
         except EngineFailed as error:
             if client is self._client:
                 self.keeper.kill(f"{path}: {error}")
             raise TransferLost(f"the engine failed during a weight update: {error}") from error
+
+    async def _until_noticed(self, client: ServerClient) -> None:
+        """Wait until the keeper has noticed the end of a process: otherwise the next update would be sent to it too."""
+        for _ in range(int(_REACH_S / _LOST_S)):
+            if client is not self._client or not self.keeper.is_settled:
+                return
+            await asyncio.sleep(_LOST_S)
 
     async def end(self) -> None:
         """Stop the process. Open requests end with the tokens they have."""
