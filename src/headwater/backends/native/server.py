@@ -73,7 +73,7 @@ class NativeServer:
         await server.end()
 
     When the keeper gives up, every open request and every call fails with the cause, and so does everything that comes
-    later. A ``ServerClient`` stands for one process.
+    later. Each ``ServerClient`` belongs to one process.
     """
 
     def __init__(self, model: str, arguments: Sequence[str], api_key: str, spans: Spans) -> None:
