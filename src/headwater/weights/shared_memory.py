@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.core.errors import HeadwaterError, WeightsError
+from headwater.core.errors import HeadwaterError, WeightsError, WeightsIncomplete
 from headwater.core.protocols import Bucket, UpdateMode, WeightUpdate
 from headwater.core.waits import wait_until
 from headwater.models.device import DTYPES
@@ -120,6 +120,9 @@ class SharedMemoryTransport:
 
     def _abandon(self, channel: Channel, version: int, error: BaseException) -> None:
         """End a stream that failed. A process that cannot be told has ended, and the next one needs weights anyway."""
+        if isinstance(error, WeightsIncomplete):  # the engine has ended the stream itself
+            channel.incomplete()
+            return
         with suppress(HeadwaterError, CancelledError):
             body = {"error": f"{type(error).__name__}: {error}"}
             if answer(channel, ControlCall("/control/finish_weight_update", body), version)["needs_weights"]:
