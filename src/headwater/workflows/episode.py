@@ -19,8 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from headwater.chat.next_turn import MODEL_TURN, is_model_turn, tokens_until_next_turn
-from headwater.chat.render import ChatError, encode_rendered, render_chat
+from headwater.chat.render import (
+    MODEL_TURN,
+    ChatError,
+    encode_rendered,
+    is_model_turn,
+    render_chat,
+    tokens_until_next_turn,
+)
 from headwater.core.errors import RolloutFailed
 from headwater.core.protocols import EpisodeEngine, EpisodeInput, RewardManager, Tokenizer
 from headwater.core.randomness import derive_key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 
-from headwater.chat.next_turn import MODEL_TURN, tokens_until_next_turn
+from headwater.chat.render import MODEL_TURN, tokens_until_next_turn
 from headwater.core.errors import RolloutFailed
 from headwater.models.builtin.chat_template import CHATML_TEMPLATE
 from headwater.models.load import load_tokenizer
