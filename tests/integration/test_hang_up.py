@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
-from command import CUT_DOWN, ROOT, metrics
-from test_async_disaggregated import children, wait_for_step
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, children, metrics
 from test_serve import start
 
 pytestmark = pytest.mark.slow
@@ -51,6 +51,16 @@ def test_a_run_whose_terminal_is_closed_keeps_what_it_has_learned(tmp_path):
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["error"], status["engine_restarts"]) == ("interrupted", "", 0)
     assert not Path(f"/proc/{child}").exists()
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + PROCESS_LIMIT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        if (run / "metrics.jsonl").exists() and any(each["step"] >= step for each in metrics(run, "train")):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached")
 
 
 def test_under_nohup_a_run_goes_on(tmp_path):
