@@ -258,7 +258,7 @@ class WorkflowExecutor:
         return rounds is not None and num_ended >= rounds * self.admission.batch_size
 
     def _is_barren(self) -> bool:
-        """Whether so many groups have failed in a row that the run should stop."""
+        """Whether the run should stop because too many groups failed in a row."""
         return self._num_barren >= _MAX_BARREN_BATCHES * self.admission.batch_size
 
     def _starting(self) -> AbstractAsyncContextManager[object]:
