@@ -12,7 +12,7 @@ results. Messages use a separate gloo group, so that they work beside NCCL.
 
 Threads: every rank executes its part of a call on one thread (``_Lane``), because a collective operation cannot be
 interrupted. The main thread waits for it, and meanwhile handles signals and notices when another rank ends. A third
-thread (``_Watch``) sends this rank's sign of life and looks for those of the others.
+thread (``watch.py``) sends this rank's sign of life and looks for those of the others.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from headwater.cluster.group import LearnerGroup
+from headwater.cluster.watch import Watch, error_text
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, HeadwaterError, OtherRankFailed, RankFailed, WaitTimeout
 from headwater.core.waits import wait_until
-from headwater.observe.process import process_start
 
 if TYPE_CHECKING:
     from headwater.learner.build import LearnerSpec
@@ -56,9 +56,6 @@ _MESSAGE_LIMIT = timedelta(days=365)
 """Serving ranks wait for the next call as long as rank 0 lives."""
 _GRACE_S = 10.0
 """How long the other ranks have to report the same error, after one rank has failed."""
-_SILENCE_S = 45.0
-"""A rank on another machine that gives no sign of life for this long has ended."""
-_LOOK_S = 1.0
 _CLOSE_LIMIT_S = 30.0
 _TURN_LIMIT_S = 60.0
 """How long a call waits for an export that another thread has not read to its end."""
@@ -108,7 +105,7 @@ def join() -> TorchrunGroup:
     dist.init_process_group(backend, timeout=_COLLECTIVE_LIMIT)
     control = dist.new_group(backend="gloo", timeout=_MESSAGE_LIMIT)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    watch = _Watch(PrefixStore("headwater", store), dist.get_rank(), dist.get_world_size())
+    watch = Watch(PrefixStore("headwater", store), dist.get_rank(), dist.get_world_size())
     return TorchrunGroup(control, watch, _Lane(device))
 
 
@@ -136,88 +133,10 @@ class _Lane:
                 future.set_exception(error)
 
 
-class _Watch:
-    """Signs of life in the launcher's store: rank 0 watches all other ranks, and they watch rank 0."""
-
-    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._watched = range(1, num_ranks) if rank == 0 else range(1)
-        self._lock = threading.Lock()
-        self._gone: dict[int, str] = {}
-        self._last_sign: dict[int, tuple[bytes, float]] = {}
-        self._stop = threading.Event()
-        self.on_gone: Callable[[], None] = lambda: None
-        machine = _machine()
-        store.set(f"process/{rank}", f"{machine}|{os.getpid()}|{process_start(os.getpid())}")
-        self._processes: dict[int, tuple[int, str] | None] = {}
-        for each in self._watched:
-            where, pid, start = store.get(f"process/{each}").decode().split("|")
-            self._processes[each] = (int(pid), start) if where == machine else None
-        threading.Thread(target=self._run, name="watch of ranks", daemon=True).start()
-
-    def report(self, call: int, error: BaseException) -> None:
-        """Tell rank 0 why this rank failed in its call number ``call``."""
-        with suppress(RuntimeError):  # the launcher has ended, and rank 0 with it
-            self._store.set(f"error/{self._rank}/{call}", _text(error))
-
-    def reported(self, call: int) -> tuple[int, str] | None:
-        """The first rank that has failed in this call, and its error."""
-        for rank in self._watched:
-            key = f"error/{rank}/{call}"
-            try:
-                if self._store.check([key]):
-                    return rank, self._store.get(key).decode()
-            except RuntimeError:
-                return None  # the launcher has ended; the thread of this watch reports it
-        return None
-
-    def gone(self) -> str:
-        """Which rank has ended, and what is known about it; empty while all of them live."""
-        with self._lock:
-            for rank in self._watched:
-                process = self._processes[rank]
-                if rank not in self._gone and process is not None and str(process_start(process[0])) != process[1]:
-                    self._gone[rank] = "its process has ended (killed, out of memory or crashed; see its output)"
-            return "; ".join(f"rank {rank}: {cause}" for rank, cause in self._gone.items())
-
-    def stop(self) -> None:
-        self._stop.set()
-
-    def _run(self) -> None:
-        beat = 0
-        while not self._stop.wait(_LOOK_S):
-            beat += 1
-            try:
-                self._store.set(f"alive/{self._rank}", str(beat))
-                self._listen()
-            except RuntimeError:
-                if not self._stop.is_set():
-                    logger.warning("rank %d: the launcher has ended", self._rank)
-                    self.on_gone()
-                return
-            if self.gone():
-                self.on_gone()
-                return
-
-    def _listen(self) -> None:
-        """Look for signs of life of ranks on other machines, whose processes cannot be seen from here."""
-        for rank in self._watched:
-            if self._processes[rank] is not None or not self._store.check([f"alive/{rank}"]):
-                continue
-            sign, now = self._store.get(f"alive/{rank}"), time.monotonic()
-            last, since = self._last_sign.get(rank, (b"", now))
-            if sign != last:
-                self._last_sign[rank] = (sign, now)
-            elif now - since > _SILENCE_S:
-                with self._lock:
-                    self._gone[rank] = f"no sign of life for {_SILENCE_S:.0f} s (its process or its machine has ended)"
-
-
 class TorchrunGroup:
     """This process among the ranks. Rank 0 calls the others; they serve."""
 
-    def __init__(self, control: dist.ProcessGroup, watch: _Watch, lane: _Lane) -> None:
+    def __init__(self, control: dist.ProcessGroup, watch: Watch, lane: _Lane) -> None:
         self.rank = dist.get_rank()
         self._control = control
         self._watch = watch
@@ -274,7 +193,7 @@ class TorchrunGroup:
 
         def end() -> None:
             if is_sent and self._own_error is not None:
-                self._gather((None, _text(self._own_error)))
+                self._gather((None, error_text(self._own_error)))
             elif is_sent:
                 # The other ranks iterate to the end, so this rank has to as well.
                 self._gather(self._attempt(name, lambda: _drained(items[0])))
@@ -395,7 +314,7 @@ class TorchrunGroup:
             self._watch.report(self._num_calls, error)
             if self.rank:
                 logger.debug("rank %d failed in %s", self.rank, name, exc_info=True)
-            return None, _text(error)
+            return None, error_text(error)
 
     def _gather(self, outcome: tuple[Any, str | None]) -> list[Any]:
         """On rank 0 the results of all ranks, or the error of one; nothing on the others."""
@@ -470,7 +389,7 @@ class TorchrunGroup:
             self._failure = f"rank {reported[0]} of {self.num_ranks}: {reported[1]}"
             raise RankFailed(self._failure)
         assert self._own_error is not None, "one of the two has failed"
-        self._failure = f"rank {self.rank}: {_text(self._own_error)}"
+        self._failure = f"rank {self.rank}: {error_text(self._own_error)}"
         raise self._own_error
 
     def _find_cause(self, error: RuntimeError) -> None:
@@ -498,19 +417,3 @@ def _drained(items: Iterator[Any]) -> Any:
     for _ in items:
         pass
     return None
-
-
-def _text(error: BaseException) -> str:
-    """What rank 0 shows of an error; empty if it only says that another rank has failed."""
-    if isinstance(error, OtherRankFailed):
-        return ""
-    text = str(error).strip() or type(error).__name__
-    return text if isinstance(error, HeadwaterError) else f"{type(error).__name__}: {text}"
-
-
-def _machine() -> str:
-    """The same text for processes that can see each other, which those of different containers cannot."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
