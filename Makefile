@@ -1,7 +1,7 @@
 # make quickstart   set up, then train the quickstart recipe
 # make test         set up, then lint, type check and run the tests (minutes)
 # make test-all     set up, then the long tests
-# WORKERS=4         number of processes of make test (default 2); the long tests use all cores by themselves
+# WORKERS=4         number of test processes (default 2)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ test: setup-dev lint
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 test-all: setup-dev
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal
 
 lint: setup-dev
 	@$(BIN)/ruff check --quiet .

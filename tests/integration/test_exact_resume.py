@@ -60,6 +60,7 @@ def test_two_steps_and_two_more_are_four(recipe, parts, tmp_path):
         }
 
 
+@pytest.mark.slow
 def test_a_steered_coefficient_goes_on_and_a_fixed_one_is_the_configs(tmp_path):
     train_here(*PPO, f"run.root={tmp_path}", "run.name=steered", "trainer.total_steps=3")
     coefficients = [each["kl/coefficient"] for each in metrics(tmp_path / "steered", "train")]

@@ -94,7 +94,7 @@ def test_another_order_of_groups_gives_other_weights(replay, recorded):
     assert "step 2" in result.stderr
 
 
-@pytest.mark.parametrize("num_lost", [0, 1])
+@pytest.mark.parametrize("num_lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_run_that_was_interrupted_and_resumed(replay, num_lost, tmp_path):
     """What was finished is kept, what was in flight begins again; with a checkpoint lost, the last step does so too."""
     run = tmp_path / "resumed"

@@ -346,6 +346,7 @@ def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatc
         generate(engine, requests(1, 2))
 
 
+@pytest.mark.slow
 def test_any_backend_that_can_be_served_runs_in_a_process():
     overrides = ["rollout.placement=disaggregated", "rollout.backend=hf", "rollout.timeout_s=5000", "run.seed=3"]
     config = load_config(None, overrides).config

@@ -175,7 +175,8 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("how", ["killed rank", pytest.param("stopped run", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed rank", "stopped run"])
 def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
     run, log = RunDirectory(tmp_path / "quickstart"), tmp_path / "log"
     process = started(*LONG, f"run.root={tmp_path}")

@@ -43,6 +43,7 @@ def test_scheduler_overhead_refuses_what_does_not_divide(script):
         script("scheduler_overhead").Schedule(num_in_flight=10, num_samples=2, max_staleness=2).batch_size  # noqa: B018
 
 
+@pytest.mark.slow
 def test_latencies_are_the_prompts_and_their_mean_is_as_asked(script):
     workloads = script("async_workloads")
     episodes = [EpisodeInput(tiny.prompt(uid=f"row{row}"), sample, 0) for row in range(250) for sample in range(8)]
@@ -60,6 +61,7 @@ def test_overlap_of_intervals(script):
     assert comparison.overlap(first, [(2.0, 4.0)]) == 0
 
 
+@pytest.mark.slow
 def test_async_vs_sync_measures_whole_runs(script, tmp_path):
     comparison, runs = script("async_vs_sync"), script("training_run")
     options = Namespace(steps=3, prompts=2, samples=2, mean_tokens=4, mean_tool_s=0.05, epochs=1)
@@ -72,6 +74,7 @@ def test_async_vs_sync_measures_whole_runs(script, tmp_path):
         assert row["overlap"] <= min(row["generating"], row["training"])
 
 
+@pytest.mark.slow
 def test_update_modes_compute_again_only_when_interrupted(script):
     modes, shapes = script("update_modes"), script("shapes")
     model = shapes.build_model("tiny", torch.device("cpu"), torch.float32)
@@ -91,6 +94,7 @@ def test_update_modes_compute_again_only_when_interrupted(script):
     assert all(len(run.swaps_s) == 2 for run in runs)
 
 
+@pytest.mark.slow
 def test_staleness_learning_from_start_to_picture(script, one_thread, tmp_path):
     learning = script("staleness_learning")
     options = Namespace(learning_rate=1e-3, minibatches=2, epochs=1, steps=3, prompts=4)

@@ -50,6 +50,7 @@ def fake_vllm(tmp_path):
     return python
 
 
+@pytest.mark.slow
 def test_rollouts_of_both_sides_are_recorded(record_of, fake_vllm):
     arguments = ["--shape", "tiny", "--cases", "4x24", "--samples", "2", "--prompt-tokens", "6", "--runs", "1"]
     record = record_of("rollout_throughput", *arguments, "--vllm-python", str(fake_vllm))
@@ -62,12 +63,14 @@ def test_rollouts_of_both_sides_are_recorded(record_of, fake_vllm):
     assert result["engine_tokens_per_s"] == pytest.approx(4 * 24 / min(result["engine_runs_s"]))
 
 
+@pytest.mark.slow
 def test_rollouts_with_stop_strings_make_as_many_tokens(record_of):
     arguments = ["--shape", "tiny", "--cases", "4x24", "--prompt-tokens", "6", "--runs", "1", "--no-baseline"]
     [result] = record_of("rollout_throughput", *arguments, "--stop", "</answer>", "--stop", "zzzz")["results"]
     assert result["engine_tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_the_cost_of_stop_strings_is_recorded(record_of):
     record = record_of("stop_strings", "--rows", "16", "--rounds", "3", "--stop", "\x07\x08\x0b")
     assert len(record["seconds"]) == 3
@@ -86,6 +89,7 @@ def test_graphs_of_vllm_reach_to_its_largest_batch(script):
     assert settings["compilation_config"]["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 32, 64, 96]
 
 
+@pytest.mark.slow
 def test_a_weight_swap_says_what_is_computed_again(record_of):
     arguments = ["--shape", "tiny", "--sequences", "4", "--updates", "2", "--new-tokens", "1500"]
     rows = {row["mode"]: row for row in record_of("weight_swap", *arguments)["rows"]}

@@ -50,6 +50,7 @@ def test_rows_survive_json_and_the_gym_scores_them_again(chain_sums):
         assert score("nonsense", entry) < 0.5
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_hash_seed_of_the_process(monkeypatch):
     """ransom_note draws letters from a set, whose order Python changes from process to process."""
     monkeypatch.setenv("PYTHONHASHSEED", "1")
