@@ -220,6 +220,7 @@ def _waits_outside(group: RunningGroup) -> bool:
 
 DROP_REMEDIES = {
     DropKind.FAILED: "the message names the cause; run the workflow on that row by itself",
+    DropKind.INVALID: "the workflow returns something that cannot be trained on; the message says what to correct",
     DropKind.ENGINE_FAILED: "the engine fails on these requests; see the last log lines",
     DropKind.REWARD_FAILED: "call the reward function on that row by itself: it raises or returns no number",
     DropKind.REWARD_TIMED_OUT: "make the reward faster, or raise reward.timeout_s",

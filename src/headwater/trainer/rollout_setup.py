@@ -24,7 +24,7 @@ from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
 from headwater.rollout.executor import WorkflowExecutor
-from headwater.rollout.group import Group
+from headwater.rollout.group import Group, TrajectoryLimits
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
@@ -121,6 +121,12 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
     engine = make_engine(BackendContext(config, model_path, tokenizer, spans), replays=schedule is not None)
     tasks = AsyncTaskRunner()
     admission = make_admission(config)
+    limits = TrajectoryLimits(
+        vocab_size=engine.limits.vocab_size,
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        get_version=engine.get_version,
+    )
 
     def group_runner(sampling: SamplingParams, num_samples: int, **options: Any) -> GroupRunner:
         return GroupRunner(
@@ -129,6 +135,7 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
             on_failure=config.rollout.on_failure,
             max_retries=config.rollout.max_retries,
             allow_partial_groups=config.rollout.allow_partial_groups,
+            limits=limits,
             **options,
         )
 

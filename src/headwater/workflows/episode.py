@@ -209,7 +209,7 @@ class Episode:
         the score. The trajectory also keeps the whole conversation (``messages``).
         """
         if not isinstance(score, Score):
-            score = Score(float(score))
+            score = Score(score)
         return Trajectory(
             uid=self.prompt.uid,
             sample=self.sample,
