@@ -70,6 +70,8 @@ class Prompt:
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
     multi_modal: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """``images`` and ``videos`` in the order of their placeholders."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the row, for workflows and reward functions; and ``prompt``, if it is a plain string."""
 
     def __post_init__(self) -> None:
         if not self.tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +15,8 @@ from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import Capabilities, InferenceEngine, MemoryTag
-from headwater.core.records import SamplingParams
-from headwater.core.registry import blaming
+from headwater.core.records import Prompt, SamplingParams
+from headwater.core.registry import blaming, is_path
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.models.load import load_processor, load_tokenizer
@@ -50,6 +50,8 @@ class RolloutParts:
     tasks: AsyncTaskRunner
     """The event loop that runs all episodes."""
     trace: Trace | None
+    check_prompt: Callable[[Prompt], None]
+    """Raise ``RewardFailed`` for a prompt that the reward function cannot score."""
 
     def sleep_cache(self) -> None:
         """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
@@ -106,6 +108,9 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
     with blaming(f"reward.manager = {config.reward.manager}"):
         make_reward = REWARD_MANAGERS.resolve(config.reward.manager)
     reward = make_reward(config.reward, spans)
+    check_prompt = _prompt_check(config, reward)
+    if eval_data is not None:
+        check_prompt(eval_data[0])
     make_workflow = with_arguments(
         WORKFLOWS, config.rollout.workflow, config.rollout.workflow_args, "rollout.workflow_args"
     )
@@ -176,7 +181,19 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         eval_data=eval_data,
         tasks=tasks,
         trace=trace,
+        check_prompt=check_prompt,
     )
+
+
+def _prompt_check(config: Config, reward: object) -> Callable[[Prompt], None]:
+    """Reward managers may have a method ``check_row``, which finds a wrong signature before anything is generated.
+
+    A custom workflow need not use the scorers, so they are then checked only if ``reward.function`` names one.
+    """
+    check: Callable[[Prompt], None] | None = getattr(reward, "check_row", None)
+    if check is None or (is_path(config.rollout.workflow) and not config.reward.function):
+        return lambda prompt: None
+    return check
 
 
 def make_admission(config: Config) -> Admission:
