@@ -52,6 +52,8 @@ class RolloutParts:
     trace: Trace | None
     check_prompt: Callable[[Prompt], None]
     """Raise ``RewardFailed`` for a prompt that the reward function cannot score."""
+    reads_column: Callable[[str], bool]
+    """Whether the reward function takes a column of the data. True if that is not known."""
 
     def sleep_cache(self) -> None:
         """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
@@ -182,6 +184,7 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         tasks=tasks,
         trace=trace,
         check_prompt=check_prompt,
+        reads_column=getattr(reward, "reads_column", lambda name: True),
     )
 
 
@@ -219,6 +222,11 @@ def describe(dataset: PromptDataset | None, kind: str) -> str:
     """For example ``4096 training prompts``, and how many were left out because of their length."""
     if dataset is None:
         return f"no {kind} prompts"
-    num_filtered = dataset.num_filtered if isinstance(dataset, RLHFDataset) else 0
-    left_out = f" ({num_filtered} over data.max_prompt_tokens left out)" if num_filtered else ""
+    count = num_left_out(dataset)
+    left_out = f" ({count} over data.max_prompt_tokens left out)" if count else ""
     return f"{len(dataset)} {kind} prompts{left_out}"
+
+
+def num_left_out(dataset: PromptDataset) -> int:
+    """Prompts that are not used because they are too long."""
+    return dataset.num_filtered if isinstance(dataset, RLHFDataset) else 0

@@ -83,6 +83,11 @@ class NaiveRewardManager:
         """Raise ``RewardFailed`` if the row has no scorer, or lacks something that its scorer requires."""
         self._scorer(prompt).signature.check_row(prompt)
 
+    def reads_column(self, name: str) -> bool:
+        """Whether ``reward.function`` receives a column of the data."""
+        signature = self._custom.signature if self._custom is not None else None
+        return signature is not None and (signature.takes_rest or name in signature.columns)
+
     async def score(self, episode: ScorableEpisode) -> Score:
         scorer = self._scorer(episode.prompt)
         # reward.timeout_s counts from the start of the call, not while the call waits for a free slot.
