@@ -128,7 +128,7 @@ def _ledger(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.drops:
         lines.append("dropped: " + ", ".join(f"{count} {kind}" for kind, count in diagnosis.drops.items()))
     if diagnosis.num_left_out:
-        lines.append(f"{diagnosis.num_left_out} training prompts over data.max_prompt_tokens are left out")
+        lines.append(f"left out as longer than data.max_prompt_tokens: {diagnosis.num_left_out} training prompts")
     return lines
 
 

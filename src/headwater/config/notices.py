@@ -1,7 +1,7 @@
 """What has no effect in a run although someone asked for it. Each is said once, when a run starts.
 
-A setting that contradicts others is an error (``checks.py``). A notice is for what is right elsewhere: a recipe for GPUs
-may run on a CPU, and a data file may have columns for other programs.
+A setting that contradicts others is an error (``checks.py``). A notice is for what is right elsewhere: a recipe for
+GPUs may run on a CPU, and a data file may have columns for other programs.
 """
 
 from __future__ import annotations

@@ -140,9 +140,7 @@ class GroupRunner:
             return Dropped(prompt.uid, DropKind.REJECTED, "rejected by the workflow")
         lost = [result for result in results if isinstance(result, _Lost)]
         samples = [*range(self._num_samples), *[GREEDY] * (self._greedy is not None)]
-        pieces = {
-            sample: result for sample, result in zip(samples, results, strict=True) if isinstance(result, list)
-        }
+        pieces = {sample: result for sample, result in zip(samples, results, strict=True) if isinstance(result, list)}
         greedy = pieces.pop(GREEDY, None)
         if lost and (len(pieces) < _FEWEST_SAMPLES or (self._greedy is not None and greedy is None)):
             raise lost[0].error

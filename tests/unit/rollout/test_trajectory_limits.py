@@ -56,7 +56,9 @@ WRONG = [
 
 def test_what_cannot_be_trained_on_is_a_counted_failure_with_the_name_of_the_workflow():
     for change, message in WRONG:
-        workflow = Scripted(lambda data, change=change: replace(ok(data), **(change if data.prompt.uid == "row1" else {})))
+        workflow = Scripted(
+            lambda data, change=change: replace(ok(data), **(change if data.prompt.uid == "row1" else {}))
+        )
         batch = one_batch(workflow, on_failure="drop", limits=LIMITS)
         assert uids(batch) == ["row0", "row2", "row3"], change
         (dropped,) = batch.dropped

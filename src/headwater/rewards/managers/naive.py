@@ -61,9 +61,9 @@ class _Scorer:
         taken = {name: value for name, value in values.items() if name in signature.names}
         if signature.columns or signature.takes_rest:
             signature.check_row(prompt)
-            for name, value in prompt.columns.items():
-                if name in signature.columns or (signature.takes_rest and name not in (*values, "prompt")):
-                    taken[name] = value
+            rest = prompt.columns.keys() - {*values, "prompt"} if signature.takes_rest else frozenset()
+            wanted = signature.columns | rest
+            taken |= {name: value for name, value in prompt.columns.items() if name in wanted}
         return {name: [value] for name, value in taken.items()} if signature.is_batched else taken
 
 
