@@ -76,7 +76,7 @@ def _losses(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Iterato
     """What was not trained on or not evaluated, by kind."""
 
     def total(name: str) -> int:
-        return round(sum(record.get(name, 0) for record in train))
+        return int(sum(record.get(name, 0) for record in train))
 
     counts = {kind: total(name) for kind, name in DROP_METRICS.items()}
     if kinds := ", ".join(f"{count} {kind.value}" for kind, count in counts.items() if count):

@@ -112,5 +112,5 @@ def test_arrays_and_rounding_errors_are_accepted():
 def test_a_score_is_a_number():
     assert Score(np.float32(0.5)).value == 0.5
     for wrong in ("1.0", b"1", None, NAN, [1.0, 2.0]):
-        with pytest.raises((TypeError, ValueError), match="reward .*must be a finite number"):
+        with pytest.raises((TypeError, ValueError), match=r"reward .*must be a finite number"):
             Score(wrong)
