@@ -221,8 +221,8 @@ class WorkflowExecutor:
         """The end of a step: a snapshot, the counts, and the dispatches that ended, all at one moment."""
 
         def look() -> Books:
-            counts = self.check_ledger()
-            return Books(self.snapshot(cursor), counts, self.ledger.take_record(), self.staleness.counts)
+            snapshot, ended = self.snapshot(cursor), self.ledger.take_record()
+            return Books(snapshot, self.check_ledger(), ended, self.staleness.counts, snapshot.ledger["drops"])
 
         return self._tasks.call(look, "closing the books of a step")
 

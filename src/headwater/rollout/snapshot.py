@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headwater.core.errors import RunError
@@ -62,12 +62,8 @@ class Books:
     """Dispatches that were trained on or dropped since the previous ``Books``."""
     rollouts: RolloutCounts | None = None
     """The counts that decide how many groups may start; None for a replay, which starts the recorded ones."""
-
-    @property
-    def drops(self) -> Mapping[str, int]:
-        """Groups dropped in the whole run, by ``DropKind``."""
-        drops: Mapping[str, int] = self.snapshot.ledger.get("drops", {})
-        return drops
+    drops: Mapping[str, int] = field(default_factory=dict)
+    """Groups dropped in the whole run, by ``DropKind``."""
 
 
 def _dispatch_to_json(dispatch: Dispatch) -> dict[str, int]:

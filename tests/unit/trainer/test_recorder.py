@@ -26,7 +26,7 @@ from headwater.trainer.warm_start import WarmStartResult
 
 COUNTS = LedgerCounts(12, 8, 2, buffered=1, in_flight=1)
 ROLLOUTS = RolloutCounts(enqueued=1, running=2, accepted=9, rejected=5)
-BOOKS = Books(RolloutSnapshot({}, {"drops": {"stale": 2, "invalid": 1}}), COUNTS, {}, ROLLOUTS)
+BOOKS = Books(RolloutSnapshot({}, {}), COUNTS, {}, ROLLOUTS, {"stale": 2, "invalid": 1})
 
 
 class Remembers:
