@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from headwater.config.explain import explain, to_yaml
     from headwater.config.load import load_config
+    from headwater.config.notices import config_notices
 
     recipe, overrides = args.recipe, list(args.overrides)
     # Without a recipe, the first override takes its position.
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     for section in dict.fromkeys(row.key.partition(".")[0] for row in rows):
         grouped = [row for row in rows if row.key.startswith(f"{section}.")]
         console.print(_table(section, grouped, wide=console.width >= WIDE))
+    for notice in config_notices(loaded.config, loaded.given):
+        console.print(f"Note: {notice}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

@@ -124,7 +124,12 @@ def _ledger(diagnosis: Diagnosis) -> list[str]:
         f"{counts[name]} {name.replace('_', ' ')}" for name in ("trained", "dropped", "buffered", "in_flight")
     )
     sign, verdict = ("=", "") if diagnosis.ledger.missing == 0 else ("≠", "  DOES NOT BALANCE")
-    return [f"{counts['dispatched']} dispatched {sign} {parts}{verdict}"]
+    lines = [f"{counts['dispatched']} dispatched {sign} {parts}{verdict}"]
+    if diagnosis.drops:
+        lines.append("dropped: " + ", ".join(f"{count} {kind}" for kind, count in diagnosis.drops.items()))
+    if diagnosis.num_left_out:
+        lines.append(f"left out as longer than data.max_prompt_tokens: {diagnosis.num_left_out} training prompts")
+    return lines
 
 
 def _checkpoints(diagnosis: Diagnosis) -> str:

@@ -17,7 +17,7 @@ from headwater.core.registry import nearest
 
 COMMANDS = {
     "train": "train a model from a recipe, or resume a run",
-    "replay": "repeat a recorded run, token by token, and compare the weights of every step",
+    "replay": "repeat a run made with engine.deterministic=true, and compare the weights of every step",
     "eval": "show the mean reward of a run's model on held-out prompts",
     "serve": "serve a model over HTTP with OpenAI's and SGLang's APIs",
     "config": "show every setting of a recipe: its value, where it was set, and what it means",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,7 +57,7 @@ def _start(recipe: Path, overrides: list[str]) -> int:
     from headwater.config.load import load_config
 
     loaded = load_config(recipe, overrides, [files_exist])
-    return _fit(loaded.config, run=None, checkpoint=None)
+    return _fit(loaded.config, run=None, checkpoint=None, given=loaded.given)
 
 
 def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
@@ -93,10 +93,15 @@ def _more_steps(done: int) -> str:
     return f"trainer.total_steps={2 * done}"
 
 
-def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> int:
+def _fit(
+    config: Config, run: RunDirectory | None, checkpoint: Path | None, given: Collection[str] = frozenset()
+) -> int:
+    """``given`` are the keys that were set explicitly."""
     import torch
 
     from headwater.config.explain import to_yaml
+    from headwater.config.notices import config_notices
+    from headwater.data.notices import data_notices
     from headwater.learner.build import LearnerSpec
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
@@ -117,9 +122,15 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
         if config.learner.offload_during_rollout:
             rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
         reference_path = str(run.reference) if run and run.reference.exists() else config.model.path
-        training = build_training(LearnerSpec(config, model_path, reference_path), rollout.tokenizer, make_learner)
+        spec = LearnerSpec(config, model_path, reference_path)
+        training = build_training(spec, rollout.tokenizer, make_learner, rollout.check_prompt)
         run = run or RunDirectory.create(Path(config.run.root), config.run.name)
-        trainer = Trainer(config, rollout, training, run, display)
+        template = getattr(rollout.tokenizer, "chat_template", None)
+        notices = [
+            *config_notices(config, given, "cuda" if torch.cuda.is_available() else "cpu"),
+            *data_notices(training.train_data, config, template, rollout.reads_column),
+        ]
+        trainer = Trainer(config, rollout, training, run, display, notices=[str(each) for each in notices])
         if checkpoint is not None:
             trainer.restore(checkpoint)
             display.say(f"Resuming {run.path} after step {trainer.step}")
@@ -129,6 +140,8 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
             _announce(run, config, display)
         run.write_config(to_yaml(config))
         display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
+        for notice in notices:
+            display.say(f"Note: {notice}")
         try:
             finished = trainer.fit()
             stack.close()

@@ -63,6 +63,10 @@ class RolloutFailed(HeadwaterError):
     """A rollout could not be completed."""
 
 
+class InvalidTrajectory(RolloutFailed):
+    """A workflow returned something that cannot be trained on."""
+
+
 class RequestError(RolloutFailed):
     """An invalid request: an empty prompt, an unknown token, or too many tokens."""
 

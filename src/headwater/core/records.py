@@ -29,7 +29,9 @@ class DropKind(StrEnum):
     """Why a group of samples is not trained on. Ledger, metrics and doctor use this value, never the message."""
 
     FAILED = "failed"
-    """The workflow raised an error or returned something that is not a trajectory."""
+    """The workflow raised an error."""
+    INVALID = "invalid"
+    """The workflow returned something that is not a trajectory, or one that cannot be trained on."""
     ENGINE_FAILED = "engine_failed"
     """The engine could not answer a request."""
     REWARD_FAILED = "reward_failed"
@@ -68,6 +70,8 @@ class Prompt:
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
     multi_modal: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """``images`` and ``videos`` in the order of their placeholders."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the row, for workflows and reward functions; and ``prompt``, if it is a plain string."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -182,6 +186,19 @@ class Delta:
     stop_reason: StopReason | None = None
 
 
+def finite_number(value: Any, name: str) -> float:
+    """``value`` as a float. Text is refused, even if it looks like a number: it would hide a mistake."""
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} = {value[:_NUM_CHARACTERS_SHOWN]!r} is text: must be a finite number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name} is a {type(value).__name__}: must be a finite number ({error})") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{name} = {number}: must be a finite number")
+    return number
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """A reward and additional values that the scorer returned with it."""
@@ -190,8 +207,7 @@ class Score:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise ValueError(f"reward = {self.value}: must be a finite number")
+        object.__setattr__(self, "value", finite_number(self.value, "reward"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +269,7 @@ class Trajectory:
             raise ValueError(f"trajectory {self.uid}#{self.sample}: loss_mask holds values other than 0 and 1")
         if any(mask and version < 0 for mask, version in zip(self.loss_mask, self.versions, strict=True)):
             raise ValueError(f"trajectory {self.uid}#{self.sample}: a trained token has no policy version")
-        if not math.isfinite(self.reward):
-            raise ValueError(f"trajectory {self.uid}#{self.sample}: reward = {self.reward}, must be finite")
+        object.__setattr__(self, "reward", finite_number(self.reward, f"trajectory {self.uid}#{self.sample}: reward"))
         if self.turn_rewards and len(self.turn_rewards) != len(self.turn_ends):
             raise ValueError(
                 f"trajectory {self.uid}#{self.sample}: {len(self.turn_rewards)} turn_rewards for "

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+COLUMNS = ("data_source", "ground_truth", "reward_model", "extra_info", "tools_kwargs")
+"""The columns with a fixed name that become fields of the prompt."""
+
+
 @dataclass(frozen=True)
 class PromptBuilder:
     """Builds one prompt from one row, so worker processes and the training process build the same prompt."""
@@ -54,7 +58,16 @@ class PromptBuilder:
             extra_info=extra_info,
             tools_kwargs=_tools_kwargs(row, extra_info, place),
             multi_modal=multi_modal,
+            columns=self._other_columns(row),
         )
+
+    def _other_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Columns that no other field of the prompt holds. A plain string is kept, because its message hides it."""
+        config = self.config
+        read = {*COLUMNS, config.prompt_key, config.image_key, config.video_key}
+        others = {key: value for key, value in row.items() if key not in read}
+        plain = row[config.prompt_key]
+        return {**others, "prompt": plain} if isinstance(plain, str) else others
 
     def _with_media(
         self, messages: list[Message], placed: PlacedRow

@@ -51,6 +51,10 @@ class Diagnosis:
     """The groups that have run longest; for a killed run, at its last heartbeat."""
     capacity: int | None
     ledger: LedgerReport | None
+    drops: Mapping[str, int]
+    """Groups dropped in the whole run, by kind."""
+    num_left_out: int
+    """Training prompts that are not used because they are too long."""
     findings: tuple[Finding, ...]
     error: str
     log: tuple[LogLine, ...]
@@ -86,6 +90,8 @@ def examine(run: RunDirectory) -> Diagnosis:
         oldest_groups=status.oldest_groups if status and life.state not in ("finished", "interrupted") else (),
         capacity=status.capacity if status and not life.is_over else None,
         ledger=LedgerReport(counts, missing_from(counts)) if (counts := evidence.counts) else None,
+        drops={kind.value: each.count for kind, each in status.drops.items()} if status else {},
+        num_left_out=round(evidence.train_metrics[-1].get("prompts/left_out", 0)) if evidence.train_metrics else 0,
         findings=tuple(findings(evidence, life)),
         error=status.error if status else "",
         log=status.log if status else (),

@@ -33,6 +33,7 @@ FindingKind = Literal[
     "learner_waits",
     "generation_ahead",
     "low_disk",
+    "no_effect",
 ]
 
 
@@ -58,6 +59,7 @@ def findings(evidence: Evidence, life: Life) -> list[Finding]:
         *_of_engine(evidence),
         *_of_balance(evidence, life),
         *_of_disk(evidence, life),
+        *_of_notices(evidence),
     ]
     return sorted(found, key=lambda each: each.severity != "problem")
 
@@ -220,6 +222,7 @@ def _waits_outside(group: RunningGroup) -> bool:
 
 DROP_REMEDIES = {
     DropKind.FAILED: "the message names the cause; run the workflow on that row by itself",
+    DropKind.INVALID: "the workflow returns something that cannot be trained on; the message says what to correct",
     DropKind.ENGINE_FAILED: "the engine fails on these requests; see the last log lines",
     DropKind.REWARD_FAILED: "call the reward function on that row by itself: it raises or returns no number",
     DropKind.REWARD_TIMED_OUT: "make the reward faster, or raise reward.timeout_s",
@@ -303,6 +306,11 @@ def _of_balance(evidence: Evidence, life: Life) -> Iterator[Finding]:
             f"generation is ahead: {num_buffered} groups wait for the learner",
             "the learner is the bottleneck; a lower rollout.max_staleness would be as fast, with fresher samples",
         )
+
+
+def _of_notices(evidence: Evidence) -> Iterator[Finding]:
+    for text in evidence.status.notices if evidence.status else ():
+        yield Finding("no_effect", "hint", text, "")
 
 
 def _of_disk(evidence: Evidence, life: Life) -> Iterator[Finding]:

@@ -96,6 +96,8 @@ class RunStatus:
     engine_restarts: int = 0
     num_ranks: int = 1
     stage: StageProgress | None = None
+    notices: tuple[str, ...] = ()
+    """What has no effect in this run although someone asked for it."""
 
 
 class RecentLog(logging.Handler):
@@ -127,8 +129,8 @@ class StatusFile:
     Unless it was set, the final state is "finished", "interrupted" after Ctrl-C, or "failed" after an error.
     ``read`` is called on the writing thread and returns values that JSON can hold. The doctor uses ``step``,
     ``total_steps``, ``version``, ``ledger`` (counts), ``oldest`` (see ``RunningGroup``), ``capacity``, ``drops`` (kind
-    to count and message), ``engine_restarts`` and ``stage`` (see ``StageProgress``). All of them are optional. If
-    ``read`` raises, the file keeps the values of the last successful call.
+    to count and message), ``engine_restarts``, ``notices`` (texts) and ``stage`` (see ``StageProgress``). All of them
+    are optional. If ``read`` raises, the file keeps the values of the last successful call.
     """
 
     def __init__(self, path: Path, read: Callable[[], Mapping[str, Any]], every_s: float = HEARTBEAT_S) -> None:
@@ -247,6 +249,7 @@ def _parse(content: dict[str, Any]) -> RunStatus:
         engine_restarts=int(content.get("engine_restarts", 0)),
         num_ranks=int(content.get("learner", {}).get("num_ranks", 1)),
         stage=StageProgress(**content["stage"]) if content.get("stage") else None,
+        notices=tuple(map(str, content.get("notices", ()))),
     )
 
 

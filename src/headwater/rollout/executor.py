@@ -221,7 +221,8 @@ class WorkflowExecutor:
         """The end of a step: a snapshot, the counts, and the dispatches that ended, all at one moment."""
 
         def look() -> Books:
-            return Books(self.snapshot(cursor), self.check_ledger(), self.ledger.take_record())
+            snapshot, ended = self.snapshot(cursor), self.ledger.take_record()
+            return Books(snapshot, self.check_ledger(), ended, self.staleness.counts, snapshot.ledger["drops"])
 
         return self._tasks.call(look, "closing the books of a step")
 
@@ -234,7 +235,8 @@ class WorkflowExecutor:
         )
         self._untaken = {each.dispatch.id: each.version for each in self._buffer}
         self._version = version
-        self.staleness.recover(version, num_buffered=len(self._buffer))
+        num_rejected = sum(snapshot.ledger["drops"].values())
+        self.staleness.recover(version, num_buffered=len(self._buffer), num_rejected=num_rejected)
         for _ in in_flight:
             self.staleness.enqueue()
         self._dispatcher.submit(in_flight)

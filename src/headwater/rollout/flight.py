@@ -70,6 +70,12 @@ class Flight:
         return time.monotonic() - self.started
 
     @property
+    def newest_version(self) -> int:
+        """The newest policy version that the engine has reported to this group."""
+        reported = (version for runs in self.requests.values() for version, _ in runs)
+        return max(reported, default=self.version)
+
+    @property
     def num_waiting(self) -> int:
         """Episodes that wait for something other than the engine, such as a reward or a tool."""
         return self.num_episodes - self.num_done - self.num_generating

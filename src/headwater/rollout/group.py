@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
+from typing import Any
 
+import numpy as np
 import torch
 
 from headwater.core.errors import RolloutFailed
-from headwater.core.records import DropKind, Prompt, Trajectory
+from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,69 @@ class PromptDraw:
     index: int = -1
     """The row of the dataset; -1 if the prompt does not come from a dataset."""
     epoch: int = 0
+
+
+_HIGHEST_LOGPROB = 1e-3
+"""A probability is at most 1, so its logarithm is at most 0. The rest is for rounding."""
+
+
+@dataclass(frozen=True)
+class TrajectoryLimits:
+    """What the trajectories of a workflow must fulfil. A workflow may be custom code, so nothing it returns is
+    trusted: a token outside the vocabulary ends a GPU process, and a version from the future is never too old."""
+
+    vocab_size: int
+    max_new_tokens: int
+    """``rollout.max_new_tokens``."""
+    max_prompt_tokens: int
+    """``data.max_prompt_tokens``."""
+    get_version: Callable[[], int]
+    """The policy version that the engine serves now."""
+
+    def problem(self, trajectory: Trajectory, prompt: Prompt, *, newest_seen: int) -> str | None:
+        """Why a trajectory cannot be trained on, or None. ``newest_seen`` is the newest version in its responses."""
+        tokens, versions = np.asarray(trajectory.tokens), np.asarray(trajectory.versions)
+        for name, array in (("tokens", tokens), ("versions", versions)):
+            if array.dtype.kind not in "iu":
+                return f"{name} contains {_first_odd(getattr(trajectory, name))}; all of them must be whole numbers"
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
+            return f"token {wrong} is not in the vocabulary, 0..{self.vocab_size - 1}"
+        newest = max(newest_seen, self.get_version())
+        if versions.max() > newest:
+            return f"a token of policy version {versions.max()}, but the newest version is {newest}"
+        if versions.min() < NOT_SAMPLED:
+            return f"a token of policy version {versions.min()}; use {NOT_SAMPLED} for tokens that were not sampled"
+        return self._wrong_length(trajectory, prompt) or _wrong_logprob(trajectory)
+
+    def _wrong_length(self, trajectory: Trajectory, prompt: Prompt) -> str | None:
+        length = len(trajectory.tokens) - trajectory.prompt_length
+        if length > self.max_new_tokens:
+            return f"a response of {length} tokens; rollout.max_new_tokens = {self.max_new_tokens} is the limit"
+        longest = max(self.max_prompt_tokens, len(prompt.tokens)) + self.max_new_tokens
+        if len(trajectory.tokens) > longest:
+            return (
+                f"{len(trajectory.tokens)} tokens; data.max_prompt_tokens + rollout.max_new_tokens = {longest} is the "
+                "limit of prompt and response together"
+            )
+        return None
+
+
+def _wrong_logprob(trajectory: Trajectory) -> str | None:
+    try:
+        logprobs = np.asarray(trajectory.logprobs, dtype=np.float64)
+    except (TypeError, ValueError):
+        return f"logprobs contains {_first_odd(trajectory.logprobs)}; all of them must be numbers"
+    is_wrong = ~(logprobs <= _HIGHEST_LOGPROB) | (logprobs == -np.inf)
+    if is_wrong.any():
+        return f"a log-prob of {logprobs[is_wrong][0]:g}; log-probs must be finite and at most 0"
+    return None
+
+
+def _first_odd(values: Sequence[Any]) -> str:
+    """The first value that is not an integer, for a message."""
+    odd = next((each for each in values if isinstance(each, bool) or not isinstance(each, (int, np.integer))), values)
+    return f"{str(odd)[:40]!r} ({type(odd).__name__})"
 
 
 @dataclass(frozen=True, slots=True)

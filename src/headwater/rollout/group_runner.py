@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from headwater.core.errors import HeadwaterError, RewardFailed, RewardTimedOut, RolloutFailed
+from headwater.core.errors import HeadwaterError, InvalidTrajectory, RewardFailed, RewardTimedOut, RolloutFailed
 from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.randomness import derive_key
 from headwater.core.records import DropKind, Prompt, Trajectory
 from headwater.rollout.flight import Flight
-from headwater.rollout.group import Dropped, Group
+from headwater.rollout.group import Dropped, Group, TrajectoryLimits
 from headwater.workflows import EpisodeRunner
 
 T = TypeVar("T")
@@ -48,7 +48,9 @@ class GroupRunner:
         allow_partial_groups: bool = False,
         greedy: EpisodeRunner | None = None,
         should_accept: Callable[[Group], bool] | None = None,
+        limits: TrajectoryLimits | None = None,
     ) -> None:
+        """Without ``limits``, only the type of what a workflow returns is checked."""
         self._workflow = workflow
         self._num_samples = num_samples
         self._on_failure = on_failure
@@ -56,6 +58,7 @@ class GroupRunner:
         self._allow_partial_groups = allow_partial_groups
         self._greedy = greedy
         self._should_accept = should_accept
+        self._limits = limits
 
     @property
     def num_episodes(self) -> int:
@@ -112,7 +115,7 @@ class GroupRunner:
         self, workflow: EpisodeRunner, flight: Flight, engine: EpisodeEngine, data: EpisodeInput
     ) -> object:
         try:
-            result: object = await workflow.run(engine, data)
+            result: object = self._checked(await workflow.run(engine, data), flight, data)
         except (SystemExit, KeyboardInterrupt) as error:
             # Otherwise these would silently end the thread that runs all episodes.
             raise RolloutFailed(f"{self._where(data.prompt)} raised {type(error).__name__}") from error
@@ -133,15 +136,11 @@ class GroupRunner:
         return group
 
     def _to_group(self, prompt: Prompt, results: Sequence[object]) -> Group | Dropped:
-        if any(result is None or result == [] for result in results):
+        if any(result is None for result in results):
             return Dropped(prompt.uid, DropKind.REJECTED, "rejected by the workflow")
         lost = [result for result in results if isinstance(result, _Lost)]
         samples = [*range(self._num_samples), *[GREEDY] * (self._greedy is not None)]
-        pieces = {
-            sample: self._pieces(prompt, sample, result)
-            for sample, result in zip(samples, results, strict=True)
-            if not isinstance(result, _Lost)
-        }
+        pieces = {sample: result for sample, result in zip(samples, results, strict=True) if isinstance(result, list)}
         greedy = pieces.pop(GREEDY, None)
         if lost and (len(pieces) < _FEWEST_SAMPLES or (self._greedy is not None and greedy is None)):
             raise lost[0].error
@@ -151,22 +150,33 @@ class GroupRunner:
         kept = tuple(itertools.chain.from_iterable(pieces.values()))
         return Group(prompt, kept, baseline, num_lost=len(lost))
 
-    def _pieces(self, prompt: Prompt, sample: int, result: object) -> list[Trajectory]:
-        """The trajectories of one episode."""
+    def _checked(self, result: object, flight: Flight, data: EpisodeInput) -> list[Trajectory] | None:
+        """The trajectories of one episode; None if the workflow rejects it."""
+        if result is None or (isinstance(result, list) and not result):
+            return None
         pieces: list[Trajectory] = []
         for piece in result if isinstance(result, list) else [result]:
             if not isinstance(piece, Trajectory):
-                raise RolloutFailed(
-                    f"workflow {self._workflow.name} returned a {type(piece).__name__} for row {prompt.uid}; "
-                    "return a Trajectory, a list of them, or None to reject the episode"
+                raise InvalidTrajectory(
+                    f"{self._where(data.prompt)} returned a {type(piece).__name__}; return a Trajectory, a list of "
+                    "them, or None to reject the episode"
                 )
-            if piece.sample != sample:
-                raise RolloutFailed(
-                    f"workflow {self._workflow.name} returned a trajectory of sample {piece.sample} for sample "
-                    f"{sample} of row {prompt.uid}; groups are compared by sample, so set it to the episode's"
-                )
+            if (problem := self._problem(piece, flight, data)) is not None:
+                raise InvalidTrajectory(f"{self._where(data.prompt)} returned {problem}")
             pieces.append(piece)
         return pieces
+
+    def _problem(self, piece: Trajectory, flight: Flight, data: EpisodeInput) -> str | None:
+        if piece.uid != data.prompt.uid:
+            return f"a trajectory of row {piece.uid}; set uid to the uid of the episode's prompt"
+        if piece.sample != data.sample:
+            return (
+                f"a trajectory of sample {piece.sample} for sample {data.sample}; groups are compared by sample, so "
+                "set it to the episode's"
+            )
+        if self._limits is None:
+            return None
+        return self._limits.problem(piece, data.prompt, newest_seen=flight.newest_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +191,8 @@ def _kind_of(error: RewardFailed | RolloutFailed, flight: Flight) -> DropKind:
         return DropKind.TIMED_OUT
     if isinstance(error, RewardFailed):
         return DropKind.REWARD_TIMED_OUT if isinstance(error, RewardTimedOut) else DropKind.REWARD_FAILED
+    if isinstance(error, InvalidTrajectory):
+        return DropKind.INVALID
     is_engine = any(error is each for each in flight.engine_errors)
     return DropKind.ENGINE_FAILED if is_engine else DropKind.FAILED
 

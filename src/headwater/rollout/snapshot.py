@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headwater.core.errors import RunError
@@ -14,6 +14,7 @@ from headwater.rollout.buffer import Finished
 from headwater.rollout.flight import Dispatch, requests_from_json, requests_to_json
 from headwater.rollout.group import Group, PromptDraw
 from headwater.rollout.ledger import LedgerCounts
+from headwater.rollout.staleness import RolloutCounts
 
 DrawAgain = Callable[[int, int], PromptDraw]
 """From ``(index, epoch)`` to the draw that was made there."""
@@ -59,6 +60,10 @@ class Books:
     counts: LedgerCounts
     ended: Mapping[str, Any]
     """Dispatches that were trained on or dropped since the previous ``Books``."""
+    rollouts: RolloutCounts | None = None
+    """The counts that decide how many groups may start; None for a replay, which starts the recorded ones."""
+    drops: Mapping[str, int] = field(default_factory=dict)
+    """Groups dropped in the whole run, by ``DropKind``."""
 
 
 def _dispatch_to_json(dispatch: Dispatch) -> dict[str, int]:

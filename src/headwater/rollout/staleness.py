@@ -100,10 +100,11 @@ class StalenessManager:
         """The learner took a batch with ``num_groups`` groups too few. Their places count as used."""
         self._add(accepted=num_groups)
 
-    def recover(self, version: int, num_buffered: int = 0) -> None:
+    def recover(self, version: int, num_buffered: int = 0, num_rejected: int = 0) -> None:
         """After a restart, the groups of earlier batches and those in the checkpoint count as accepted."""
+        accepted = version * self._batch_size + num_buffered
         with self._lock:
-            self._counts = replace(self._counts, accepted=version * self._batch_size + num_buffered)
+            self._counts = replace(self._counts, accepted=accepted, rejected=num_rejected)
 
     def _add(self, *, enqueued: int = 0, running: int = 0, accepted: int = 0, rejected: int = 0) -> None:
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from headwater.trainer.experience import Experience
 from headwater.trainer.interrupts import Interrupts
 from headwater.trainer.learner_setup import TrainingParts
 from headwater.trainer.recorder import Recorder
-from headwater.trainer.rollout_setup import RolloutParts
+from headwater.trainer.rollout_setup import RolloutParts, num_left_out
 from headwater.trainer.warm_start import warm_start
 from headwater.weights.publish import publish
 
@@ -46,8 +46,11 @@ class Trainer:
         display: Display,
         *,
         last_step: int | None = None,
+        notices: Sequence[str] = (),
     ) -> None:
-        """``last_step`` ends training before ``trainer.total_steps`` and changes nothing else."""
+        """``last_step`` ends training before ``trainer.total_steps`` and changes nothing else. ``notices`` are for the
+        doctor."""
+        self._notices = tuple(notices)
         self._last_step = min(last_step or config.trainer.total_steps, config.trainer.total_steps)
         self._config = config
         self._parts = rollout
@@ -67,6 +70,7 @@ class Trainer:
             rollout.spans,
             rollout.trace,
             save_rollouts_every_steps=config.trainer.save_rollouts_every_steps,
+            num_left_out=num_left_out(training.train_data),
         )
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
@@ -103,6 +107,7 @@ class Trainer:
             "stage": self._stage(),
             "ledger": asdict(self._rollouts.ledger.counts()),
             **self._rollouts.status(),
+            "notices": self._notices,
             "engine_restarts": self._parts.engine.status().num_restarts,
         }
 
@@ -230,7 +235,7 @@ class Trainer:
                 publish(self._learner, self._parts.engine, self._state.step)
 
     def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:
-        self._recorder.step(self._state.step, batch, update, self._books.counts)
+        self._recorder.step(self._state.step, batch, update, self._books)
 
     def _evaluate(self) -> None:
         if self._parts.eval_data is None:

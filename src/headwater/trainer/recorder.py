@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headwater.core.records import DropKind, Prompt, Trajectory
+from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, Trajectory
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import MetricsRecord, RunDirectory, Tracker
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rollout.group import RolloutBatch
-from headwater.rollout.ledger import LedgerCounts
 from headwater.rollout.snapshot import Books
 from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.warm_start import WarmStartResult
@@ -33,7 +33,7 @@ class Recorder:
             recorder.begin_step()
             ...                                       # take a batch, train, publish
             recorder.ledger(step, checksum, books)
-            recorder.step(step, batch, stats, books.counts)
+            recorder.step(step, batch, stats, books)
 
     ``trackers`` receive the same records as ``metrics.jsonl``.
     """
@@ -46,14 +46,17 @@ class Recorder:
         trace: Trace | None = None,
         *,
         save_rollouts_every_steps: int = 0,
+        num_left_out: int = 0,
         trackers: Sequence[Tracker] = (),
     ) -> None:
+        """``num_left_out`` is the number of training prompts that are too long."""
         self._run = run
         self._display = display
         self._spans = spans
         self._trace = trace
         self._trace_file = run.free_trace_file()
         self._save_rollouts_every_steps = save_rollouts_every_steps
+        self._num_left_out = num_left_out
         self._trackers = trackers
         self._reporter: Reporter | None = None
         self._step_began = time.perf_counter()
@@ -82,10 +85,11 @@ class Recorder:
         record = {"weights": weights, "counts": asdict(books.counts), **books.ended}
         self._run.append_ledger({"kind": "step", "step": step, "time": time.time(), **record})
 
-    def step(self, step: int, batch: RolloutBatch, update: Mapping[str, float], counts: LedgerCounts) -> None:
+    def step(self, step: int, batch: RolloutBatch, update: Mapping[str, float], books: Books) -> None:
         """The metrics of a training step, its rollouts if they are due, and the progress line."""
         step_s = time.perf_counter() - self._step_began
-        metrics = step_metrics(batch, update, self._spans.drain(), step_s, counts)
+        metrics = step_metrics(batch, update, self._spans.drain(), step_s, books)
+        metrics["prompts/left_out"] = self._num_left_out
         self._log(MetricsRecord("train", step, time.time(), metrics))
         if self._trace is not None:
             self._trace.write_if_due(self._trace_file)
@@ -93,7 +97,7 @@ class Recorder:
             rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
             write_rollouts(self._run.free_file("rollouts", f"step_{step:06d}", ".parquet"), step, rollouts)
         if self._reporter is not None:
-            self._reporter.update(step, shown_metrics(metrics))
+            self._reporter.update(step, shown_metrics(metrics, books.drops))
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         self._log(MetricsRecord("eval", step, time.time(), result.metrics()))
@@ -120,9 +124,10 @@ class Recorder:
         return record
 
 
-_DROP_METRICS = {DropKind.FILTERED: "groups/filtered", DropKind.STALE: "staleness/dropped_groups"} | {
+DROP_METRICS = {DropKind.FILTERED: "groups/filtered", DropKind.STALE: "staleness/dropped_groups"} | {
     kind: f"groups/dropped_{kind.value}" for kind in DropKind if kind.is_failure
 }
+"""The metric that counts the groups of a step which were dropped for a kind of reason."""
 
 
 def step_metrics(
@@ -130,9 +135,10 @@ def step_metrics(
     update: Mapping[str, float],
     seconds: Mapping[str, float],
     step_s: float,
-    ledger: LedgerCounts,
+    books: Books,
 ) -> dict[str, float]:
     """The metrics of one training step. ``groups/dropped`` counts failures of all kinds."""
+    started = asdict(books.rollouts) if books.rollouts is not None else {}
     of_groups = [group.episode_rewards() for group in batch.groups]
     rewards = [reward for group in of_groups for reward in group]
     lengths = [len(each.response_tokens) for each in batch.trajectories]
@@ -149,11 +155,12 @@ def step_metrics(
         # A group whose samples all have the same reward has no advantage, so nothing is learned from it.
         "groups/informative_fraction": informative / len(batch.groups),
         "groups/dropped": sum(count for kind, count in drops.items() if kind.is_failure),
-        **{name: drops[kind] for kind, name in _DROP_METRICS.items()},
+        **{name: drops[kind] for kind, name in DROP_METRICS.items()},
         "groups/lost_samples": sum(group.num_lost for group in batch.groups),
         "staleness/masked_tokens": batch.num_masked_tokens,
-        "rollouts/buffered": ledger.buffered,
-        "rollouts/in_flight": ledger.in_flight,
+        "rollouts/buffered": books.counts.buffered,
+        "rollouts/in_flight": books.counts.in_flight,
+        **{f"rollouts/{name}": count for name, count in started.items()},
         **update,
         **{f"time/{name}_s": value for name, value in seconds.items()},
         "time/step_s": step_s,
@@ -161,21 +168,40 @@ def step_metrics(
     }
 
 
-def shown_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The few metrics of the progress line."""
+def shown_metrics(metrics: Mapping[str, float], drops: Mapping[str, int]) -> dict[str, str]:
+    """The few metrics of the progress line. ``drops`` are those of the whole run."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in drops.items() if count)
     split = "/".join(f"{metrics.get(f'time/{name}_s', 0.0):.2f}" for name in ("generate", "reward", "train"))
     return {
         "reward": f"{metrics['reward/mean']:.3f}",
         "length": f"{metrics['response_length/mean']:.1f}",
         "tok/s": f"{metrics['throughput/generated_tokens_per_s']:.0f}",
         "gen/rew/train": f"{split} s",
+        **({"dropped": f"{sum(drops.values())} groups ({kinds})"} if kinds else {}),
     }
+
+
+def response_text(trajectory: Trajectory) -> str:
+    """The model's reply. If there were several, all of them and the messages between them, each with its role."""
+    replies = [at for at, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
+    if len(replies) > 1:
+        is_sampled = np.asarray(trajectory.versions) != NOT_SAMPLED
+        num_turns = np.count_nonzero(is_sampled[1:] & ~is_sampled[:-1])
+        if 1 < num_turns <= len(replies):
+            said = trajectory.messages[replies[-num_turns] :]  # earlier replies belong to the prompt
+            return "\n\n".join(f"[{message.get('role')}]\n{message.get('content')}" for message in said)
+    return str(trajectory.info.get("response_text", ""))
+
+
+def _to_json(value: object) -> str:
+    """JSON that people can read. Half of a surrogate pair, which a file cannot hold, stays escaped."""
+    return json.dumps(value, default=str, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
 def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
     """One Parquet row per trajectory: texts for people, and tokens, log-probs, masks and versions for programs.
 
-    ``response`` is the model's last message; ``messages`` is the whole conversation, as JSON.
+    ``response`` is everything after the prompt as text; ``messages`` is the whole conversation, as JSON.
     """
     rows = [
         {
@@ -184,9 +210,9 @@ def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Traje
             "sample": trajectory.sample,
             "data_source": prompt.data_source,
             "prompt": prompt.text,
-            "response": str(trajectory.info.get("response_text", "")),
-            "messages": json.dumps(trajectory.messages, default=str),
-            "ground_truth": json.dumps(prompt.ground_truth, default=str),
+            "response": response_text(trajectory),
+            "messages": _to_json(trajectory.messages),
+            "ground_truth": _to_json(prompt.ground_truth),
             "reward": trajectory.reward,
             "stop_reason": trajectory.stop_reason,
             "prompt_length": trajectory.prompt_length,
@@ -194,7 +220,7 @@ def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Traje
             "loss_mask": list(trajectory.loss_mask),
             "logprobs": list(trajectory.logprobs),
             "versions": list(trajectory.versions),
-            "info": json.dumps(dict(trajectory.info), default=str),
+            "info": _to_json(dict(trajectory.info)),
         }
         for prompt, trajectory in rollouts
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +15,8 @@ from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import Capabilities, InferenceEngine, MemoryTag
-from headwater.core.records import SamplingParams
-from headwater.core.registry import blaming
+from headwater.core.records import Prompt, SamplingParams
+from headwater.core.registry import blaming, is_path
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.models.load import load_processor, load_tokenizer
@@ -24,7 +24,7 @@ from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
 from headwater.rollout.executor import WorkflowExecutor
-from headwater.rollout.group import Group
+from headwater.rollout.group import Group, TrajectoryLimits
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
@@ -50,6 +50,10 @@ class RolloutParts:
     tasks: AsyncTaskRunner
     """The event loop that runs all episodes."""
     trace: Trace | None
+    check_prompt: Callable[[Prompt], None]
+    """Raise ``RewardFailed`` for a prompt that the reward function cannot score."""
+    reads_column: Callable[[str], bool]
+    """Whether the reward function takes a column of the data. True if that is not known."""
 
     def sleep_cache(self) -> None:
         """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
@@ -106,6 +110,9 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
     with blaming(f"reward.manager = {config.reward.manager}"):
         make_reward = REWARD_MANAGERS.resolve(config.reward.manager)
     reward = make_reward(config.reward, spans)
+    check_prompt = _prompt_check(config, reward)
+    if eval_data is not None:
+        check_prompt(eval_data[0])
     make_workflow = with_arguments(
         WORKFLOWS, config.rollout.workflow, config.rollout.workflow_args, "rollout.workflow_args"
     )
@@ -121,6 +128,12 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
     engine = make_engine(BackendContext(config, model_path, tokenizer, spans), replays=schedule is not None)
     tasks = AsyncTaskRunner()
     admission = make_admission(config)
+    limits = TrajectoryLimits(
+        vocab_size=engine.limits.vocab_size,
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        get_version=engine.get_version,
+    )
 
     def group_runner(sampling: SamplingParams, num_samples: int, **options: Any) -> GroupRunner:
         return GroupRunner(
@@ -129,6 +142,7 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
             on_failure=config.rollout.on_failure,
             max_retries=config.rollout.max_retries,
             allow_partial_groups=config.rollout.allow_partial_groups,
+            limits=limits,
             **options,
         )
 
@@ -169,7 +183,20 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         eval_data=eval_data,
         tasks=tasks,
         trace=trace,
+        check_prompt=check_prompt,
+        reads_column=getattr(reward, "reads_column", lambda name: True),
     )
+
+
+def _prompt_check(config: Config, reward: object) -> Callable[[Prompt], None]:
+    """Reward managers may have a method ``check_row``, which finds a wrong signature before anything is generated.
+
+    A custom workflow need not use the scorers, so they are then checked only if ``reward.function`` names one.
+    """
+    check: Callable[[Prompt], None] | None = getattr(reward, "check_row", None)
+    if check is None or (is_path(config.rollout.workflow) and not config.reward.function):
+        return lambda prompt: None
+    return check
 
 
 def make_admission(config: Config) -> Admission:
@@ -195,6 +222,11 @@ def describe(dataset: PromptDataset | None, kind: str) -> str:
     """For example ``4096 training prompts``, and how many were left out because of their length."""
     if dataset is None:
         return f"no {kind} prompts"
-    num_filtered = dataset.num_filtered if isinstance(dataset, RLHFDataset) else 0
-    left_out = f" ({num_filtered} over data.max_prompt_tokens left out)" if num_filtered else ""
+    count = num_left_out(dataset)
+    left_out = f" ({count} over data.max_prompt_tokens left out)" if count else ""
     return f"{len(dataset)} {kind} prompts{left_out}"
+
+
+def num_left_out(dataset: PromptDataset) -> int:
+    """Prompts that are not used because they are too long."""
+    return dataset.num_filtered if isinstance(dataset, RLHFDataset) else 0

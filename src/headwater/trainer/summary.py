@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from rich.table import Table
 
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
+from headwater.trainer.recorder import DROP_METRICS
 
 _Record = dict[str, Any]
 _SMOOTHING = 0.8
@@ -66,10 +67,27 @@ def _table(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Table:
     for label, name in _LEARNER.items():
         table.add_row(f"  {label}", share(name))
     table.add_row("rollouts (concurrent)", f"generate {share('generate')}, reward {share('reward')}")
-    dropped = sum(record["groups/dropped"] for record in train)
-    if dropped:
-        table.add_row("[red]dropped groups[/]", f"{dropped:.0f}")
+    for label, text in _losses(train, evaluations):
+        table.add_row(label, text)
     return table
+
+
+def _losses(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Iterator[tuple[str, str]]:
+    """What was not trained on or not evaluated, by kind."""
+
+    def total(name: str) -> int:
+        return int(sum(record.get(name, 0) for record in train))
+
+    counts = {kind: total(name) for kind, name in DROP_METRICS.items()}
+    if kinds := ", ".join(f"{count} {kind.value}" for kind, count in counts.items() if count):
+        is_bad = any(count for kind, count in counts.items() if kind.is_failure)
+        yield "[red]dropped groups[/]" if is_bad else "dropped groups", f"{sum(counts.values())} ({kinds})"
+    if lost := total("groups/lost_samples"):
+        yield "[red]lost samples[/]", f"{lost}"
+    if left_out := round(train[-1].get("prompts/left_out", 0)):
+        yield "prompts left out", f"{left_out} over data.max_prompt_tokens"
+    if unscored := round(sum(record.get("num_dropped", 0) for record in evaluations)):
+        yield "[red]held-out prompts without a result[/]", f"{unscored} in {len(evaluations)} evaluations"
 
 
 def suggestions(run: RunDirectory, train: Sequence[_Record], evaluations: Sequence[_Record]) -> list[str]:

@@ -182,6 +182,7 @@ class Episode:
             raise ValueError(
                 f"episode {self._name}: tell() must follow a reply(); pass all messages between two replies in one call"
             )
+        self._check_only_text(messages, "tell() was given")
         parsed = {"tool_calls": list(tool_calls)} if tool_calls else {}
         chat = [*self._chat[:-1], {**parsed, **MODEL_TURN}, *messages]
         tokens = tokens_until_next_turn(
@@ -209,7 +210,7 @@ class Episode:
         the score. The trajectory also keeps the whole conversation (``messages``).
         """
         if not isinstance(score, Score):
-            score = Score(float(score))
+            score = Score(score)
         return Trajectory(
             uid=self.prompt.uid,
             sample=self.sample,
@@ -247,6 +248,7 @@ class Episode:
         return piece
 
     def _render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        self._check_only_text(messages, "branch() was given")
         tokenizer = self.context.tokenizer
         try:
             return encode_rendered(tokenizer, render_chat(tokenizer, messages, self.context.chat_template_args))
@@ -259,10 +261,22 @@ class Episode:
                 f"row {self.prompt.uid}: has {', '.join(self.prompt.multi_modal)}, but an episode sends only text to "
                 "the model; remove these columns, or set rollout.workflow to one that sends them itself"
             )
+        self._check_only_text(self.prompt.messages, "its prompt has")
         if self.room < 1:
             raise RolloutFailed(
                 f"episode {self._name}: no room for another reply; raise rollout.max_new_tokens, or end the episode "
                 "when tell() returns False"
+            )
+
+    def _check_only_text(self, messages: Sequence[Message], what: str) -> None:
+        """Chat templates of text models skip other parts silently, so the model would answer without them."""
+        contents = (message.get("content") for message in messages)
+        parts = (part for content in contents if isinstance(content, (list, tuple)) for part in content)
+        kinds = {str(part.get("type", "text")) for part in parts if isinstance(part, Mapping)} - {"text"}
+        if kinds:
+            raise RolloutFailed(
+                f"episode {self._name}: {what} message parts of type {', '.join(sorted(kinds))}, but an episode sends "
+                "only text to the model; remove them, or set rollout.workflow to one that sends them itself"
             )
 
     def _request(self, max_tokens: int | None, stop: Sequence[str], turn: int | None) -> ModelRequest:

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 
-from algorithms.doc_sections import ALGORITHMS, CHAPTERS, item, sections, turn_on
+from algorithms.doc_sections import ALGORITHMS, CHAPTERS, TEXT, item, sections, turn_on
 
 KEYS = {"Advantages": "algorithm.advantage", "Policy losses": "algorithm.policy_loss"}
 
@@ -31,3 +33,10 @@ def test_every_section_says_what_it_is_when_to_use_it_and_how():
         assert item(chapter, name, "When"), name
         key = f"{KEYS[chapter]}={name}" if chapter in KEYS else f"algorithm.corrections=[{name}]"
         assert key in turn_on(chapter, name), name
+
+
+def test_algorithms_without_vectors_of_another_system_are_named():
+    adapters = "".join(path.read_text() for path in Path(__file__).parent.glob("oracle_*.py"))
+    unchecked = {name for _, name in ALGORITHMS if not re.search(rf"\b{name}\b", adapters)}
+    (told,) = re.findall(r"((?:`\w+`[ ,and]*)+)ha(?:s|ve) no counterpart there", TEXT)
+    assert set(re.findall(r"`(\w+)`", told)) == unchecked

@@ -396,6 +396,15 @@ def test_drops_are_read_from_the_status_if_there_is_no_ledger(run):
     diagnosis = examine(run)
     assert "40 groups (29%) were dropped so far (stale)" in hints(diagnosis)[0]
     assert "on_stale=mask" in remedy(diagnosis, "drops")
+    assert diagnosis.drops == {"stale": 40}
+
+
+def test_what_has_no_effect_is_a_hint(run):
+    write_status(run, notices=["engine.overlap = false: has no effect on a CPU"])
+    diagnosis = examine(run)
+    assert [(each.kind, each.severity, each.what) for each in diagnosis.findings] == [
+        ("no_effect", "hint", "engine.overlap = false: has no effect on a CPU")
+    ]
 
 
 def test_restarts_of_the_engine_are_reported(run):

@@ -161,3 +161,106 @@ def test_data_sources_with_an_owner_find_their_scorer(name):
     manager = NaiveRewardManager(RewardConfig(), Spans())
     answer = Answer(tiny.prompt(data_source=name, ground_truth="5"), "#### 5")
     assert asyncio.run(manager.score(answer)).value == 1.0
+
+
+SIGNATURES = """
+import asyncio, json
+import numpy as np
+
+def nothing_but_text(solution_str): return float(solution_str == "46")
+def by_keyword(*, ground_truth, solution_str): return float(solution_str == ground_truth)
+def with_column(solution_str, level, unit="none"): return {"score": level, "unit": unit}
+def trl(prompts, completions, **kwargs):
+    assert len(prompts) == len(completions) == len(kwargs["level"]) == 1
+    return [float(completion == "46") + level for completion, level in zip(completions, kwargs["level"])]
+def trl_chat(completions, ground_truth, **kwargs):
+    return [float(each[0]["content"] == truth) for each, truth in zip(completions, ground_truth)]
+async def trl_async(completions, level=(5,), **kwargs): return np.array([len(completions[0])]) * level[0]
+def trl_number(completions): return 1.0
+def trl_two(completions): return [1.0, 2.0]
+
+def verl_async(data_source, solution_str, ground_truth, extra_info):
+    async def judge():
+        await asyncio.sleep(0)
+        return 0.75
+    return asyncio.get_event_loop().run_until_complete(judge())
+
+def own_loop(solution_str):
+    async def judge():
+        return 0.5
+    return asyncio.run(judge())
+
+def response_and_answer(response, answer): return 1.0
+def positional(text, /): return 1.0
+def fails_deep(solution_str): return json.loads("{")
+class Reward:
+    def __call__(self, solution_str): return 1.0
+    @staticmethod
+    def method(solution_str): return 0.125
+"""
+
+
+@pytest.fixture
+def signatures(tmp_path):
+    file = tmp_path / "signatures.py"
+    file.write_text(SIGNATURES)
+
+    def make(name: str, **settings) -> NaiveRewardManager:
+        return NaiveRewardManager(RewardConfig(function=f"{file}:{name}", **settings), Spans())
+
+    return make
+
+
+def test_a_function_receives_what_it_names(signatures):
+    plain = tiny.prompt(columns={"level": 3, "other": "x", "prompt": "12+34="})
+    chat = tiny.prompt(columns={"level": 3})
+
+    def value(name: str, prompt=plain, **settings):
+        return asyncio.run(signatures(name, **settings).score(Answer(prompt, "46")))
+
+    for name, prompt, expected in [
+        ("nothing_but_text", plain, 1.0),
+        ("by_keyword", plain, 1.0),
+        ("trl", plain, 4.0),
+        ("trl_chat", chat, 1.0),
+        ("trl_async", plain, 6.0),
+        ("trl_async", tiny.prompt(), 5.0),
+        ("verl_async", plain, 0.75),
+        ("own_loop", plain, 0.5),
+    ]:
+        assert value(name, prompt).value == expected, name
+    assert value("with_column") == Score(3.0, {"unit": "none"})
+    assert value("with_column", function_args={"level": 7, "unit": "cm"}) == Score(7.0, {"unit": "cm"})
+    for name in ("trl_number", "trl_two"):
+        with pytest.raises(RewardFailed, match=r"for one completion; return a list with one number"):
+            value(name)
+    with pytest.raises(RewardFailed, match=r"raised JSONDecodeError: .* at .*signatures\.py:\d+; fix"):
+        value("fails_deep")
+
+
+def test_a_wrong_signature_is_found_before_anything_runs(signatures):
+    row = tiny.prompt(columns={"anwser": "46"})
+    with pytest.raises(RewardFailed, match=r"signatures\.py:\d+\): nothing provides its parameter 'response'.*rename"):
+        signatures("response_and_answer").check_row(row)
+    with pytest.raises(RewardFailed, match=r"parameter 'answer' for row row; did you mean 'anwser'\?"):
+        signatures("response_and_answer", function_args={"response": ""}).check_row(row)
+    with pytest.raises(RewardFailed, match=r"'text' cannot be given by name; remove the '/'"):
+        signatures("positional")
+    with pytest.raises(RewardFailed, match=r"reward\.function_args\.bonsu: reward\.function = .*no such parameter"):
+        signatures("nothing_but_text", function_args={"bonsu": 1})
+    with pytest.raises(RewardFailed, match="is a class; name a function"):
+        signatures("Reward")
+    signatures("with_column").check_row(tiny.prompt(columns={"level": 1}))
+
+
+def test_a_file_without_a_function_name_provides_compute_score(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score(solution_str): return 0.5\n")
+    manager = NaiveRewardManager(RewardConfig(function=str(file)), Spans())
+    assert asyncio.run(manager.score(Answer(tiny.prompt(), "x"))).value == 0.5
+    other = tmp_path / "other.py"
+    other.write_text("def judge(solution_str): return 0.5\n")
+    with pytest.raises(
+        UnknownName, match=r"other\.py has no 'compute_score'; known: judge; name the function as .*other\.py:function"
+    ):
+        NaiveRewardManager(RewardConfig(function=str(other)), Spans())

@@ -12,7 +12,7 @@ from rollout.held_engine import HeldEngine
 from headwater.core.protocols import EpisodeInput
 from headwater.core.records import Prompt, SamplingParams, Trajectory
 from headwater.rollout.executor import WorkflowExecutor
-from headwater.rollout.group import PromptDraw, RolloutBatch
+from headwater.rollout.group import PromptDraw, RolloutBatch, TrajectoryLimits
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
@@ -88,6 +88,7 @@ def executor_of(
     should_accept: Callable[[Any], bool] | None = None,
     max_retries: int = 0,
     allow_partial_groups: bool = False,
+    limits: TrajectoryLimits | None = None,
     **admission: Any,
 ) -> Iterator[WorkflowExecutor]:
     groups = GroupRunner(
@@ -98,6 +99,7 @@ def executor_of(
         allow_partial_groups=allow_partial_groups,
         greedy=None if greedy is None else runner_of(greedy),
         should_accept=should_accept,
+        limits=limits,
     )
     with AsyncTaskRunner() as tasks:
         yield WorkflowExecutor(

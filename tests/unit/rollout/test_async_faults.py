@@ -66,8 +66,8 @@ async def waits_for_what_was_cancelled(data):
 
 FAULTS: list[tuple[Callable, DropKind, str]] = [
     (raises, DropKind.FAILED, "workflow Scripted on row row1 raised KeyError: 'no such tool'"),
-    (nonsense, DropKind.FAILED, "workflow Scripted returned a dict for row row1; return a Trajectory"),
-    (of_another_prompt, DropKind.FAILED, "raised ValueError: group of prompt row1 holds a trajectory of row77"),
+    (nonsense, DropKind.INVALID, "workflow Scripted on row row1 returned a dict; return a Trajectory"),
+    (of_another_prompt, DropKind.INVALID, "returned a trajectory of row row77; set uid"),
     (never_returns, DropKind.TIMED_OUT, "row row1: its episodes took longer than rollout.episode_timeout_s"),
     (
         suppresses_its_cancellation,

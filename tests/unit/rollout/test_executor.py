@@ -113,7 +113,7 @@ def test_several_trajectories_of_one_episode_join_the_group():
 
 
 def test_a_trajectory_of_another_sample_is_refused():
-    with pytest.raises(RolloutFailed, match="returned a trajectory of sample 0 for sample 1 of row row"):
+    with pytest.raises(RolloutFailed, match=r"on row row\d returned a trajectory of sample 0 for sample 1"):
         one_batch(Scripted(lambda data: replace(ok(data), sample=0)))
 
 

@@ -19,11 +19,14 @@ from headwater.observe.trace import Trace
 from headwater.rollout.group import Dropped, Group, RolloutBatch
 from headwater.rollout.ledger import LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
+from headwater.rollout.staleness import RolloutCounts
 from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.recorder import Recorder, write_rollouts
 from headwater.trainer.warm_start import WarmStartResult
 
 COUNTS = LedgerCounts(12, 8, 2, buffered=1, in_flight=1)
+ROLLOUTS = RolloutCounts(enqueued=1, running=2, accepted=9, rejected=5)
+BOOKS = Books(RolloutSnapshot({}, {}), COUNTS, {}, ROLLOUTS, {"stale": 2, "invalid": 1})
 
 
 class Remembers:
@@ -69,7 +72,7 @@ def test_every_record_reaches_the_file_and_the_trackers(recorder, run, tracker):
     recorder.warm_started(WarmStartResult(num_steps=7, loss=0.5))
     recorder.evaluation(0, Evaluation(0.25, 4, 1, 4, 3.0, 1.0, ((tiny.prompt(), tiny.trajectory(1)),)))
     recorder.begin_step()
-    recorder.step(1, a_batch(), {"actor/loss": 0.5}, COUNTS)
+    recorder.step(1, a_batch(), {"actor/loss": 0.5}, BOOKS)
     recorder.resumed(1)
     records = tracker.records
     assert [(each.kind, each.step) for each in records] == [
@@ -88,7 +91,7 @@ def test_every_record_reaches_the_file_and_the_trackers(recorder, run, tracker):
 
 def test_drops_are_counted_by_kind(recorder, run):
     dropped = [Dropped("row", kind, "why") for number, kind in enumerate(DropKind, start=1) for _ in range(number)]
-    recorder.step(1, a_batch(tuple(dropped)), {}, COUNTS)
+    recorder.step(1, a_batch(tuple(dropped)), {}, BOOKS)
     (record,) = run.read_metrics()
     expected = {kind: number for number, kind in enumerate(DropKind, start=1)}
     names = {DropKind.FILTERED: "groups/filtered", DropKind.STALE: "staleness/dropped_groups"}
@@ -97,6 +100,8 @@ def test_drops_are_counted_by_kind(recorder, run):
     assert record["groups/dropped"] == sum(count for kind, count in expected.items() if kind.is_failure)
     assert record["staleness/masked_tokens"] == 3
     assert (record["rollouts/buffered"], record["rollouts/in_flight"]) == (1, 1)
+    assert [record[f"rollouts/{name}"] for name in ("enqueued", "running", "accepted", "rejected")] == [1, 2, 9, 5]
+    assert record["prompts/left_out"] == 0
 
 
 def test_only_the_time_of_the_step_counts(recorder, run):
@@ -105,7 +110,7 @@ def test_only_the_time_of_the_step_counts(recorder, run):
     recorder.begin_step()
     with recorder._spans.span("train"):
         pass
-    recorder.step(1, a_batch(), {}, COUNTS)
+    recorder.step(1, a_batch(), {}, BOOKS)
     (record,) = run.read_metrics()
     assert "time/reward_s" not in record
     assert 0 < record["time/train_s"] <= record["time/step_s"]
@@ -113,7 +118,7 @@ def test_only_the_time_of_the_step_counts(recorder, run):
 
 def test_rollouts_are_saved_every_few_steps(recorder, run):
     for step in (1, 2, 3):
-        recorder.step(step, a_batch(), {}, COUNTS)
+        recorder.step(step, a_batch(), {}, BOOKS)
     (file,) = (run.path / "rollouts").iterdir()
     assert file.name == "step_000002.parquet"
     assert pq.read_table(file).num_rows == 2
@@ -130,8 +135,9 @@ def test_the_ledger_gets_what_ended_and_the_checksum(recorder, run):
 def test_progress_is_shown_while_training(recorder, output):
     with recorder.training(0, 2):
         recorder.begin_step()
-        recorder.step(1, a_batch(), {}, COUNTS)
+        recorder.step(1, a_batch(), {}, BOOKS)
     assert "train 1/2  reward" in output.getvalue()
+    assert "dropped 3 groups (2 stale, 1 invalid)" in output.getvalue()
 
 
 def test_rollouts_can_be_read_back(tmp_path):
@@ -148,3 +154,29 @@ def test_rollouts_can_be_read_back(tmp_path):
         assert row["logprobs"] == pytest.approx(each.logprobs)
         assert row["reward"] == each.reward
         assert json.loads(row["messages"]) == list(said)
+
+
+def test_a_response_of_several_turns_is_the_whole_conversation(tmp_path):
+    example = ({"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"})  # part of the prompt
+    turns = (
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "drei €"},
+        {"role": "user", "content": "Nein."},
+        {"role": "assistant", "content": "2"},
+    )
+    trajectory = replace(
+        tiny.trajectory(0),
+        tokens=(5, 6, 7, 8, 9),
+        prompt_length=1,
+        loss_mask=(0, 1, 0, 1, 1),
+        logprobs=(0.0, -1.0, 0.0, -1.0, -1.0),
+        versions=(-1, 0, -1, 0, 0),
+        messages=(*example, *turns),
+        info={"response_text": "2", "odd": "\ud800"},
+    )
+    write_rollouts(tmp_path / "r.parquet", 4, [(tiny.prompt(), trajectory)])
+    (row,) = pq.read_table(tmp_path / "r.parquet").to_pylist()
+    assert row["response"] == "[assistant]\ndrei €\n\n[user]\nNein.\n\n[assistant]\n2"
+    assert "drei €" in row["messages"]
+    assert json.loads(row["messages"]) == [*example, *turns]
+    assert json.loads(row["info"])["odd"] == "\ud800"

@@ -41,14 +41,19 @@ def test_the_summary_needs_only_the_run_directory(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     run.append_metrics({"kind": "eval", "step": 0, "reward/mean": 0.2})
     for step in range(1, 6):
-        run.append_metrics(record(step, **{"reward/mean": step / 5, "groups/dropped": 1}))
-    run.append_metrics({"kind": "eval", "step": 5, "reward/mean": 0.9})
+        drops = {"groups/dropped_invalid": 1, "groups/filtered": 2, "groups/lost_samples": 1, "prompts/left_out": 7}
+        run.append_metrics(record(step, **{"reward/mean": step / 5, **drops}))
+    run.append_metrics({"kind": "eval", "step": 5, "reward/mean": 0.9, "num_dropped": 3})
     output = io.StringIO()
     summarise(run, Display(Console(file=output, width=100)))
     text = output.getvalue()
     assert "0.200 → 0.900" in text
     assert "0.200 → 1.000" in text
-    assert "dropped groups" in text
+    rows = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+    assert "dropped groups 15 (10 filtered, 5 invalid)" in rows
+    assert "lost samples 5" in rows
+    assert "prompts left out 7 over data.max_prompt_tokens" in rows
+    assert "held-out prompts without a result 3 in 2 evaluations" in rows
     assert run.curve_file.exists()
     assert "Reward barely moved" not in text
     assert "Look at responses" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -189,6 +190,11 @@ class Answers:
         return self.response
 
 
+def replaced_messages(episode: Episode, *messages) -> Episode:
+    prompt = replace(episode.prompt, messages=messages)
+    return Episode(episode.context, episode.engine, replace(episode.data, prompt=prompt))
+
+
 def test_half_answers_other_tokens_media_and_misuse_are_refused():
     episode = episode_of()
     episode.engine = Answers(ModelResponse(episode.tokens, (5,), (-1.0,), (0,), "abort"))
@@ -201,6 +207,15 @@ def test_half_answers_other_tokens_media_and_misuse_are_refused():
         episode.tell(TELL)
     with pytest.raises(RolloutFailed, match="has images, but an episode sends only text"):
         asyncio.run(episode_of(multi_modal={"images": ("a picture",)}).reply())
+    heard = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, {"type": "audio", "url": "a.wav"}]}
+    with pytest.raises(RolloutFailed, match="its prompt has message parts of type audio, but an episode sends only"):
+        asyncio.run(replaced_messages(episode_of(), heard).reply())
+    shown = episode_of(answer("45"))
+    asyncio.run(shown.reply())
+    for add, name in ((shown.tell, "tell"), (shown.branch, "branch")):
+        with pytest.raises(RolloutFailed, match=rf"{name}\(\) was given message parts of type audio"):
+            add([heard])
+    assert shown.tell([{"role": "user", "content": [{"type": "text", "text": "Again."}]}])
     full = episode_of(encode("45"), max_new_tokens=2)
     asyncio.run(full.reply())
     with pytest.raises(RolloutFailed, match="no room for another reply"):

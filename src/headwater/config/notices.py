@@ -1,0 +1,63 @@
+"""What has no effect in a run although someone asked for it. Each is said once, when a run starts.
+
+A setting that contradicts others is an error (``checks.py``). A notice is for what is right elsewhere: a recipe for
+GPUs may run on a CPU, and a data file may have columns for other programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from headwater.config.keys import settings, value_at
+from headwater.config.schema import Config
+from headwater.config.tree import show
+
+GPU_ONLY = ("engine.overlap", "learner.fused_layers", "learner.offload_optimizer")
+"""Settings that nothing reads on a CPU."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    subject: str
+    """The setting and its value, or the part of the data."""
+    text: str
+    """Why it has no effect, and what to do if it should have one."""
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.text}"
+
+
+def config_notices(config: Config, given: Collection[str] = (), automatic: str | None = None) -> list[Notice]:
+    """``given`` are the keys that were set explicitly. ``automatic`` is the device that ``auto`` stands for; None if
+    it is not known here."""
+    if len(given) >= len(settings(Config)):
+        given = ()  # a resolved recipe gives every key
+    return [*_gpu_only(config, given, automatic), *_interpolation(config)]
+
+
+def _gpu_only(config: Config, given: Collection[str], automatic: str | None) -> Iterator[Notice]:
+    for key in GPU_ONLY:
+        value = value_at(config, key)
+        if value == settings(Config)[key].default() and key not in given:
+            continue
+        source, device = _device_of(key, config)
+        if device == "auto" and automatic is None:
+            yield Notice(f"{key} = {show(value)}", f"has no effect if {source} = auto finds no GPU")
+        elif (automatic if device == "auto" else device) == "cpu":
+            yield Notice(f"{key} = {show(value)}", f"has no effect on a CPU ({source} = {device})")
+
+
+def _device_of(key: str, config: Config) -> tuple[str, str]:
+    is_separate = config.rollout.placement == "disaggregated" and config.rollout.device != "auto"
+    source = "rollout.device" if key.startswith("engine.") and is_separate else "model.device"
+    return source, value_at(config, source)
+
+
+def _interpolation(config: Config) -> Iterator[Notice]:
+    if config.algorithm.old_logprobs == "loglinear" and config.rollout.max_staleness == 0:
+        yield Notice(
+            "algorithm.old_logprobs = loglinear",
+            "is the same as rollout with rollout.max_staleness = 0, because no token is older than the policy; use "
+            "recompute, or a larger rollout.max_staleness",
+        )

@@ -1,0 +1,75 @@
+"""What rows and chat-template arguments ask for that nothing in the run reads. See ``config/notices.py``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from headwater.config.notices import Notice
+from headwater.config.schema import Config
+from headwater.core.records import Prompt
+from headwater.core.registry import is_path
+from headwater.data.load import PromptDataset
+
+_NUM_ROWS = 16
+_NOT_MISSED = frozenset({"ability", "id", "index", "prompt", "split", "uid"})
+"""Columns that describe a row for people; no program is expected to read them."""
+
+
+def data_notices(
+    dataset: PromptDataset, config: Config, template: Any, reads_column: Callable[[str], bool]
+) -> list[Notice]:
+    """``template`` is the tokenizer's chat template. ``reads_column`` is whether the reward function takes a column.
+
+    Some rows, spread over the dataset, stand for all.
+    """
+    every = max(1, len(dataset) // _NUM_ROWS)
+    prompts = [dataset[row] for row in range(0, len(dataset), every)[:_NUM_ROWS]]
+    notices = list(_template_arguments(config.data.chat_template_args, template))
+    notices += _missing_tools(prompts)
+    if not is_path(config.rollout.workflow):  # a custom workflow may read all of a row
+        notices += _unread_tools(prompts, config.rollout.workflow)
+        notices += _unread_columns(prompts, reads_column)
+    return notices
+
+
+def _template_arguments(arguments: Mapping[str, Any], template: Any) -> Iterator[Notice]:
+    """``template`` is the text of the template, or a mapping or list of several; None if it is not known."""
+    if not template:
+        return
+    for name in arguments:
+        if not re.search(rf"\b{re.escape(name)}\b", str(template)):
+            yield Notice(
+                f"data.chat_template_args.{name}",
+                "has no effect, because the model's chat template does not mention it; remove it, or check its name",
+            )
+
+
+def _missing_tools(prompts: Sequence[Prompt]) -> Iterator[Notice]:
+    for prompt in prompts:
+        if prompt.extra_info.get("need_tools_kwargs") and not prompt.tools_kwargs:
+            yield Notice(
+                f"row {prompt.uid}", "has extra_info.need_tools_kwargs but no tools_kwargs; its tools get no arguments"
+            )
+            return
+
+
+def _unread_tools(prompts: Sequence[Prompt], workflow: str) -> Iterator[Notice]:
+    tools = sorted({name for prompt in prompts for name in prompt.tools_kwargs})
+    if tools:
+        yield Notice(
+            "tools_kwargs of the rows",
+            f"has no effect (tools: {', '.join(tools)}), because rollout.workflow = {workflow} calls no tools; name a "
+            "workflow of your own that reads episode.prompt.tools_kwargs",
+        )
+
+
+def _unread_columns(prompts: Sequence[Prompt], reads_column: Callable[[str], bool]) -> Iterator[Notice]:
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    unread = [name for name in names if name not in _NOT_MISSED and not reads_column(name)]
+    if unread:
+        yield Notice(
+            f"columns {', '.join(unread)}",
+            "nothing reads them; a reward function that has parameters of these names receives them",
+        )

@@ -1,0 +1,36 @@
+"""What has no effect although someone asked for it is said; what nobody asked for is not."""
+
+from __future__ import annotations
+
+from headwater.config.keys import settings
+from headwater.config.load import load_config
+from headwater.config.notices import config_notices
+from headwater.config.schema import Config
+
+
+def notices(*overrides: str, automatic: str | None = "cpu", resolved: bool = False) -> list[str]:
+    loaded = load_config(None, overrides)
+    given = frozenset(settings(Config)) if resolved else loaded.given
+    return [str(each) for each in config_notices(loaded.config, given, automatic)]
+
+
+def test_settings_for_gpus_are_named_on_a_cpu():
+    assert notices() == []
+    for override in ("engine.overlap=true", "engine.overlap=false", "learner.offload_optimizer=true"):
+        subject = override.replace("=", " = ")
+        assert notices(override) == [f"{subject}: has no effect on a CPU (model.device = auto)"]
+        assert notices(override, "model.device=cpu", automatic="cuda") == [
+            f"{subject}: has no effect on a CPU (model.device = cpu)"
+        ]
+        assert notices(override, automatic="cuda") == []
+        assert notices(override, automatic=None) == [f"{subject}: has no effect if model.device = auto finds no GPU"]
+    separate = ("engine.overlap=false", "rollout.placement=disaggregated", "rollout.device=cuda:1")
+    assert notices(*separate) == []
+    assert notices("engine.overlap=true", resolved=True) == []  # a resolved recipe gives every key
+
+
+def test_an_interpolation_between_equal_policies_is_said():
+    decoupled = ("algorithm.policy_loss=decoupled", "algorithm.old_logprobs=loglinear")
+    (said,) = notices(*decoupled)
+    assert "algorithm.old_logprobs = loglinear: is the same as rollout with rollout.max_staleness = 0" in said
+    assert notices(*decoupled, "rollout.max_staleness=1") == []

@@ -1,0 +1,48 @@
+"""What rows and template arguments ask for that nothing reads is said once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import tiny
+
+from headwater.config.schema import Config
+from headwater.data.notices import data_notices
+
+TEMPLATE = "{% if enable_thinking is false %}...{% endif %}{{ messages[0].content }}"
+
+
+def notices(prompts, workflow: str = "rlvr", reads=lambda name: False, template=TEMPLATE, **template_args) -> list[str]:
+    config = Config()
+    config = replace(
+        config,
+        data=replace(config.data, chat_template_args=template_args),
+        rollout=replace(config.rollout, workflow=workflow),
+    )
+    return [str(each) for each in data_notices(prompts, config, template, reads)]
+
+
+def test_rows_that_ask_for_tools():
+    rows = [tiny.prompt(), tiny.prompt(tools_kwargs={"calc": {"create_kwargs": {}}})]
+    (said,) = notices(rows)
+    assert said.startswith("tools_kwargs of the rows: has no effect (tools: calc), because rollout.workflow = rlvr")
+    assert notices(rows, workflow="mine.py:Tools") == []
+    needy = [tiny.prompt(uid="row9", extra_info={"need_tools_kwargs": True})]
+    for workflow in ("rlvr", "mine.py:Tools"):
+        (said,) = notices(needy, workflow=workflow)
+        assert said.startswith("row row9: has extra_info.need_tools_kwargs but no tools_kwargs")
+
+
+def test_columns_that_nothing_reads():
+    rows = [tiny.prompt(columns={"answer": 1, "ability": "maths", "prompt": "?"}), tiny.prompt(columns={"hint": 1})]
+    (said,) = notices(rows)
+    assert said.startswith("columns answer, hint: nothing reads them")
+    assert notices(rows, reads=lambda name: name == "answer")[0].startswith("columns hint:")
+    assert notices(rows, workflow="mine.py:Tools") == []
+
+
+def test_template_arguments_that_the_template_does_not_read():
+    assert notices([tiny.prompt()], enable_thinking=False) == []
+    (said,) = notices([tiny.prompt()], enable_thinking=False, enable_thinkin=False)
+    assert said.startswith("data.chat_template_args.enable_thinkin: has no effect")
+    assert notices([tiny.prompt()], template=None, anything=1) == []  # a tokenizer may render chats in code
