@@ -162,7 +162,7 @@ def kl_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
     if algorithm.kl_in_reward == 0 and algorithm.kl_in_loss == 0:
         switches = ("algorithm.kl_in_reward", "algorithm.kl_in_loss")
         why = f"{' and '.join(switches)} are both 0; set one"
-        yield from unread(["algorithm.kl_estimator"], switches, why, layers)
+        yield from unread(["algorithm.kl_estimator", "algorithm.kl_clamp"], switches, why, layers)
 
 
 def kl_steering_is_slow(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -330,7 +330,7 @@ def reward_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
         yield from unread(["reward.model_weight"], ("reward.model",), why, layers)
     if config.reward.overlong_tokens == 0:
         why = "reward.overlong_tokens = 0 means no penalty; set it too"
-        yield from unread(["reward.overlong_penalty"], ("reward.overlong_tokens",), why, layers)
+        yield from unread(["reward.overlong_penalty", "reward.overlong_counts"], ("reward.overlong_tokens",), why, layers)
 
 
 def overlong_tokens_fit(config: Config, layers: Layers) -> Iterator[Clash]:

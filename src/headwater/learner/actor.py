@@ -80,7 +80,7 @@ class Actor:
             needed_by = f"algorithm.kl_in_loss = {algorithm.kl_in_loss:g}"
             remedy = "Learner.compute returns it; or set algorithm.kl_in_loss=0"
             reference = required(tensors, "reference_logprobs", needed_by, remedy)
-            kl = kl_penalty(logprobs, reference, algorithm.kl_estimator)
+            kl = kl_penalty(logprobs, reference, algorithm.kl_estimator, algorithm.kl_clamp)
             losses = losses + algorithm.kl_in_loss * kl
             diagnostics["reference_kl"] = kl.detach()
         if algorithm.entropy_bonus > 0:

@@ -251,10 +251,13 @@ class TrainEngine(ForwardEngine):
     def totals(self, batch: DataProto) -> StepTotals:
         """The counts that losses are averaged over, summed over the rows of all ranks."""
         mask = token_column(batch, "response_mask")
-        sequences = count_sequences(mask, batch.batch.get("sequence_weights", None))
-        counts = torch.stack([mask.sum().double(), sequences.double()]).to(self.device)
-        num_tokens, num_sequences = self.ranks.sum(counts).tolist()
-        return StepTotals(num_tokens, num_sequences, data_parallel_size=self.ranks.count, width=mask.shape[1])
+        weights = batch.batch.get("sequence_weights", None)
+        sequences = count_sequences(mask, weights).double()
+        rows = sequences if weights is not None else torch.full_like(sequences, len(mask))
+        num_tokens, num_sequences, num_rows = self.ranks.sum(
+            torch.stack([mask.sum().double(), sequences, rows]).to(self.device)
+        ).tolist()
+        return StepTotals(num_tokens, num_sequences, mask.shape[1], self.ranks.count, num_rows)
 
     def train_step(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, get_type_hints
 
 from algorithms.doc_sections import ALGORITHMS, CHAPTERS
@@ -16,7 +17,7 @@ def test_types_and_ranges_read_from_the_source_are_those_of_the_function():
     for chapter, name in ALGORITHMS:
         declared, function = read_declared(TRAITS[chapter], name), CHAPTERS[chapter].resolve(name)
         hints = get_type_hints(function, include_extras=True)
-        defaults = function.__kwdefaults__ or {}
+        defaults = inspect.unwrap(function).__kwdefaults__ or {}
         assert list(declared.parameters) == list(defaults), name
         for argument, parameter in declared.parameters.items():
             assert parameter.hint == hints[argument], f"{name}: {argument}"

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.masked import check_shapes, keep
+from headwater.config.arguments import checked
 from headwater.core.registry import Registry
 
-ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages")
+ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages", prepare=checked)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwater.algorithms.masked import EPSILON, bounded, check_shapes, keep, masked_mean, masked_sum
+from headwater.algorithms.masked import EPSILON, MAX_LOG_RATIO, bounded, check_shapes, keep, masked_mean, masked_sum
+from headwater.config.arguments import checked
 from headwater.core.registry import Registry
 
-CORRECTIONS = Registry("correction", "headwater.algorithms.corrections")
+CORRECTIONS = Registry("correction", "headwater.algorithms.corrections", prepare=checked)
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -53,14 +54,17 @@ class Correction:
     """Values per token whose mean over the original mask is reported."""
 
 
-def ratios(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """The ratio of each token, or that of its sequence: the product of the token ratios, or their geometric mean."""
+def ratios(log_ratio: Tensor, mask: Tensor, level: Level, limit: float | None = MAX_LOG_RATIO) -> Tensor:
+    """The ratio of each token, or that of its sequence: the product of the token ratios, or their geometric mean.
+
+    The logarithm of the result is within ``±limit``.
+    """
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(mask)
     elif level == "geometric":
         means = log_ratio.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
         log_ratio = means.expand_as(mask)
-    return keep(bounded(log_ratio).exp(), mask)
+    return keep(bounded(log_ratio, limit).exp(), mask)
 
 
 def combine(corrections: Mapping[str, Correction]) -> Correction:

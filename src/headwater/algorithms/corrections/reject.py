@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, ratios
-from headwater.algorithms.masked import bounded, keep
+from headwater.algorithms.masked import LogRatioLimit, bounded, keep
 from headwater.config.constraints import AtLeast, NotBelow
 from headwater.config.traits import CorrectionTraits
 
@@ -26,6 +26,7 @@ def reject(
     lower: float | None = None,
     upper: Annotated[float, AtLeast(0, finite=False), NotBelow("lower")] = 2.0,
     weighted: bool = False,
+    max_log_ratio: LogRatioLimit = 20.0,
 ) -> Correction:
     """Keep tokens or sequences whose metric is in ``[lower, upper]``, bounds included.
 
@@ -35,7 +36,7 @@ def reject(
     geometric mean. Weights are 1, or with ``weighted`` the ratio: the geometric mean if sequences are judged by their
     ratio, else that of each token.
     """
-    log_ratio = bounded(inputs.log_ratio)
+    log_ratio = bounded(inputs.log_ratio, max_log_ratio)
     measured = log_ratio if metric == "ratio" else _measure(log_ratio, metric)
     if level == "sequence":
         measured = _reduce(measured, inputs.mask, reduction)
@@ -46,7 +47,7 @@ def reject(
         inside = inside & (measured >= lower)
     kept = keep(inputs.mask, inside.expand_as(inputs.mask))
     by_sequence = level == "sequence" and metric == "ratio"
-    weights = ratios(log_ratio, inputs.mask, "geometric" if by_sequence else "token") if weighted else kept
+    weights = ratios(log_ratio, inputs.mask, "geometric" if by_sequence else "token", None) if weighted else kept
     return Correction(keep(weights, kept), kept, {"rejected_fraction": inputs.mask - kept})
 
 

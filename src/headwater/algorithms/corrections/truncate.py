@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, batch_normalize, ratios
-from headwater.algorithms.masked import keep
+from headwater.algorithms.masked import LogRatioLimit, keep
 from headwater.config.constraints import AtLeast, MoreThan, NotBelow
 from headwater.config.traits import CorrectionTraits
 
@@ -18,10 +18,11 @@ def truncate(
     upper: Annotated[float, MoreThan(0, finite=False), NotBelow("lower")] = 2.0,
     lower: Annotated[float, AtLeast(0)] = 0.0,
     normalize: bool = False,
+    max_log_ratio: LogRatioLimit = 20.0,
 ) -> Correction:
     """Weights are the ratios clamped to ``[lower, upper]``; ``normalize`` divides them by their mean over the
     batch."""
-    ratio = ratios(inputs.log_ratio, inputs.mask, level)
+    ratio = ratios(inputs.log_ratio, inputs.mask, level, max_log_ratio)
     weights = keep(ratio.clamp(lower, upper), inputs.mask)
     diagnostics = {"truncated_fraction": (weights != ratio).to(ratio.dtype)}
     if normalize:

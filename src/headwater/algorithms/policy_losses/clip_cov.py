@@ -6,6 +6,7 @@ from typing import Annotated
 
 import torch
 
+from headwater.algorithms.masked import LogRatioLimit
 from headwater.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -28,10 +29,11 @@ def clip_cov(
     lower: float = 1.0,
     upper: Annotated[float, NotBelow("lower")] = 5.0,
     seed: Annotated[int, AtLeast(0)] = 0,
+    max_log_ratio: LogRatioLimit = None,
 ) -> PolicyLoss:
     """PPO's clip, without a ``fraction`` of the tokens that is drawn from those whose covariance is in
     ``(lower, upper)``. ``seed`` makes the draw a function of the inputs. The covariance is computed per micro-batch."""
-    log_ratio = log_ratios(inputs)
+    log_ratio = log_ratios(inputs, max_log_ratio)
     losses, clipped = clipped_surrogate(log_ratio.exp(), inputs.advantages, clip_low, clip_high)
     kept = inputs.mask != 0
     covariance = token_covariance(inputs)
