@@ -60,7 +60,14 @@ class PenalizedRewards:
 
 
 def penalize_rewards(
-    rewards: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kind: str, coefficient: float, clamp: Clamp = "k3"
+    rewards: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    kind: str,
+    coefficient: float,
+    clamp: Clamp = "k3",
 ) -> PenalizedRewards:
     """``r - coefficient·kl`` at every kept token."""
     kl = keep(kl_penalty(old_logprobs, ref_logprobs, kind, clamp), mask)

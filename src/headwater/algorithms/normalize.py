@@ -78,7 +78,9 @@ def normalize_rewards(
     scores = wide.sum(dim=1, keepdim=True)
     kept = torch.ones_like(scores)
     alone = Groups.of(groups, episodes).single[:, None]
-    centred = scores - _mean(scores, kept, _grouping(groups, mean_level, episodes), leave_one_out, alone & (mean_level == "group"))
+    centred = scores - _mean(
+        scores, kept, _grouping(groups, mean_level, episodes), leave_one_out, alone & (mean_level == "group")
+    )
     std = _std(centred, kept, _grouping(groups, std_level, episodes), unbiased, alone & (std_level == "group"))
     scale = kept
     if std is not None:

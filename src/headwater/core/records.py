@@ -182,6 +182,17 @@ class Delta:
     stop_reason: StopReason | None = None
 
 
+MAX_REWARD = 1e15
+"""The largest absolute reward. Squares and sums of larger ones would overflow in float32."""
+
+REWARD_RULE = f"must be a finite number within ±{MAX_REWARD:g}, so that its square and sums do not overflow"
+
+
+def is_reward(value: Any) -> bool:
+    """Whether a number can be used as a reward: NaN, infinity and numbers that would overflow cannot."""
+    return bool(abs(value) <= MAX_REWARD)
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """A reward and additional values that the scorer returned with it."""
@@ -190,8 +201,8 @@ class Score:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise ValueError(f"reward = {self.value}: must be a finite number")
+        if not is_reward(self.value):
+            raise ValueError(f"reward = {self.value}: {REWARD_RULE}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +264,9 @@ class Trajectory:
             raise ValueError(f"trajectory {self.uid}#{self.sample}: loss_mask holds values other than 0 and 1")
         if any(mask and version < 0 for mask, version in zip(self.loss_mask, self.versions, strict=True)):
             raise ValueError(f"trajectory {self.uid}#{self.sample}: a trained token has no policy version")
-        if not math.isfinite(self.reward):
-            raise ValueError(f"trajectory {self.uid}#{self.sample}: reward = {self.reward}, must be finite")
+        for reward in (self.reward, *self.turn_rewards):
+            if not is_reward(reward):
+                raise ValueError(f"trajectory {self.uid}#{self.sample}: reward = {reward}: {REWARD_RULE}")
         if self.turn_rewards and len(self.turn_rewards) != len(self.turn_ends):
             raise ValueError(
                 f"trajectory {self.uid}#{self.sample}: {len(self.turn_rewards)} turn_rewards for "

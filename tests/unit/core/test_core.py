@@ -28,7 +28,7 @@ GOOD = {
         ("loss_mask", (1, 1, 1), "loss_mask is set inside the prompt"),
         ("loss_mask", (0, 2, 1), "values other than 0 and 1"),
         ("versions", (-1, -1, 0), "a trained token has no policy version"),
-        ("reward", float("nan"), "reward = nan, must be finite"),
+        ("reward", float("nan"), "reward = nan: must be a finite number"),
         ("turn_rewards", (0.5, 0.5), "2 turn_rewards for 1 turns"),
         ("turn_rewards", (0.5,), "turn_rewards sum to 0.5, must sum to reward = 1.0"),
         ("turn_rewards", (float("nan"),), "turn_rewards sum to nan"),

@@ -1,13 +1,14 @@
 """Corrections for samples of an older policy, or of an engine with other numerics, one file each:
 ``f(inputs: CorrectionInputs, **settings) -> Correction``.
 
-Every bound is on the ratio ``π_train / π_rollout``. A correction has no gradient, so it is computed once per batch. Its
-weights multiply the token losses, and its mask replaces the loss mask.
+Every bound is on the ratio ``π_train / π_rollout``. A correction has no gradient. Its weights multiply the token
+losses, and its mask replaces the loss mask. It is computed once per batch if the log-probs of the learner's policy are
+recomputed. With ``algorithm.old_logprobs: rollout`` it is computed in every update, from the policy that is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import mul
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.masked import EPSILON, MAX_LOG_RATIO, bounded, check_shapes, keep, masked_mean, masked_sum
-from headwater.config.arguments import checked
+from headwater.config.arguments import checked, chosen_corrections, with_arguments
+from headwater.config.schema import AlgorithmConfig
+from headwater.core.errors import ConfigError
 from headwater.core.registry import Registry
 
 CORRECTIONS = Registry("correction", "headwater.algorithms.corrections", prepare=checked)
@@ -30,7 +33,7 @@ class CorrectionInputs:
     """All ``[samples, tokens]``."""
 
     old_logprobs: Tensor
-    """Of the learner's policy at the start of the step: the proximal policy."""
+    """Of the learner's policy: at the start of the step, or now if corrections are computed in every update."""
     rollout_logprobs: Tensor
     """Of the policy that sampled, as the engine recorded them."""
     mask: Tensor
@@ -52,6 +55,21 @@ class Correction:
     """``[samples, tokens]``: the tokens that stay in the loss."""
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
     """Values per token whose mean over the original mask is reported."""
+
+
+CorrectionFunction = Callable[[CorrectionInputs], Correction]
+
+
+def configured_corrections(algorithm: AlgorithmConfig) -> dict[str, CorrectionFunction]:
+    """The corrections of a recipe with their arguments, by their names in metrics."""
+    unknown = [name for name in algorithm.corrections_args if name not in algorithm.corrections]
+    if unknown:
+        reason = "algorithm.corrections does not name it; add it there, or remove this"
+        raise ConfigError([f"algorithm.corrections_args.{name}: {reason}" for name in unknown])
+    return {
+        each.label: with_arguments(CORRECTIONS, each.name, each.arguments, each.key)
+        for each in chosen_corrections(algorithm)
+    }
 
 
 def ratios(log_ratio: Tensor, mask: Tensor, level: Level, limit: float | None = MAX_LOG_RATIO) -> Tensor:
@@ -81,6 +99,29 @@ def combine(corrections: Mapping[str, Correction]) -> Correction:
             for diagnostic, values in each.diagnostics.items()
         },
     )
+
+
+def rejection_metrics(corrections: Mapping[str, Correction], mask: Tensor) -> dict[str, float]:
+    """The fractions of tokens, and of sequences with such a token, that all corrections together and each of those
+    that remove tokens have removed; and the mean and range of what each of them measured."""
+    together = reduce(mul, (each.mask for each in corrections.values()))
+    metrics = _rejected("", together, mask)
+    for name, each in corrections.items():
+        if "rejected_fraction" in each.diagnostics:
+            metrics |= _rejected(f"{name}/", each.mask, mask)
+        measured = each.diagnostics.get("measured")
+        if measured is not None and (mask != 0).any():
+            kept = measured[mask != 0]
+            metrics |= {f"{name}/measured_max": float(kept.max()), f"{name}/measured_min": float(kept.min())}
+    return metrics
+
+
+def _rejected(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, float]:
+    rejected = (mask != 0) & (kept == 0)
+    return {
+        f"{prefix}rejected_fraction": float(masked_mean(rejected.to(mask.dtype), mask)),
+        f"{prefix}rejected_sequence_fraction": float(rejected.any(dim=-1).to(mask.dtype).mean()),
+    }
 
 
 def batch_normalize(weights: Tensor, mask: Tensor, level: str) -> Tensor:

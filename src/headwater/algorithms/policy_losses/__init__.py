@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from headwater.algorithms.corrections import Correction
 from headwater.algorithms.masked import bounded, check_shapes, keep, masked_mean
 from headwater.config.arguments import checked
 from headwater.core.registry import Registry
@@ -59,6 +60,8 @@ class PolicyLoss:
     """Whether a row has one loss, made of the product of its ratios, which is repeated for all of its tokens."""
     weights: Tensor | None = None
     """The importance weights that the loss applied; their effective sample size is reported."""
+    correction: Correction | None = None
+    """What the actor corrected in this update; only the tokens that its mask keeps are aggregated."""
     log_ratios: Tensor | None = None
     """``logprobs - old_logprobs``, whose percentiles are reported; the actor sets it for every loss."""
 
