@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.advantages import AdvantageInputs, Advantages
-from headwater.algorithms.corrections import CorrectionFunction, CorrectionInputs, combine, rejection_metrics
+from headwater.algorithms.corrections import CorrectionFunction, CorrectionInputs, combine, correction_metrics
 from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram, weight_metrics
 from headwater.algorithms.groups import piece_weights
 from headwater.algorithms.kl import KLController, penalize_rewards
@@ -204,7 +204,7 @@ class ExperienceMaker:
         each = {name: correct(inputs) for name, correct in self.corrections.items()}
         corrected = combine(each)
         shown = {name: float(masked_mean(values, mask)) for name, values in corrected.diagnostics.items()}
-        metrics |= {f"correction/{name}": value for name, value in (shown | rejection_metrics(each, mask)).items()}
+        metrics |= {f"correction/{name}": value for name, value in (shown | correction_metrics(each, mask)).items()}
         if mask.any() and not corrected.mask.any():
             raise RunError(
                 f"algorithm.corrections = {list(self.config.algorithm.corrections)}: left no token of step "

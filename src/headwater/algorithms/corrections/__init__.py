@@ -48,6 +48,17 @@ class CorrectionInputs:
 
 
 @dataclass(frozen=True)
+class RatioRange:
+    """The ratios that a correction weighs by, before it applies its bounds, and these bounds."""
+
+    ratios: Tensor
+    """``[samples, tokens]``, 0 at masked tokens."""
+    low: float
+    high: float
+    level: Level
+
+
+@dataclass(frozen=True)
 class Correction:
     weights: Tensor
     """``[samples, tokens]``: the factors of the token losses; 0 at tokens that do not count."""
@@ -55,6 +66,8 @@ class Correction:
     """``[samples, tokens]``: the tokens that stay in the loss."""
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
     """Values per token whose mean over the original mask is reported."""
+    range: RatioRange | None = None
+    """Set by a correction that weighs by the ratio."""
 
 
 CorrectionFunction = Callable[[CorrectionInputs], Correction]
@@ -101,9 +114,12 @@ def combine(corrections: Mapping[str, Correction]) -> Correction:
     )
 
 
-def rejection_metrics(corrections: Mapping[str, Correction], mask: Tensor) -> dict[str, float]:
-    """The fractions of tokens, and of sequences with such a token, that all corrections together and each of those
-    that remove tokens have removed; and the mean and range of what each of them measured."""
+def correction_metrics(corrections: Mapping[str, Correction], mask: Tensor) -> dict[str, float]:
+    """Metrics of whole batches, which are not means over tokens.
+
+    The fractions of tokens, and of sequences with such a token, that all corrections together and each of those that
+    remove tokens have removed; the range of what each of them measured; and the range of the ratios that they weigh by.
+    """
     together = reduce(mul, (each.mask for each in corrections.values()))
     metrics = _rejected("", together, mask)
     for name, each in corrections.items():
@@ -113,7 +129,27 @@ def rejection_metrics(corrections: Mapping[str, Correction], mask: Tensor) -> di
         if measured is not None and (mask != 0).any():
             kept = measured[mask != 0]
             metrics |= {f"{name}/measured_max": float(kept.max()), f"{name}/measured_min": float(kept.min())}
+        if each.range is not None and (mask != 0).any():
+            metrics |= {f"{name}/{metric}": value for metric, value in range_metrics(each.range, mask).items()}
     return metrics
+
+
+def range_metrics(given: RatioRange, mask: Tensor) -> dict[str, float]:
+    """The largest and smallest ratio before bounds, and the fractions of tokens (of sequences, if each has one ratio)
+    and of the mean ratios of sequences that are above and below the bounds. A sequence without tokens has ratio 1."""
+    counted = given.ratios[mask != 0]
+    if given.level != "token":
+        counted = given.ratios.amax(dim=-1).masked_fill((mask == 0).all(dim=-1), 1.0)
+    by_sequence = masked_mean(given.ratios, mask, dim=-1)
+    metrics = {
+        "ratio_max": counted.max(),
+        "ratio_min": counted.min(),
+        "ratio_high_fraction": (counted > given.high).float().mean(),
+        "ratio_low_fraction": (counted < given.low).float().mean(),
+        "sequence_ratio_high_fraction": (by_sequence > given.high).float().mean(),
+        "sequence_ratio_low_fraction": (by_sequence < given.low).float().mean(),
+    }
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _rejected(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, float]:

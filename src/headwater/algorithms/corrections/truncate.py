@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, batch_normalize, ratios
+from headwater.algorithms.corrections import (
+    CORRECTIONS,
+    Correction,
+    CorrectionInputs,
+    Level,
+    RatioRange,
+    batch_normalize,
+    ratios,
+)
 from headwater.algorithms.masked import LogRatioLimit, keep
 from headwater.config.constraints import AtLeast, MoreThan, NotBelow
 from headwater.config.traits import CorrectionTraits
@@ -27,4 +35,5 @@ def truncate(
     diagnostics = {"truncated_fraction": (weights != ratio).to(ratio.dtype)}
     if normalize:
         weights = batch_normalize(weights, inputs.mask, level)
-    return Correction(weights, inputs.mask, diagnostics)
+    # Without a lower bound, the inverse of the upper one counts as low in metrics.
+    return Correction(weights, inputs.mask, diagnostics, RatioRange(ratio, lower or 1 / upper, upper, level))
