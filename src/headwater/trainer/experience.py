@@ -175,8 +175,8 @@ class ExperienceMaker:
         if not (rewards.abs() <= MAX_REWARD).all():
             raise DataError(
                 f"the rewards of step {data.meta_info['version'] + 1} are not within ±{MAX_REWARD:g} after "
-                "reward.bias, reward.scale, reward.model_weight and algorithm.normalize_rewards, so sums of them would overflow; "
-                "lower reward.scale or reward.model_weight, or set reward.clip"
+                "reward.bias, reward.scale, reward.model_weight and algorithm.normalize_rewards, so sums of them would "
+                "overflow; lower reward.scale or reward.model_weight, or set reward.clip"
             )
         return rewards
 

@@ -96,13 +96,14 @@ def _compare(output: str, actual: Any, expected: Any, kept: torch.Tensor | None,
 def assert_equal(actual: Any, expected: Any, output: str) -> None:
     """Exactly equal, where NaN equals NaN: ``nan == nan`` is false, but it is the same answer."""
     if isinstance(expected, list):
-        assert isinstance(actual, list) and len(actual) == len(expected), output
+        assert isinstance(actual, list), output
+        assert len(actual) == len(expected), output
         for ours, theirs in zip(actual, expected, strict=True):
             assert_equal(ours, theirs, output)
         return
     # Strings such as "nan" are floats too.
     expected = float(expected) if isinstance(expected, str) else expected
-    assert actual == expected or (actual != actual and expected != expected), output  # noqa: PLR0124
+    assert actual == expected or (actual != actual and expected != expected), output
 
 
 def _floats(value: Any) -> Any:

@@ -62,7 +62,7 @@ def test_scores_are_scaled_and_clipped_where_they_are():
 
 
 def test_a_sample_that_is_left_alone_of_its_group_follows_areal():
-    """Its deviation is 1, its own mean leaves 0, and the mean of no other values is 0. Scores of the batch: 0.2, 1, 3."""
+    """Its deviation is 1, its own mean leaves 0, and the mean of no other values is 0. All scores: 0.2, 1 and 3."""
     pair, alone = batch(num_groups=2, num_samples=2).groups
     alone = replace(alone, trajectories=(replace(alone.trajectories[0], reward=0.2),))
     scored = [replace(each, reward=reward) for each, reward in zip(pair.trajectories, (1.0, 3.0), strict=True)]

@@ -15,7 +15,7 @@ from headwater.algorithms.policy_losses import (
     log_ratios,
     token_covariance,
 )
-from headwater.config.constraints import AtLeast, NotBelow, Within
+from headwater.config.constraints import AtLeast, MoreThan, NotBelow, Within
 from headwater.config.traits import LossTraits
 
 
@@ -25,7 +25,7 @@ def clip_cov(
     *,
     clip_low: Annotated[float, AtLeast(0)] = 0.2,
     clip_high: Annotated[float, AtLeast(0)] = 0.2,
-    fraction: Annotated[float, Within(0, 1)] = 2e-4,
+    fraction: Annotated[float, MoreThan(0), Within(0, 1)] = 2e-4,
     lower: float = 1.0,
     upper: Annotated[float, NotBelow("lower")] = 5.0,
     seed: Annotated[int, AtLeast(0)] = 0,

@@ -8,7 +8,7 @@ import torch
 
 from headwater.algorithms.masked import LogRatioLimit
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios, token_covariance
-from headwater.config.constraints import AtLeast, Within
+from headwater.config.constraints import AtLeast, MoreThan, Within
 from headwater.config.traits import LossTraits
 
 
@@ -16,7 +16,7 @@ from headwater.config.traits import LossTraits
 def kl_cov(
     inputs: PolicyLossInputs,
     *,
-    fraction: Annotated[float, Within(0, 1)] = 2e-4,
+    fraction: Annotated[float, MoreThan(0), Within(0, 1)] = 2e-4,
     coefficient: Annotated[float, AtLeast(0)] = 1.0,
     max_log_ratio: LogRatioLimit = None,
 ) -> PolicyLoss:
