@@ -24,6 +24,7 @@ def normalize(
     *,
     mask: Tensor | None = None,
     groups: Tensor | None = None,
+    episodes: Tensor | None = None,
     weights: Tensor | None = None,
     mean_level: Level = "batch",
     std_level: Level = "batch",
@@ -34,8 +35,9 @@ def normalize(
     """``(x - mean) / (std + epsilon)``. The mean and the deviation are those of the batch, of the group, or not used.
 
     ``values`` are ``[samples]``, or ``[samples, tokens]`` with statistics over the tokens that ``mask`` keeps; other
-    tokens become 0. With ``leave_one_out``, the mean excludes the entry that it is subtracted from. ``weights``
-    ``[samples]`` are the weights of rows in the statistics, 1 by default; see ``piece_weights``.
+    tokens become 0. With ``leave_one_out``, the mean excludes the entry that it is subtracted from. ``episodes``
+    ``[samples]`` is equal for the pieces of an episode, and ``weights`` ``[samples]`` are the weights of rows in the
+    statistics, 1 by default; see ``piece_weights``.
 
     A sample that is alone in its group follows AReaL: its unbiased deviation is 1, and the mean of the other values, of
     which there are none, is 0.
@@ -46,7 +48,7 @@ def normalize(
     if weights is not None:
         kept = kept * weights.double()[:, None]
     numbers = torch.zeros(len(values), device=values.device) if groups is None else groups
-    alone = _alone(numbers, kept, weights)
+    alone = Groups.of(numbers, episodes).single[:, None]
     mean = _mean(wide, kept, _grouping(numbers, mean_level), leave_one_out, alone & (mean_level == "group"))
     centred = keep(wide - mean, kept)
     std = _std(centred, kept, _grouping(numbers, std_level), unbiased, alone & (std_level == "group"))
@@ -87,6 +89,9 @@ def normalize_rewards(
         centred = centred / (std + epsilon)
         # Equal scores have no deviation: dividing the rewards of turns by epsilon would only amplify them.
         scale = (1 / (std + epsilon)).where(alone | (std > _ROUNDING * wide.abs().max()), 0.0)
+    if mean_level == "group" and not leave_one_out:
+        # The only score of a group is its own mean: nothing is left of it, in no turn.
+        scale = scale.masked_fill(alone, 0.0)
     place = columns[:, None]
     elsewhere = (wide * scale).scatter(1, place, 0.0)
     return elsewhere.scatter(1, place, centred - elsewhere.sum(dim=1, keepdim=True)).to(rewards.dtype)
@@ -96,15 +101,6 @@ def _grouping(numbers: Tensor, level: Level, episodes: Tensor | None = None) -> 
     if level == "none":
         return None
     return Groups.of(numbers if level == "group" else torch.zeros_like(numbers), episodes)
-
-
-def _alone(numbers: Tensor, kept: Tensor, weights: Tensor | None) -> Tensor:
-    """``[samples, 1]``: whether the sample, or the episode that it is a piece of, is the only one of its group."""
-    groups = Groups.of(numbers)
-    if weights is None:
-        return groups.single[:, None]
-    trained = keep(weights.double(), (kept != 0).any(dim=1))
-    return (groups.sum(trained) < 1 + _NO_WEIGHT)[:, None]
 
 
 def _total(values: Tensor, groups: Groups) -> Tensor:

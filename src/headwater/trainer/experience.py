@@ -81,7 +81,7 @@ class ExperienceMaker:
             )
         )
         settings, weights = self.config.algorithm.normalize_advantages, piece_weights(episodes, mask)
-        advantages = normalized(estimated.advantages, settings, groups, mask, weights)
+        advantages = normalized(estimated.advantages, settings, groups, mask, weights, episodes)
         columns |= {"rewards": rewards, "advantages": advantages, "returns": estimated.returns}
         # Corrections may have removed whole pieces, so the weights in the loss can differ from those above.
         weights = piece_weights(episodes, corrected.get("response_mask", mask))
@@ -222,11 +222,12 @@ def normalized(
     groups: Tensor,
     mask: Tensor | None = None,
     weights: Tensor | None = None,
+    episodes: Tensor | None = None,
 ) -> Tensor:
     """Scores ``[samples]``, or advantages ``[samples, tokens]`` with their mask, normalised as AReaL does."""
-    return (
-        normalize(values, mask=mask, groups=groups, weights=weights, **asdict(settings)) if settings.is_on else values
-    )
+    if not settings.is_on:
+        return values
+    return normalize(values, mask=mask, groups=groups, episodes=episodes, weights=weights, **asdict(settings))
 
 
 def _unfinished(batch: RolloutBatch) -> Tensor:
