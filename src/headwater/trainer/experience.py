@@ -22,7 +22,7 @@ from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
 from headwater.core.protocols import Learner
-from headwater.core.records import MAX_REWARD, NOT_SAMPLED, REWARD_RULE, Answer, Trajectory
+from headwater.core.records import MAX_REWARD, REWARD_RULE, Answer, Trajectory
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import add_to_scores, pad_trajectories, score_column
 
@@ -236,15 +236,16 @@ def _unfinished(batch: RolloutBatch) -> Tensor:
 
 
 def _lengthened(trajectory: Trajectory, token: int) -> Trajectory:
-    """An unfinished trajectory with one more token, which was not sampled."""
+    """An unfinished trajectory with one more token, marked as trained so that the critic values it."""
     if trajectory.stop_reason != "length":
         return trajectory
     return replace(
         trajectory,
         tokens=(*trajectory.tokens, token),
-        loss_mask=(*trajectory.loss_mask, 0),
+        loss_mask=(*trajectory.loss_mask, 1),
         logprobs=(*trajectory.logprobs, 0.0),
-        versions=(*trajectory.versions, NOT_SAMPLED),
+        versions=(*trajectory.versions, 0),
+        turn_rewards=(),
     )
 
 

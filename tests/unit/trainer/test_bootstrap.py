@@ -29,7 +29,7 @@ def rollouts() -> RolloutBatch:
 
 def value_after(parts, sample) -> float:
     """The value before a further token, which may be any."""
-    fields = {"loss_mask": 0, "logprobs": 0.0, "versions": -1, "tokens": 77}
+    fields = {"loss_mask": 1, "logprobs": 0.0, "versions": 0, "tokens": 77}
     longer = replace(sample, **{name: (*getattr(sample, name), value) for name, value in fields.items()})
     values = parts.learner.compute(pad_trajectories([longer], pad_token_id=0), ["values"])["values"]
     return float(values[0, len(sample.response_tokens)])
