@@ -75,6 +75,7 @@ def weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, float]:
         "sequence_weight_std": float(by_sequence.std()) if len(by_sequence) > 1 else 0.0,
         "sequence_weight_max": float(by_sequence.max()),
         "sequence_weight_min": float(by_sequence.min()),
+        "sequence_weight_max_deviation": float((by_sequence - 1).abs().max()),
     }
 
 

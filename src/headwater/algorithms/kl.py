@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -15,19 +15,28 @@ from headwater.core.registry import nearest
 KINDS = ("k1", "abs", "k2", "k3")
 """A ``+`` after a name keeps the value of the estimator and uses the gradient of k2."""
 
-_MAX_K3 = 10.0
+Clamp = Literal["k3", "all", "none"]
+"""Which estimators are limited to ±10: only k3 (verl), all (AReaL), or none."""
+
+_MAX_KL = 10.0
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """``d = logp - ref``: k1 is ``d``, abs ``|d|``, k2 ``d²/2``, k3 ``exp(-d) + d - 1`` within ±10.
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, clamp: Clamp = "k3") -> Tensor:
+    """``d = logp - ref``: k1 is ``d``, abs ``|d|``, k2 ``d²/2``, k3 ``exp(-d) + d - 1``, limited as ``clamp`` says.
 
     As a loss, k2 has the correct gradient in expectation, while k1 and k3 do not: ``k3+`` has the low-variance value of
     k3 and the gradient of k2.
     """
     if kind.endswith("+"):
-        value, slope = kl_penalty(logprobs, ref_logprobs, kind[:-1]), kl_penalty(logprobs, ref_logprobs, "k2")
+        value = kl_penalty(logprobs, ref_logprobs, kind[:-1], clamp)
+        slope = kl_penalty(logprobs, ref_logprobs, "k2", "none")
         return slope - slope.detach() + value.detach()
-    difference = logprobs - ref_logprobs
+    is_limited = clamp == "all" or (clamp == "k3" and kind == "k3")
+    value = _estimate(logprobs - ref_logprobs, kind, is_limited)
+    return value.clamp(-_MAX_KL, _MAX_KL) if is_limited else value
+
+
+def _estimate(difference: Tensor, kind: str, is_limited: bool) -> Tensor:
     if kind == "k1":
         return difference
     if kind == "abs":
@@ -35,8 +44,9 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     if kind == "k2":
         return difference.square() / 2
     if kind == "k3":
-        negative = bounded(-difference)
-        return (negative.exp() - negative - 1).clamp(-_MAX_K3, _MAX_K3)
+        # Beyond ±20 the result is limited in any case, and the exponential must not overflow before that.
+        negative = bounded(-difference) if is_limited else -difference
+        return negative.exp() - negative - 1
     known = [name + plus for name in KINDS for plus in ("", "+")]
     raise UnknownName(f"unknown KL estimator {kind!r}; {nearest(kind, known)}")
 
@@ -50,10 +60,17 @@ class PenalizedRewards:
 
 
 def penalize_rewards(
-    rewards: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kind: str, coefficient: float
+    rewards: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    kind: str,
+    coefficient: float,
+    clamp: Clamp = "k3",
 ) -> PenalizedRewards:
     """``r - coefficient·kl`` at every kept token."""
-    kl = keep(kl_penalty(old_logprobs, ref_logprobs, kind), mask)
+    kl = keep(kl_penalty(old_logprobs, ref_logprobs, kind, clamp), mask)
     return PenalizedRewards(rewards - coefficient * kl, float(masked_mean(kl, mask, dim=-1).mean()))
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from headwater.config.constraints import MoreThan
 from headwater.core.errors import MissingColumn, UnknownName
 from headwater.core.registry import nearest
 
@@ -20,13 +21,22 @@ EPSILON = 1e-8
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 """How the losses of tokens are combined into the loss of an optimiser step."""
 
+ROW_MEAN = "row-mean"
+"""The aggregation of a loss that averages over all rows, including those without a trained token: ``geo_mean``."""
+
 MAX_LOG_RATIO = 20.0
-"""The largest log ratio of two policies. Without a bound, a single extreme token would overflow."""
+"""The usual limit of a log ratio of two policies. Without a limit, a single extreme token can overflow."""
+
+LogRatioLimit = Annotated[float, MoreThan(0)] | None
+"""The argument ``max_log_ratio`` of an algorithm: log ratios are clamped to ± this value. None does not clamp them.
+
+The default of each algorithm is what verl or AReaL does.
+"""
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
-    """A log ratio that is safe to exponentiate."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def bounded(log_ratio: Tensor, limit: float | None = MAX_LOG_RATIO) -> Tensor:
+    """A log ratio within ``±limit``, which is safe to exponentiate."""
+    return log_ratio if limit is None else log_ratio.clamp(-limit, limit)
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
@@ -83,6 +93,8 @@ class StepTotals:
     """The length that ``seq-mean-token-sum-norm`` divides by; keep it constant over a run."""
     data_parallel_size: int = 1
     """The number of ranks. Gradients are averaged over them afterwards, so each loss is multiplied by it."""
+    num_rows: float | None = None
+    """All sequences, including those without a trained token. None, also if episodes have pieces: ``num_sequences``."""
 
     @classmethod
     def of(
@@ -95,7 +107,8 @@ class StepTotals:
     ) -> StepTotals:
         """The totals of a step with this mask; ``width`` defaults to that of the mask."""
         num_sequences = float(count_sequences(mask, sequence_weights))
-        return cls(float(mask.sum()), num_sequences, width or mask.shape[-1], data_parallel_size)
+        num_rows = float(len(mask)) if sequence_weights is None else None
+        return cls(float(mask.sum()), num_sequences, width or mask.shape[-1], data_parallel_size, num_rows)
 
 
 def count_sequences(mask: Tensor, sequence_weights: Tensor | None = None) -> Tensor:
@@ -113,7 +126,7 @@ def aggregate(
     ``piece_weights``. ``seq-mean-token-mean`` divides by the length of each sequence, so a sequence must not be split.
     """
     dp = totals.data_parallel_size
-    if sequence_weights is not None and mode.startswith("seq-mean"):
+    if sequence_weights is not None and mode.startswith(("seq-mean", ROW_MEAN)):
         token_losses = token_losses * sequence_weights[:, None]
     if mode == "token-mean":
         return masked_sum(token_losses, mask) / totals.num_tokens * dp
@@ -123,9 +136,10 @@ def aggregate(
         return masked_sum(token_losses, mask) / totals.num_sequences * dp
     if mode == "seq-mean-token-sum-norm":
         return masked_sum(token_losses, mask) / (totals.num_sequences * totals.width) * dp
-    if mode == "seq-mean-token-mean":
+    if mode in ("seq-mean-token-mean", ROW_MEAN):
         means = masked_sum(token_losses, mask, dim=-1) / (mask.sum(dim=-1) + EPSILON)
-        return means.sum() / totals.num_sequences * dp
+        counts_all = mode == ROW_MEAN and totals.num_rows is not None
+        return means.sum() / (totals.num_rows if counts_all else totals.num_sequences) * dp
     raise UnknownName(f"unknown aggregation {mode!r}; {nearest(mode, list(get_args(Aggregation)))}")
 
 

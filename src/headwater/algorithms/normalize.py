@@ -24,6 +24,7 @@ def normalize(
     *,
     mask: Tensor | None = None,
     groups: Tensor | None = None,
+    episodes: Tensor | None = None,
     weights: Tensor | None = None,
     mean_level: Level = "batch",
     std_level: Level = "batch",
@@ -34,8 +35,12 @@ def normalize(
     """``(x - mean) / (std + epsilon)``. The mean and the deviation are those of the batch, of the group, or not used.
 
     ``values`` are ``[samples]``, or ``[samples, tokens]`` with statistics over the tokens that ``mask`` keeps; other
-    tokens become 0. With ``leave_one_out``, the mean excludes the entry that it is subtracted from. ``weights``
-    ``[samples]`` are the weights of rows in the statistics, 1 by default; see ``piece_weights``.
+    tokens become 0. With ``leave_one_out``, the mean excludes the entry that it is subtracted from. ``episodes``
+    ``[samples]`` is equal for the pieces of an episode, and ``weights`` ``[samples]`` are the weights of rows in the
+    statistics, 1 by default; see ``piece_weights``.
+
+    A sample that is alone in its group follows AReaL: its unbiased deviation is 1, and the mean of the other values, of
+    which there are none, is 0.
     """
     wide = values.double().reshape(len(values), -1)
     kept = torch.ones_like(wide) if mask is None else (mask != 0).double().reshape(wide.shape)
@@ -43,9 +48,10 @@ def normalize(
     if weights is not None:
         kept = kept * weights.double()[:, None]
     numbers = torch.zeros(len(values), device=values.device) if groups is None else groups
-    mean = _mean(wide, kept, _grouping(numbers, mean_level), leave_one_out)
+    alone = Groups.of(numbers, episodes).single[:, None]
+    mean = _mean(wide, kept, _grouping(numbers, mean_level), leave_one_out, alone & (mean_level == "group"))
     centred = keep(wide - mean, kept)
-    std = _std(centred, kept, _grouping(numbers, std_level), unbiased)
+    std = _std(centred, kept, _grouping(numbers, std_level), unbiased, alone & (std_level == "group"))
     if std is not None:
         centred = centred / (std + epsilon)
     return centred.reshape(values.shape).to(values.dtype)
@@ -66,24 +72,26 @@ def normalize_rewards(
     """Rewards ``[samples, tokens]`` whose sums are the normalised scores; a score is the sum of a row.
 
     Every reward is divided by the deviation in its own column. The mean is subtracted in ``columns`` ``[samples]``, the
-    columns of the scores. The rewards of turns therefore keep their columns and their proportions. If a level is
-    ``group``, a sample without other samples in its group gets 0. ``episodes`` ``[samples]`` is equal for the pieces of
-    an episode; the mean and the deviation are those of episodes.
+    columns of the scores. The rewards of turns therefore keep their columns and their proportions. ``episodes``
+    ``[samples]`` is equal for the pieces of an episode; the mean and the deviation are those of episodes. A sample that
+    is alone in its group is treated as in ``normalize``.
     """
     wide = rewards.double()
     scores = wide.sum(dim=1, keepdim=True)
     kept = torch.ones_like(scores)
-    centred = scores - _mean(scores, kept, _grouping(groups, mean_level, episodes), leave_one_out)
-    std = _std(centred, kept, _grouping(groups, std_level, episodes), unbiased)
+    alone = Groups.of(groups, episodes).single[:, None]
+    centred = scores - _mean(
+        scores, kept, _grouping(groups, mean_level, episodes), leave_one_out, alone & (mean_level == "group")
+    )
+    std = _std(centred, kept, _grouping(groups, std_level, episodes), unbiased, alone & (std_level == "group"))
     scale = kept
     if std is not None:
         centred = centred / (std + epsilon)
         # Equal scores have no deviation: dividing the rewards of turns by epsilon would only amplify them.
-        scale = (1 / (std + epsilon)).where(std > _ROUNDING * wide.abs().max(), 0.0)
-    if "group" in (mean_level, std_level):
-        # A single score has nothing to be compared with.
-        alone = Groups.of(groups, episodes).single[:, None]
-        centred, scale = centred.masked_fill(alone, 0.0), scale.masked_fill(alone, 0.0)
+        scale = (1 / (std + epsilon)).where(alone | (std > _ROUNDING * wide.abs().max()), 0.0)
+    if mean_level == "group" and not leave_one_out:
+        # The only score of a group is its own mean: nothing is left of it, in no turn.
+        scale = scale.masked_fill(alone, 0.0)
     place = columns[:, None]
     elsewhere = (wide * scale).scatter(1, place, 0.0)
     return elsewhere.scatter(1, place, centred - elsewhere.sum(dim=1, keepdim=True)).to(rewards.dtype)
@@ -100,18 +108,24 @@ def _total(values: Tensor, groups: Groups) -> Tensor:
     return groups.sum(values.sum(dim=1))[:, None]
 
 
-def _mean(values: Tensor, kept: Tensor, groups: Groups | None, leave_one_out: bool) -> Tensor:
+def _mean(values: Tensor, kept: Tensor, groups: Groups | None, leave_one_out: bool, alone: Tensor) -> Tensor:
     if groups is None:
         return torch.zeros_like(values)
     weighed = values * kept
     total, count = _total(weighed, groups), _total(kept, groups)
     if leave_one_out:
         total, count = total - groups.of_episode(weighed), count - groups.of_episode(kept)
+        # The tokens of a sample are no other values to compare with.
+        count = count.masked_fill(alone, 0.0)
     return torch.where(count > _NO_WEIGHT, total / count.clamp(min=_NO_WEIGHT), 0.0)
 
 
-def _std(centred: Tensor, kept: Tensor, groups: Groups | None, unbiased: bool) -> Tensor | None:
+def _std(centred: Tensor, kept: Tensor, groups: Groups | None, unbiased: bool, alone: Tensor) -> Tensor | None:
     """The deviation from the mean that was subtracted, which may have another level."""
     if groups is None:
         return None
-    return (_total(centred.square() * kept, groups) / (_total(kept, groups) - int(unbiased)).clamp(min=1)).sqrt()
+    squares, count = _total(centred.square() * kept, groups), _total(kept, groups)
+    if not unbiased:
+        return torch.where(count > _NO_WEIGHT, squares / count.clamp(min=_NO_WEIGHT), 1.0).sqrt()
+    has_deviation = (count - 1 > _NO_WEIGHT) & ~alone
+    return torch.where(has_deviation, squares / (count - 1).clamp(min=1), 1.0).sqrt()

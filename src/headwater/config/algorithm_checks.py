@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headwater.config.arguments import ChosenCorrection, chosen_corrections
 from headwater.config.checks import Check, Clash, Layers, given_in, unread
 from headwater.config.declared import Declared, T, WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
@@ -41,9 +42,8 @@ def _chosen(config: Config) -> Iterator[tuple[type[Any], str, str, Any]]:
     algorithm = config.algorithm
     yield AdvantageTraits, algorithm.advantage, "algorithm.advantage_args", algorithm.advantage_args
     yield LossTraits, algorithm.policy_loss, "algorithm.policy_loss_args", algorithm.policy_loss_args
-    for name in algorithm.corrections:
-        arguments = algorithm.corrections_args.get(name, {})
-        yield CorrectionTraits, name, f"algorithm.corrections_args.{name}", arguments
+    for each in chosen_corrections(algorithm):
+        yield CorrectionTraits, each.name, each.key, each.arguments
 
 
 def declarations_are_readable(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -98,6 +98,12 @@ def critic_serves_the_advantage(config: Config, layers: Layers) -> Iterator[Clas
             ("critic.enabled", "algorithm.advantage"),
             f"algorithm.advantage = {advantage.name} reads no values, so training the critic would have no effect; "
             f"set it to false, or use algorithm.advantage=gae{declare}",
+        )
+    elif config.critic.enabled and config.critic.bootstrap_unfinished and not advantage.traits.bootstraps:
+        yield Clash(
+            ("critic.bootstrap_unfinished", "algorithm.advantage"),
+            f"algorithm.advantage = {advantage.name} does not read the values after unfinished responses; use false, "
+            "or algorithm.advantage=gae",
         )
 
 
@@ -162,7 +168,7 @@ def kl_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
     if algorithm.kl_in_reward == 0 and algorithm.kl_in_loss == 0:
         switches = ("algorithm.kl_in_reward", "algorithm.kl_in_loss")
         why = f"{' and '.join(switches)} are both 0; set one"
-        yield from unread(["algorithm.kl_estimator"], switches, why, layers)
+        yield from unread(["algorithm.kl_estimator", "algorithm.kl_clamp"], switches, why, layers)
 
 
 def kl_steering_is_slow(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -195,25 +201,53 @@ def corrections_have_something_to_correct(config: Config, layers: Layers) -> Ite
             ("algorithm.corrections", "algorithm.policy_loss"),
             f"algorithm.policy_loss = {loss.name} already weighs by the same ratio; use [], or policy_loss=ppo",
         )
-    elif algorithm.old_logprobs not in RECOMPUTED:
+    elif algorithm.old_logprobs == "loglinear":
         yield Clash(
             ("algorithm.corrections", "algorithm.old_logprobs"),
-            f"algorithm.old_logprobs = {algorithm.old_logprobs} uses the engine's log-probs as the learner's, so "
-            "every ratio is 1; use algorithm.old_logprobs=recompute, or []",
+            "algorithm.old_logprobs = loglinear approximates the policy that corrections compare with the engine's; "
+            "use algorithm.old_logprobs=recompute, rollout, or []",
         )
 
 
-def corrections_weigh_once(config: Config, layers: Layers) -> Iterator[Clash]:
+def repeated_corrections_differ(config: Config, layers: Layers) -> Iterator[Clash]:
     names, arguments = config.algorithm.corrections, config.algorithm.corrections_args
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        yield Clash(("algorithm.corrections",), f"names {repeated} twice; once is enough")
-        return
-    weighting = []
-    for name in names:
-        declared, given = _read(CorrectionTraits, name), arguments.get(name, {})
-        if declared is not None and isinstance(given, Mapping):
-            weighting += [name] if declared.is_on(declared.traits.weighs_by_ratio, given) else []
+    for name in dict.fromkeys(names):
+        given, count = arguments.get(name, {}), names.count(name)
+        key = f"algorithm.corrections_args.{name}"
+        if isinstance(given, (list, tuple)):
+            if len(given) != count:
+                times = "once" if count == 1 else f"{count} times"
+                yield Clash(
+                    (key, "algorithm.corrections", "algorithm.corrections_args"),
+                    f"has {len(given)} entries, and algorithm.corrections names {name} {times}; give one for each",
+                    given,
+                )
+            elif any(each in given[:at] for at, each in enumerate(given)):
+                yield Clash((key, "algorithm.corrections_args"), "has two equal entries; once is enough", given)
+        elif count > 1:
+            yield Clash(
+                ("algorithm.corrections", key),
+                f"names {name} {count} times; give {key} as a list with the arguments of each",
+            )
+
+
+def _weighs(chosen: ChosenCorrection) -> bool:
+    declared = _read(CorrectionTraits, chosen.name)
+    if declared is None or not isinstance(chosen.arguments, Mapping):
+        return False
+    return declared.is_on(declared.traits.weighs_by_ratio, chosen.arguments)
+
+
+def corrections_weigh_once(config: Config, layers: Layers) -> Iterator[Clash]:
+    algorithm, loss = config.algorithm, _loss(config)
+    weighting = [each.label for each in chosen_corrections(algorithm) if _weighs(each)]
+    if weighting and algorithm.old_logprobs == "rollout" and loss is not None and not loss.traits.has_no_ratio:
+        yield Clash(
+            ("algorithm.corrections", "algorithm.old_logprobs", "algorithm.policy_loss"),
+            f"algorithm.old_logprobs = rollout computes corrections of the trained policy in every update, and "
+            f"algorithm.policy_loss = {loss.name} already contains its ratio, so {weighting[0]} would count it twice; "
+            "use algorithm.old_logprobs=recompute, or policy_loss=reinforce, or only reject or m2po",
+        )
     if len(weighting) > 1:
         yield Clash(
             ("algorithm.corrections", "algorithm.corrections_args"),
@@ -330,7 +364,9 @@ def reward_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
         yield from unread(["reward.model_weight"], ("reward.model",), why, layers)
     if config.reward.overlong_tokens == 0:
         why = "reward.overlong_tokens = 0 means no penalty; set it too"
-        yield from unread(["reward.overlong_penalty"], ("reward.overlong_tokens",), why, layers)
+        yield from unread(
+            ["reward.overlong_penalty", "reward.overlong_counts"], ("reward.overlong_tokens",), why, layers
+        )
 
 
 def overlong_tokens_fit(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -454,6 +490,7 @@ ALGORITHM_CHECKS: tuple[Check, ...] = (
     kl_steering_is_slow,
     kl_gradient_is_used,
     corrections_have_something_to_correct,
+    repeated_corrections_differ,
     corrections_weigh_once,
     two_policies_differ,
     recomputed_where_needed,

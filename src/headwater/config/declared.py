@@ -19,11 +19,12 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import GenericAlias
-from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union
 
 from headwater.config import constraints
-from headwater.config.constraints import Constraint, NotBelow
-from headwater.config.convert import WrongValue, allowed, convert_value
+from headwater.config.arguments import broken_rules
+from headwater.config.constraints import Constraint
+from headwater.config.convert import allowed
 from headwater.config.traits import AdvantageTraits, BackendTraits, CorrectionTraits, LossTraits, Switch
 from headwater.config.tree import show
 from headwater.core.registry import PACKAGE_ROOT, is_path, nearest
@@ -76,27 +77,13 @@ class Declared(Generic[T]):
 
     def problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Each wrong argument, with the rule it breaks and the remedy."""
-        values = {name: parameter.default for name, parameter in self.parameters.items()} | dict(arguments)
-        for name, value in arguments.items():
-            parameter = self.parameters.get(name)
-            if parameter is None:
-                if not self.takes_any:
-                    takes = ", ".join(self.parameters) or "no arguments"
-                    yield name, f"no such argument; {self.traits.kind} {self.name!r} takes {takes}"
-                continue
-            try:
-                convert_value(parameter.hint, value)
-            except WrongValue as error:
-                yield name, str(error)
-        for name, parameter in self.parameters.items():
-            for rule in _relations(parameter.hint):
-                value, other = values[name], values.get(rule.argument)
-                if not all(isinstance(each, (int, float)) for each in (value, other)) or value >= other:
-                    continue
-                if name in arguments:
-                    yield name, f"must be {rule.rule} = {other}; raise it, or lower {rule.argument}"
-                elif rule.argument in arguments:
-                    yield rule.argument, f"must be <= {name} = {value}; lower it, or raise {name}"
+        for name in arguments:
+            if name not in self.parameters and not self.takes_any:
+                takes = ", ".join(self.parameters) or "no arguments"
+                yield name, f"no such argument; {self.traits.kind} {self.name!r} takes {takes}"
+        hints = {name: parameter.hint for name, parameter in self.parameters.items()}
+        defaults = {name: parameter.default for name, parameter in self.parameters.items()}
+        yield from broken_rules(hints, defaults, arguments)
 
     def describe(self) -> str:
         """The arguments with their defaults and what they may be, on one line."""
@@ -390,12 +377,6 @@ def _literal_or_none(node: ast.expr | None) -> Any:
         return None if node is None else ast.literal_eval(node)
     except ValueError:
         return None
-
-
-def _relations(hint: Any) -> list[NotBelow]:
-    if get_origin(hint) is Union:
-        return [rule for option in get_args(hint) for rule in _relations(option)]
-    return [part for part in get_args(hint) if isinstance(part, NotBelow)] if get_origin(hint) is Annotated else []
 
 
 def _last_name(node: ast.expr) -> str:

@@ -60,7 +60,9 @@ def _arguments(algorithm: AlgorithmConfig) -> dict[str, str]:
     chosen: dict[str, list[Declared[Any] | None]] = {
         "algorithm.advantage_args": [read_declared(AdvantageTraits, algorithm.advantage)],
         "algorithm.policy_loss_args": [read_declared(LossTraits, algorithm.policy_loss)],
-        "algorithm.corrections_args": [read_declared(CorrectionTraits, name) for name in algorithm.corrections],
+        "algorithm.corrections_args": [
+            read_declared(CorrectionTraits, name) for name in dict.fromkeys(algorithm.corrections)
+        ],
     }
     return {key: " ".join(_sentence("", each.describe()) for each in found if each) for key, found in chosen.items()}
 

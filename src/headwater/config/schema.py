@@ -182,6 +182,8 @@ class RewardConfig:
     """Number of tokens before rollout.max_new_tokens over which a length penalty grows (DAPO); 0 means no penalty."""
     overlong_penalty: Annotated[float, AtLeast(0)] = 1.0
     """Penalty of a response that uses all its tokens."""
+    overlong_counts: Literal["response", "trained"] = "response"
+    """Tokens that the length penalty counts: all tokens of the `response`, or only the `trained` ones, as in AReaL."""
     bias: float = 0.0
     """Added to every score, before it is scaled."""
     scale: Annotated[float, MoreThan(0)] = 1.0
@@ -237,9 +239,11 @@ class AlgorithmConfig:
     """The policy that an update is measured from: `rollout` is the one that sampled, `recompute` runs a forward
     pass, `loglinear` interpolates between the two, `metrics` recomputes and reports the error of loglinear."""
     corrections: tuple[Annotated[str, Extension("headwater.algorithms.corrections")], ...] = ()
-    """Corrections for samples whose log-probs differ between engine and learner; all of them are applied."""
+    """Corrections for samples whose log-probs differ between engine and learner; all of them are applied. A name may
+    be listed several times. With old_logprobs=rollout they are computed in every update, from the trained policy."""
     corrections_args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of each correction, for example {truncate: {upper: 2.0}}."""
+    """Keyword arguments of each correction, for example {truncate: {upper: 2.0}}; for a name that is listed several
+    times, a list with one mapping for each."""
     kl_in_reward: Annotated[float, AtLeast(0)] = 0.0
     """Coefficient of the divergence from the reference policy that is subtracted from each token's reward; 0 means
     none."""
@@ -247,6 +251,8 @@ class AlgorithmConfig:
     """Coefficient of the divergence from the reference policy that is added to each token's loss; 0 means none."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k3"
     """Estimator of the divergence from sampled tokens; a + keeps its value and uses the gradient of k2."""
+    kl_clamp: Literal["k3", "all", "none"] = "k3"
+    """Which estimators are limited to ±10: `k3` only, as in verl, `all`, as in AReaL, or `none`."""
     kl_target: Annotated[float, AtLeast(0, "use 0 for a fixed coefficient")] = 0.0
     """Adjust kl_in_reward to keep the mean divergence near this value; 0 keeps it fixed."""
     kl_horizon: Annotated[int, AtLeast(1)] = 10000
@@ -322,6 +328,9 @@ class CriticConfig:
     """Value loss: `mse` is half the squared error, `huber` is linear for errors above 10."""
     num_warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Training steps at the start in which only the critic learns."""
+    bootstrap_unfinished: bool = False
+    """Continue the return of responses that reached their length limit with the critic's value after their last token,
+    as in AReaL; false treats them as finished."""
 
 
 @dataclass(frozen=True)

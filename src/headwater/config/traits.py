@@ -26,6 +26,8 @@ class AdvantageTraits(Traits):
 
     needs_values: bool = False
     """It reads a critic's values, and a critic learns the returns it computes."""
+    bootstraps: bool = False
+    """It continues unfinished responses with their final values (``critic.bootstrap_unfinished``)."""
     compares_groups: bool = False
     """It compares the responses to one prompt, so that a group needs at least two."""
     needs_greedy_baseline: bool = False
@@ -60,6 +62,8 @@ class LossTraits(Traits):
     """Samples whose advantage is 0 have a gradient, or decide which tokens of the others count."""
     own_aggregation: str = ""
     """The only aggregation the loss is defined for, unless an argument ``aggregation`` is given."""
+    has_no_ratio: bool = False
+    """It does not multiply by the ratio to the old policy, so that a correction of the trained policy may weigh it."""
     two_policies: bool = False
     """It weighs tokens by the ratio between the proximal policy and the one that sampled, as corrections do."""
 

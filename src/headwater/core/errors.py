@@ -23,6 +23,10 @@ class ConfigError(HeadwaterError):
         super().__init__(f"{count}{where}\n" + "\n".join(f"  - {problem}" for problem in self.problems))
 
 
+class WrongArgument(ConfigError, ValueError):
+    """An argument of an algorithm that is out of its range, in a call from Python code."""
+
+
 class UnknownName(HeadwaterError):
     """A name that no registered extension has."""
 

@@ -186,16 +186,27 @@ class Delta:
     stop_reason: StopReason | None = None
 
 
-def finite_number(value: Any, name: str) -> float:
+MAX_REWARD = 1e15
+"""The largest absolute reward. Squares and sums of larger ones would overflow in float32."""
+
+REWARD_RULE = f"must be a finite number within ±{MAX_REWARD:g}, so that its square and sums do not overflow"
+
+
+def is_reward(value: Any) -> bool:
+    """Whether a number can be used as a reward: NaN, infinity and numbers that would overflow cannot."""
+    return bool(abs(value) <= MAX_REWARD)
+
+
+def reward_number(value: Any, name: str) -> float:
     """``value`` as a float. Text is refused, even if it looks like a number: it would hide a mistake."""
     if isinstance(value, (str, bytes)):
-        raise TypeError(f"{name} = {value[:_NUM_CHARACTERS_SHOWN]!r} is text: must be a finite number")
+        raise TypeError(f"{name} = {value[:_NUM_CHARACTERS_SHOWN]!r} is text: {REWARD_RULE}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{name} is a {type(value).__name__}: must be a finite number ({error})") from error
-    if not math.isfinite(number):
-        raise ValueError(f"{name} = {number}: must be a finite number")
+        raise TypeError(f"{name} is a {type(value).__name__}: {REWARD_RULE} ({error})") from error
+    if not is_reward(number):
+        raise ValueError(f"{name} = {number}: {REWARD_RULE}")
     return number
 
 
@@ -207,7 +218,7 @@ class Score:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", finite_number(self.value, "reward"))
+        object.__setattr__(self, "value", reward_number(self.value, "reward"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +280,9 @@ class Trajectory:
             raise ValueError(f"trajectory {self.uid}#{self.sample}: loss_mask holds values other than 0 and 1")
         if any(mask and version < 0 for mask, version in zip(self.loss_mask, self.versions, strict=True)):
             raise ValueError(f"trajectory {self.uid}#{self.sample}: a trained token has no policy version")
-        object.__setattr__(self, "reward", finite_number(self.reward, f"trajectory {self.uid}#{self.sample}: reward"))
+        name = f"trajectory {self.uid}#{self.sample}: reward"
+        object.__setattr__(self, "reward", reward_number(self.reward, name))
+        object.__setattr__(self, "turn_rewards", tuple(reward_number(each, name) for each in self.turn_rewards))
         if self.turn_rewards and len(self.turn_rewards) != len(self.turn_ends):
             raise ValueError(
                 f"trajectory {self.uid}#{self.sample}: {len(self.turn_rewards)} turn_rewards for "

@@ -127,9 +127,11 @@ def _load_file(path: Path) -> ModuleType:
 class Registry:
     """Objects of one kind, named after the files of one folder."""
 
-    def __init__(self, kind: str, package: str) -> None:
+    def __init__(self, kind: str, package: str, prepare: Callable[[Any], Any] | None = None) -> None:
+        """``prepare`` is applied to everything that is registered, for example to check the arguments of calls."""
         self.kind = kind
         self.package = package
+        self._prepare = prepare
         self._objects: dict[str, Any] = {}
 
     @overload
@@ -141,10 +143,12 @@ class Registry:
     def register(self, thing: Any) -> Any:
         """Register ``thing`` under the name of its file; use it as a decorator, with or without traits.
 
-        A file outside the registry's folder is found by its path, so its objects are returned unchanged.
+        A file outside the registry's folder is found by its path, so its objects are returned without being kept.
         """
         if isinstance(thing, Traits):
             return self.register
+        if self._prepare is not None:
+            thing = self._prepare(thing)
         package, _, name = str(thing.__module__).rpartition(".")
         if package == self.package:
             if name in self._objects and self._objects[name] is not thing:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from headwater.algorithms.corrections import Correction, CorrectionFunction, CorrectionInputs, combine
 from headwater.algorithms.kl import kl_penalty
 from headwater.algorithms.masked import required
 from headwater.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
@@ -17,6 +18,8 @@ from headwater.core.errors import MissingColumn, RunError
 from headwater.learner.engine import TrainEngine, mean_stats, minibatches
 
 _PADDED = "pad_trajectories gives it"
+
+_KEPT = "correction/kept_fraction"
 
 PolicyLossFunction = Callable[[PolicyLossInputs], PolicyLoss]
 
@@ -30,19 +33,34 @@ class Actor:
     """
 
     def __init__(
-        self, engine: TrainEngine, policy_loss: PolicyLossFunction, algorithm: AlgorithmConfig, *, loss_width: int
+        self,
+        engine: TrainEngine,
+        policy_loss: PolicyLossFunction,
+        algorithm: AlgorithmConfig,
+        *,
+        loss_width: int,
+        corrections: Mapping[str, CorrectionFunction] | None = None,
     ) -> None:
+        """``corrections`` are computed in every update, between the trained policy and the one that sampled."""
         self.engine = engine
         self._policy_loss = policy_loss
         self._algorithm = algorithm
         self._loss_width = loss_width
+        self._corrections = corrections or {}
 
     def update(self, experience: DataProto) -> dict[str, float]:
         """Train on ``experience`` and return statistics, averaged over the optimiser steps."""
         if not self.engine.totals(experience).num_tokens and "correction_weights" not in experience.batch:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
         steps = [self._step(minibatch) for minibatch in minibatches(experience, self.engine.config)]
-        return mean_stats([stats for stats in steps if stats is not None])
+        stats = mean_stats([stats for stats in steps if stats is not None])
+        if stats.get(_KEPT) == 0:
+            raise RunError(
+                f"algorithm.corrections = {list(self._algorithm.corrections)}: left no token of the step to train on; "
+                "relax their bounds in algorithm.corrections_args, or find out why the engine's log-probs differ "
+                "(actor/ratio_p* in metrics.jsonl)"
+            )
+        return stats
 
     def _step(self, minibatch: DataProto) -> dict[str, float] | None:
         """One optimiser step, or None if no sample has a gradient."""
@@ -62,6 +80,9 @@ class Actor:
         tensors, algorithm = batch.batch, self._algorithm
         logprobs, entropy, mask = outputs["logprobs"], outputs["entropy"], tensors["response_mask"]
         old = self._old_logprobs(batch, logprobs.detach())
+        corrected = self._corrected(batch, logprobs)
+        if corrected is not None:
+            mask = corrected.mask
         loss = self._policy_loss(
             PolicyLossInputs(
                 logprobs,
@@ -76,17 +97,29 @@ class Actor:
         if "correction_weights" in tensors:
             loss = loss.weighted(tensors["correction_weights"], mask)
         losses, diagnostics = loss.token_losses, dict(loss.diagnostics)
+        if corrected is not None:
+            loss = replace(loss.weighted(corrected.weights, mask), correction=corrected, weights=corrected.weights)
+            losses = loss.token_losses
         if algorithm.kl_in_loss > 0:
             needed_by = f"algorithm.kl_in_loss = {algorithm.kl_in_loss:g}"
             remedy = "Learner.compute returns it; or set algorithm.kl_in_loss=0"
             reference = required(tensors, "reference_logprobs", needed_by, remedy)
-            kl = kl_penalty(logprobs, reference, algorithm.kl_estimator)
+            kl = kl_penalty(logprobs, reference, algorithm.kl_estimator, algorithm.kl_clamp)
             losses = losses + algorithm.kl_in_loss * kl
             diagnostics["reference_kl"] = kl.detach()
         if algorithm.entropy_bonus > 0:
             losses = losses - algorithm.entropy_bonus * entropy
         moved = (logprobs - old).detach()
         return replace(loss, token_losses=losses, diagnostics=diagnostics, log_ratios=moved)
+
+    def _corrected(self, batch: DataProto, logprobs: Tensor) -> Correction | None:
+        if not self._corrections:
+            return None
+        rollout = required(batch.batch, "rollout_logprobs", "algorithm.corrections", _PADDED)
+        inputs = CorrectionInputs(logprobs.detach(), rollout, batch.batch["response_mask"])
+        corrected = combine({name: correct(inputs) for name, correct in self._corrections.items()})
+        shown = {f"correction/{name}": values for name, values in corrected.diagnostics.items()}
+        return replace(corrected, diagnostics={**shown, _KEPT: corrected.mask})
 
     def _advantages(self, batch: DataProto) -> Tensor:
         needed_by = f"algorithm.policy_loss = {self._algorithm.policy_loss}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from headwater.algorithms.corrections import configured_corrections
 from headwater.algorithms.policy_losses import POLICY_LOSSES
 from headwater.config.arguments import with_arguments
 from headwater.config.schema import Config
@@ -48,11 +49,12 @@ def build_learner(spec: LearnerSpec) -> LocalLearner:
     policy_loss = with_arguments(
         POLICY_LOSSES, algorithm.policy_loss, algorithm.policy_loss_args, "algorithm.policy_loss_args"
     )
+    corrections = configured_corrections(algorithm) if algorithm.old_logprobs == "rollout" else {}
     # Adapters are added to the model they were trained for; a checkpoint's model/ has them merged.
     engine = _policy_engine(config, config.model.path if config.lora.rank else spec.model_path)
     return LocalLearner(
         config,
-        Actor(engine, policy_loss, algorithm, loss_width=config.rollout.max_new_tokens),
+        Actor(engine, policy_loss, algorithm, loss_width=config.rollout.max_new_tokens, corrections=corrections),
         load_tokenizer(spec.model_path),
         critic=_critic(config) if config.critic.enabled else None,
         reference=_reference(config, engine, spec.reference_path) if uses_reference(config) else None,

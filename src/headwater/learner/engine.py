@@ -67,7 +67,6 @@ class StepSums:
 
     def __init__(self, device: torch.device) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._num_tokens = torch.zeros_like(self._loss)
         self._values: dict[str, Tensor] = {}
         self._weights = self._loss.new_zeros(3)
         self._ratios = self._loss.new_zeros(NUM_BINS)
@@ -76,11 +75,11 @@ class StepSums:
         self._loss += loss.detach()
 
     def add(self, values: Mapping[str, Tensor], mask: Tensor) -> None:
-        """Add per-token values, which are reported as means."""
-        self._num_tokens += mask.sum()
+        """Add per-token values, which are reported as means over the tokens of ``mask``."""
+        count = mask.sum().double()
         for name, each in values.items():
-            total = masked_sum(each.detach().double(), mask)
-            self._values[name] = self._values[name] + total if name in self._values else total
+            added = torch.stack([masked_sum(each.detach().double(), mask), count])
+            self._values[name] = self._values[name] + added if name in self._values else added
 
     def add_weights(self, weights: Tensor, mask: Tensor) -> None:
         """Add importance weights of tokens, for the effective sample size."""
@@ -94,12 +93,15 @@ class StepSums:
         """The loss, means per token, and statistics of weights and ratios, over all ranks."""
         # A rank without rows in this step has no values, but takes part in the sum.
         names = ranks.union(self._values)
-        nothing = torch.zeros_like(self._loss)
-        scalars = torch.stack([self._loss, self._num_tokens, *(self._values.get(name, nothing) for name in names)])
+        nothing = self._loss.new_zeros(2)
+        scalars = torch.cat([self._loss[None], *(self._values.get(name, nothing) for name in names)])
         summed = ranks.sum(torch.cat([scalars, self._weights, self._ratios])).cpu()
         scalars, weights, ratios = torch.split(summed, [len(scalars), len(self._weights), NUM_BINS])
-        loss, num_tokens, *totals = scalars.tolist()
-        means = {name: total / num_tokens for name, total in zip(names, totals, strict=True)}
+        loss, *sums = scalars.tolist()
+        means = {
+            name: total / num_tokens if num_tokens else 0.0
+            for name, total, num_tokens in zip(names, sums[::2], sums[1::2], strict=True)
+        }
         count, total, squares = weights.tolist()
         weighed = {"effective_sample_size": effective_sample_size(count, total, squares)} if count else {}
         return {"loss": loss, **means, **weighed, **percentiles_of(ratios)}
@@ -251,10 +253,13 @@ class TrainEngine(ForwardEngine):
     def totals(self, batch: DataProto) -> StepTotals:
         """The counts that losses are averaged over, summed over the rows of all ranks."""
         mask = token_column(batch, "response_mask")
-        sequences = count_sequences(mask, batch.batch.get("sequence_weights", None))
-        counts = torch.stack([mask.sum().double(), sequences.double()]).to(self.device)
-        num_tokens, num_sequences = self.ranks.sum(counts).tolist()
-        return StepTotals(num_tokens, num_sequences, data_parallel_size=self.ranks.count, width=mask.shape[1])
+        weights = batch.batch.get("sequence_weights", None)
+        sequences = count_sequences(mask, weights).double()
+        rows = sequences if weights is not None else torch.full_like(sequences, len(mask))
+        num_tokens, num_sequences, num_rows = self.ranks.sum(
+            torch.stack([mask.sum().double(), sequences, rows]).to(self.device)
+        ).tolist()
+        return StepTotals(num_tokens, num_sequences, mask.shape[1], self.ranks.count, num_rows)
 
     def train_step(
         self,
@@ -301,12 +306,15 @@ class TrainEngine(ForwardEngine):
         mask = micro.batch["response_mask"]
         loss = loss_fn(outputs, micro)
         weights = micro.batch.get("sequence_weights", None)
-        scaled = aggregate(loss.token_losses, mask, loss.aggregation or aggregation, totals, weights)
+        kept = mask if loss.correction is None else loss.correction.mask
+        scaled = aggregate(loss.token_losses, kept, loss.aggregation or aggregation, totals, weights)
         scaled.backward()  # type: ignore[no-untyped-call]
         # FSDP averages gradients over ranks and the loss is scaled to compensate. The reported loss is the sum.
         sums.add_loss(scaled / totals.data_parallel_size)
         shown = {**{name: values for name, values in outputs.items() if name == "entropy"}, **loss.diagnostics}
-        sums.add(shown, mask)
+        sums.add(shown, kept)
+        if loss.correction is not None:
+            sums.add(loss.correction.diagnostics, mask)
         if loss.weights is not None:
             sums.add_weights(loss.weights, mask)
         if loss.log_ratios is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwater.algorithms.advantages import AdvantageInputs, Advantages
-from headwater.algorithms.corrections import Correction, CorrectionInputs, combine
+from headwater.algorithms.corrections import CorrectionFunction, CorrectionInputs, combine, correction_metrics
 from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram, weight_metrics
 from headwater.algorithms.groups import piece_weights
 from headwater.algorithms.kl import KLController, penalize_rewards
@@ -22,12 +22,11 @@ from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
 from headwater.core.protocols import Learner
-from headwater.core.records import Answer, Trajectory
+from headwater.core.records import MAX_REWARD, REWARD_RULE, Answer, Trajectory
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import add_to_scores, pad_trajectories, score_column
 
 AdvantageFunction = Callable[[AdvantageInputs], Advantages]
-CorrectionFunction = Callable[[CorrectionInputs], Correction]
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class ExperienceMaker:
                 groups,
                 episodes=episodes,
                 values=columns.get("values"),
+                final_values=computed.get("final_values"),
                 baselines=batch.baselines(),
                 turns=_turns(mask),
                 reward_parts=_reward_parts(batch),
@@ -81,7 +81,7 @@ class ExperienceMaker:
             )
         )
         settings, weights = self.config.algorithm.normalize_advantages, piece_weights(episodes, mask)
-        advantages = normalized(estimated.advantages, settings, groups, mask, weights)
+        advantages = normalized(estimated.advantages, settings, groups, mask, weights, episodes)
         columns |= {"rewards": rewards, "advantages": advantages, "returns": estimated.returns}
         # Corrections may have removed whole pieces, so the weights in the loss can differ from those above.
         weights = piece_weights(episodes, corrected.get("response_mask", mask))
@@ -95,15 +95,30 @@ class ExperienceMaker:
         wanted = {
             "logprobs": config.algorithm.old_logprobs not in ("rollout", "loglinear"),
             "reference_logprobs": config.algorithm.kl_in_loss > 0 or config.algorithm.kl_in_reward > 0,
-            "values": config.critic.enabled,
+            "values": config.critic.enabled and not config.critic.bootstrap_unfinished,
             "reward_model": bool(config.reward.model),
         }
         what = [name for name, is_wanted in wanted.items() if is_wanted]
+        valued = self._values(batch, data) if config.critic.enabled and config.critic.bootstrap_unfinished else {}
         if not what:
-            return {}
+            return valued
         if wanted["reward_model"]:
             data = data.with_columns(non_tensors={"conversation": _conversations(batch)})
-        return self.learner.compute(data, what)
+        return {**self.learner.compute(data, what), **valued}
+
+    def _values(self, batch: RolloutBatch, data: DataProto) -> dict[str, Tensor]:
+        """``values``, and as ``final_values`` ``[samples]`` those after the last token of unfinished responses.
+
+        The critic predicts before every token, so an unfinished response gets one more token, which nothing reads.
+        """
+        longer = [_lengthened(each, self.pad_token_id) for each in batch.trajectories]
+        lengths = torch.tensor([len(each.response_tokens) for each in batch.trajectories])
+        extended = pad_trajectories(longer, self.pad_token_id).with_columns(meta_info=dict(data.meta_info))
+        values = self.learner.compute(extended, ["values"])["values"]
+        width = data.batch["response_mask"].shape[1]
+        # A finished response of full width has no column after its last token, and needs none.
+        after = values.gather(1, lengths.clamp(max=values.shape[1] - 1)[:, None])[:, 0]
+        return {"values": values[:, :width], "final_values": after.masked_fill(~_unfinished(batch), 0.0)}
 
     def _old_policy(
         self, data: DataProto, version: int, computed: Mapping[str, Tensor], metrics: dict[str, float]
@@ -133,6 +148,8 @@ class ExperienceMaker:
             rewards = add_to_scores(rewards, settings.model_weight * scores, batch.trajectories)
         if settings.overlong_tokens:
             lengths = torch.tensor([len(each.response_tokens) for each in batch.trajectories])
+            if settings.overlong_counts == "trained":
+                lengths = data.batch["response_mask"].sum(dim=1)
             penalty = overlong_penalty(
                 lengths,
                 max_tokens=self.config.rollout.max_new_tokens,
@@ -154,7 +171,13 @@ class ExperienceMaker:
                 **asdict(normalization),
             )
         if settings.zero_unfinished:
-            rewards = rewards * torch.tensor([each.stop_reason != "length" for each in batch.trajectories])[:, None]
+            rewards = rewards.masked_fill(_unfinished(batch)[:, None], 0.0)
+        if not (rewards.abs() <= MAX_REWARD).all():
+            raise DataError(
+                f"the rewards of step {data.meta_info['version'] + 1} are not within ±{MAX_REWARD:g} after "
+                "reward.bias, reward.scale, reward.model_weight and algorithm.normalize_rewards, so sums of them would "
+                "overflow; lower reward.scale or reward.model_weight, or set reward.clip"
+            )
         return rewards
 
     def _penalized(
@@ -167,6 +190,7 @@ class ExperienceMaker:
             data.batch["response_mask"],
             kind=self.config.algorithm.kl_estimator,
             coefficient=self.kl.coefficient,
+            clamp=self.config.algorithm.kl_clamp,
         )
         metrics |= {"kl/reference": penalized.kl, "kl/coefficient": self.kl.coefficient}
         self.kl.update(penalized.kl, len(data))
@@ -177,10 +201,10 @@ class ExperienceMaker:
             return {}
         mask = data.batch["response_mask"]
         inputs = CorrectionInputs(old, data.batch["rollout_logprobs"], mask)
-        corrected = combine({name: correct(inputs) for name, correct in self.corrections.items()})
-        metrics |= {
-            f"correction/{name}": float(masked_mean(values, mask)) for name, values in corrected.diagnostics.items()
-        }
+        each = {name: correct(inputs) for name, correct in self.corrections.items()}
+        corrected = combine(each)
+        shown = {name: float(masked_mean(values, mask)) for name, values in corrected.diagnostics.items()}
+        metrics |= {f"correction/{name}": value for name, value in (shown | correction_metrics(each, mask)).items()}
         if mask.any() and not corrected.mask.any():
             raise RunError(
                 f"algorithm.corrections = {list(self.config.algorithm.corrections)}: left no token of step "
@@ -198,10 +222,30 @@ def normalized(
     groups: Tensor,
     mask: Tensor | None = None,
     weights: Tensor | None = None,
+    episodes: Tensor | None = None,
 ) -> Tensor:
     """Scores ``[samples]``, or advantages ``[samples, tokens]`` with their mask, normalised as AReaL does."""
-    return (
-        normalize(values, mask=mask, groups=groups, weights=weights, **asdict(settings)) if settings.is_on else values
+    if not settings.is_on:
+        return values
+    return normalize(values, mask=mask, groups=groups, episodes=episodes, weights=weights, **asdict(settings))
+
+
+def _unfinished(batch: RolloutBatch) -> Tensor:
+    """``[samples]``: whether a response reached its length limit."""
+    return torch.tensor([each.stop_reason == "length" for each in batch.trajectories])
+
+
+def _lengthened(trajectory: Trajectory, token: int) -> Trajectory:
+    """An unfinished trajectory with one more token, marked as trained so that the critic values it."""
+    if trajectory.stop_reason != "length":
+        return trajectory
+    return replace(
+        trajectory,
+        tokens=(*trajectory.tokens, token),
+        loss_mask=(*trajectory.loss_mask, 1),
+        logprobs=(*trajectory.logprobs, 0.0),
+        versions=(*trajectory.versions, 0),
+        turn_rewards=(),
     )
 
 
@@ -230,11 +274,14 @@ def _reward_parts(batch: RolloutBatch) -> Tensor | None:
     if len(parts) < len(batch.trajectories):
         return None
     try:
-        return torch.tensor([[float(part) for part in each] for each in parts])
-    except (TypeError, ValueError) as error:
+        found = torch.tensor([[float(part) for part in each] for each in parts])
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"reward_parts must be lists of numbers of the same length in every sample ({error}); fix reward.function"
         ) from error
+    if not (found.abs() <= MAX_REWARD).all():
+        raise DataError(f"reward_parts: every part {REWARD_RULE}; fix reward.function")
+    return found
 
 
 def _turns(mask: Tensor) -> Tensor:

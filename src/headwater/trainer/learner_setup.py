@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.algorithms.advantages import ADVANTAGES
-from headwater.algorithms.corrections import CORRECTIONS
+from headwater.algorithms.corrections import configured_corrections
 from headwater.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from headwater.config.arguments import with_arguments
 from headwater.config.schema import AlgorithmConfig
@@ -17,7 +17,7 @@ from headwater.core.records import Prompt
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.learner.build import LearnerBuilder, LearnerSpec, build_learner
 from headwater.models.load import load_processor
-from headwater.trainer.experience import CorrectionFunction, ExperienceMaker
+from headwater.trainer.experience import ExperienceMaker
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def build_training(
     if check_prompt is not None:
         check_prompt(train_data[0])
     advantage = with_arguments(ADVANTAGES, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
-    corrections = _corrections(algorithm)
+    # With the log-probs of the rollout the learner computes corrections itself, in every update.
+    corrections = {} if algorithm.old_logprobs == "rollout" else configured_corrections(algorithm)
     learner = (make_learner or build_learner)(spec)
     experience = ExperienceMaker(
         config, advantage, corrections, _kl_controller(algorithm), learner, tokenizer.pad_token_id
@@ -65,17 +66,3 @@ def _kl_controller(algorithm: AlgorithmConfig) -> KLController:
     if algorithm.kl_target > 0:
         return AdaptiveKL(algorithm.kl_in_reward, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
     return FixedKL(algorithm.kl_in_reward)
-
-
-def _corrections(algorithm: AlgorithmConfig) -> dict[str, CorrectionFunction]:
-    """Corrections by the name that their metrics use: for a dotted path, the name of the function."""
-    unknown = [name for name in algorithm.corrections_args if name not in algorithm.corrections]
-    if unknown:
-        reason = "algorithm.corrections does not name it; add it there, or remove this"
-        raise ConfigError([f"algorithm.corrections_args.{name}: {reason}" for name in unknown])
-    return {
-        name.rpartition(":")[2]: with_arguments(
-            CORRECTIONS, name, algorithm.corrections_args.get(name, {}), f"algorithm.corrections_args.{name}"
-        )
-        for name in algorithm.corrections
-    }

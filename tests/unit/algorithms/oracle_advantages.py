@@ -1,4 +1,4 @@
-"""Advantage estimators against verl, and the whole of AReaL's advantage pipeline."""
+"""Advantage estimators against verl, and normalisation against AReaL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from algorithms.oracle import family, tensor
 from algorithms.oracle_only import whiten_around_the_mean
 
 from headwater.algorithms.advantages import AdvantageInputs
-from headwater.algorithms.advantages.gae import gae, gae_recursion
+from headwater.algorithms.advantages.gae import gae
 from headwater.algorithms.advantages.gdpo import gdpo
 from headwater.algorithms.advantages.gpg import gpg
 from headwater.algorithms.advantages.grpo import grpo
@@ -18,9 +18,8 @@ from headwater.algorithms.advantages.reinforce_plus_plus import reinforce_plus_p
 from headwater.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from headwater.algorithms.advantages.remax import remax
 from headwater.algorithms.advantages.rloo import rloo
-from headwater.algorithms.kl import kl_penalty
 from headwater.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
-from headwater.algorithms.reward_shaping import overlong_penalty, scale_scores
+from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.config.schema import NormalizationConfig
 from headwater.trainer.experience import normalized
 
@@ -175,59 +174,3 @@ def run_overlong_penalty(args, inputs):
         factor=args["overlong_penalty_factor"],
     )
     return {"rewards": tensor(inputs["rewards"]) + penalty}
-
-
-@family("areal_compute_advantages")
-def run_compute_advantages(args, inputs):
-    """AReaL's pipeline, put together from our parts. Its columns are the positions that predict, one to the left.
-
-    What a run can do of it is also checked through ``ExperienceMaker``, in ``trainer/test_experience_normalized.py``.
-    """
-    attention = tensor(inputs["attention_mask"])
-    lengths, width = attention.sum(dim=1).long(), attention.shape[1]
-    unfinished = lengths == width
-    rows = torch.arange(len(attention))
-    own_mask = tensor(inputs["loss_mask"])
-    mask = own_mask.roll(-1, dims=1)
-
-    scores = tensor(inputs["rewards"])
-    if args.get("overlong_reward_penalty"):
-        scores = scores + overlong_penalty(
-            own_mask.sum(dim=1),
-            max_tokens=args["max_new_tokens"],
-            buffer_tokens=args["overlong_tokens"],
-            factor=args["overlong_penalty_factor"],
-        )
-    shaping = {"bias": args["reward_bias"], "scale": args["reward_scaling"], "clip": args["reward_clip"]}
-    scores = scale_scores(scores[:, None], torch.zeros(len(scores), dtype=torch.long), **shaping)[:, 0]
-    if args.get("reward_norm"):
-        scores = as_areal(scores, args["reward_norm"])
-    if args["mask_no_eos_with_zero"]:
-        scores = scores * ~unfinished
-
-    recomputed = not args["use_decoupled_loss"] and args["recompute_logprob"]
-    logprobs = tensor(inputs["prox_logp"]) if recomputed else tensor(inputs["logprobs"]).roll(-1, dims=1)
-    logprobs = logprobs * mask
-    reference = tensor(inputs["ref_logp"]) * mask if "ref_logp" in inputs else torch.zeros_like(logprobs)
-    kl_rewards = -args["kl_ctl"] * kl_penalty(logprobs, reference, args["kl_estimator"]).clamp(-10, 10)
-    rewards = kl_rewards.clone()
-    rewards[rows, lengths - 1] = 0
-    rewards[rows, (lengths - 2).clamp(min=0)] += scores
-
-    # AReaL bootstraps a response that was cut off with the critic's value in the last column. That is the same as a
-    # last token whose reward is that value: its own advantage is 0.
-    values = tensor(inputs["values"]) if "values" in inputs else torch.zeros_like(rewards)
-    is_last = torch.arange(width) == width - 1
-    bootstrapped = is_last & unfinished[:, None]
-    counted = mask.where(~is_last, bootstrapped.float())
-    raw = gae_recursion(rewards.where(~bootstrapped, values), values, counted, args["discount"], args["gae_lambda"])
-    raw = raw.masked_fill(is_last, 0.0)
-    advantages = as_areal(raw, args["adv_norm"], mask) if args.get("adv_norm") else raw
-    return {
-        "advantages": advantages,
-        "returns": raw + values,
-        "kl_rewards": kl_rewards,
-        "tot_rewards": rewards,
-        "loss_mask": mask,
-        "logprobs": logprobs,
-    }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from algorithms.oracle import family, tensor
-from algorithms.oracle_losses import bounds, importance, rejection
-from algorithms.oracle_only import areal_value_clip_mask, dpo, ipo, linear_proximal, verl_ratio_metrics
+from algorithms.oracle_losses import corrected, rules, weighing
+from algorithms.oracle_only import areal_value_clip_mask, dpo, ipo, linear_proximal
 
-from headwater.algorithms.corrections import CorrectionInputs, mean_weight
+from headwater.algorithms.corrections import CorrectionInputs, combine, correction_metrics, mean_weight
 from headwater.algorithms.corrections.m2po import m2po
 from headwater.algorithms.corrections.reject import reject
 from headwater.algorithms.corrections.truncate import truncate
@@ -37,35 +37,49 @@ VERL_METRICS = {
     "sequence_weight_std": "seq_std",
     "sequence_weight_max": "seq_max",
     "sequence_weight_min": "seq_min",
+    "sequence_weight_max_deviation": "seq_max_deviation",
+    "ratio_max": "max",
+    "ratio_min": "min",
+    "ratio_high_fraction": "ratio_fraction_high",
+    "ratio_low_fraction": "ratio_fraction_low",
+    "sequence_ratio_high_fraction": "seq_fraction_high",
+    "sequence_ratio_low_fraction": "seq_fraction_low",
 }
+EXTREMES = ("ratio_max", "ratio_min")
+"""For sequences verl reports the range of the ratios, for tokens that of the weights."""
+RANGE_METRICS = [name for name in VERL_METRICS if "ratio" in name]
 
 
 @family("verl_rollout_is_weights")
 def run_importance_weights(args, inputs):
     given, level = as_rollout(inputs), args["rollout_is"]
-    lower, upper = bounds(args["rollout_is_threshold"])
-    plain = importance(given, level, args["rollout_is_threshold"], normalize=False)
-    measured = {VERL_METRICS[name]: value for name, value in weight_metrics(plain.weights, given.mask).items()}
-    measured["seq_max_deviation"] = max(measured["seq_max"] - 1, 1 - measured["seq_min"])
-    measured |= verl_ratio_metrics(given, level, lower, upper)
-    metrics = {f"rollout_is_{name}": value for name, value in measured.items()}
-    if lower is not None:
-        metrics["rollout_is_oob_ratio"] = masked_mean(plain.diagnostics["outside_fraction"], given.mask)
+
+    def apply(normalize):
+        return corrected(given, weighing(level, args["rollout_is_threshold"], normalize))
+
+    plain = apply(normalize=False)
+    (name, correction), metrics = *plain.items(), correction_metrics(plain, given.mask)
+    measured = weight_metrics(correction.weights, given.mask) | {
+        metric: metrics[f"{name}/{metric}"] for metric in RANGE_METRICS if level == "sequence" or metric not in EXTREMES
+    }
+    shown = {f"rollout_is_{VERL_METRICS[metric]}": value for metric, value in measured.items()}
+    if name == "icepop":
+        shown["rollout_is_oob_ratio"] = masked_mean(correction.diagnostics["outside_fraction"], given.mask)
     if args["rollout_is_batch_normalize"]:
-        metrics["rollout_is_batch_norm_factor"] = mean_weight(plain.weights, given.mask, level)
-    weights = importance(given, level, args["rollout_is_threshold"], args["rollout_is_batch_normalize"]).weights
-    return {"rollout_is_weights": weights, "metrics": metrics}
+        shown["rollout_is_batch_norm_factor"] = mean_weight(correction.weights, given.mask, level)
+    (weighed,) = apply(args["rollout_is_batch_normalize"]).values()
+    return {"rollout_is_weights": weighed.weights, "metrics": shown}
 
 
 @family("verl_rollout_rejection")
 def run_rejection(args, inputs):
     given = as_rollout(inputs)
-    kept = rejection(given, args["rollout_rs"], args["rollout_rs_threshold"]).mask
-    rejected = given.mask - kept
+    found = corrected(given, {"reject": rules(args["rollout_rs"], args["rollout_rs_threshold"])})
+    metrics = correction_metrics(found, given.mask)
     return {
-        "modified_response_mask": kept,
-        "masked_fraction": masked_mean(rejected, given.mask),
-        "seq_masked_fraction": rejected.any(dim=-1).float().mean(),
+        "modified_response_mask": combine(found).mask,
+        "masked_fraction": metrics["rejected_fraction"],
+        "seq_masked_fraction": metrics["rejected_sequence_fraction"],
     }
 
 
@@ -115,11 +129,14 @@ def run_areal_rejection(args, inputs):
             lower=args.get("lower"),
             upper=args["upper"],
             weighted=True,
+            max_log_ratio=None,
         )
         filtered = correction.diagnostics["rejected_fraction"]
     else:
         level = "token" if args["level"] == "token" else "geometric"
-        correction = truncate(given, level=level, lower=args.get("lower") or 0.0, upper=args["upper"])
+        correction = truncate(
+            given, level=level, lower=args.get("lower") or 0.0, upper=args["upper"], max_log_ratio=None
+        )
         filtered = correction.diagnostics["truncated_fraction"]
     return {
         "loss_mask": layout.back(correction.mask),
@@ -195,6 +212,7 @@ def run_sapo(args, inputs):
         tau_negative=args["tau_neg"],
         ratio_level=args["importance_sampling_level"],
         aggregation=None,
+        max_log_ratio=None,
     )
     total = aggregate(loss.token_losses, mask, "token-mean", StepTotals.of(mask))
     total.backward()
@@ -213,8 +231,10 @@ def run_m2po(args, inputs):
 
 @family("areal_kl_estimator")
 def run_kl_estimator(args, inputs):
-    kl = kl_penalty(tensor(inputs["log_probs"]), tensor(inputs["log_probs_base"]), args["kl_estimator"])
-    return {"kl": kl.clamp(-10, 10) if args["apply_clamp"] else kl}
+    clamp = "all" if args["apply_clamp"] else "none"
+    return {
+        "kl": kl_penalty(tensor(inputs["log_probs"]), tensor(inputs["log_probs_base"]), args["kl_estimator"], clamp)
+    }
 
 
 @family("areal_prox_logp")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from algorithms.oracle import family, tensor
 from algorithms.oracle_only import response_mask
 
-from headwater.algorithms.corrections import CorrectionInputs, combine
-from headwater.algorithms.corrections.icepop import icepop
-from headwater.algorithms.corrections.reject import reject
-from headwater.algorithms.corrections.truncate import truncate
+from headwater.algorithms.corrections import CorrectionInputs, configured_corrections
 from headwater.algorithms.kl import AdaptiveKL, FixedKL, kl_penalty, penalize_rewards
 from headwater.algorithms.masked import StepTotals, aggregate, masked_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from headwater.algorithms.value_loss import value_loss
+from headwater.config.arguments import with_arguments
+from headwater.config.load import load_config
+from headwater.config.schema import AlgorithmConfig
+from headwater.core.data_proto import DataProto
+from headwater.learner.actor import Actor
 from headwater.learner.packed_module import TokenStatistics, token_logprobs
 
 
@@ -24,6 +28,7 @@ def totals(args, mask) -> StepTotals:
         num_sequences=args.get("global_batch_size") or here.num_sequences,
         width=args.get("loss_scale_factor") or here.width,
         data_parallel_size=args.get("dp_size") or 1,
+        num_rows=here.num_rows,
     )
 
 
@@ -37,16 +42,15 @@ def clips(args):
     return {"clip_low": low, "clip_high": high}
 
 
-def evaluate(name, args, inputs, settings, lower=None, weights=None):
+def evaluate(name, args, inputs, settings, lower=None):
     """Loss, gradient and diagnostics of a case; ``lower`` names our diagnostic for verl's ``pg_clipfrac_lower``."""
     logprobs = tensor(inputs["log_prob"]).requires_grad_()
     mask = tensor(inputs["response_mask"])
     given = PolicyLossInputs(logprobs, tensor(inputs["old_log_prob"]), tensor(inputs["advantages"]), mask)
     loss = POLICY_LOSSES.resolve(name)(given, **settings)
-    if weights is None:
-        weights = tensor(inputs["rollout_is_weights"]) if "rollout_is_weights" in inputs else torch.ones_like(mask)
-    losses = loss.weighted(weights, mask).token_losses
-    total = aggregate(losses, mask, loss.aggregation or args["loss_agg_mode"], totals(args, mask))
+    if "rollout_is_weights" in inputs:
+        loss = loss.weighted(tensor(inputs["rollout_is_weights"]), mask)
+    total = aggregate(loss.token_losses, mask, loss.aggregation or args["loss_agg_mode"], totals(args, mask))
     total.backward()
 
     def mean(name):
@@ -88,8 +92,6 @@ def run_sapo(args, inputs):
 
 @family("verl_loss_geo_mean")
 def run_geo_mean(args, inputs):
-    # verl counts rows without a trained token among those it averages over.
-    args = {**args, "global_batch_size": len(inputs["response_mask"])}
     return evaluate("geo_mean", args, inputs, clips(args), "clip_fraction_negative")
 
 
@@ -148,47 +150,73 @@ def bounds(threshold) -> tuple[float | None, float]:
     return (float(low) if low else None), float(high)
 
 
-def importance(inputs: CorrectionInputs, level, threshold, normalize):
-    lower, upper = bounds(threshold)
-    if lower is None:
-        return truncate(inputs, level=level, upper=upper, normalize=bool(normalize))
-    return icepop(inputs, level=level, lower=lower, upper=upper, normalize=bool(normalize))
-
-
-def rejection(inputs: CorrectionInputs, names, thresholds):
-    """verl's list of rejections. Its k1 bounds are on rollout/train, ours on train/rollout."""
-    corrections = {}
+def rules(names, thresholds) -> list[dict]:
+    """verl's list of rejections as the arguments of ``reject``. Its k1 has bounds on π_rollout / π_train."""
+    settings = []
     for name, threshold in zip(names.split(","), str(thresholds).split(","), strict=True):
         where, metric = name.rsplit("_", 1)
         level, _, reduction = where.partition("_")
         lower, upper = bounds(threshold)
-        settings = {"metric": metric, "upper": upper}
-        if metric == "k1":
-            settings = {"metric": "ratio", "lower": 1 / upper, "upper": 1 / (lower or 1 / upper)}
-        if level == "seq":
-            settings |= {"level": "sequence", "reduction": reduction}
-        corrections[name] = reject(inputs, **settings)
-    return combine(corrections)
+        given = {"metric": "ratio_reverse" if metric == "k1" else metric, "lower": lower, "upper": upper}
+        settings.append(given | ({"level": "sequence", "reduction": reduction} if level == "seq" else {}))
+    return settings
+
+
+def weighing(level, threshold, normalize) -> dict[str, list[dict]]:
+    """verl's importance weights as the arguments of ``truncate`` or, with two bounds, ``icepop``."""
+    lower, upper = bounds(threshold)
+    given = {"level": level, "upper": upper, "normalize": bool(normalize)}
+    return {"truncate": [given]} if lower is None else {"icepop": [given | {"lower": lower}]}
+
+
+def recipe(settings: dict) -> AlgorithmConfig:
+    """The section of a recipe with these settings, checked like any recipe."""
+    return load_config(
+        None, [f"algorithm.{key}={json.dumps(value)}" for key, value in settings.items()]
+    ).config.algorithm
+
+
+def correcting(corrections: dict[str, list[dict]], **settings) -> AlgorithmConfig:
+    names = [name for name, each in corrections.items() for _ in each]
+    return recipe({"corrections": names, "corrections_args": corrections, **settings})
+
+
+def corrected(inputs: CorrectionInputs, corrections: dict[str, list[dict]]):
+    chosen = configured_corrections(correcting(corrections, old_logprobs="recompute"))
+    return {name: correct(inputs) for name, correct in chosen.items()}
 
 
 @family("verl_loss_bypass")
 def run_bypass(args, inputs):
-    """Bypass mode: the rollout's log-probs are the old ones, corrections are of the policy being trained."""
-    mask = tensor(inputs["response_mask"])
-    given = CorrectionInputs(tensor(inputs["log_prob"]), tensor(inputs["old_log_prob"]), mask)
-    weights, kept = torch.ones_like(mask), mask
-    if args["rollout_rs"]:
-        kept = rejection(given, args["rollout_rs"], args["rollout_rs_threshold"]).mask
+    """Bypass mode: the actor corrects in the update itself. verl's ppo_clip reports weights but does not apply them."""
+    names = {"ppo_clip": "ppo", "reinforce": "reinforce"}
+    arguments = {**clips(args), "dual_clip": args["clip_ratio_c"]} if args["loss_type"] == "ppo_clip" else {}
+    corrections = {"reject": rules(args["rollout_rs"], args["rollout_rs_threshold"])} if args["rollout_rs"] else {}
     if args["rollout_is"] and args["loss_type"] == "reinforce":
-        weights = importance(
-            given, args["rollout_is"], args["rollout_is_threshold"], args["rollout_is_batch_normalize"]
-        ).weights
-    inputs = {**inputs, "response_mask": kept.tolist()}
-    name, settings = "reinforce", {}
-    if args["loss_type"] == "ppo_clip":
-        name, settings = "ppo", {**clips(args), "dual_clip": args["clip_ratio_c"]}
-    outputs = evaluate(name, args, inputs, settings, weights=weights)
-    return only(outputs, "loss", "grad_log_prob", "ppo_kl")
+        corrections |= weighing(args["rollout_is"], args["rollout_is_threshold"], args["rollout_is_batch_normalize"])
+    algorithm = correcting(
+        corrections,
+        old_logprobs="rollout",
+        policy_loss=names[args["loss_type"]],
+        policy_loss_args=arguments,
+        aggregation=args["loss_agg_mode"],
+    )
+    logprobs, mask = tensor(inputs["log_prob"]).requires_grad_(), tensor(inputs["response_mask"])
+    batch = DataProto.from_dict(
+        tensors={
+            "response_mask": mask,
+            "advantages": tensor(inputs["advantages"]),
+            "old_logprobs": tensor(inputs["old_log_prob"]),
+            "rollout_logprobs": tensor(inputs["old_log_prob"]),
+        }
+    )
+    policy_loss = with_arguments(POLICY_LOSSES, algorithm.policy_loss, algorithm.policy_loss_args, "policy_loss_args")
+    actor = Actor(None, policy_loss, algorithm, loss_width=1, corrections=configured_corrections(algorithm))
+    loss = actor._token_losses({"logprobs": logprobs, "entropy": torch.zeros_like(mask)}, batch)
+    kept = mask if loss.correction is None else loss.correction.mask
+    total = aggregate(loss.token_losses, kept, algorithm.aggregation, totals(args, kept))
+    total.backward()
+    return {"loss": total, "grad_log_prob": logprobs.grad, "ppo_kl": masked_mean(loss.diagnostics["approx_kl"], kept)}
 
 
 @family("verl_agg_loss")

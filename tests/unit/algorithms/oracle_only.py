@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from headwater.algorithms.corrections import CorrectionInputs, Level, ratios
 from headwater.algorithms.masked import keep, masked_mean, whiten
 from headwater.algorithms.proximal import progress
 from headwater.algorithms.value_loss import value_loss
@@ -51,24 +50,3 @@ def areal_value_clip_mask(values: Tensor, old: Tensor, target: Tensor, mask: Ten
         value_loss(each, old, target, mask, clip=torch.inf, kind=kind).token_losses for each in (values, near_old)
     )
     return keep((clipped > plain).float(), mask)
-
-
-def verl_ratio_metrics(given: CorrectionInputs, level: Level, lower: float | None, upper: float) -> dict[str, Tensor]:
-    """verl's metrics of the ratios before they are bounded; our runs report ``rollout_gap/*`` instead.
-
-    Where a sequence has one ratio, ``max`` and ``min`` are of these, and a sequence without tokens has ratio 1.
-    """
-    low, mask = 1 / upper if lower is None else lower, given.mask
-    ratio = ratios(given.log_ratio, mask, level)
-    by_sequence = masked_mean(ratio, mask, dim=-1)
-    counted = ratio[mask != 0]
-    extremes = {}
-    if level != "token":
-        counted = ratio.amax(dim=-1) + (mask == 0).all(dim=-1)
-        extremes = {"max": counted.max(), "min": counted.min()}
-    return extremes | {
-        "ratio_fraction_high": (counted > upper).float().mean(),
-        "ratio_fraction_low": (counted < low).float().mean(),
-        "seq_fraction_high": (by_sequence > upper).float().mean(),
-        "seq_fraction_low": (by_sequence < low).float().mean(),
-    }

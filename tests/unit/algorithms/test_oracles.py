@@ -5,6 +5,7 @@ from __future__ import annotations
 import algorithms.oracle_advantages
 import algorithms.oracle_corrections
 import algorithms.oracle_losses
+import algorithms.oracle_pipeline
 import algorithms.oracle_work  # noqa: F401
 import pytest
 from algorithms.oracle import FAMILIES, PROPERTIES, names, read, run

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from itertools import product
 
 import pytest
 import torch
 
-from headwater.algorithms import masked
-from headwater.algorithms.corrections import CorrectionInputs, combine
+from headwater.algorithms.corrections import CorrectionInputs, combine, configured_corrections, correction_metrics
 from headwater.algorithms.corrections.icepop import icepop
 from headwater.algorithms.corrections.m2po import m2po
 from headwater.algorithms.corrections.reject import reject
@@ -17,14 +17,16 @@ from headwater.algorithms.corrections.truncate import truncate
 from headwater.algorithms.diagnostics import ratio_percentiles, staleness_histogram, weight_metrics
 from headwater.algorithms.kl import AdaptiveKL, kl_penalty
 from headwater.algorithms.masked import StepTotals, aggregate, masked_sum, masked_var, require, whiten
-from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, log_ratios
+from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from headwater.algorithms.policy_losses.clip_cov import clip_cov
 from headwater.algorithms.policy_losses.decoupled import decoupled
 from headwater.algorithms.policy_losses.geo_mean import geo_mean
 from headwater.algorithms.policy_losses.gspo import gspo
 from headwater.algorithms.policy_losses.kl_cov import kl_cov
+from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.algorithms.proximal import approximation_metrics, progress
 from headwater.algorithms.reward_shaping import overlong_penalty
+from headwater.config.schema import AlgorithmConfig
 from headwater.core.errors import ConfigError, MissingColumn, UnknownName
 from headwater.learner.packed_module import token_logprobs
 
@@ -64,25 +66,46 @@ def test_an_unknown_kl_estimator_is_named():
         kl_penalty(torch.zeros(1), torch.zeros(1), "full")
 
 
-def test_log_ratios_have_one_bound_everywhere(monkeypatch):
-    """A bound of 1 turns a log ratio of 2 into 1; k3 of that is e - 2."""
-    monkeypatch.setattr(masked, "MAX_LOG_RATIO", 1.0)
+def test_the_limit_of_log_ratios_is_an_argument():
+    """A limit of 1 turns a log ratio of 2 into 1; without one it stays 2."""
     far = torch.full((1, 1), 2.0)
+    inputs = PolicyLossInputs(far, torch.zeros(1, 1), torch.full((1, 1), -1.0), torch.ones(1, 1))
     ratio = ratios(far.exp().item())
-    assert log_ratios(PolicyLossInputs(far, *torch.zeros(2, 1, 1), torch.ones(1, 1))).item() == 1.0
-    assert truncate(ratio, upper=torch.inf).weights.log().item() == pytest.approx(1.0)
-    assert reject(ratio, upper=torch.inf, weighted=True).weights.log().item() == pytest.approx(1.0)
-    assert kl_penalty(torch.zeros(1, 1), far, "k3").item() == pytest.approx(math.e - 2)
+    for limit, expected in ((1.0, 1.0), (None, 2.0)):
+        assert kl_cov(inputs, coefficient=0.0, max_log_ratio=limit).token_losses.log().item() == pytest.approx(expected)
+        assert ppo(inputs, dual_clip=torch.inf, max_log_ratio=limit).token_losses.log().item() == pytest.approx(
+            expected
+        )
+        assert geo_mean(
+            inputs, clip_low=9.0, clip_high=9.0, max_log_ratio=limit
+        ).token_losses.log().item() == pytest.approx(expected)
+        for weights in (
+            truncate(ratio, upper=torch.inf, max_log_ratio=limit).weights,
+            icepop(ratio, upper=torch.inf, max_log_ratio=limit).weights,
+            reject(ratio, upper=torch.inf, weighted=True, max_log_ratio=limit).weights,
+        ):
+            assert weights.log().item() == pytest.approx(expected)
 
 
-def test_one_extreme_token_neither_overflows_nor_dominates_the_gradient():
+def test_the_limit_of_the_divergence_is_a_setting():
+    """With d = -5, k3 is e⁵ - 6 = 142.4 and k2 is 12.5."""
+    logprobs, reference = torch.full((1,), -5.0), torch.zeros(1)
+    expected = {"k3": (10.0, 12.5), "all": (10.0, 10.0), "none": (math.exp(5) - 6, 12.5)}
+    for clamp, (k3, k2) in expected.items():
+        assert kl_penalty(logprobs, reference, "k3", clamp).item() == pytest.approx(k3)
+        assert kl_penalty(logprobs, reference, "k3+", clamp).item() == pytest.approx(k3)
+        assert kl_penalty(logprobs, reference, "k2", clamp).item() == pytest.approx(k2)
+
+
+def test_with_a_limit_one_extreme_token_neither_overflows_nor_dominates_the_gradient():
     """``far`` is its log ratio."""
     for name, advantage, far in product(POLICY_LOSSES.names(), (-1.0, 1.0), (35.0, 110.0, -110.0)):
+        takes_limit = "max_log_ratio" in inspect.signature(POLICY_LOSSES.resolve(name)).parameters
         logprobs = torch.tensor([[min(far, 0.0), -0.1, -0.2]], requires_grad=True)
         old = torch.tensor([[min(-far, 0.0), 0.0, 0.0]])
         advantages = torch.tensor([[advantage, 0.5, -0.5]])
         inputs = PolicyLossInputs(logprobs, old, advantages, torch.ones(1, 3), rollout_logprobs=old)
-        losses = POLICY_LOSSES.resolve(name)(inputs)
+        losses = POLICY_LOSSES.resolve(name)(inputs, **({"max_log_ratio": 20.0} if takes_limit else {}))
         losses.token_losses.sum().backward()
         assert losses.token_losses.isfinite().all(), (name, advantage, far)
         assert logprobs.grad.isfinite().all(), (name, advantage, far)
@@ -92,7 +115,8 @@ def test_one_extreme_token_neither_overflows_nor_dominates_the_gradient():
 def test_kl_cov_pulls_a_held_token_back_however_far_it_is():
     logprobs = torch.tensor([[50.0, -0.1, -0.2]], requires_grad=True)
     advantages, zeros = torch.tensor([[1.0, 0.0, 0.0]]), torch.zeros(1, 3)
-    kl_cov(PolicyLossInputs(logprobs, zeros, advantages, torch.ones(1, 3))).token_losses.sum().backward()
+    inputs = PolicyLossInputs(logprobs, zeros, advantages, torch.ones(1, 3))
+    kl_cov(inputs, max_log_ratio=20.0).token_losses.sum().backward()
     assert logprobs.grad.tolist() == [[1.0, 0.0, 0.0]]
 
 
@@ -128,7 +152,7 @@ def test_combined_corrections_multiply():
     both = combine({"truncate": truncate(given, upper=2.0), "reject": reject(given, lower=0.5, upper=8.0)})
     assert both.weights.tolist() == [[0.0, 1.0, 2.0]]
     assert both.mask.tolist() == [[0.0, 1.0, 1.0]]
-    assert set(both.diagnostics) == {"truncate/truncated_fraction", "reject/rejected_fraction"}
+    assert set(both.diagnostics) == {"truncate/truncated_fraction", "reject/rejected_fraction", "reject/measured"}
 
 
 @pytest.mark.parametrize(("loss", "weighted"), [(geo_mean, [-math.sqrt(2 * 0.1)] * 2), (gspo, [-2.0, -0.1])])
@@ -143,7 +167,7 @@ def test_one_loss_of_a_row_takes_the_geometric_mean_of_its_weights(loss, weighte
 def test_values_of_the_same_name_do_not_hide_each_other():
     given = ratios(0.25, 1.0, 4.0, 1.0)
     both = combine({"reject": reject(given, lower=0.5), "m2po": m2po(given)})
-    rejected = {name: float(values.sum()) for name, values in both.diagnostics.items()}
+    rejected = {name: float(values.sum()) for name, values in both.diagnostics.items() if "rejected" in name}
     assert rejected == {"reject/rejected_fraction": 2.0, "m2po/rejected_fraction": 2.0}
 
 
@@ -176,21 +200,50 @@ def test_removed_tokens_do_not_make_the_others_count_more():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_rejected_tokens_are_not_clipped_ones_and_show_their_ratio(level):
-    """The policy halved every probability. The first row is rejected; of the second none is clipped."""
-    halved = torch.full((2, 3), math.log(0.5))
+    """The policy doubled every probability. The first row is rejected; of the second none is clipped."""
+    doubled = torch.full((2, 3), math.log(2.0))
     behaviour = torch.tensor([[-10.0] * 3, [0.0] * 3])
-    inputs = loss_inputs(logprobs=halved, advantages=torch.full((2, 3), -1.0), rollout_logprobs=behaviour)
-    shown = decoupled(inputs, ratio_level=level, clip_low=0.6, dual_clip=0.3, upper=5.0).diagnostics
+    inputs = loss_inputs(logprobs=doubled, advantages=torch.full((2, 3), -1.0), rollout_logprobs=behaviour)
+    shown = decoupled(inputs, ratio_level=level, clip_low=0.6, dual_clip=1.5, upper=5.0).diagnostics
     assert shown["rejected_fraction"].tolist() == [[1.0] * 3, [0.0] * 3]
     assert not shown["clip_fraction"].any()
     assert shown["dual_clip_fraction"].tolist() == [[0.0] * 3, [1.0] * 3]
-    assert shown["ratio"].tolist() == [[pytest.approx(0.5)] * 3] * 2
-    assert shown["approx_kl"].tolist() == [[pytest.approx(math.log(2.0))] * 3] * 2
+    assert shown["ratio"].tolist() == [[pytest.approx(2.0)] * 3] * 2
+    assert shown["approx_kl"].tolist() == [[pytest.approx(-math.log(2.0))] * 3] * 2
 
 
 def test_clamping_by_another_metric_is_refused():
     with pytest.raises(ConfigError, match="clamps the weight itself"):
         decoupled(loss_inputs(rollout_logprobs=torch.zeros(2, 3)), weight="clamp", metric="k3")
+
+
+def test_geo_mean_averages_over_rows_without_trained_tokens_too():
+    """verl takes the plain mean of all rows: two rows of loss -1 and one without tokens give -2/3."""
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    loss = geo_mean(PolicyLossInputs(torch.zeros(3, 2), torch.zeros(3, 2), torch.ones(3, 2), mask))
+    total = aggregate(loss.token_losses, mask, loss.aggregation, StepTotals.of(mask))
+    assert total.item() == pytest.approx(-2 / 3)
+    shares = [aggregate(loss.token_losses[at], mask[at], loss.aggregation, StepTotals.of(mask)) for at in ([0, 2], [1])]
+    assert sum(shares).item() == pytest.approx(-2 / 3)
+
+
+def test_a_repeated_rule_has_its_own_arguments_and_metrics():
+    """Ratios 4, 1 and 0.2: one rule bounds each token from above, the other the geometric mean of the row."""
+    algorithm = AlgorithmConfig(
+        corrections=("reject", "reject"),
+        corrections_args={"reject": [{"upper": 2.0}, {"level": "sequence", "lower": 0.5, "upper": 0.9}]},
+    )
+    rows = torch.tensor([[4.0, 1.0, 0.2], [1.0, 1.0, 1.0]]).log()
+    given = CorrectionInputs(rows, torch.zeros(2, 3), torch.ones(2, 3))
+    found = {name: correct(given) for name, correct in configured_corrections(algorithm).items()}
+    assert combine(found).mask.tolist() == [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    metrics = correction_metrics(found, given.mask)
+    assert metrics["reject_1/rejected_fraction"] == pytest.approx(1 / 6)
+    assert metrics["reject_1/rejected_sequence_fraction"] == 0.5
+    assert metrics["reject_1/measured_max"] == pytest.approx(4.0)
+    assert metrics["reject_2/rejected_fraction"] == 1.0
+    assert metrics["reject_2/measured_min"] == pytest.approx(0.8 ** (1 / 3))
+    assert metrics["rejected_fraction"] == metrics["rejected_sequence_fraction"] == 1.0
 
 
 def test_clip_cov_takes_out_as_many_tokens_as_it_was_told():
@@ -243,7 +296,7 @@ def test_weights_are_told_by_token_and_by_sequence():
         {
             "effective_sample_size": 6 / 7, "weight_mean": 2.0, "weight_std": math.sqrt(2 / 3), "weight_max": 3.0,
             "weight_min": 1.0, "sequence_weight_mean": 2.0, "sequence_weight_std": 0.0, "sequence_weight_max": 2.0,
-            "sequence_weight_min": 2.0,
+            "sequence_weight_min": 2.0, "sequence_weight_max_deviation": 1.0,
         }
     )  # fmt: skip
     assert weight_metrics(weights, torch.zeros_like(mask)) == {}

@@ -86,13 +86,40 @@ CLASHES = [
         "algorithm.kl_estimator = 'k3+'",
         ["a penalty in the reward has none; use k3, or algorithm.kl_in_loss"],
     ),
-    *(
-        (
-            ["algorithm.corrections=[truncate]", f"algorithm.old_logprobs={old}"],
-            "algorithm.corrections = [truncate]",
-            [f"algorithm.old_logprobs = {old}", "every ratio is 1; use algorithm.old_logprobs=recompute, or []"],
-        )
-        for old in ("rollout", "loglinear")
+    (
+        ["algorithm.corrections=[truncate]"],
+        "algorithm.corrections = [truncate]",
+        ["algorithm.old_logprobs = rollout", "policy_loss = ppo already contains its ratio", "policy_loss=reinforce"],
+    ),
+    (
+        ["algorithm.corrections=[reject]", "algorithm.old_logprobs=loglinear"],
+        "algorithm.corrections = [reject]",
+        ["algorithm.old_logprobs = loglinear", "use algorithm.old_logprobs=recompute, rollout, or []"],
+    ),
+    (
+        ["algorithm.corrections=[reject, reject]", "algorithm.corrections_args.reject=[{upper: 2.0}]"],
+        "algorithm.corrections_args.reject = [{upper: 2.0}]",
+        ["has 1 entries, and algorithm.corrections names reject 2 times; give one for each"],
+    ),
+    (
+        ["algorithm.corrections=[reject, reject]", "algorithm.corrections_args.reject=[{upper: 2.0}, {upper: 2.0}]"],
+        "algorithm.corrections_args.reject = [{upper: 2.0}, {upper: 2.0}]",
+        ["has two equal entries; once is enough"],
+    ),
+    (
+        ["algorithm.corrections=[reject, reject]", "algorithm.corrections_args.reject=[{upper: 2.0}, {upper: -1}]"],
+        "algorithm.corrections_args.reject[1].upper = -1",
+        ["must be >= 0"],
+    ),
+    (
+        ["critic.bootstrap_unfinished=true"],
+        "critic.bootstrap_unfinished = true",
+        ["critic.enabled = false means no critic"],
+    ),
+    (
+        ["algorithm.kl_clamp=none"],
+        "algorithm.kl_clamp = 'none'",
+        ["algorithm.kl_in_reward and algorithm.kl_in_loss are both 0"],
     ),
     *(
         (
@@ -111,7 +138,7 @@ CLASHES = [
                 ("algorithm.corrections_args.reject.weighted=true",),
                 "truncate and reject each weigh by the ratio",
             ),
-            ("m2po, m2po", (), "names m2po twice"),
+            ("m2po, m2po", (), "names m2po 2 times; give algorithm.corrections_args.m2po as a list"),
         )
     ),
     (
@@ -235,6 +262,8 @@ FITTING = [
     ["algorithm.kl_in_reward=0.1", "algorithm.kl_estimator=k1", "algorithm.kl_target=6", "algorithm.kl_horizon=256"],
     ["algorithm.corrections=[truncate, reject]", "algorithm.old_logprobs=recompute"],
     ["algorithm.corrections=[m2po]", "algorithm.old_logprobs=metrics"],
+    ["algorithm.corrections=[reject, reject]", "algorithm.corrections_args.reject=[{}, {level: sequence}]"],
+    ["algorithm.corrections=[truncate, reject]", "algorithm.policy_loss=reinforce"],
     ["algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"],
     ["algorithm.policy_loss=decoupled", "algorithm.old_logprobs=loglinear"],
     ["algorithm.advantage=optimal_token_baseline", "algorithm.old_logprobs=metrics"],

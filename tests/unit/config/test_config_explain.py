@@ -67,7 +67,7 @@ def test_it_says_what_a_setting_may_be_and_what_the_chosen_algorithm_takes():
     assert by_key["rollout.on_stale"].text.endswith("Allowed: mask | drop | wait.")
     assert by_key["data.shuffle"].limits == ""
     assert "ppo | " in by_key["algorithm.policy_loss"].limits
-    taken = "cispo takes clip_low = 1.0 (>= 0), clip_high = 4.0 (>= 0)."
+    taken = "cispo takes clip_low = 1.0 (>= 0), clip_high = 4.0 (>= 0), max_log_ratio = 20.0 (> 0 | null)."
     assert by_key["algorithm.policy_loss_args"].limits == taken
     assert by_key["run.root"].limits == "Allowed: not empty."
 

@@ -31,7 +31,9 @@ GOOD = {
         ("reward", float("nan"), "reward = nan: must be a finite number"),
         ("turn_rewards", (0.5, 0.5), "2 turn_rewards for 1 turns"),
         ("turn_rewards", (0.5,), "turn_rewards sum to 0.5, must sum to reward = 1.0"),
-        ("turn_rewards", (float("nan"),), "turn_rewards sum to nan"),
+        ("turn_rewards", (float("nan"),), "reward = nan: must be a finite number"),
+        ("reward", 1e308, r"reward = 1e\+308: must be a finite number within ±1e\+15"),
+        ("turn_rewards", (-1e308,), "within ±1e"),
     ],
 )
 def test_an_inconsistent_trajectory_cannot_be_made(field, value, message):

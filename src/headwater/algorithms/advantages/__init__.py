@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.masked import check_shapes, keep
+from headwater.config.arguments import checked
 from headwater.core.registry import Registry
 
-ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages")
+ADVANTAGES = Registry("advantage", "headwater.algorithms.advantages", prepare=checked)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class AdvantageInputs:
     """``[samples]``: equal for the pieces of an episode. Groups are compared over episodes. None: each is one."""
     values: Tensor | None = None
     """The values of the critic."""
+    final_values: Tensor | None = None
+    """``[samples]``: the critic's value after the last token of a response that was cut off, 0 for others. None: 0."""
     baselines: Tensor | None = None
     """``[samples]``: the score of the greedy response to the same prompt."""
     turns: Tensor | None = None
@@ -47,7 +50,8 @@ class AdvantageInputs:
 
     def __post_init__(self) -> None:
         samples = self.mask.shape[0]
-        check_shapes((samples,), groups=self.groups, episodes=self.episodes, baselines=self.baselines)
+        per_sample = {name: getattr(self, name) for name in ("groups", "episodes", "baselines", "final_values")}
+        check_shapes((samples,), **per_sample)
         per_token = {name: getattr(self, name) for name in ("values", "old_logprobs", "sum_pi_squared", "weights")}
         check_shapes(tuple(self.mask.shape), rewards=self.rewards, turns=self.turns, **per_token)
         for name, value in per_token.items():

@@ -14,7 +14,9 @@ from headwater.config.constraints import Within
 from headwater.config.traits import AdvantageTraits
 
 
-@ADVANTAGES.register(AdvantageTraits(needs_values=True, varies_by_token=True, discount="gamma", whitens="whitened"))
+@ADVANTAGES.register(
+    AdvantageTraits(needs_values=True, bootstraps=True, varies_by_token=True, discount="gamma", whitens="whitened")
+)
 def gae_turn(
     inputs: AdvantageInputs,
     *,
@@ -34,7 +36,7 @@ def gae_turn(
     first = in_turn.cumsum(dim=1).eq(1) & in_turn.bool()
     turn_values = torch.einsum("stk,st->sk", first.to(values.dtype), values)
     played = in_turn.any(dim=1).to(values.dtype)
-    advantages = gae_recursion(rewards, turn_values, played, gamma, lam)
+    advantages = gae_recursion(rewards, turn_values, played, gamma, lam, inputs.final_values)
     per_token = torch.einsum("stk,sk->st", in_turn, keep(advantages, played))
     returns = per_token + torch.einsum("stk,sk->st", in_turn, turn_values)
     return Advantages(whiten(per_token, inputs.mask) if whitened else per_token, returns)

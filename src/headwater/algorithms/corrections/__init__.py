@@ -1,13 +1,14 @@
 """Corrections for samples of an older policy, or of an engine with other numerics, one file each:
 ``f(inputs: CorrectionInputs, **settings) -> Correction``.
 
-Every bound is on the ratio ``π_train / π_rollout``. A correction has no gradient, so it is computed once per batch. Its
-weights multiply the token losses, and its mask replaces the loss mask.
+Every bound is on the ratio ``π_train / π_rollout``. A correction has no gradient. Its weights multiply the token
+losses, and its mask replaces the loss mask. It is computed once per batch if the log-probs of the learner's policy are
+recomputed. With ``algorithm.old_logprobs: rollout`` it is computed in every update, from the policy that is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import mul
@@ -16,10 +17,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwater.algorithms.masked import EPSILON, bounded, check_shapes, keep, masked_mean, masked_sum
+from headwater.algorithms.masked import EPSILON, MAX_LOG_RATIO, bounded, check_shapes, keep, masked_mean, masked_sum
+from headwater.config.arguments import checked, chosen_corrections, with_arguments
+from headwater.config.schema import AlgorithmConfig
+from headwater.core.errors import ConfigError
 from headwater.core.registry import Registry
 
-CORRECTIONS = Registry("correction", "headwater.algorithms.corrections")
+CORRECTIONS = Registry("correction", "headwater.algorithms.corrections", prepare=checked)
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -29,7 +33,7 @@ class CorrectionInputs:
     """All ``[samples, tokens]``."""
 
     old_logprobs: Tensor
-    """Of the learner's policy at the start of the step: the proximal policy."""
+    """Of the learner's policy: at the start of the step, or now if corrections are computed in every update."""
     rollout_logprobs: Tensor
     """Of the policy that sampled, as the engine recorded them."""
     mask: Tensor
@@ -44,6 +48,17 @@ class CorrectionInputs:
 
 
 @dataclass(frozen=True)
+class RatioRange:
+    """The ratios that a correction weighs by, before it applies its bounds, and these bounds."""
+
+    ratios: Tensor
+    """``[samples, tokens]``, 0 at masked tokens."""
+    low: float
+    high: float
+    level: Level
+
+
+@dataclass(frozen=True)
 class Correction:
     weights: Tensor
     """``[samples, tokens]``: the factors of the token losses; 0 at tokens that do not count."""
@@ -51,16 +66,36 @@ class Correction:
     """``[samples, tokens]``: the tokens that stay in the loss."""
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
     """Values per token whose mean over the original mask is reported."""
+    range: RatioRange | None = None
+    """Set by a correction that weighs by the ratio."""
 
 
-def ratios(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """The ratio of each token, or that of its sequence: the product of the token ratios, or their geometric mean."""
+CorrectionFunction = Callable[[CorrectionInputs], Correction]
+
+
+def configured_corrections(algorithm: AlgorithmConfig) -> dict[str, CorrectionFunction]:
+    """The corrections of a recipe with their arguments, by their names in metrics."""
+    unknown = [name for name in algorithm.corrections_args if name not in algorithm.corrections]
+    if unknown:
+        reason = "algorithm.corrections does not name it; add it there, or remove this"
+        raise ConfigError([f"algorithm.corrections_args.{name}: {reason}" for name in unknown])
+    return {
+        each.label: with_arguments(CORRECTIONS, each.name, each.arguments, each.key)
+        for each in chosen_corrections(algorithm)
+    }
+
+
+def ratios(log_ratio: Tensor, mask: Tensor, level: Level, limit: float | None = MAX_LOG_RATIO) -> Tensor:
+    """The ratio of each token, or that of its sequence: the product of the token ratios, or their geometric mean.
+
+    The logarithm of the result is within ``±limit``.
+    """
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(mask)
     elif level == "geometric":
         means = log_ratio.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
         log_ratio = means.expand_as(mask)
-    return keep(bounded(log_ratio).exp(), mask)
+    return keep(bounded(log_ratio, limit).exp(), mask)
 
 
 def combine(corrections: Mapping[str, Correction]) -> Correction:
@@ -77,6 +112,52 @@ def combine(corrections: Mapping[str, Correction]) -> Correction:
             for diagnostic, values in each.diagnostics.items()
         },
     )
+
+
+def correction_metrics(corrections: Mapping[str, Correction], mask: Tensor) -> dict[str, float]:
+    """Metrics of whole batches, which are not means over tokens.
+
+    The fractions of tokens, and of sequences with such a token, that all corrections together and each of those that
+    remove tokens have removed; the range of what each of them measured; and the range of the ratios that they weigh by.
+    """
+    together = reduce(mul, (each.mask for each in corrections.values()))
+    metrics = _rejected("", together, mask)
+    for name, each in corrections.items():
+        if "rejected_fraction" in each.diagnostics:
+            metrics |= _rejected(f"{name}/", each.mask, mask)
+        measured = each.diagnostics.get("measured")
+        if measured is not None and (mask != 0).any():
+            kept = measured[mask != 0]
+            metrics |= {f"{name}/measured_max": float(kept.max()), f"{name}/measured_min": float(kept.min())}
+        if each.range is not None and (mask != 0).any():
+            metrics |= {f"{name}/{metric}": value for metric, value in range_metrics(each.range, mask).items()}
+    return metrics
+
+
+def range_metrics(given: RatioRange, mask: Tensor) -> dict[str, float]:
+    """The largest and smallest ratio before bounds, and the fractions of tokens (of sequences, if each has one ratio)
+    and of the mean ratios of sequences that are above and below the bounds. A sequence without tokens has ratio 1."""
+    counted = given.ratios[mask != 0]
+    if given.level != "token":
+        counted = given.ratios.amax(dim=-1).masked_fill((mask == 0).all(dim=-1), 1.0)
+    by_sequence = masked_mean(given.ratios, mask, dim=-1)
+    metrics = {
+        "ratio_max": counted.max(),
+        "ratio_min": counted.min(),
+        "ratio_high_fraction": (counted > given.high).float().mean(),
+        "ratio_low_fraction": (counted < given.low).float().mean(),
+        "sequence_ratio_high_fraction": (by_sequence > given.high).float().mean(),
+        "sequence_ratio_low_fraction": (by_sequence < given.low).float().mean(),
+    }
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _rejected(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, float]:
+    rejected = (mask != 0) & (kept == 0)
+    return {
+        f"{prefix}rejected_fraction": float(masked_mean(rejected.to(mask.dtype), mask)),
+        f"{prefix}rejected_sequence_fraction": float(rejected.any(dim=-1).to(mask.dtype).mean()),
+    }
 
 
 def batch_normalize(weights: Tensor, mask: Tensor, level: str) -> Tensor:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, batch_normalize, ratios
-from headwater.algorithms.masked import keep
+from headwater.algorithms.corrections import (
+    CORRECTIONS,
+    Correction,
+    CorrectionInputs,
+    Level,
+    RatioRange,
+    batch_normalize,
+    ratios,
+)
+from headwater.algorithms.masked import LogRatioLimit, keep
 from headwater.config.constraints import AtLeast, MoreThan, NotBelow
 from headwater.config.traits import CorrectionTraits
 
@@ -18,12 +26,13 @@ def icepop(
     lower: Annotated[float, AtLeast(0)] = 0.5,
     upper: Annotated[float, MoreThan(0, finite=False), NotBelow("lower")] = 5.0,
     normalize: bool = False,
+    max_log_ratio: LogRatioLimit = 20.0,
 ) -> Correction:
     """Weights are the ratios inside ``[lower, upper]`` and 0 outside. The mask stays, so averages count all tokens."""
-    ratio = ratios(inputs.log_ratio, inputs.mask, level)
+    ratio = ratios(inputs.log_ratio, inputs.mask, level, max_log_ratio)
     inside = (ratio >= lower) & (ratio <= upper)
     weights = keep(ratio, inside)
     diagnostics = {"outside_fraction": keep((~inside).to(ratio.dtype), inputs.mask)}
     if normalize:
         weights = batch_normalize(weights, inputs.mask, level)
-    return Correction(weights, inputs.mask, diagnostics)
+    return Correction(weights, inputs.mask, diagnostics, RatioRange(ratio, lower, upper, level))

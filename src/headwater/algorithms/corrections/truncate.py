@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from headwater.algorithms.corrections import CORRECTIONS, Correction, CorrectionInputs, Level, batch_normalize, ratios
-from headwater.algorithms.masked import keep
+from headwater.algorithms.corrections import (
+    CORRECTIONS,
+    Correction,
+    CorrectionInputs,
+    Level,
+    RatioRange,
+    batch_normalize,
+    ratios,
+)
+from headwater.algorithms.masked import LogRatioLimit, keep
 from headwater.config.constraints import AtLeast, MoreThan, NotBelow
 from headwater.config.traits import CorrectionTraits
 
@@ -18,12 +26,14 @@ def truncate(
     upper: Annotated[float, MoreThan(0, finite=False), NotBelow("lower")] = 2.0,
     lower: Annotated[float, AtLeast(0)] = 0.0,
     normalize: bool = False,
+    max_log_ratio: LogRatioLimit = 20.0,
 ) -> Correction:
     """Weights are the ratios clamped to ``[lower, upper]``; ``normalize`` divides them by their mean over the
     batch."""
-    ratio = ratios(inputs.log_ratio, inputs.mask, level)
+    ratio = ratios(inputs.log_ratio, inputs.mask, level, max_log_ratio)
     weights = keep(ratio.clamp(lower, upper), inputs.mask)
     diagnostics = {"truncated_fraction": (weights != ratio).to(ratio.dtype)}
     if normalize:
         weights = batch_normalize(weights, inputs.mask, level)
-    return Correction(weights, inputs.mask, diagnostics)
+    # Without a lower bound, the inverse of the upper one counts as low in metrics.
+    return Correction(weights, inputs.mask, diagnostics, RatioRange(ratio, lower or 1 / upper, upper, level))

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from headwater.algorithms.corrections import Correction
 from headwater.algorithms.masked import bounded, check_shapes, keep, masked_mean
+from headwater.config.arguments import checked
 from headwater.core.registry import Registry
 
-POLICY_LOSSES = Registry("policy loss", "headwater.algorithms.policy_losses")
+POLICY_LOSSES = Registry("policy loss", "headwater.algorithms.policy_losses", prepare=checked)
 
 _SMALLEST_WEIGHT = 1e-10
 """Added before the logarithm, as in verl, so that the logarithm of a weight of 0 is finite."""
@@ -58,6 +60,8 @@ class PolicyLoss:
     """Whether a row has one loss, made of the product of its ratios, which is repeated for all of its tokens."""
     weights: Tensor | None = None
     """The importance weights that the loss applied; their effective sample size is reported."""
+    correction: Correction | None = None
+    """What the actor corrected in this update; only the tokens that its mask keeps are aggregated."""
     log_ratios: Tensor | None = None
     """``logprobs - old_logprobs``, whose percentiles are reported; the actor sets it for every loss."""
 
@@ -73,8 +77,9 @@ class PolicyLoss:
         return replace(self, token_losses=self.token_losses * weights)
 
 
-def log_ratios(inputs: PolicyLossInputs) -> Tensor:
-    return bounded(inputs.logprobs - inputs.old_logprobs)
+def log_ratios(inputs: PolicyLossInputs, limit: float | None) -> Tensor:
+    """``logp - old``, clamped to ``±limit`` unless that is None."""
+    return bounded(inputs.logprobs - inputs.old_logprobs, limit)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import torch
 
+from headwater.algorithms.masked import LogRatioLimit
 from headwater.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -14,7 +15,7 @@ from headwater.algorithms.policy_losses import (
     log_ratios,
     token_covariance,
 )
-from headwater.config.constraints import AtLeast, NotBelow, Within
+from headwater.config.constraints import AtLeast, MoreThan, NotBelow, Within
 from headwater.config.traits import LossTraits
 
 
@@ -24,14 +25,15 @@ def clip_cov(
     *,
     clip_low: Annotated[float, AtLeast(0)] = 0.2,
     clip_high: Annotated[float, AtLeast(0)] = 0.2,
-    fraction: Annotated[float, Within(0, 1)] = 2e-4,
+    fraction: Annotated[float, MoreThan(0), Within(0, 1)] = 2e-4,
     lower: float = 1.0,
     upper: Annotated[float, NotBelow("lower")] = 5.0,
     seed: Annotated[int, AtLeast(0)] = 0,
+    max_log_ratio: LogRatioLimit = None,
 ) -> PolicyLoss:
     """PPO's clip, without a ``fraction`` of the tokens that is drawn from those whose covariance is in
     ``(lower, upper)``. ``seed`` makes the draw a function of the inputs. The covariance is computed per micro-batch."""
-    log_ratio = log_ratios(inputs)
+    log_ratio = log_ratios(inputs, max_log_ratio)
     losses, clipped = clipped_surrogate(log_ratio.exp(), inputs.advantages, clip_low, clip_high)
     kept = inputs.mask != 0
     covariance = token_covariance(inputs)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from headwater.algorithms.corrections import Correction, CorrectionInputs
 from headwater.algorithms.corrections.reject import Metric, Reduction, reject
 from headwater.algorithms.corrections.truncate import truncate
-from headwater.algorithms.masked import keep, require, row_mean
+from headwater.algorithms.masked import LogRatioLimit, keep, require, row_mean
 from headwater.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -35,6 +35,7 @@ def decoupled(
     reduction: Reduction = "mean",
     lower: float | None = None,
     upper: Annotated[float, AtLeast(0, finite=False), NotBelow("lower")] = 5.0,
+    max_log_ratio: LogRatioLimit = None,
 ) -> PolicyLoss:
     """``ppo(r)·w`` with ``r = exp(logp - proximal)`` and ``w = exp(proximal - behaviour)``.
 
@@ -53,15 +54,15 @@ def decoupled(
             "use an engine that has them",
         )
         given = CorrectionInputs(inputs.old_logprobs, behaviour, inputs.mask)
-        correction = _weigh(given, weight, weight_level, metric, reduction, lower, upper)
+        correction = _weigh(given, weight, weight_level, metric, reduction, lower, upper, max_log_ratio)
     mask = inputs.mask if correction is None else correction.mask
-    log_ratio, advantages = log_ratios(inputs), inputs.advantages
+    log_ratio, advantages = log_ratios(inputs, max_log_ratio), inputs.advantages
     moved = log_ratio.detach()
     if ratio_level == "sequence":
         log_ratio, advantages = row_mean(log_ratio, mask), row_mean(advantages, mask)
         # A rejected token does not contribute to the ratio of its sequence, but the metrics show the ratio it had.
         moved = log_ratio.detach().where(mask != 0, row_mean(moved, inputs.mask))
-    losses, clipped = clipped_surrogate(keep(log_ratio.exp(), mask), advantages, clip_low, clip_high)
+    losses, clipped = clipped_surrogate(keep(keep(log_ratio, mask).exp(), mask), advantages, clip_low, clip_high)
     # A rejected token has ratio 0 here, outside of the clip range, but it was not removed by the clip.
     diagnostics = {"approx_kl": -moved, "ratio": moved.exp(), "clip_fraction": keep(clipped, mask)}
     if dual_clip is not None:
@@ -81,10 +82,26 @@ def _weigh(
     reduction: Reduction,
     lower: float | None,
     upper: float,
+    max_log_ratio: float | None,
 ) -> Correction:
     if weight == "mask":
-        return reject(inputs, level=level, metric=metric, reduction=reduction, lower=lower, upper=upper, weighted=True)
+        return reject(
+            inputs,
+            level=level,
+            metric=metric,
+            reduction=reduction,
+            lower=lower,
+            upper=upper,
+            weighted=True,
+            max_log_ratio=max_log_ratio,
+        )
     if metric != "ratio" or (level == "sequence" and reduction != "mean"):
         reason = "clamps the weight itself; use metric: ratio and reduction: mean"
         raise ConfigError([f"algorithm.policy_loss_args.weight = 'clamp': {reason}"])
-    return truncate(inputs, level="token" if level == "token" else "geometric", lower=lower or 0.0, upper=upper)
+    return truncate(
+        inputs,
+        level="token" if level == "token" else "geometric",
+        lower=lower or 0.0,
+        upper=upper,
+        max_log_ratio=max_log_ratio,
+    )

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import torch
 
+from headwater.algorithms.masked import LogRatioLimit
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
 from headwater.algorithms.policy_losses.dppo_tv import inside_region_loss
 from headwater.config.constraints import AtLeast, MoreThan
@@ -20,6 +21,7 @@ def dppo_kl(
     bound_low: Annotated[float, AtLeast(0)] = 0.05,
     bound_high: Annotated[float, AtLeast(0)] = 0.05,
     max_ratio: Annotated[float, MoreThan(0, finite=False)] = 20.0,
+    max_log_ratio: LogRatioLimit = 20.0,
 ) -> PolicyLoss:
     """``-A·min(r, max_ratio)·logp`` with a constant ratio, unless the token has already moved in the direction of ``A``
     by more than the bound, in binary KL from the old policy."""
@@ -30,4 +32,4 @@ def dppo_kl(
         up = (divergence <= bound_high) | (p <= old)
         down = (divergence <= bound_low) | (p >= old)
         inside = torch.where(inputs.advantages > 0, up, down)
-    return inside_region_loss(inputs, inside, max_ratio)
+    return inside_region_loss(inputs, inside, max_ratio, max_log_ratio)

@@ -9,7 +9,7 @@ from headwater.config.constraints import MoreThan
 from headwater.config.traits import LossTraits
 
 
-@POLICY_LOSSES.register(LossTraits(needs_all_samples=True))
+@POLICY_LOSSES.register(LossTraits(needs_all_samples=True, has_no_ratio=True))
 def dro(inputs: PolicyLossInputs, *, beta: Annotated[float, MoreThan(0)] = 0.1) -> PolicyLoss:
     """``-(A·logp - beta/2·(log r)²)``."""
     log_ratio = inputs.logprobs - inputs.old_logprobs

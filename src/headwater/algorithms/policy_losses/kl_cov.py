@@ -6,8 +6,9 @@ from typing import Annotated
 
 import torch
 
+from headwater.algorithms.masked import LogRatioLimit
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios, token_covariance
-from headwater.config.constraints import AtLeast, Within
+from headwater.config.constraints import AtLeast, MoreThan, Within
 from headwater.config.traits import LossTraits
 
 
@@ -15,8 +16,9 @@ from headwater.config.traits import LossTraits
 def kl_cov(
     inputs: PolicyLossInputs,
     *,
-    fraction: Annotated[float, Within(0, 1)] = 2e-4,
+    fraction: Annotated[float, MoreThan(0), Within(0, 1)] = 2e-4,
     coefficient: Annotated[float, AtLeast(0)] = 1.0,
+    max_log_ratio: LogRatioLimit = None,
 ) -> PolicyLoss:
     """``-A·r``, plus ``coefficient·|log r|`` on the ``fraction`` of tokens of highest covariance (at least one).
 
@@ -29,5 +31,5 @@ def kl_cov(
     covariance = token_covariance(inputs).masked_fill(~kept, -torch.inf).flatten()
     held = torch.zeros_like(covariance).index_fill_(0, covariance.topk(num_held).indices, 1.0).view_as(log_ratio)
     # Only the ratio is bounded, so that the penalty has a gradient for a token that is far off.
-    losses = -inputs.advantages * log_ratios(inputs).exp() + coefficient * held * log_ratio.abs()
+    losses = -inputs.advantages * log_ratios(inputs, max_log_ratio).exp() + coefficient * held * log_ratio.abs()
     return PolicyLoss(losses, {"held_fraction": held, "approx_kl": log_ratio.detach().abs()})

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from headwater.algorithms.masked import Aggregation, row_mean
+from headwater.algorithms.masked import Aggregation, LogRatioLimit, row_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, log_ratios
 from headwater.config.constraints import MoreThan
 from headwater.config.traits import LossTraits
@@ -20,6 +20,7 @@ def sapo(
     tau_negative: Annotated[float, MoreThan(0)] = 1.05,
     ratio_level: Literal["token", "sequence"] = "token",
     aggregation: Aggregation | None = "seq-mean-token-mean",
+    max_log_ratio: LogRatioLimit = 20.0,
 ) -> PolicyLoss:
     """``-A·gate`` with ``gate = sigmoid(tau·(r - 1))·4/tau``, ``tau`` by the sign of ``A``.
 
@@ -27,7 +28,7 @@ def sapo(
     gradient of tokens far from the old policy faster. The default aggregation is that of verl; with
     ``aggregation: null`` the configured one is used, as in AReaL.
     """
-    log_ratio, advantages = log_ratios(inputs), inputs.advantages
+    log_ratio, advantages = log_ratios(inputs, max_log_ratio), inputs.advantages
     if ratio_level == "sequence":
         log_ratio, advantages = row_mean(log_ratio, inputs.mask), row_mean(advantages, inputs.mask)
     tau = torch.where(advantages > 0, tau_positive, tau_negative)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ from typing import Any
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, RewardTimedOut, UnknownName
 from headwater.core.protocols import ScorableEpisode
-from headwater.core.records import Prompt, Score
+from headwater.core.records import MAX_REWARD, Prompt, Score, is_reward
 from headwater.core.registry import blaming
 from headwater.observe.spans import Spans
 from headwater.rewards.managers import REWARD_MANAGERS
@@ -238,8 +237,10 @@ def _to_score(result: Any) -> Score:
             raise TypeError(f"returned a dict without 'score'; its keys are {sorted(map(str, result))}")
         value = result["score"]
         info = {str(key): entry for key, entry in result.items() if key != "score"}
-    if not isinstance(value, (Real, bool)) or not math.isfinite(value):
+    if not isinstance(value, (Real, bool)):
         raise TypeError(f"returned {value!r}; return a finite number, or a dict with one under 'score'")
+    if not is_reward(value):
+        raise TypeError(f"returned {value!r}; return a finite number within ±{MAX_REWARD:g}")
     return Score(float(value), info)
 
 
