@@ -117,7 +117,8 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
         if config.learner.offload_during_rollout:
             rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
         reference_path = str(run.reference) if run and run.reference.exists() else config.model.path
-        training = build_training(LearnerSpec(config, model_path, reference_path), rollout.tokenizer, make_learner)
+        spec = LearnerSpec(config, model_path, reference_path)
+        training = build_training(spec, rollout.tokenizer, make_learner, check_prompts=rollout.check_prompts)
         run = run or RunDirectory.create(Path(config.run.root), config.run.name)
         trainer = Trainer(config, rollout, training, run, display)
         if checkpoint is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from headwater.algorithms.advantages import ADVANTAGES
 from headwater.algorithms.corrections import CORRECTIONS
 from headwater.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from headwater.config.arguments import with_arguments
-from headwater.config.schema import AlgorithmConfig
+from headwater.config.schema import AlgorithmConfig, Config
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import Learner
 from headwater.data.load import PromptDataset, load_dataset
@@ -25,8 +26,17 @@ class TrainingParts:
     experience: ExperienceMaker
 
 
-def build_training(spec: LearnerSpec, tokenizer: Any, make_learner: LearnerBuilder | None = None) -> TrainingParts:
-    """``make_learner`` builds the learner over several ranks; the default is one in this process."""
+def build_training(
+    spec: LearnerSpec,
+    tokenizer: Any,
+    make_learner: LearnerBuilder | None = None,
+    *,
+    check_prompts: Callable[[Config, PromptDataset, str], None] | None = None,
+) -> TrainingParts:
+    """``make_learner`` builds the learner over several ranks; the default is one in this process.
+
+    ``check_prompts`` is ``RolloutParts.check_prompts``. It is called before the learner is built.
+    """
     config = spec.config
     algorithm = config.algorithm
     train_data = load_dataset(config.data, tokenizer, "train", config.run.seed, load_processor(spec.model_path))
@@ -40,6 +50,8 @@ def build_training(spec: LearnerSpec, tokenizer: Any, make_learner: LearnerBuild
                 f"batch would contain some of them twice; lower it to {len(train_data)} or less, or add data"
             ]
         )
+    if check_prompts is not None:
+        check_prompts(config, train_data, "data.train")
     advantage = with_arguments(ADVANTAGES, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
     corrections = _corrections(algorithm)
     learner = (make_learner or build_learner)(spec)
