@@ -261,6 +261,8 @@ class AlgorithmConfig:
 
 Schedule = Literal["constant", "linear", "cosine"]
 
+_FORWARD_FACTOR = 4
+
 
 @dataclass(frozen=True)
 class LearnerConfig:
@@ -290,7 +292,10 @@ class LearnerConfig:
     """Do not compute samples whose advantage is zero; turn off for a loss with terms that do not depend on the
     advantage."""
     max_tokens_per_microbatch: Annotated[int, AtLeast(1)] = 16384
-    """Tokens per pass, and 4 times as many without gradients. Lower it to save memory; gradients stay the same."""
+    """Tokens per pass with gradients. Lower it to save memory; gradients stay the same."""
+    max_tokens_per_forward_pass: Annotated[int, AtLeast(0, "use 0 for 4 times max_tokens_per_microbatch")] = 0
+    """Tokens per pass without gradients: log-probs of the policy and the reference, values, the reward model. 0 means
+    4 times max_tokens_per_microbatch, because such a pass keeps no activations."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its samples, forward and backward."""
     checkpoint_activations: bool = False
@@ -306,6 +311,11 @@ class LearnerConfig:
     """On a GPU, move the learner to main memory during generation, and free the KV cache during training."""
     rank_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """With several ranks (torchrun), the longest time that one call of the learner may take before the run ends."""
+
+    @property
+    def forward_tokens(self) -> int:
+        """``max_tokens_per_forward_pass``, with its default filled in."""
+        return self.max_tokens_per_forward_pass or _FORWARD_FACTOR * self.max_tokens_per_microbatch
 
 
 @dataclass(frozen=True)
