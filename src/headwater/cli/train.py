@@ -98,6 +98,7 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
 
     from headwater.config.explain import to_yaml
     from headwater.learner.build import LearnerSpec
+    from headwater.models.device import auto_dtype, resolve_device, resolve_dtype, with_dtype
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.learner_setup import build_training
@@ -109,6 +110,7 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
         torch.set_num_threads(config.trainer.num_threads)
     display = Display()
     resuming = run is not None
+    config = with_dtype(config)
     model_path = str(checkpoint / "model") if checkpoint else config.model.path
     with ExitStack() as stack:
         make_learner = stack.enter_context(_ranks(config))
@@ -124,6 +126,10 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
         if checkpoint is not None:
             trainer.restore(checkpoint)
             display.say(f"Resuming {run.path} after step {trainer.step}")
+            if resolve_dtype(config.model.dtype) != (chosen := auto_dtype(resolve_device(config.model.device))):
+                name = str(chosen).removeprefix("torch.")
+                kept = f"The run keeps model.dtype = {config.model.dtype}"
+                display.say(f"{kept}; on this device, auto would choose {name}")
         elif resuming:
             display.say(f"{run.path} has no checkpoint yet: starting from the beginning")
         else:

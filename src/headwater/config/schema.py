@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, PlainName, Within
 from headwater.core.protocols import UpdateMode as UpdateMode
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class RunConfig:
 class ModelConfig:
     path: Annotated[str, NotEmpty("give a folder, a hub id, 'tiny:<preset>' or 'smollm2'")] = "tiny:qwen3"
     """A local folder, a hub id, tiny:<preset> (built offline), or smollm2 (see `headwater fetch smollm2`)."""
-    dtype: Dtype = "float32"
-    """Number type of generation and of the learner's passes; trained weights stay float32. Use float32 on a CPU."""
+    dtype: Dtype = "auto"
+    """Number type of generation and of the learner's passes; trained weights stay float32. `auto` chooses bfloat16 on
+    a GPU that computes in it, and float32 otherwise. A run records the choice and keeps it when it is resumed."""
     device: str = "auto"
     """Device of the model: auto (CUDA if available), cpu, cuda or cuda:N."""
 

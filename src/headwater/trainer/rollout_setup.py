@@ -19,6 +19,7 @@ from headwater.core.records import SamplingParams
 from headwater.core.registry import blaming
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
@@ -123,6 +124,7 @@ def check_requests_fit(config: Config, limits: EngineLimits, longest_prompt: int
 
 def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | None = None) -> RolloutParts:
     """With ``schedule``, the rollouts of a recorded run are replayed. Otherwise new ones are generated."""
+    config = with_dtype(config)
     trace = Trace() if config.trainer.trace else None
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path)
