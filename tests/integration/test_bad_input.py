@@ -258,3 +258,14 @@ def test_a_folder_that_is_no_run(arguments):
     result = headwater(*arguments)
     assert result.code == 2
     assert "not a run directory" in result.stderr
+
+
+def test_requests_that_do_not_fit_the_engine_are_refused_before_anything_is_trained(fails, tmp_path):
+    settings = ["warm_start.num_steps=5", "engine.kv_cache_gib=0.00035", "rollout.max_new_tokens=200"]
+    message = fails(*settings)
+    assert "longest prompt of data.eval" in message
+    assert "KV cache has room for 161; raise engine.kv_cache_gib" in message
+    message = fails(*settings, "eval.before=false", "eval.after=false")
+    assert "longest prompt of data.train" in message
+    assert "lower rollout.max_new_tokens to" in message
+    assert not (tmp_path / "runs").exists()

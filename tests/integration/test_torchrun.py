@@ -117,7 +117,7 @@ def test_checkpoints_are_read_by_another_number_of_ranks(learned):
 
 def test_errors_name_the_rank(learned):
     _, _, together = learned
-    assert "over learner.max_tokens_per_microbatch = 4" in together["too long"]
+    assert "over learner.max_tokens_per_forward_pass = 4" in together["too long"]
     assert len(together["after an error"]) == 2, "an error on all ranks leaves them usable"
     for text in (together["alone"], together["after a failure"], together["failure"]):
         assert text == "rank 1 of 2: MemoryError: no room for the gradients"

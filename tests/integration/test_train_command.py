@@ -104,6 +104,19 @@ def test_an_older_checkpoint_can_be_resumed(finished, tmp_path):
     assert (copy / "rollouts" / "step_000003-2.parquet").exists()
 
 
+def test_a_run_records_its_number_type_and_keeps_it_on_another_device(finished, tmp_path):
+    recorded = (finished / "config.yaml").read_text()
+    assert "dtype: float32" in recorded, "auto is resolved once, and the choice is recorded"
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    # As if it had been made on a GPU.
+    (copy / "config.yaml").write_text(recorded.replace("dtype: float32", "dtype: bfloat16"))
+    resumed = headwater("train", "--resume", copy, "trainer.total_steps=5", "eval.after=false")
+    assert resumed.code == 0, resumed.stderr
+    assert "The run keeps model.dtype = bfloat16; on this device, auto would choose float32" in resumed.stdout
+    assert "dtype: bfloat16" in (copy / "config-2.yaml").read_text()
+
+
 def test_a_second_run_of_the_same_name_gets_its_own_folder(tmp_path):
     for _ in range(2):
         assert train_small(tmp_path, "run.name=twin", "trainer.total_steps=1").code == 0

@@ -189,7 +189,7 @@ def main(folder: Path, names: list[str]) -> None:
                 learner = group.build(build, spec_of(case, folder), timeout_s=300)
                 results["resumed"][name] = resume(learner, case, folder / "of_one" / name)
         spec = spec_of(Case(), folder)
-        strict = replace(spec.config, learner=replace(spec.config.learner, max_tokens_per_microbatch=4))
+        strict = replace(spec.config, learner=replace(spec.config.learner, max_tokens_per_forward_pass=4))
         learner = group.build(build, replace(spec, config=strict), timeout_s=300)
         results["too long"] = error_of(lambda: learner.compute(experience(Case(num_rows=4)), ["logprobs"]))
         results["after an error"] = group.call("held_bytes", [()] * 2)

@@ -7,7 +7,6 @@ tokens of a step would require gathering them from all ranks; fixed bins do not,
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -90,8 +89,8 @@ def ratio_percentiles(log_ratio: Tensor, mask: Tensor, percentiles: Sequence[int
 
 def staleness_histogram(versions: Tensor, mask: Tensor, current_version: int) -> dict[int, int]:
     """The number of trained tokens by their lag in versions; tokens that were not sampled are not counted."""
-    sampled = versions[(mask != 0) & (versions >= 0)]
-    return dict(sorted(Counter((current_version - sampled).tolist()).items()))
+    lags, counts = (current_version - versions[(mask != 0) & (versions >= 0)]).unique(return_counts=True)
+    return dict(zip(lags.tolist(), counts.tolist(), strict=True))
 
 
 def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ class HfEngine:
         config: EngineConfig,
         *,
         tokenizer: Any = None,
-        dtype: str = "float32",
+        dtype: str = "auto",
         device: str = "auto",
         seed: int = 0,
     ) -> HfEngine:

@@ -88,6 +88,7 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
 
     from headwater.config.explain import to_yaml
     from headwater.learner.build import LearnerSpec
+    from headwater.models.device import with_dtype
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.learner_setup import build_training
@@ -96,6 +97,7 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
 
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
+    config = with_dtype(config)
     display = Display()
     rollout = build_rollout(config, config.model.path, schedule)
     try:

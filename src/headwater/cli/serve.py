@@ -58,7 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the engine that generates: embedded, hf, or a class such as my_package.my_module:Engine; "
         "default embedded",
     )
-    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="number type; default float32")
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(Dtype),
+        default="auto",
+        help="number type; default auto: bfloat16 on a GPU that computes in it, otherwise float32",
+    )
     parser.add_argument("--device", default="auto", help="auto (CUDA when there is one), cpu, cuda or cuda:N")
     parser.add_argument(
         "--api-key",

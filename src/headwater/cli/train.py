@@ -103,6 +103,7 @@ def _fit(
     from headwater.config.notices import config_notices
     from headwater.data.notices import data_notices
     from headwater.learner.build import LearnerSpec
+    from headwater.models.device import auto_dtype, resolve_device, resolve_dtype, with_dtype
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.learner_setup import build_training
@@ -114,6 +115,7 @@ def _fit(
         torch.set_num_threads(config.trainer.num_threads)
     display = Display()
     resuming = run is not None
+    config = with_dtype(config)
     model_path = str(checkpoint / "model") if checkpoint else config.model.path
     with ExitStack() as stack:
         make_learner = stack.enter_context(_ranks(config))
@@ -123,7 +125,7 @@ def _fit(
             rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
         reference_path = str(run.reference) if run and run.reference.exists() else config.model.path
         spec = LearnerSpec(config, model_path, reference_path)
-        training = build_training(spec, rollout.tokenizer, make_learner, rollout.check_prompt)
+        training = build_training(spec, rollout.tokenizer, make_learner, check_prompts=rollout.check_prompts)
         run = run or RunDirectory.create(Path(config.run.root), config.run.name)
         template = getattr(rollout.tokenizer, "chat_template", None)
         notices = [
@@ -134,6 +136,10 @@ def _fit(
         if checkpoint is not None:
             trainer.restore(checkpoint)
             display.say(f"Resuming {run.path} after step {trainer.step}")
+            if resolve_dtype(config.model.dtype) != (chosen := auto_dtype(resolve_device(config.model.device))):
+                name = str(chosen).removeprefix("torch.")
+                kept = f"The run keeps model.dtype = {config.model.dtype}"
+                display.say(f"{kept}; on this device, auto would choose {name}")
         elif resuming:
             display.say(f"{run.path} has no checkpoint yet: starting from the beginning")
         else:

@@ -79,12 +79,15 @@ def minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash
 
 def sequence_fits_microbatch(config: Config, layers: Layers) -> Iterator[Clash]:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if config.learner.max_tokens_per_microbatch < longest:
-        yield Clash(
-            ("learner.max_tokens_per_microbatch", "data.max_prompt_tokens", "rollout.max_new_tokens"),
-            f"a whole sequence must fit: data.max_prompt_tokens + rollout.max_new_tokens = {longest}; "
-            f"use at least {longest}, or shorten one of the two",
-        )
+    for key in ("learner.max_tokens_per_microbatch", "learner.max_tokens_per_forward_pass"):
+        budget = value_at(config, key)
+        # 0 is the default of max_tokens_per_forward_pass, which is larger than max_tokens_per_microbatch.
+        if 0 < budget < longest:
+            yield Clash(
+                (key, "data.max_prompt_tokens", "rollout.max_new_tokens"),
+                f"a whole sequence must fit: data.max_prompt_tokens + rollout.max_new_tokens = {longest}; "
+                f"use at least {longest}, or shorten one of the two",
+            )
 
 
 def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, PlainName, Within
 from headwater.core.protocols import UpdateMode as UpdateMode
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class RunConfig:
 class ModelConfig:
     path: Annotated[str, NotEmpty("give a folder, a hub id, 'tiny:<preset>' or 'smollm2'")] = "tiny:qwen3"
     """A local folder, a hub id, tiny:<preset> (built offline), or smollm2 (see `headwater fetch smollm2`)."""
-    dtype: Dtype = "float32"
-    """Number type of generation and of the learner's passes; trained weights stay float32. Use float32 on a CPU."""
+    dtype: Dtype = "auto"
+    """Number type of generation and of the learner's passes; trained weights stay float32. `auto` chooses bfloat16 on
+    a GPU that computes in it, and float32 otherwise. A run records the choice and keeps it when it is resumed."""
     device: str = "auto"
     """Device of the model: auto (CUDA if available), cpu, cuda or cuda:N."""
 
@@ -267,6 +268,8 @@ class AlgorithmConfig:
 
 Schedule = Literal["constant", "linear", "cosine"]
 
+_FORWARD_FACTOR = 4
+
 
 @dataclass(frozen=True)
 class LearnerConfig:
@@ -296,7 +299,10 @@ class LearnerConfig:
     """Do not compute samples whose advantage is zero; turn off for a loss with terms that do not depend on the
     advantage."""
     max_tokens_per_microbatch: Annotated[int, AtLeast(1)] = 16384
-    """Tokens per pass, and 4 times as many without gradients. Lower it to save memory; gradients stay the same."""
+    """Tokens per pass with gradients. Lower it to save memory; gradients stay the same."""
+    max_tokens_per_forward_pass: Annotated[int, AtLeast(0, "use 0 for 4 times max_tokens_per_microbatch")] = 0
+    """Tokens per pass without gradients: log-probs of the policy and the reference, values, the reward model. 0 means
+    4 times max_tokens_per_microbatch, because such a pass keeps no activations."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its samples, forward and backward."""
     checkpoint_activations: bool = False
@@ -312,6 +318,11 @@ class LearnerConfig:
     """On a GPU, move the learner to main memory during generation, and free the KV cache during training."""
     rank_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """With several ranks (torchrun), the longest time that one call of the learner may take before the run ends."""
+
+    @property
+    def forward_tokens(self) -> int:
+        """``max_tokens_per_forward_pass``, with its default filled in."""
+        return self.max_tokens_per_forward_pass or _FORWARD_FACTOR * self.max_tokens_per_microbatch
 
 
 @dataclass(frozen=True)

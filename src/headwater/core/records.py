@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import groupby
-from typing import Any, Literal
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 StopReason = Literal["stop", "length", "tool_calls", "abort"]
 
@@ -233,6 +237,27 @@ class Answer:
         return (*self.prompt.messages, {"role": "assistant", "content": self.text})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenArrays:
+    """The columns of a ``Trajectory`` as arrays of one value per token. They must not be changed."""
+
+    tokens: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float64]
+    versions: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> TokenArrays:
+        import numpy as np  # here, so that commands that read only the config start without it
+
+        return cls(
+            np.array(trajectory.tokens, np.int64),
+            np.array(trajectory.loss_mask, np.bool_),
+            np.array(trajectory.logprobs, np.float64),
+            np.array(trajectory.versions, np.int64),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """The tokens of one finished episode, or of one piece of it.
@@ -261,6 +286,7 @@ class Trajectory:
     info: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
     """The whole conversation, including the model's messages; empty if the workflow did not use an ``Episode``."""
+    _arrays: TokenArrays | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.loss_mask), len(self.logprobs), len(self.versions)}
@@ -276,9 +302,9 @@ class Trajectory:
             )
         if any(self.loss_mask[: self.prompt_length]):
             raise ValueError(f"trajectory {self.uid}#{self.sample}: loss_mask is set inside the prompt")
-        if any(mask not in (0, 1) for mask in self.loss_mask):
+        if self.loss_mask.count(0) + self.loss_mask.count(1) != len(self.loss_mask):
             raise ValueError(f"trajectory {self.uid}#{self.sample}: loss_mask holds values other than 0 and 1")
-        if any(mask and version < 0 for mask, version in zip(self.loss_mask, self.versions, strict=True)):
+        if min(compress(self.versions, self.loss_mask), default=0) < 0:
             raise ValueError(f"trajectory {self.uid}#{self.sample}: a trained token has no policy version")
         name = f"trajectory {self.uid}#{self.sample}: reward"
         object.__setattr__(self, "reward", reward_number(self.reward, name))
@@ -297,9 +323,31 @@ class Trajectory:
     @property
     def turn_ends(self) -> tuple[int, ...]:
         """The last trained token of each turn, or its last token if none is trained."""
-        runs = groupby(range(len(self.tokens)), lambda at: self.versions[at] != NOT_SAMPLED)
-        turns = (list(run) for is_sampled, run in runs if is_sampled)
-        return tuple(max((at for at in turn if self.loss_mask[at]), default=turn[-1]) for turn in turns)
+        import numpy as np
+
+        is_sampled = self.arrays.versions != NOT_SAMPLED
+        edges = np.flatnonzero(np.diff(is_sampled, prepend=False, append=False))
+        turns = edges.reshape(-1, 2).tolist()
+        return tuple(self.last_trained(start, stop, default=stop - 1) for start, stop in turns)
+
+    def last_trained(self, start: int, stop: int, *, default: int) -> int:
+        """The last trained token of those from ``start`` up to ``stop``, which is not included."""
+        found = self.arrays.loss_mask[start:stop].nonzero()[0]
+        return start + int(found[-1]) if len(found) else default
+
+    @property
+    def arrays(self) -> TokenArrays:
+        """The token columns as arrays. They are made once; everything that reads all tokens of a batch uses them."""
+        if self._arrays is None:
+            object.__setattr__(self, "_arrays", TokenArrays.of(self))
+        assert self._arrays is not None
+        return self._arrays
+
+    def with_loss_mask(self, mask: NDArray[np.bool_]) -> Trajectory:
+        """The same tokens, of which others are trained on."""
+        masked = replace(self, loss_mask=tuple(mask.astype(int).tolist()))
+        object.__setattr__(masked, "_arrays", replace(self.arrays, loss_mask=mask))
+        return masked
 
     @property
     def response_tokens(self) -> tuple[int, ...]:

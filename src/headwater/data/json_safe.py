@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 _TUPLE, _SET, _ITEMS, _DATE, _DATETIME = "__tuple__", "__set__", "__items__", "__date__", "__datetime__"
 _TAGS = {_TUPLE, _SET, _ITEMS, _DATE, _DATETIME}
+_PLAIN = {type(None), bool, int, float, str}
+
+
+def _is_plain(values: Iterable[Any]) -> bool:
+    """Whether all values are the same in JSON. Thousands of tokens are checked without a call for each."""
+    return set(map(type, values)) <= _PLAIN
 
 
 def to_json_safe(value: Any) -> Any:
@@ -23,11 +29,11 @@ def to_json_safe(value: Any) -> Any:
             return {key: to_json_safe(item) for key, item in value.items()}
         return {_ITEMS: [[to_json_safe(key), to_json_safe(item)] for key, item in value.items()]}
     if isinstance(value, tuple):
-        return {_TUPLE: [to_json_safe(item) for item in value]}
+        return {_TUPLE: list(value) if _is_plain(value) else [to_json_safe(item) for item in value]}
     if isinstance(value, (set, frozenset)):
         return {_SET: [to_json_safe(item) for item in sorted(value, key=repr)]}
     if isinstance(value, list):
-        return [to_json_safe(item) for item in value]
+        return list(value) if _is_plain(value) else [to_json_safe(item) for item in value]
     if isinstance(value, datetime.datetime):
         return {_DATETIME: value.isoformat()}
     if isinstance(value, datetime.date):
@@ -38,12 +44,12 @@ def to_json_safe(value: Any) -> Any:
 def from_json_safe(value: Any) -> Any:
     """The inverse of ``to_json_safe``."""
     if isinstance(value, list):
-        return [from_json_safe(item) for item in value]
+        return value if _is_plain(value) else [from_json_safe(item) for item in value]
     if not isinstance(value, dict):
         return value
     tag = next(iter(value)) if len(value) == 1 else None
     if tag == _TUPLE:
-        return tuple(from_json_safe(item) for item in value[tag])
+        return tuple(from_json_safe(value[tag]))
     if tag == _SET:
         return {from_json_safe(item) for item in value[tag]}
     if tag == _ITEMS:

@@ -51,6 +51,8 @@ class RLHFDataset:
         self._stores = _open_all(sources, config, split, seed, num_rows)
         self._names = _unique_names(self._stores)
         self._starts = [0, *itertools.accumulate(len(store) for store in self._stores)]
+        self.longest_prompt = config.max_prompt_tokens
+        """Tokens of the longest prompt. If prompts are cut and not measured: the length they may have."""
         self._kept = self._check_lengths()
 
     def __len__(self) -> int:
@@ -103,6 +105,7 @@ class RLHFDataset:
                 f"{_names(self._stores)}: all {num_rows} rows are longer than data.max_prompt_tokens = {limit} "
                 f"(the shortest has {min(lengths)}); raise it, or set data.truncation to left, right or middle"
             )
+        self.longest_prompt = max(lengths[number] for number in kept)
         return kept
 
     def _too_long(self, placed: PlacedRow, length: int, what: str) -> DataError:

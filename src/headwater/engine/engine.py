@@ -164,7 +164,7 @@ class Engine:
         config: EngineConfig,
         *,
         tokenizer: Any = None,
-        dtype: str = "float32",
+        dtype: str = "auto",
         device: str = "auto",
         seed: int = 0,
     ) -> Engine:

@@ -23,6 +23,8 @@ CPU_COPY_BYTES = 64 * 2**20
 """Maximum size of the copy that CPU attention makes of one layer's pages, unless a single sequence is larger."""
 CPU_MASK_BYTES = 64 * 2**20
 """Maximum size of the masks in CPU attention over prompts, unless a single query needs more."""
+_PAGE_COPY_BYTES = 64 * 2**20
+"""Maximum size of the temporary copy when pages are copied for the samples of a prompt, unless one page is larger."""
 _SOUND = 1e18
 """Keys and values up to this magnitude are sound: a product with a query of that magnitude does not overflow."""
 _UNKNOWN_RAM = 8 * 2**30
@@ -116,8 +118,14 @@ class KVCache:
         return torch.from_numpy(broken) if broken.any() else None
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the contents of the pages ``sources`` to the pages ``targets`` (copy-on-write)."""
-        self._storage[:, :, targets] = self._storage[:, :, sources]
+        """Copy the contents of the pages ``sources`` to the pages ``targets`` (copy-on-write).
+
+        Pages are copied in slices: a thousand samples that start together would need gigabytes at once. A page may be
+        a source first and a target later, so the order matters.
+        """
+        num_slice = max(1, _PAGE_COPY_BYTES // (self.spec.kv_bytes_per_token * self.page_tokens))
+        for source, target in zip(sources.split(num_slice), targets.split(num_slice), strict=True):
+            self._storage[:, :, target] = self._storage[:, :, source]
         if self.has_broken:
             self._broken[targets.numpy()] = self._broken[sources.numpy()]
 
@@ -169,6 +177,7 @@ def num_pages_for(
         fraction = config.memory_fraction or (SHARED_FRACTION if is_shared or on_cpu else _SERVER_FRACTION)
         num_free = free_bytes(spec.device)
         num_free -= _workspace_bytes(spec, max_sequences, max_prefill_tokens) + _copy_bytes(spec, num_free)
+        num_free -= _page_copy_bytes(page_bytes, max_sequences)
         num_free = max(0, num_free)
         num_bytes = int(num_free * fraction)
         setting = (
@@ -192,6 +201,11 @@ def _workspace_bytes(spec: ModelSpec, max_sequences: int, max_prefill_tokens: in
     # Per logit: the logit, its float32 copy, the sorted copy, its index, and the probabilities and cumulative sums.
     per_logit = spec.dtype.itemsize + 4 + 4 + 8 + 4 + 4
     return activations + max_sequences * spec.vocab_size * per_logit
+
+
+def _page_copy_bytes(page_bytes: int, max_sequences: int) -> int:
+    """Temporary memory of ``KVCache.copy_pages``. Every sample of a prompt but one copies its partly filled page."""
+    return max(page_bytes, min(_PAGE_COPY_BYTES, (max_sequences - 1) * page_bytes))
 
 
 def _copy_bytes(spec: ModelSpec, num_free: int) -> int:

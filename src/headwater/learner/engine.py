@@ -25,9 +25,6 @@ from headwater.learner.partition import minibatch_rows
 from headwater.learner.ranks import Ranks, reshard, shard
 from headwater.models.sharded_load import ShardReader
 
-_FORWARD_FACTOR = 4
-"""A pass without a gradient keeps no activations, so it can process this many times the tokens of a training pass."""
-
 _TOKENS = frozenset({"input_ids", "attention_mask", "position_ids"})
 
 LossFunction = Callable[[Mapping[str, Tensor], DataProto], PolicyLoss]
@@ -145,8 +142,9 @@ class ForwardEngine:
         """The module's outputs for the trained tokens, each ``[samples, response]``, 0 elsewhere."""
         results = {name: torch.zeros(token_column(batch, "response_mask").shape) for name in self.module.outputs}
         try:
-            width, max_tokens = token_column(batch, "response_mask").shape[1], self.config.max_tokens_per_microbatch
-            for pack, counts in self.packs(self._rows(batch), width, _FORWARD_FACTOR * max_tokens):
+            width, max_tokens = token_column(batch, "response_mask").shape[1], self.config.forward_tokens
+            rows = self._rows(batch, max_tokens, "learner.max_tokens_per_forward_pass")
+            for pack, counts in self.packs(rows, width, max_tokens):
                 outputs = self.module(pack)
                 for name in self.module.outputs if counts else ():
                     results[name][pack.rows] = pack.padded(outputs[name]).cpu()
@@ -183,10 +181,10 @@ class ForwardEngine:
             counts = number < len(packs)
             yield (packs[number] if counts else packs[0] if packs else idle_pack(width)).to(self.device), counts
 
-    def _rows(self, batch: DataProto) -> list[PackRow]:
+    def _rows(self, batch: DataProto, max_tokens: int, key: str) -> list[PackRow]:
         def read() -> list[PackRow]:
             rows = read_rows(batch)
-            check_lengths(rows, self.config.max_tokens_per_microbatch)
+            check_lengths(rows, max_tokens, key)
             return rows
 
         return self.agreed(read)
@@ -280,7 +278,8 @@ class TrainEngine(ForwardEngine):
         sums = StepSums(self.device)
         try:
             width, max_tokens = token_column(batch, "response_mask").shape[1], self.config.max_tokens_per_microbatch
-            for pack, counts in self.packs(self._rows(batch), width, max_tokens):
+            rows = self._rows(batch, max_tokens, "learner.max_tokens_per_microbatch")
+            for pack, counts in self.packs(rows, width, max_tokens):
                 outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
                 if counts:
                     self._backward(outputs, _micro(batch, pack), loss_fn, aggregation, totals, sums)

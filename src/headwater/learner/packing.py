@@ -112,12 +112,13 @@ class _Bundle:
     num_tokens: int
 
 
-def check_lengths(rows: Sequence[PackRow], max_tokens: int) -> None:
+def check_lengths(rows: Sequence[PackRow], max_tokens: int, key: str) -> None:
+    """``key`` is the setting that ``max_tokens`` comes from."""
     for row in rows:
         if row.num_tokens > max_tokens:
             raise DataError(
-                f"row {row.index} of the batch has {row.num_tokens} tokens, over learner.max_tokens_per_microbatch = "
-                f"{max_tokens}; raise that, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+                f"row {row.index} of the batch has {row.num_tokens} tokens, over {key} = {max_tokens}; "
+                f"raise that, or lower data.max_prompt_tokens or rollout.max_new_tokens"
             )
 
 

@@ -216,8 +216,8 @@ def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
     for row, length in enumerate(lengths):
         if length > max_tokens:
             raise DataError(
-                f"row {row} of the batch: {length} tokens, over learner.max_tokens_per_microbatch = {max_tokens}; "
-                f"raise it to {length}"
+                f"row {row} of the batch: {length} tokens, over the {max_tokens} tokens of a pass; raise "
+                f"learner.max_tokens_per_microbatch or learner.max_tokens_per_forward_pass to {length}"
             )
 
 

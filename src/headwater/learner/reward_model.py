@@ -34,7 +34,7 @@ class RewardModel:
     @torch.no_grad()
     def scores(self, conversations: Sequence[Conversation]) -> Tensor:
         """One score per conversation, read at its last token."""
-        limit = self.engine.config.max_tokens_per_microbatch
+        limit = self.engine.config.forward_tokens
         rows = self.engine.agreed(lambda: self._rows(conversations, limit))
         scores = torch.zeros(len(rows))
         try:
@@ -55,7 +55,7 @@ class RewardModel:
             if row.num_tokens > limit:
                 raise DataError(
                     f"reward.model: conversation {row.index} of the batch has {row.num_tokens} of its tokens, over "
-                    f"learner.max_tokens_per_microbatch = {limit}; raise that to {row.num_tokens} or more, or lower "
+                    f"learner.max_tokens_per_forward_pass = {limit}; raise that to {row.num_tokens} or more, or lower "
                     "data.max_prompt_tokens or rollout.max_new_tokens"
                 )
         return rows

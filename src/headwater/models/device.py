@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import torch
 
+from headwater.config.schema import Config, Dtype
 from headwater.core.errors import ModelError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[Dtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_FIRST_WITH_BFLOAT16 = (8, 0)
+"""Compute capability of the first GPUs that compute in bfloat16. Older ones emulate it slowly."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -32,7 +42,27 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def resolve_dtype(name: str) -> torch.dtype:
+def resolve_dtype(name: str, device: str = "auto") -> torch.dtype:
+    """``auto`` is bfloat16 if ``device`` is a GPU that computes in it, otherwise float32."""
+    if name == "auto":
+        return auto_dtype(resolve_device(device))
     if name not in DTYPES:
-        raise ModelError(f"model.dtype = {name}: unknown; use one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+        raise ModelError(f"model.dtype = {name}: unknown; use one of auto, {', '.join(DTYPES)}")
+    return DTYPES[cast(Dtype, name)]
+
+
+def auto_dtype(device: torch.device) -> torch.dtype:
+    has_bfloat16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_BFLOAT16
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def with_dtype(config: Config) -> Config:
+    """The config with the number type that ``model.dtype: auto`` means on this machine.
+
+    It is resolved once, for the learner's device: the engine has the same type wherever it runs.
+    """
+    if config.model.dtype != "auto":
+        return config
+    chosen = resolve_dtype(config.model.dtype, config.model.device)
+    name = next(name for name, dtype in DTYPES.items() if dtype == chosen)
+    return replace(config, model=replace(config.model, dtype=name))

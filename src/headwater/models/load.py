@@ -86,7 +86,7 @@ def load_model(path: str, *, dtype: str, device: str, seed: int, key: str = "mod
 
     ``key`` is the setting that messages name.
     """
-    target, number_type = resolve_device(device), resolve_dtype(dtype)
+    target, number_type = resolve_device(device), resolve_dtype(dtype, device)
     source = resolve_model(path, key)
     if source.kind == "tiny":
         model = build_model(path, seed=seed)

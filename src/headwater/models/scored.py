@@ -29,7 +29,7 @@ def load_reward_model(path: str, *, dtype: str, device: str) -> Any:
     """A sequence or token classifier with one label."""
     source = resolve_model(path, REWARD_KEY)
     classifier = _reward_classifier(path, source)
-    model = load_with(classifier, locate(source), resolve_dtype(dtype), source.key)
+    model = load_with(classifier, locate(source), resolve_dtype(dtype, device), source.key)
     return _checked(model, f"{REWARD_KEY} = {path}").to(resolve_device(device))
 
 
@@ -48,7 +48,7 @@ def load_critic(path: str, *, dtype: str, device: str, seed: int) -> Any:
     source = resolve_model(path, CRITIC_KEY)
     classifier = None if source.kind == "tiny" else _classifier(source)
     if classifier is not None:
-        model = load_with(classifier, locate(source), resolve_dtype(dtype), source.key)
+        model = load_with(classifier, locate(source), resolve_dtype(dtype, device), source.key)
         return _checked(model, f"{CRITIC_KEY} = {path}").to(resolve_device(device))
     return _with_value_head(load_model(path, dtype=dtype, device=device, seed=seed, key=CRITIC_KEY))
 

@@ -1,4 +1,4 @@
-"""Measures where time is spent, as named spans. Overlapping spans of one name count once."""
+"""Measures where time is spent: stages of one thread, which add up, and spans of all threads, which overlap."""
 
 from __future__ import annotations
 
@@ -9,9 +9,46 @@ from contextlib import contextmanager
 
 from headwater.observe.trace import Trace
 
+OTHER = "other"
+"""The stage outside of all others."""
+
+
+class StageClock:
+    """Divides the time of one thread into stages: every moment belongs to exactly one, the innermost.
+
+    with clock.stage("train"):
+        ...
+    seconds = clock.take()      # {"train": 1.2, "other": 0.1}: they add up to the time since the last call
+    """
+
+    def __init__(self) -> None:
+        self._stage = OTHER
+        self._since = time.perf_counter()
+        self._total: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        outer = self._enter(name)
+        try:
+            yield
+        finally:
+            self._enter(outer)
+
+    def take(self) -> dict[str, float]:
+        """Seconds per stage since the last call. The present stage counts up to now; the rest counts later."""
+        self._enter(self._stage)
+        total, self._total = self._total, {}
+        return total
+
+    def _enter(self, name: str) -> str:
+        now = time.perf_counter()
+        self._total[self._stage] = self._total.get(self._stage, 0.0) + now - self._since
+        outer, self._stage, self._since = self._stage, name, now
+        return outer
+
 
 class Spans:
-    """Wall-clock seconds during which at least one span of a name was open.
+    """Wall-clock seconds during which at least one span of a name was open. Overlapping spans of one name count once.
 
     A hundred episodes that wait for their rewards at the same time spend one second of "reward" per second, not a
     hundred. With a ``trace``, each span is also drawn there, with its arguments.

@@ -26,7 +26,7 @@ Requests = Mapping[tuple[int, int], VersionRuns]
 def version_runs(versions: tuple[int, ...]) -> VersionRuns:
     if versions and versions.count(versions[0]) == len(versions):  # the common case, without a loop over the tokens
         return ((versions[0], len(versions)),)
-    return tuple((version, sum(1 for _ in run)) for version, run in groupby(versions))
+    return tuple((version, len(list(run))) for version, run in groupby(versions))
 
 
 def requests_to_json(requests: Requests) -> list[list[Any]]:

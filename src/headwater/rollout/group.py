@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -115,8 +114,9 @@ class Group:
 
     def oldest_version(self) -> int | None:
         """The oldest policy version among the trained tokens; None if no token is trained."""
-        trained = (compress(each.versions, each.loss_mask) for each in self.trajectories)
-        return min(chain.from_iterable(trained), default=None)
+        arrays = (each.arrays for each in self.trajectories)
+        trained = (each.versions[each.loss_mask] for each in arrays)
+        return min((int(versions.min()) for versions in trained if len(versions)), default=None)
 
     def without_older(self, version: int) -> tuple[Group, int]:
         """Remove tokens older than ``version`` from the loss. Returns the new group and the number of such tokens."""
@@ -125,9 +125,10 @@ class Group:
 
 
 def _mask_older(trajectory: Trajectory, version: int) -> tuple[Trajectory, int]:
-    pairs = zip(trajectory.loss_mask, trajectory.versions, strict=True)
-    mask = tuple(int(trained and made >= version) for trained, made in pairs)
-    return replace(trajectory, loss_mask=mask), sum(trajectory.loss_mask) - sum(mask)
+    arrays = trajectory.arrays
+    mask = arrays.loss_mask & (arrays.versions >= version)
+    num_masked = int(arrays.loss_mask.sum() - mask.sum())
+    return (trajectory.with_loss_mask(mask) if num_masked else trajectory), num_masked
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from headwater.core.data_proto import DataProto
@@ -22,33 +23,34 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
     prompt_width = max((each.prompt_length for each in trajectories), default=0)
     response_width = max((1, *(len(each.tokens) - each.prompt_length for each in trajectories)))
     rows, width = len(trajectories), prompt_width + response_width
-    input_ids = torch.full((rows, width), pad_token_id, dtype=torch.int64)
-    attention_mask = torch.zeros(rows, width, dtype=torch.int64)
-    response_mask = torch.zeros(rows, response_width)
-    logprobs = torch.zeros(rows, response_width)
-    versions = torch.full((rows, response_width), NOT_SAMPLED, dtype=torch.int64)
-    rewards = torch.zeros(rows, response_width)
+    input_ids = np.full((rows, width), pad_token_id, np.int64)
+    attention_mask = np.zeros((rows, width), np.int64)
+    response_mask = np.zeros((rows, response_width), np.float32)
+    logprobs = np.zeros((rows, response_width), np.float32)
+    versions = np.full((rows, response_width), NOT_SAMPLED, np.int64)
+    rewards = np.zeros((rows, response_width), np.float32)
     for row, each in enumerate(trajectories):
-        start, length = each.prompt_length, len(each.tokens) - each.prompt_length
-        left = prompt_width - start
-        input_ids[row, left : left + len(each.tokens)] = torch.tensor(each.tokens)
-        attention_mask[row, left : left + len(each.tokens)] = 1
-        response_mask[row, :length] = torch.tensor(each.loss_mask[start:], dtype=torch.float32)
-        logprobs[row, :length] = torch.tensor(each.logprobs[start:])
-        versions[row, :length] = torch.tensor(each.versions[start:], dtype=torch.int64)
+        arrays, start, length = each.arrays, each.prompt_length, len(each.tokens) - each.prompt_length
+        columns = slice(prompt_width - start, prompt_width + length)
+        input_ids[row, columns] = arrays.tokens
+        attention_mask[row, columns] = 1
+        response_mask[row, :length] = arrays.loss_mask[start:]
+        logprobs[row, :length] = arrays.logprobs[start:]
+        versions[row, :length] = arrays.versions[start:]
         if each.turn_rewards:
-            rewards[row, [end - start for end in each.turn_ends]] = torch.tensor(each.turn_rewards)
+            rewards[row, [end - start for end in each.turn_ends]] = each.turn_rewards
         else:
             rewards[row, score_column(each)] = each.reward
+    attended = torch.from_numpy(attention_mask)
     return DataProto.from_dict(
         tensors={
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
-            "response_mask": response_mask,
-            "rollout_logprobs": logprobs,
-            "versions": versions,
-            "rewards": rewards,
+            "input_ids": torch.from_numpy(input_ids),
+            "attention_mask": attended,
+            "position_ids": (attended.cumsum(dim=1) - 1).clamp(min=0),
+            "response_mask": torch.from_numpy(response_mask),
+            "rollout_logprobs": torch.from_numpy(logprobs),
+            "versions": torch.from_numpy(versions),
+            "rewards": torch.from_numpy(rewards),
         },
         non_tensors={"uid": [each.uid for each in trajectories], "sample": [each.sample for each in trajectories]},
     )
@@ -56,8 +58,8 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
 
 def score_column(trajectory: Trajectory) -> int:
     """The response column of a trajectory's reward."""
-    last = max((at for at, mask in enumerate(trajectory.loss_mask) if mask), default=len(trajectory.tokens) - 1)
-    return max(0, last - trajectory.prompt_length)
+    num_tokens = len(trajectory.tokens)
+    return max(0, trajectory.last_trained(0, num_tokens, default=num_tokens - 1) - trajectory.prompt_length)
 
 
 def add_to_scores(rewards: torch.Tensor, scores: torch.Tensor, trajectories: Sequence[Trajectory]) -> torch.Tensor:

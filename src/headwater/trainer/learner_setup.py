@@ -10,10 +10,9 @@ from headwater.algorithms.advantages import ADVANTAGES
 from headwater.algorithms.corrections import configured_corrections
 from headwater.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from headwater.config.arguments import with_arguments
-from headwater.config.schema import AlgorithmConfig
+from headwater.config.schema import AlgorithmConfig, Config
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import Learner
-from headwater.core.records import Prompt
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.learner.build import LearnerBuilder, LearnerSpec, build_learner
 from headwater.models.load import load_processor
@@ -31,11 +30,12 @@ def build_training(
     spec: LearnerSpec,
     tokenizer: Any,
     make_learner: LearnerBuilder | None = None,
-    check_prompt: Callable[[Prompt], None] | None = None,
+    *,
+    check_prompts: Callable[[Config, PromptDataset, str], None] | None = None,
 ) -> TrainingParts:
     """``make_learner`` builds the learner over several ranks; the default is one in this process.
 
-    ``check_prompt`` is called with the first prompt before the learner is built.
+    ``check_prompts`` is ``RolloutParts.check_prompts``. It is called before the learner is built.
     """
     config = spec.config
     algorithm = config.algorithm
@@ -50,8 +50,8 @@ def build_training(
                 f"batch would contain some of them twice; lower it to {len(train_data)} or less, or add data"
             ]
         )
-    if check_prompt is not None:
-        check_prompt(train_data[0])
+    if check_prompts is not None:
+        check_prompts(config, train_data, "data.train")
     advantage = with_arguments(ADVANTAGES, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
     # With the log-probs of the rollout the learner computes corrections itself, in every update.
     corrections = {} if algorithm.old_logprobs == "rollout" else configured_corrections(algorithm)

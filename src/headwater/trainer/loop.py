@@ -179,7 +179,7 @@ class Trainer:
     def _take(self) -> RolloutBatch:
         """Groups for one step, none of them too old. Later groups continue to be generated if allowed."""
         self._recorder.begin_step()
-        with self._generating(), self._parts.spans.span("wait", batch=self._state.step + 1):
+        with self._generating(), self._recorder.stage("wait", batch=self._state.step + 1):
             return self._rollouts.prepare_batch(self._stream)
 
     @contextmanager
@@ -189,31 +189,34 @@ class Trainer:
             yield
             return
         try:
-            self._learner.offload()
+            with self._recorder.stage("offload"):
+                self._learner.offload()
             with self._parts.cache_awake():
                 yield
         finally:
-            self._learner.onload()
+            with self._recorder.stage("offload"):
+                self._learner.onload()
 
     def _make_experience(self, batch: RolloutBatch) -> Experience:
-        with self._parts.spans.span("experience"):
+        with self._recorder.stage("experience"):
             return self._training.experience.make(batch, self._state.step)
 
     def _update(self, experience: Experience) -> dict[str, float]:
         self._consistent = False
-        with self._parts.spans.span("train"):
+        with self._recorder.stage("train"):
             return {**experience.metrics, **self._learner.update(experience.data)}
 
     def _publish(self) -> None:
         """Send the new weights to the engine. This completes the step."""
         step = self._state.step + 1
-        with self._parts.spans.span("publish", version=step):
+        with self._recorder.stage("publish", version=step):
             longest_s = self._config.rollout.timeout_s
             published = publish(self._learner, self._parts.engine, step, longest_response_s=longest_s)
-        learned = self._checksum(published.trained)
-        self._rollouts.trained(step, learned)
-        self._books = self._rollouts.close_books(self._stream.state_dict)
-        self._recorder.ledger(step, learned, self._books)
+            learned = self._checksum(published.trained)
+        with self._recorder.stage("record"):
+            self._rollouts.trained(step, learned)
+            self._books = self._rollouts.close_books(self._stream.state_dict)
+            self._recorder.ledger(step, learned, self._books)
         self._state = self._state_at(step)
         self._consistent = True
         self._rollouts.set_version(step)
@@ -230,7 +233,7 @@ class Trainer:
             # An interrupt must not leave the transfer: the engine's thread would continue to read the export.
             with (
                 self._interrupts.deferred("sending the weights"),
-                self._parts.spans.span("publish", version=self._state.step),
+                self._recorder.stage("publish", version=self._state.step),
             ):
                 publish(self._learner, self._parts.engine, self._state.step)
 
@@ -241,11 +244,12 @@ class Trainer:
         if self._parts.eval_data is None:
             return
         settings = self._config.eval
-        with self._generating():
-            result = evaluate(
-                self._parts.eval_rollouts, self._parts.eval_data, settings.num_prompts, self._config.run.seed
-            )
-        self._recorder.evaluation(self._state.step, result)
+        with self._recorder.stage("evaluate"):
+            with self._generating():
+                result = evaluate(
+                    self._parts.eval_rollouts, self._parts.eval_data, settings.num_prompts, self._config.run.seed
+                )
+            self._recorder.evaluation(self._state.step, result)
 
     def _warm_start(self) -> None:
         config = self._config
@@ -295,7 +299,7 @@ class Trainer:
             raise RankFailed(f"{failure}; resume from the last checkpoint")
 
     def _save(self) -> None:
-        with self._interrupts.deferred("this checkpoint"):
+        with self._interrupts.deferred("this checkpoint"), self._recorder.stage("checkpoint"):
             self._checkpoints.save(self._state, self._learner)
 
 

@@ -10,15 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, Trajectory
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import MetricsRecord, RunDirectory, Tracker
-from headwater.observe.spans import Spans
+from headwater.observe.spans import Spans, StageClock
 from headwater.observe.trace import Trace
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.snapshot import Books
@@ -59,7 +61,7 @@ class Recorder:
         self._num_left_out = num_left_out
         self._trackers = trackers
         self._reporter: Reporter | None = None
-        self._step_began = time.perf_counter()
+        self._clock = StageClock()
 
     def resumed(self, step: int) -> None:
         """Everything that was recorded after ``step`` is no longer valid."""
@@ -71,13 +73,19 @@ class Recorder:
 
     @contextmanager
     def training(self, start: int, total_steps: int) -> Iterator[None]:
-        """Show the progress of the training steps inside this block."""
+        """Show the progress of the training steps inside this block, and measure their time."""
+        self._clock.take()
         with self._display.stage("train", total_steps, start=start) as self._reporter:
             yield
 
+    @contextmanager
+    def stage(self, name: str, **args: object) -> Iterator[None]:
+        """A part of a step. Stages add up to the time of the step; what follows its record belongs to the next."""
+        with self._clock.stage(name), self._spans.span(name, **args):
+            yield
+
     def begin_step(self) -> None:
-        """Start the clock of a step. Time that was spent before, for example on evaluation, does not count."""
-        self._step_began = time.perf_counter()
+        """Rollouts that ran before, for example for evaluation, do not count as generation of this step."""
         self._spans.drain()
 
     def ledger(self, step: int, weights: str, books: Books) -> None:
@@ -87,17 +95,18 @@ class Recorder:
 
     def step(self, step: int, batch: RolloutBatch, update: Mapping[str, float], books: Books) -> None:
         """The metrics of a training step, its rollouts if they are due, and the progress line."""
-        step_s = time.perf_counter() - self._step_began
-        metrics = step_metrics(batch, update, self._spans.drain(), step_s, books)
-        metrics["prompts/left_out"] = self._num_left_out
-        self._log(MetricsRecord("train", step, time.time(), metrics))
-        if self._trace is not None:
-            self._trace.write_if_due(self._trace_file)
-        if self._save_rollouts_every_steps > 0 and step % self._save_rollouts_every_steps == 0:
-            rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
-            write_rollouts(self._run.free_file("rollouts", f"step_{step:06d}", ".parquet"), step, rollouts)
-        if self._reporter is not None:
-            self._reporter.update(step, shown_metrics(metrics, books.drops))
+        with self.stage("record"):
+            if self._trace is not None:
+                self._trace.write_if_due(self._trace_file)
+            if self._save_rollouts_every_steps > 0 and step % self._save_rollouts_every_steps == 0:
+                rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
+                write_rollouts(self._run.free_file("rollouts", f"step_{step:06d}", ".parquet"), step, rollouts)
+            # The record comes last, so that its time contains the files.
+            metrics = step_metrics(batch, update, self._spans.drain(), self._clock.take(), books)
+            metrics["prompts/left_out"] = self._num_left_out
+            self._log(MetricsRecord("train", step, time.time(), metrics))
+            if self._reporter is not None:
+                self._reporter.update(step, shown_metrics(metrics, books.drops))
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         self._log(MetricsRecord("eval", step, time.time(), result.metrics()))
@@ -134,10 +143,14 @@ def step_metrics(
     batch: RolloutBatch,
     update: Mapping[str, float],
     seconds: Mapping[str, float],
-    step_s: float,
+    stages: Mapping[str, float],
     books: Books,
 ) -> dict[str, float]:
-    """The metrics of one training step. ``groups/dropped`` counts failures of all kinds."""
+    """The metrics of one training step. ``groups/dropped`` counts failures of all kinds.
+
+    ``seconds`` are those of concurrent work; ``stages`` follow one another and add up to the time of the step.
+    """
+    step_s = sum(stages.values())
     started = asdict(books.rollouts) if books.rollouts is not None else {}
     of_groups = [group.episode_rewards() for group in batch.groups]
     rewards = [reward for group in of_groups for reward in group]
@@ -162,7 +175,7 @@ def step_metrics(
         "rollouts/in_flight": books.counts.in_flight,
         **{f"rollouts/{name}": count for name, count in started.items()},
         **update,
-        **{f"time/{name}_s": value for name, value in seconds.items()},
+        **{f"time/{name}_s": value for name, value in {**seconds, **stages}.items()},
         "time/step_s": step_s,
         "throughput/generated_tokens_per_s": sum(lengths) / step_s,
     }
@@ -216,14 +229,22 @@ def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Traje
             "reward": trajectory.reward,
             "stop_reason": trajectory.stop_reason,
             "prompt_length": trajectory.prompt_length,
-            "tokens": list(trajectory.tokens),
-            "loss_mask": list(trajectory.loss_mask),
-            "logprobs": list(trajectory.logprobs),
-            "versions": list(trajectory.versions),
             "info": _to_json(dict(trajectory.info)),
         }
         for prompt, trajectory in rollouts
     ]
+    table = pa.Table.from_pylist(rows)
+    arrays = [trajectory.arrays for _, trajectory in rollouts]
+    # Converting lists one value at a time would take seconds for long responses.
+    for name in ("tokens", "loss_mask", "logprobs", "versions"):
+        table = table.append_column(name, _lists([getattr(each, name) for each in arrays]))
     temporary = path.with_name(f".{path.name}")
-    pq.write_table(pa.Table.from_pylist(rows), temporary)
+    pq.write_table(table, temporary)
     temporary.replace(path)
+
+
+def _lists(values: Sequence[NDArray[Any]]) -> pa.Array:
+    """A column of lists, one per array."""
+    starts = pa.array(np.cumsum([0, *(len(each) for each in values)]), pa.int32())
+    joined = np.concatenate(values) if values else np.zeros(0, np.int64)
+    return pa.ListArray.from_arrays(starts, joined.astype(np.int64) if joined.dtype == np.bool_ else joined)

@@ -14,11 +14,12 @@ from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Capabilities, InferenceEngine, MemoryTag
+from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag
 from headwater.core.records import Prompt, SamplingParams
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
@@ -68,6 +69,16 @@ class RolloutParts:
         finally:
             self.sleep_cache()
 
+    def check_prompts(self, config: Config, dataset: PromptDataset, key: str) -> None:
+        """Refuse prompts that the engine could not answer or the reward function could not score.
+
+        Otherwise a run would find out at its first rollout.
+        """
+        self.check_prompt(dataset[0])
+        # The prompts of a custom class are not measured.
+        longest = dataset.longest_prompt if isinstance(dataset, RLHFDataset) else config.data.max_prompt_tokens
+        check_requests_fit(config, self.engine.limits, longest, key)
+
     def close(self) -> None:
         try:
             self.tasks.close()
@@ -101,8 +112,27 @@ def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceE
     return engine
 
 
+def check_requests_fit(config: Config, limits: EngineLimits, longest_prompt: int, key: str) -> None:
+    """``longest_prompt`` is the number of tokens of the longest prompt of ``key``, data.train or data.eval."""
+    num_new, room = config.rollout.max_new_tokens, limits.max_request_tokens
+    if longest_prompt + num_new <= room:
+        return
+    prompts = f"data.max_prompt_tokens to {room - num_new}" if room > num_new else ""
+    responses = f"rollout.max_new_tokens to {room - longest_prompt}" if room > longest_prompt else ""
+    both = "both data.max_prompt_tokens and rollout.max_new_tokens"
+    lower = " or ".join(each for each in (prompts, responses) if each) or both
+    raise ConfigError(
+        [
+            f"rollout.max_new_tokens = {num_new}: with the longest prompt of {key} ({longest_prompt} tokens) a request "
+            f"needs {longest_prompt + num_new} tokens, and the engine's KV cache has room for {room}; raise "
+            f"engine.kv_cache_gib or engine.memory_fraction, or lower {lower}"
+        ]
+    )
+
+
 def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | None = None) -> RolloutParts:
     """With ``schedule``, the rollouts of a recorded run are replayed. Otherwise new ones are generated."""
+    config = with_dtype(config)
     trace = Trace() if config.trainer.trace else None
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path)
@@ -173,7 +203,7 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         greedy=workflow(greedy) if greedy else None,
         should_accept=_scores_differ if config.algorithm.filter_groups else None,
     )
-    return RolloutParts(
+    parts = RolloutParts(
         tokenizer=tokenizer,
         engine=engine,
         spans=spans,
@@ -186,6 +216,13 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         check_prompt=check_prompt,
         reads_column=getattr(reward, "reads_column", lambda name: True),
     )
+    if eval_data is not None and (config.eval.before or config.eval.after or config.eval.every_steps):
+        try:
+            parts.check_prompts(config, eval_data, "data.eval")
+        except ConfigError:
+            parts.close()
+            raise
+    return parts
 
 
 def _prompt_check(config: Config, reward: object) -> Callable[[Prompt], None]:

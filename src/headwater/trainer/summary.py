@@ -14,7 +14,15 @@ from headwater.trainer.recorder import DROP_METRICS
 
 _Record = dict[str, Any]
 _SMOOTHING = 0.8
-_LEARNER = {"wait for rollouts": "wait", "experience": "experience", "train": "train", "publish": "publish"}
+_LEARNER = {
+    "wait for rollouts": "wait",
+    "experience": "experience",
+    "train": "train",
+    "publish": "publish",
+    "record": "record",
+    "evaluation": "evaluate",
+    "checkpoint": "checkpoint",
+}
 """The parts of a step: the label in the summary, and the name in the metrics."""
 
 
@@ -65,7 +73,8 @@ def _table(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Table:
 
     # These parts of a step run one after the other. Rollouts run concurrently, so their shares do not add up with them.
     for label, name in _LEARNER.items():
-        table.add_row(f"  {label}", share(name))
+        if any(f"time/{name}_s" in record for record in train):
+            table.add_row(f"  {label}", share(name))
     table.add_row("rollouts (concurrent)", f"generate {share('generate')}, reward {share('reward')}")
     for label, text in _losses(train, evaluations):
         table.add_row(label, text)

@@ -28,6 +28,11 @@ CLASHES = [
         ["data.max_prompt_tokens", "rollout.max_new_tokens", "768"],
     ),
     (
+        ["learner.max_tokens_per_forward_pass=767"],
+        "learner.max_tokens_per_forward_pass = 767",
+        ["data.max_prompt_tokens", "rollout.max_new_tokens", "768"],
+    ),
+    (
         ["rollout.allow_partial_groups=true"],
         "rollout.allow_partial_groups = true",
         ["rollout.on_failure = stop", "rollout.on_failure=drop"],
@@ -108,6 +113,7 @@ def test_a_clash_names_both_keys_and_the_remedy(assert_clashes):
 FITTING = [
     ["learner.num_minibatches=8"],
     ["learner.max_tokens_per_microbatch=768"],
+    ["learner.max_tokens_per_forward_pass=768"],
     ["eval.every_steps=10", "trainer.checkpoint_every_steps=10", "trainer.total_steps=10"],
     ["learner.num_warmup_steps=9", "trainer.total_steps=10"],
     ["data.num_train_rows=32"],

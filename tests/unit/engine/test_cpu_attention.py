@@ -216,4 +216,5 @@ def test_what_attention_copies_is_no_part_of_the_cache(monkeypatch):
 
     room = 2 * kv_cache.CPU_COPY_BYTES + kv_cache.CPU_MASK_BYTES + kv_cache._workspace_bytes(spec, 10**4, 8)
     page_bytes = spec.kv_bytes_per_token * PAGE
+    room += kv_cache._page_copy_bytes(page_bytes, 10**4)
     assert num_pages(room + 100 * page_bytes) == 101

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, XLMConfig, XLMWithLMHead
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LearnerConfig
-from headwater.core.errors import ModelError, RunError
+from headwater.core.errors import DataError, ModelError, RunError
 from headwater.learner.actor import Actor
 from headwater.learner.engine import ForwardEngine, TrainEngine, minibatches
 from headwater.learner.export import merged_weights
@@ -61,6 +61,39 @@ def gradient(data, max_tokens: int, **algorithm) -> torch.Tensor:
     train_engine._optimizer.step = keep
     actor(train_engine, **algorithm).update(data)
     return taken["gradient"]
+
+
+def pass_sizes(train_engine: TrainEngine, monkeypatch) -> list[int]:
+    sizes: list[int] = []
+    packs = train_engine.packs
+
+    def noted(*arguments):
+        for pack, counts in packs(*arguments):
+            sizes.append(len(pack.input_ids))
+            yield pack, counts
+
+    monkeypatch.setattr(train_engine, "packs", noted)
+    return sizes
+
+
+def test_passes_without_gradients_have_their_own_budget(monkeypatch):
+    data = experience(1)
+    longest = int(data.batch["attention_mask"].sum(dim=1).max())
+    for given, budget in ((longest, longest), (0, 4 * 2 * longest)):
+        trained = engine(max_tokens_per_microbatch=2 * longest, max_tokens_per_forward_pass=given)
+        sizes = pass_sizes(trained, monkeypatch)
+        computed = trained.compute(data)["logprobs"]
+        assert budget / 4 < max(sizes) <= budget
+        torch.testing.assert_close(computed, engine().compute(data)["logprobs"])
+        sizes.clear()
+        actor(trained).update(data)
+        assert longest < max(sizes) <= 2 * longest
+    # A row may be longer than one budget and fit the other.
+    engine(max_tokens_per_microbatch=3, max_tokens_per_forward_pass=longest).compute(data)
+    with pytest.raises(DataError, match=r"over learner\.max_tokens_per_microbatch = 3"):
+        actor(engine(max_tokens_per_microbatch=3, max_tokens_per_forward_pass=longest)).update(data)
+    with pytest.raises(DataError, match=r"over learner\.max_tokens_per_forward_pass = 3"):
+        engine(max_tokens_per_forward_pass=3).compute(data)
 
 
 def test_logprobs_match_one_plain_forward_pass_per_row():

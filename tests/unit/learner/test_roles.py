@@ -248,7 +248,7 @@ def classifier_folder(tmp_path, **fields):
 
 def reward_model(folder, max_tokens: int) -> RewardModel:
     module = ValueModule(load_reward_model(str(folder), dtype="float32", device="cpu"))
-    return RewardModel(ForwardEngine(module, LearnerConfig(max_tokens_per_microbatch=max_tokens)), tiny.tokenizer())
+    return RewardModel(ForwardEngine(module, LearnerConfig(max_tokens_per_forward_pass=max_tokens)), tiny.tokenizer())
 
 
 CONVERSATIONS = [
@@ -274,8 +274,8 @@ def test_a_conversation_over_the_budget_is_named_with_its_judge(tmp_path):
     classifier_folder(tmp_path)
     longest = len(tiny.tokenizer().apply_chat_template(CONVERSATIONS[2], tokenize=True, return_dict=False))
     judge = reward_model(tmp_path, max_tokens=longest - 1)
-    named = f"reward.model: conversation 2 of the batch has {longest} of its tokens, over learner.max_tokens_per_micro"
-    with pytest.raises(DataError, match=rf"{named}batch = {longest - 1}; raise that to {longest}"):
+    named = f"reward.model: conversation 2 of the batch has {longest} of its tokens, over learner.max_tokens_per"
+    with pytest.raises(DataError, match=rf"{named}_forward_pass = {longest - 1}; raise that to {longest}"):
         judge.scores([CONVERSATIONS[0], *CONVERSATIONS[::2], CONVERSATIONS[2]])
 
 

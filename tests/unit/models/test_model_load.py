@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
+from headwater.config.schema import Config, ModelConfig
 from headwater.core.errors import ModelError
 from headwater.models.builtin.tiny import PRESETS, build_config
+from headwater.models.device import auto_dtype, with_dtype
 from headwater.models.load import end_token_ids, load_model, load_processor, load_tokenizer, resolve_device, save_model
 
 
@@ -250,8 +252,19 @@ def test_devices_without_cuda() -> None:
         resolve_device("cuda")
 
 
+def test_auto_is_bfloat16_only_on_gpus_that_compute_in_it(monkeypatch) -> None:
+    for capability, dtype in (((7, 5), torch.float32), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        assert auto_dtype(torch.device("cuda", 0)) == dtype
+        assert auto_dtype(torch.device("cpu")) == torch.float32
+    assert load_model("tiny:qwen3", dtype="auto", device="cpu", seed=0).dtype == torch.float32
+    on_cpu = ModelConfig(device="cpu")
+    assert (on_cpu.dtype, with_dtype(Config(model=on_cpu)).model.dtype) == ("auto", "float32")
+    assert with_dtype(Config(model=ModelConfig(dtype="bfloat16", device="cpu"))).model.dtype == "bfloat16"
+
+
 def test_bad_dtype() -> None:
-    with pytest.raises(ModelError, match=r"model\.dtype = int8: unknown; use one of float32, bfloat16, float16"):
+    with pytest.raises(ModelError, match=r"model\.dtype = int8: unknown; use one of auto, float32, bfloat16, float16"):
         load_model("tiny:qwen3", dtype="int8", device="cpu", seed=0)
 
 

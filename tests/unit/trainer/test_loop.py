@@ -84,6 +84,19 @@ def test_a_learner_that_could_not_leave_is_brought_back(run):
     assert run.calls == ["learner leaves", "learner returns"]
 
 
+def test_the_time_of_a_step_contains_files_evaluations_and_checkpoints(run, tmp_path):
+    run(
+        "warm_start.num_steps=0", "eval.before=false", "trainer.total_steps=3", "eval.every_steps=1",
+        "trainer.checkpoint_every_steps=1",
+    )  # fmt: skip
+    steps = [each for each in RunDirectory(tmp_path / "run").read_metrics() if each["kind"] == "train"]
+    names = ("wait", "offload", "experience", "train", "publish", "record", "evaluate", "checkpoint", "other")
+    for each in steps:
+        assert sum(each.get(f"time/{name}_s", 0.0) for name in names) == pytest.approx(each["time/step_s"])
+        assert all(each[f"time/{name}_s"] > 0 for name in names[:6])
+    assert all(each["time/evaluate_s"] > 0 and each["time/checkpoint_s"] > 0 for each in steps[1:])
+
+
 def test_a_run_with_a_reference_and_checkpointed_layers_starts_and_goes_on(run, tmp_path):
     settings = ["warm_start.num_steps=2", "warm_start.until_reward=0", "eval.before=false", "eval.after=false"]
     run(

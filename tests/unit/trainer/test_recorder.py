@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -104,16 +105,38 @@ def test_drops_are_counted_by_kind(recorder, run):
     assert record["prompts/left_out"] == 0
 
 
-def test_only_the_time_of_the_step_counts(recorder, run):
-    with recorder._spans.span("reward"):
-        pass
-    recorder.begin_step()
-    with recorder._spans.span("train"):
-        pass
-    recorder.step(1, a_batch(), {}, BOOKS)
-    (record,) = run.read_metrics()
-    assert "time/reward_s" not in record
-    assert 0 < record["time/train_s"] <= record["time/step_s"]
+STAGES = ("wait", "experience", "train", "publish", "record", "evaluate", "checkpoint", "offload", "other")
+
+
+def test_the_stages_of_a_step_add_up_to_it_and_every_moment_belongs_to_a_step(recorder, run):
+    with recorder.training(0, 2):
+        began = time.perf_counter()
+        for step in (1, 2):
+            recorder.begin_step()
+            with recorder.stage("wait"):
+                time.sleep(0.02)
+                with recorder.stage("publish"), recorder._spans.span("reward"):
+                    time.sleep(0.03)
+            time.sleep(0.01)
+            recorder.step(step, a_batch(), {}, BOOKS)
+            took_s = time.perf_counter() - began
+            with recorder.stage("evaluate"), recorder._spans.span("generate"):
+                time.sleep(0.04)
+    first, second = run.read_metrics()
+    for record in (first, second):
+        stages = [record.get(f"time/{name}_s", 0.0) for name in STAGES]
+        assert sum(stages) == pytest.approx(record["time/step_s"])
+        assert record["time/publish_s"] >= 0.03
+        assert record["time/wait_s"] < record["time/step_s"] - 0.03, "an inner stage does not count twice"
+        assert record["time/reward_s"] >= 0.03
+        assert "time/generate_s" not in record, "the rollouts of an evaluation are not those of a step"
+        num_tokens = sum(len(each.response_tokens) for each in a_batch().trajectories)
+        assert record["throughput/generated_tokens_per_s"] == pytest.approx(num_tokens / record["time/step_s"])
+    assert "time/evaluate_s" not in first
+    assert second["time/evaluate_s"] >= 0.04
+    assert second["time/record_s"] > 0, "the rollout file of step 2"
+    slept_s = 2 * (0.02 + 0.03 + 0.01) + 0.04
+    assert slept_s <= first["time/step_s"] + second["time/step_s"] <= took_s
 
 
 def test_rollouts_are_saved_every_few_steps(recorder, run):
