@@ -248,7 +248,7 @@ def test_nothing_is_left_behind_by_a_run_that_could_not_start(fails, tmp_path):
 
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_debug_shows_the_traceback(tmp_path, place):
-    arguments = ["train", "recipes/quickstart.yaml", "rollout.max_staleness=-1"]
+    arguments = ["train", "quickstart", "rollout.max_staleness=-1"]
     with pytest.raises(ConfigError):  # which Python shows with its traceback
         headwater(*(["--debug", *arguments] if place == "before" else [*arguments, "--debug"]))
 
