@@ -121,6 +121,7 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
     import torch
 
     from headwater.config.explain import to_yaml
+    from headwater.config.paths import with_absolute_paths
     from headwater.learner.build import LearnerSpec
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
@@ -142,7 +143,9 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
             rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
         reference_path = str(run.reference) if run and run.reference.exists() else config.model.path
         training = build_training(LearnerSpec(config, model_path, reference_path), rollout.tokenizer, make_learner)
-        run = run or RunDirectory.create(Path(config.run.root), config.run.name)
+        if run is None:
+            run = RunDirectory.create(Path(config.run.root), config.run.name)
+            stack.enter_context(run.removed_if_unused())
         trainer = Trainer(config, rollout, training, run, display)
         if checkpoint is not None:
             trainer.restore(checkpoint)
@@ -151,7 +154,7 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
             display.say(f"{run.path} has no checkpoint yet: starting from the beginning")
         else:
             _announce(run, config, display)
-        run.write_config(to_yaml(config))
+        run.write_config(to_yaml(with_absolute_paths(config)))
         display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
         try:
             finished = trainer.fit()

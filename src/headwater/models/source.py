@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from headwater.config.paths import looks_like_folder
 from headwater.core.errors import ModelError
 from headwater.models.builtin.tiny import TINY_PREFIX, find_preset
 
@@ -46,7 +46,7 @@ def resolve_model(path: str, key: str = "model.path") -> ModelSource:
         return ModelSource(path, "tiny", key)
     if path == SMOLLM2:
         return ModelSource(path, "smollm2", key)
-    if _looks_like_folder(path):
+    if looks_like_folder(path):
         return ModelSource(path, "folder", key)
     if _HUB_ID.fullmatch(path):
         return ModelSource(path, "hub", key)
@@ -54,8 +54,3 @@ def resolve_model(path: str, key: str = "model.path") -> ModelSource:
         f"{key} = {path!r}: is neither a folder nor a hub id; "
         f"give ./folder, org/name, {TINY_PREFIX}<preset> or {SMOLLM2}"
     )
-
-
-def _looks_like_folder(path: str) -> bool:
-    separators = path.count("/") + (path.count(os.sep) if os.sep != "/" else 0)
-    return path.startswith((".", "/", "~")) or separators > 1 or (path != "" and Path(path).is_dir())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -63,6 +65,16 @@ class RunDirectory:
                     number += 1
         except OSError as error:
             raise RunError(f"run.root = {root}: cannot create {name!r} there: {error.strerror or error}") from error
+
+    @contextmanager
+    def removed_if_unused(self) -> Iterator[None]:
+        """Remove the directory if the block fails before it has recorded anything: there is nothing to resume."""
+        try:
+            yield
+        except Exception:
+            if not self.metrics_file.exists():
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
