@@ -52,3 +52,34 @@ def test_a_run_is_resumed_and_evaluated_elsewhere(folders, monkeypatch, capsys):
     assert main(["train", "--resume", str(run), *same]) == 0, capsys.readouterr().err
     assert not any(elsewhere.iterdir())
     assert len(list(run.glob("config*.yaml"))) == 3  # one for each number of steps, and none for the paths
+
+
+def test_a_model_is_evaluated_without_a_run(folders, capsys):
+    options = ["--data", "data/rows.jsonl", "--reward", "reward.py:compute_score", "rollout.max_new_tokens=4"]
+    assert main(["eval", "tiny:qwen3", *options, "--show", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "tiny:qwen3" in shown
+    assert "rows/eval/0  reward" in shown
+    # The same task from a recipe gives the same reward.
+    assert main(["eval", "tiny:qwen3", "mine.yaml", "rollout.workflow=rlvr"]) == 0
+    assert capsys.readouterr().out == shown.partition("rows/eval/0")[0]
+    assert {path.name for path in folders[0].iterdir()} >= {"mine.yaml"}
+    assert not (folders[0] / "results").exists()
+
+
+def test_what_eval_cannot_evaluate(folders, capsys):
+    here, _ = folders
+    (here / "results" / "mine").mkdir(parents=True)
+    cases = [
+        (["tiny:qwen3"], "say on what to evaluate it: name a recipe"),
+        (["results/mine"], "not a run directory (config.yaml is missing) and not a model (config.json is missing)"),
+        (["results/mnie", "quickstart"], "did you mean results/mine?"),
+        (["tiny:qwen3", "quickstart", "--step", "3"], "--step = 3: goes with a run directory"),
+        (["tiny:qwen", "quickstart"], "RUN|MODEL = tiny:qwen: unknown preset"),
+    ]
+    for arguments, message in cases:
+        assert main(["eval", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    (here / "results" / "mine" / "config.yaml").write_text("run: {name: x}\n")
+    assert main(["eval", "results/mine", "quickstart"]) == 2
+    assert "results/mine with the recipe quickstart: a run uses its own recipe" in capsys.readouterr().err

@@ -72,6 +72,7 @@ def _start(recipes: list[str], overrides: list[str]) -> int:
     from headwater.config.builtin import find_builtin
     from headwater.config.checks import files_exist
     from headwater.config.load import load_config
+    from headwater.models.source import check_model
 
     if not recipes:
         raise HeadwaterError("give a recipe, for example: headwater train quickstart (`headwater recipes` lists more)")
@@ -80,8 +81,10 @@ def _start(recipes: list[str], overrides: list[str]) -> int:
             f"{recipes[0]}: has only the settings of an algorithm; name a recipe with a model and data before it, for "
             f"example: headwater train quickstart {recipes[0]}"
         )
-    loaded = load_config(recipes, overrides, [files_exist])
-    return _fit(loaded.config, run=None, checkpoint=None)
+    config = load_config(recipes, overrides, [files_exist]).config
+    # Checked before torch is imported, so that a mistyped name fails at once.
+    check_model(config.model.path)
+    return _fit(config, run=None, checkpoint=None)
 
 
 def _resume(path: Path, step: int | None, overrides: list[str]) -> int:

@@ -302,8 +302,8 @@ def files_exist(config: Config, layers: Layers) -> Iterator[Clash]:
             if is_file(name) and "://" not in name and not _find(name):
                 yield Clash(
                     (key,),
-                    f"no such file: {name} (looked in {Path.cwd()}, where relative paths start); check the path, or name a "
-                    "task",
+                    f"no such file: {name} (looked in {Path.cwd()}, where relative paths start); check the path, or "
+                    "name a task",
                 )
 
 

@@ -33,13 +33,12 @@ from transformers.models.auto.modeling_auto import (
 
 from headwater.core.errors import ModelError
 from headwater.models import folder as folder_checks
-from headwater.models.builtin.smollm2 import fetched_folder
 from headwater.models.builtin.tiny import build_model, build_tokenizer
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.folder import quiet
 from headwater.models.save import save_model
 from headwater.models.sharded_load import ShardReader, load_skeleton, matches
-from headwater.models.source import ModelSource, resolve_model
+from headwater.models.source import ModelSource, locate, resolve_model
 
 __all__ = [
     "ModelSource",
@@ -186,15 +185,6 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return ids
 
 
-def locate(source: ModelSource) -> Path | str:
-    """A folder whose config.json was checked, or a hub id."""
-    if source.kind == "hub":
-        return source.path
-    location = fetched_folder(source.key) if source.kind == "smollm2" else source.folder
-    folder_checks.check_config(location, source.key)
-    return location
-
-
 def read_config(location: Path | str, key: str) -> Any:
     """The model's config.json as transformers reads it."""
     try:
@@ -295,8 +285,8 @@ def _cannot_read(location: Path | str, what: str, error: Exception, key: str) ->
     if isinstance(location, Path):
         return ModelError(f"{location}: cannot use its {what} ({cause}); copy or save the model folder again")
     return ModelError(
-        f"{key} = {location}: no such folder here, and the hub gave no usable {what} ({cause}); "
-        "check the name and the network, or give a local folder, tiny:<preset> or smollm2"
+        f"{key} = {location}: the hub has no usable {what} of this model ({cause}); check the name and the network, "
+        "or give a local folder, tiny:<preset> or smollm2"
     )
 
 

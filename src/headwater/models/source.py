@@ -1,4 +1,4 @@
-"""What kind of model a setting such as ``model.path`` names. This needs neither torch nor the network."""
+"""What kind of model a setting such as ``model.path`` names, and where it is. This does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Literal
 
 from headwater.config.paths import looks_like_folder
 from headwater.core.errors import ModelError
+from headwater.models.builtin.smollm2 import fetched_folder
 from headwater.models.builtin.tiny import TINY_PREFIX, find_preset
+from headwater.models.folder import check_config
+from headwater.models.hub import find_hub_model
 
 SMOLLM2 = "smollm2"
 
@@ -54,3 +57,19 @@ def resolve_model(path: str, key: str = "model.path") -> ModelSource:
         f"{key} = {path!r}: is neither a folder nor a hub id; "
         f"give ./folder, org/name, {TINY_PREFIX}<preset> or {SMOLLM2}"
     )
+
+
+def locate(source: ModelSource) -> Path | str:
+    """A folder whose config.json was checked, or the id of a model that the hub has. Not for ``tiny:`` models."""
+    if source.kind == "hub":
+        return find_hub_model(source.path, source.key)
+    location = fetched_folder(source.key) if source.kind == "smollm2" else source.folder
+    check_config(location, source.key)
+    return location
+
+
+def check_model(path: str, key: str = "model.path") -> None:
+    """Raise ``ModelError`` if there is no such model."""
+    source = resolve_model(path, key)
+    if source.kind != "tiny":
+        locate(source)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from headwater.core.errors import RunError
+from headwater.core.registry import similar_path
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class RunDirectory:
         if not (path / "config.yaml").is_file():
             raise RunError(
                 f"{path}: not a run directory (config.yaml is missing); give a directory that `headwater train` "
-                "created, for example runs/quickstart"
+                f"created, for example runs/quickstart{similar_path(path)}"
             )
         return cls(path)
 
