@@ -123,6 +123,7 @@ def _more_steps(done: int) -> str:
 def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> int:
     import torch
 
+    from headwater.chat.render import has_template
     from headwater.config.explain import to_yaml
     from headwater.config.paths import with_absolute_paths
     from headwater.learner.build import LearnerSpec
@@ -159,6 +160,8 @@ def _fit(config: Config, run: RunDirectory | None, checkpoint: Path | None) -> i
             _announce(run, config, display)
         run.write_config(to_yaml(with_absolute_paths(config)))
         display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
+        if not has_template(rollout.tokenizer):
+            display.say("The model has no chat template: prompts are used as plain text")
         try:
             finished = trainer.fit()
             stack.close()

@@ -69,9 +69,15 @@ def _existing(text: str) -> str:
     return _path(text) if Path(text).expanduser().exists() else text
 
 
+def _template(text: str) -> str:
+    """The names of built-in chat templates have neither dots nor slashes."""
+    return _path(text) if "." in text or "/" in text else text
+
+
 _EXACT: Mapping[str, Callable[[str], str]] = {
     "run.root": _path,
     "model.path": _model,
+    "model.chat_template": _template,
     "critic.path": _model,
     "reward.model": _model,
     "data.train": _source,

@@ -33,6 +33,7 @@ from transformers.models.auto.modeling_auto import (
 
 from headwater.core.errors import ModelError
 from headwater.models import folder as folder_checks
+from headwater.models.builtin.chat_template import set_template
 from headwater.models.builtin.tiny import build_model, build_tokenizer
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.folder import quiet
@@ -58,12 +59,19 @@ logger = logging.getLogger(__name__)
 _NUM_KEYS_SHOWN = 3
 
 
-def load_tokenizer(path: str, *, key: str = "model.path") -> Any:
-    """The model's tokenizer, which pads on the left and has a pad token."""
+def load_tokenizer(path: str, *, key: str = "model.path", chat_template: str = "") -> Any:
+    """The model's tokenizer, which pads on the left and has a pad token.
+
+    ``chat_template`` (``model.chat_template``) names another chat template than the model's own.
+    """
     source = resolve_model(path, key)
-    if source.kind == "tiny":
-        return build_tokenizer()
-    location = locate(source)
+    tokenizer = build_tokenizer() if source.kind == "tiny" else _read_tokenizer(locate(source), key)
+    if chat_template:
+        set_template(tokenizer, chat_template)
+    return tokenizer
+
+
+def _read_tokenizer(location: Path | str, key: str) -> Any:
     if isinstance(location, Path):
         folder_checks.check_tokenizer(location, key)
     config = read_config(location, key)
@@ -156,7 +164,7 @@ def _read_generation_config(model: Any, location: Path) -> None:
     _repair_generation_config(model)
 
 
-def load_processor(path: str) -> Any | None:
+def load_processor(path: str, chat_template: str = "") -> Any | None:
     """The processor that turns images and videos into model inputs, or ``None`` for a model that takes only text."""
     source = resolve_model(path)
     if source.kind in ("tiny", "smollm2"):
@@ -169,7 +177,11 @@ def load_processor(path: str) -> Any | None:
         processor = AutoProcessor.from_pretrained(location)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise _cannot_read(location, "processor", error, source.key) from error
-    return None if isinstance(processor, PreTrainedTokenizerBase) else processor
+    if isinstance(processor, PreTrainedTokenizerBase):
+        return None
+    if chat_template:
+        set_template(processor, chat_template)
+    return processor
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
