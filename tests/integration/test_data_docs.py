@@ -57,7 +57,7 @@ def test_the_files_and_commands_of_the_readme_work(folder, capsys):
     assert write_files(README, folder) == ["my.jsonl", "reward.py", "my.yaml"]
     blocks = "".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
     commands = [shlex.split(line, comments=True)[1:] for line in blocks.splitlines() if line.startswith("headwater ")]
-    assert {arguments[0] for arguments in commands} == {"train", "config", "eval", "doctor", "replay"}
+    assert {arguments[0] for arguments in commands} == {"train", "recipes", "config", "eval", "doctor", "replay"}
     assert "headwater train quickstart" in (ROOT / "Makefile").read_text()  # make quickstart
     assert main(shortened(["train", "quickstart"])) == 0
     for arguments in commands:
