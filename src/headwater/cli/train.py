@@ -83,7 +83,13 @@ def _start(recipes: list[str], overrides: list[str]) -> int:
         )
     config = load_config(recipes, overrides, [files_exist]).config
     # Checked before torch is imported, so that a mistyped name fails at once.
-    check_model(config.model.path)
+    for key, path in {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path if config.critic.enabled else "",
+        "reward.model": config.reward.model,
+    }.items():
+        if path:
+            check_model(path, key)
     return _fit(config, run=None, checkpoint=None)
 
 
