@@ -13,7 +13,7 @@ WORKERS ?= 2
 .PHONY: quickstart test test-all lint setup setup-dev clean
 
 quickstart: setup
-	@$(BIN)/headwater train recipes/quickstart.yaml
+	@$(BIN)/headwater train quickstart
 
 test: setup-dev lint
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal

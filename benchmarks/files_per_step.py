@@ -74,7 +74,7 @@ def profiled_step(recipe: str) -> set[str]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--recipe", default="recipes/quickstart.yaml")
+    parser.add_argument("--recipe", default="quickstart")
     options = parser.parse_args()
     files = profiled_step(options.recipe)
     all_files = [str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py")]

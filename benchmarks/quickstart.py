@@ -2,7 +2,7 @@
 
     python benchmarks/quickstart.py [--steps 80]
 
-Each side runs ``headwater train recipes/quickstart.yaml`` in a separate process, the second one with
+Each side runs ``headwater train quickstart`` in a separate process, the second one with
 ``rollout.backend=hf``. Times are read from the metrics of the runs. They include the training steps, but not the
 supervised start, evaluations and imports.
 """
@@ -20,7 +20,7 @@ from record import write_record
 
 from headwater.observe.run_directory import RunDirectory
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
+RECIPE = "quickstart"
 BACKENDS = ("embedded", "hf")
 _LIMIT_S = 1800
 

@@ -35,7 +35,7 @@ from headwater.observe.progress import Display
 from headwater.trainer.learner_setup import build_training
 from headwater.trainer.warm_start import warm_start
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+RECIPE = "quickstart"
 LOSSES: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"algorithm.policy_loss": "ppo", "algorithm.old_logprobs": "rollout"},
     "decoupled": {"algorithm.policy_loss": "decoupled", "algorithm.old_logprobs": "recompute"},

@@ -1,6 +1,6 @@
 """A custom dataset: a class with `__len__` and `__getitem__`, named in the config.
 
-    headwater train recipes/quickstart.yaml data.dataset=examples/custom_dataset.py:Doubling
+    headwater train quickstart data.dataset=examples/custom_dataset.py:Doubling
 
 This one generates its rows on access. The rows have `data_source="arithmetic"`, so the built-in scorer of that name
 scores the responses. With another name, set reward.function.

@@ -1,6 +1,6 @@
 """A custom reward: a function in a file, named in the config.
 
-    headwater train recipes/quickstart.yaml reward.function=examples/custom_reward.py:compute_score
+    headwater train quickstart reward.function=examples/custom_reward.py:compute_score
 
 It may be `async`, may take settings (reward.function_args), and returns a number or a dict with `score`. If it raises
 or takes too long, the run stops with the cause, or the row is dropped and counted (rollout.on_failure). A failure

@@ -1,6 +1,6 @@
 """A custom workflow: an async function, named in the config.
 
-    headwater train recipes/quickstart.yaml \
+    headwater train quickstart \
         rollout.workflow=examples/custom_workflow.py:best_of_two rollout.workflow_args.min_reward=0.0
 
 This one answers twice and trains on the better answer. Returning None rejects the episode: its group is dropped,

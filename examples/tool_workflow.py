@@ -1,6 +1,6 @@
 """An episode that calls a service: the model guesses, a checker says higher or lower, the model guesses again.
 
-    headwater train recipes/quickstart.yaml rollout.max_new_tokens=24 \
+    headwater train quickstart rollout.max_new_tokens=24 \
         rollout.workflow=examples/tool_workflow.py:HigherOrLower rollout.workflow_args.latency_s=0.01
 
 docs/workflows.md explains this file step by step.

@@ -12,7 +12,7 @@ from headwater.observe.run_directory import RunDirectory
 
 def train(root, *settings: str) -> RunDirectory:
     fast = ["eval.every_steps=0", "trainer.total_steps=16", "rollout.max_staleness=2", "model.dtype=bfloat16"]
-    assert main(["train", "recipes/quickstart.yaml", f"run.root={root}", *fast, *settings]) == 0
+    assert main(["train", "quickstart", f"run.root={root}", *fast, *settings]) == 0
     return RunDirectory.open(root / "quickstart")
 
 

@@ -88,7 +88,7 @@ def test_engine_and_trainer_agree(dtype, tolerance):
 
 def test_the_quickstart_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tiny.ROOT)
-    assert main(["train", "recipes/quickstart.yaml", f"run.root={tmp_path}", "trainer.total_steps=40"]) == 0
+    assert main(["train", "quickstart", f"run.root={tmp_path}", "trainer.total_steps=40"]) == 0
     evaluations = [each for each in RunDirectory.open(tmp_path / "quickstart").read_metrics() if each["kind"] == "eval"]
     assert evaluations[0]["reward/mean"] < 0.3
     assert evaluations[-1]["reward/mean"] > 0.7, evaluations
@@ -109,7 +109,7 @@ def test_training_computes_in_bfloat16_but_keeps_float32_weights():
 
 def test_a_bfloat16_run_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tiny.ROOT)
-    settings = ["recipes/quickstart.yaml", f"run.root={tmp_path}", "trainer.total_steps=40", "model.dtype=bfloat16"]
+    settings = ["quickstart", f"run.root={tmp_path}", "trainer.total_steps=40", "model.dtype=bfloat16"]
     assert main(["train", *settings]) == 0
     evaluations = [each for each in RunDirectory.open(tmp_path / "quickstart").read_metrics() if each["kind"] == "eval"]
     assert evaluations[-1]["reward/mean"] > 0.7, evaluations

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import pytest
-from command import CUT_DOWN, ROOT, metrics, same_weights, train_here, weights
+from command import CUT_DOWN, metrics, same_weights, train_here, weights
 
-RECIPES = [*sorted((ROOT / "recipes" / "algorithms").glob("*.yaml")), ROOT / "recipes" / "lora.yaml"]
+from headwater.config.builtin import builtin_recipes
+
+RECIPES = [*(["quickstart", recipe.name] for recipe in builtin_recipes() if recipe.is_part), ["quickstart-lora"]]
+FOR_A_TINY_MODEL = {"ppo": ["critic.learning_rate=1e-3"], "dapo": ["reward.overlong_tokens=2"]}
 NUM_STEPS = 20
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_held_out_reward_rises(recipe, tmp_path):
-    train_here(recipe, f"run.root={tmp_path}", f"trainer.total_steps={NUM_STEPS}", f"eval.every_steps={NUM_STEPS}")
-    first, last = (each["reward/mean"] for each in metrics(tmp_path / recipe.stem, "eval"))
+@pytest.mark.parametrize("recipes", RECIPES, ids=lambda recipes: recipes[-1])
+def test_held_out_reward_rises(recipes, tmp_path):
+    settings = [f"run.root={tmp_path}", "run.name=run", *FOR_A_TINY_MODEL.get(recipes[-1], [])]
+    train_here(*recipes, *settings, f"trainer.total_steps={NUM_STEPS}", f"eval.every_steps={NUM_STEPS}")
+    first, last = (each["reward/mean"] for each in metrics(tmp_path / "run", "eval"))
     assert first < 0.3
     assert last > 0.6
 
 
 def train_small(tmp_path, recipe: str, *settings: str) -> list[dict]:
-    train_here(f"recipes/algorithms/{recipe}.yaml", *CUT_DOWN, f"run.root={tmp_path}", *settings)
+    more = FOR_A_TINY_MODEL.get(recipe, [])
+    train_here("quickstart", recipe, *CUT_DOWN, f"run.root={tmp_path}", f"run.name={recipe}", *more, *settings)
     return metrics(tmp_path / recipe, "train")
 
 

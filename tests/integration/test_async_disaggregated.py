@@ -32,7 +32,7 @@ def test_a_run_continues_when_its_engine_is_killed(tmp_path, caplog):
         os.kill(child, signal.SIGKILL)
 
     with after_step(2, kill_the_engine):
-        train_here("recipes/quickstart.yaml", *LONG, f"run.root={tmp_path}", "run.name=killed", "trainer.total_steps=6")
+        train_here("quickstart", *LONG, f"run.root={tmp_path}", "run.name=killed", "trainer.total_steps=6")
     records = RunDirectory.open(run).read_ledger()
     trained = [group["id"] for record in records for group in record["trained"]]
     assert sorted(trained) == list(range(6 * 4))  # every prompt once; none lost with the engine
@@ -51,7 +51,7 @@ def test_where_the_engine_runs_makes_no_difference(tmp_path):
     }
     checksums = {}
     for name, placement in placements.items():
-        train_here("recipes/quickstart.yaml", *settings, f"run.name={name}", *placement)
+        train_here("quickstart", *settings, f"run.name={name}", *placement)
         checksums[name] = [record["weights"] for record in RunDirectory.open(tmp_path / name).read_ledger()]
     assert len(set(checksums["inside"])) == 3
     assert checksums["inside"] == checksums["outside"]

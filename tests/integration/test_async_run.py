@@ -177,7 +177,7 @@ def test_a_killed_run_continues_from_its_checkpoint_and_leaves_no_process(tmp_pa
 
 
 SYNC = [
-    "recipes/quickstart.yaml", *CUT_DOWN, *NO_EVAL, "trainer.total_steps=3", "rollout.max_new_tokens=12",
+    "quickstart", *CUT_DOWN, *NO_EVAL, "trainer.total_steps=3", "rollout.max_new_tokens=12",
     "engine.deterministic=true", "learner.learning_rate=1e-3",
 ]  # fmt: skip
 

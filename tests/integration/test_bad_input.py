@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from command import ROOT, SMALL, headwater, train_small
 
 from headwater.cli.main import main
 from headwater.core.errors import ConfigError
+from headwater.core.registry import load_object
 
 ROW = {"prompt": [{"role": "user", "content": "1+2="}], "data_source": "arithmetic", "ground_truth": "3"}
 
@@ -244,11 +246,33 @@ def test_rows_with_images_are_refused_by_a_workflow_for_text(fails, tmp_path):
 def test_nothing_is_left_behind_by_a_run_that_could_not_start(fails, tmp_path):
     fails("model.path=./no/such/folder")
     assert not (tmp_path / "runs").exists()
+    reward = tmp_path / "raises.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
+    rows = write_rows(tmp_path / "rows.jsonl", [*[ROW] * 3, {**ROW, "prompt": [{"role": "nobody", "content": "?"}]}])
+    starts = [
+        [f"reward.function={reward}:compute_score"],
+        [f"reward.function={reward}:compute_score", "eval.before=false"],
+        [*FILES, f"data.train={rows}", "data.truncation=left", "data.shuffle=false"],  # found when the row is drawn
+    ]
+    for start in starts:
+        fails(*start)
+        assert not any((tmp_path / "runs").iterdir()), start
+
+
+def test_what_a_warm_start_has_learned_is_kept(fails, tmp_path):
+    reward = tmp_path / "raises.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
+    fails(f"reward.function={reward}:compute_score", "warm_start.num_steps=1")
+    run = tmp_path / "runs" / "quickstart"
+    assert (run / "checkpoints" / "step_000000" / "state.json").exists()
+    reward.write_text(reward.read_text().replace("1 / 0", "1.0"))
+    sys.modules.pop(load_object(f"{reward}:compute_score").__module__)  # a new process would read it again
+    assert main(["train", "--resume", str(run)]) == 0
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_debug_shows_the_traceback(tmp_path, place):
-    arguments = ["train", "recipes/quickstart.yaml", "rollout.max_staleness=-1"]
+    arguments = ["train", "quickstart", "rollout.max_staleness=-1"]
     with pytest.raises(ConfigError):  # which Python shows with its traceback
         headwater(*(["--debug", *arguments] if place == "before" else [*arguments, "--debug"]))
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import ROOT, headwater
+from command import headwater
 
 
 def test_help_names_every_command():
     result = headwater("--help")
     assert result.code == 0
-    for name in ("train", "eval", "config", "fetch"):
+    for name in ("train", "eval", "recipes", "config", "fetch"):
         assert f"\n  {name} " in result.stdout
 
 
-@pytest.mark.parametrize("name", ["train", "eval", "config", "fetch"])
+@pytest.mark.parametrize("name", ["train", "eval", "recipes", "config", "fetch"])
 def test_each_command_explains_itself(name):
     result = headwater(name, "--help")
     assert result.code == 0
@@ -37,12 +37,11 @@ def test_an_unknown_command_lists_the_known():
 
 
 def test_a_recipe_is_resolved_and_explained():
-    recipe = ROOT / "recipes" / "algorithms" / "ppo.yaml"
-    shown = headwater("config", recipe, "trainer.total_steps=777")
+    shown = headwater("config", "quickstart", "ppo", "trainer.total_steps=777")
     assert shown.code == 0, shown.stderr
     assert "command line" in shown.stdout
     assert "Training steps of the run." in shown.stdout
-    plain = headwater("config", recipe, "--plain", "trainer.total_steps=777")
+    plain = headwater("config", "quickstart", "ppo", "--plain", "trainer.total_steps=777")
     assert yaml.safe_load(plain.stdout)["trainer"]["total_steps"] == 777
 
 

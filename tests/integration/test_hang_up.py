@@ -19,7 +19,7 @@ from test_serve import start
 
 pytestmark = pytest.mark.slow
 
-TRAIN = [sys.executable, "-m", "headwater.cli.main", "train", "recipes/quickstart.yaml", *CUT_DOWN]
+TRAIN = [sys.executable, "-m", "headwater.cli.main", "train", "quickstart", *CUT_DOWN]
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the child in /proc")

@@ -11,7 +11,7 @@ RECIPES = ["quickstart", "quickstart-async"]
 
 
 def learns(tmp_path, recipe: str, seed: int) -> None:
-    result = headwater_process("train", f"recipes/{recipe}.yaml", f"run.root={tmp_path}", f"run.seed={seed}")
+    result = headwater_process("train", recipe, f"run.root={tmp_path}", f"run.seed={seed}")
     assert result.code == 0, result.stderr
     run = tmp_path / recipe
     evaluations = metrics(run, "eval")

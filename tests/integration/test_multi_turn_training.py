@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from command import CUT_DOWN, metrics, train_here
 
-RECIPE = "recipes/multi_turn.yaml"
+RECIPE = "quickstart-multi-turn"
 
 
 def rollouts(run, step: int) -> list[dict]:
@@ -18,7 +18,7 @@ def rollouts(run, step: int) -> list[dict]:
 
 def test_each_answer_is_trained_and_no_feedback_is(tmp_path):
     train_here(RECIPE, *CUT_DOWN, f"run.root={tmp_path}", "rollout.workflow_args.stop_reward=0.95")
-    run = tmp_path / "multi_turn"
+    run = tmp_path / RECIPE
     assert len(metrics(run, "train")) == 2
     rows = rollouts(run, 1)
     turns = [json.loads(row["info"])["num_turns"] for row in rows]
@@ -33,7 +33,7 @@ def test_each_answer_is_trained_and_no_feedback_is(tmp_path):
 @pytest.mark.timeout(600)
 def test_first_and_last_answers_get_better(tmp_path):
     train_here(RECIPE, f"run.root={tmp_path}", "trainer.total_steps=20", "eval.every_steps=20")
-    run = tmp_path / "multi_turn"
+    run = tmp_path / RECIPE
     before, after = (each["reward/mean"] for each in metrics(run, "eval"))
     assert before < 0.5
     assert after > 0.7

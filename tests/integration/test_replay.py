@@ -18,7 +18,7 @@ from headwater.observe.run_directory import RunDirectory
 
 # Few rows at a time and long responses: updates arrive in the middle of many of them.
 SETTINGS = [
-    "recipes/quickstart.yaml", *CUT_DOWN, "trainer.total_steps=5", "rollout.max_staleness=2",
+    "quickstart", *CUT_DOWN, "trainer.total_steps=5", "rollout.max_staleness=2",
     "rollout.max_new_tokens=24", "rollout.max_concurrent_groups=6", "engine.decode_steps=1",
     "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute", "eval.before=false", "eval.after=false",
 ]  # fmt: skip

@@ -76,7 +76,7 @@ def test_the_gsm8k_recipe_trains(tmp_path: Path) -> None:
     fetch_smollm2()
     excerpt = ROOT / "tests" / "unit" / "data" / "gsm8k"
     result = headwater(
-        "train", "recipes/gsm8k.yaml", f"run.root={tmp_path}", f"data.task_args.folder={excerpt}",
+        "train", "gsm8k", f"run.root={tmp_path}", f"data.task_args.folder={excerpt}",
         "data.num_train_rows=8", "data.num_eval_rows=2", "eval.num_prompts=2", "eval.every_steps=0",
         "trainer.checkpoint_every_steps=0", "trainer.total_steps=1", "trainer.num_prompts_per_step=2",
         "rollout.num_samples_per_prompt=2", "rollout.max_new_tokens=24",

@@ -229,7 +229,7 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_the_quickstart_learns_on_two_ranks(tmp_path):
-    settings = ["recipes/quickstart.yaml", f"run.root={tmp_path}", "trainer.total_steps=40"]
+    settings = ["quickstart", f"run.root={tmp_path}", "trainer.total_steps=40"]
     done = subprocess.run(
         torchrun("-m", "headwater", "train", *settings),
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3 * LIMIT_S, check=False,

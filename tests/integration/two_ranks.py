@@ -29,7 +29,7 @@ from headwater.learner.optimizer import held_by
 from headwater.learner.partition import balanced_parts
 from headwater.rollout.padding import pad_trajectories
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPE = "quickstart"
 COMMON = (
     "warm_start.num_steps=0", "learner.learning_rate=1e-3", "learner.skip_zero_advantages=false",
     "learner.num_warmup_steps=0", "rollout.max_new_tokens=8", "data.max_prompt_tokens=8", "rollout.temperature=1.0",

@@ -45,6 +45,11 @@ class ChatError(HeadwaterError):
         """False if the tokenizer has no chat template at all."""
 
 
+def has_template(owner: object) -> bool:
+    """Whether a tokenizer or processor has a chat template. One that does not tell is assumed to have one."""
+    return bool(getattr(owner, "chat_template", "unknown"))
+
+
 def render_chat(
     owner: ChatTemplateOwner,
     messages: Sequence[Mapping[str, Any]],
@@ -60,9 +65,18 @@ def render_chat(
     try:
         return str(owner.apply_chat_template([dict(message) for message in messages], **arguments))
     except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
-        if not getattr(owner, "chat_template", "unknown"):
-            raise ChatError(f"{type(owner).__name__} has no chat template", has_template=False) from error
+        if not has_template(owner):
+            raise ChatError("the model has no chat template", has_template=False) from error
         raise ChatError(f"{type(error).__name__}: {error}", has_template=True) from error
+
+
+def encode_plain(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Tokens of text that no template has rendered, with the token that the model expects at the beginning, if any."""
+    tokens = tokenizer.encode(text)
+    # Some tokenizers also add an end token, after which a model would not continue the text.
+    if tokens and tokens[-1] == tokenizer.eos_token_id and encode_rendered(tokenizer, text)[-1:] != (tokens[-1],):
+        tokens = tokens[:-1]
+    return tuple(tokens)
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -123,7 +137,8 @@ def _render(
     try:
         return render_chat(tokenizer, chat, template_args, add_generation_prompt=add_generation_prompt)
     except ChatError as error:
-        raise RolloutFailed(f"the chat template cannot render the messages of the next turn ({error})") from error
+        remedy = "" if error.has_template else "; set model.chat_template"
+        raise RolloutFailed(f"the messages of the next turn cannot be rendered ({error}){remedy}") from error
 
 
 def _closing(tokenizer: Tokenizer, chat: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any] | None) -> str:

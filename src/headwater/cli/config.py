@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,23 +16,27 @@ WIDE = 110
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", help="YAML file; leave it out for the defaults")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of the recipe")
+    parser.usage = "headwater config [RECIPE ...] [key=value ...] [--only SECTION] [--plain]"
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        metavar="RECIPE, key=value",
+        help="built-in recipes or YAML files, merged in order (leave them out for the defaults), and settings that "
+        "override them",
+    )
     parser.add_argument("--plain", action="store_true", help="print the resolved recipe as YAML")
     parser.add_argument("--only", metavar="SECTION", default="", help="print one section, for example rollout")
 
 
 def run(args: argparse.Namespace) -> int:
+    from headwater.config.builtin import split_arguments
     from headwater.config.explain import explain, to_yaml
     from headwater.config.load import load_config
     from headwater.config.notices import config_notices
 
-    recipe, overrides = args.recipe, list(args.overrides)
-    # Without a recipe, the first override takes its position.
-    if recipe is not None and "=" in recipe and not Path(recipe).exists():
-        recipe, overrides = None, [recipe, *overrides]
+    recipes, overrides = split_arguments(args.arguments)
     _check_section(args.only)
-    loaded = load_config(None if recipe is None else Path(recipe), overrides)
+    loaded = load_config(recipes, overrides)
     if args.plain:
         print(to_yaml(loaded.config, args.only), end="")
         return 0

@@ -1,78 +1,169 @@
-"""``headwater eval``: the mean reward of a run's model on held-out prompts."""
+"""``headwater eval``: the mean reward of a run's model, or of any model, on held-out prompts."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from headwater.core.errors import HeadwaterError, RunError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from headwater.config.schema import Config
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.evaluate import Evaluation
 
-HELP = "Show the mean reward of a run's model on held-out prompts, and the reward before training."
+HELP = (
+    "Show the mean reward of a model on held-out prompts. For a run, its own task and latest checkpoint are used, and "
+    "the reward before training is shown beside it. For any other model, a recipe or --data names the task."
+)
+EXAMPLES = """\
+examples:
+  headwater eval runs/quickstart --show 5                    a run, and some responses
+  headwater eval tiny:qwen3 quickstart                       a model on the task of a recipe
+  headwater eval models/mine --data test.jsonl --reward reward.py:compute_score"""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated."""
+
+    name: str
+    config: Config
+    model_path: str
+    run: RunDirectory | None = None
+    step: int = 0
+    """The checkpoint of the run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run directory, for example runs/quickstart")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, for example eval.num_prompts=1000")
-    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to evaluate; default the latest")
+    parser.usage = "headwater eval RUN|MODEL [RECIPE ...] [key=value ...] [--data SOURCE] [--reward FUNCTION]"
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "target", metavar="RUN|MODEL", help="run directory, model folder, hub id, tiny:<preset> or smollm2"
+    )
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        metavar="RECIPE, key=value",
+        help="for a model: the recipe of its task; settings, for example eval.num_prompts=1000",
+    )
+    parser.add_argument("--data", metavar="SOURCE", help="held-out prompts: a file or a task; sets data.eval")
+    parser.add_argument(
+        "--reward", metavar="FUNCTION", help="scoring function, such as reward.py:compute_score; sets reward.function"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="for a run: checkpoint to evaluate; default the latest")
     parser.add_argument("--show", type=int, metavar="K", default=0, help="print the first K responses")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.show < 0:
+        raise HeadwaterError(f"--show = {args.show}: must be >= 0; 0 prints no responses")
+    subject = _of_run(args) if (Path(args.target).expanduser() / "config.yaml").is_file() else _of_model(args)
+    config = subject.config
+
     import torch
 
-    from headwater.config.load import load_config
-    from headwater.core.errors import HeadwaterError, RunError
     from headwater.observe.progress import lasting_console
-    from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.checkpoint import Checkpoints, step_of
     from headwater.trainer.evaluate import evaluate
     from headwater.trainer.rollout_setup import build_rollout
 
-    if args.show < 0:
-        raise HeadwaterError(f"--show = {args.show}: must be >= 0; 0 prints no responses")
-    run = RunDirectory.open(args.run)
-    # The eval settings are used even if the run itself did not evaluate.
-    config = load_config(run.config_file, [*args.overrides, "eval.after=true"]).config
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
-    checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
-    checkpoint = checkpoints.latest() if args.step is None else checkpoints.at(args.step)
-    if checkpoint is None:
-        raise RunError(f"{run.path}: no checkpoint yet; wait for one, let the run finish, or stop it with Ctrl-C")
-    parts = build_rollout(config, str(checkpoint / "model"))
+    parts = build_rollout(config, subject.model_path)
     try:
         if parts.eval_data is None:
-            raise RunError(f"{run.path}: no held-out prompts; name some, for example data.eval=test.parquet")
+            raise RunError(f"{subject.name}: no held-out prompts; name some, for example --data test.parquet")
         console = lasting_console()
         with console.status("evaluating"):
             result = evaluate(parts.eval_rollouts, parts.eval_data, config.eval.num_prompts, config.run.seed)
     finally:
         parts.close()
-    step = step_of(checkpoint)
-    _print(console, run, step, result, args.show)
-    report = run.free_file("eval", f"report_{step:06d}", ".json")
-    report.write_text(json.dumps({"step": step, "time": time.time(), **result.metrics()}, indent=1), encoding="utf-8")
-    console.print(f"Report  {report}", highlight=False, soft_wrap=True)
+    _print(console, subject, result, args.show)
+    if subject.run is not None:
+        _write_report(console, subject.run, subject.step, result)
     return 0
 
 
-def _print(console: Console, run: RunDirectory, step: int, result: Evaluation, num_shown: int) -> None:
+def _of_run(args: argparse.Namespace) -> Subject:
+    from headwater.config.builtin import split_arguments
+    from headwater.config.load import load_config
+    from headwater.observe.run_directory import RunDirectory
+    from headwater.trainer.checkpoint import Checkpoints, step_of
+
+    recipes, overrides = split_arguments(args.arguments)
+    if recipes:
+        raise HeadwaterError(
+            f"{args.target} with the recipe {recipes[0]}: a run uses its own recipe; give settings to change as "
+            "key=value, or evaluate a model: checkpoints/step_N/model in the run"
+        )
+    run = RunDirectory.open(Path(args.target).expanduser())
+    config = load_config(run.config_file, [*overrides, *_settings(args)]).config
+    checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
+    checkpoint = checkpoints.latest() if args.step is None else checkpoints.at(args.step)
+    if checkpoint is None:
+        raise RunError(f"{run.path}: no checkpoint yet; wait for one, let the run finish, or stop it with Ctrl-C")
+    return Subject(run.path.name, config, str(checkpoint / "model"), run, step_of(checkpoint))
+
+
+def _of_model(args: argparse.Namespace) -> Subject:
+    from headwater.config.builtin import split_arguments
+    from headwater.config.load import load_config
+    from headwater.models.source import check_model
+
+    if args.step is not None:
+        raise HeadwaterError(f"--step = {args.step}: goes with a run directory, and {args.target} is none")
+    path = _model_path(args.target)
+    check_model(path, "RUN|MODEL")
+    recipes, overrides = split_arguments(args.arguments)
+    loaded = load_config(recipes, [*overrides, *_settings(args), f"model.path={json.dumps(path)}"])
+    if not {"data.train", "data.eval"} & loaded.given:
+        raise HeadwaterError(
+            f"{args.target}: say on what to evaluate it: name a recipe (headwater eval {args.target} quickstart), or "
+            "give --data FILE and --reward FUNCTION"
+        )
+    return Subject(args.target, loaded.config, path)
+
+
+def _model_path(target: str) -> str:
+    """The model folder of a checkpoint, or ``target`` itself."""
+    folder = Path(target).expanduser()
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return target
+    if (folder / "model" / "config.json").is_file():
+        return str(folder / "model")
+    raise RunError(
+        f"{target}: not a run directory (config.yaml is missing) and not a model (config.json is missing); give a "
+        "directory that `headwater train` created, for example runs/quickstart, or a model folder"
+    )
+
+
+def _settings(args: argparse.Namespace) -> list[str]:
+    """The settings that the options stand for. The eval settings are used even if a run itself did not evaluate."""
+    settings = ["eval.after=true"]
+    if args.data is not None:
+        settings.append(f"data.eval={json.dumps([args.data])}")
+    if args.reward is not None:
+        settings.append(f"reward.function={json.dumps(args.reward)}")
+    return settings
+
+
+def _print(console: Console, subject: Subject, result: Evaluation, num_shown: int) -> None:
     from rich.table import Table
 
-    table = Table(title=f"Held-out prompts, {run.path.name}", title_justify="left")
-    for column in ("step", "mean reward", "prompts", "response length", "stopped"):
+    table = Table(title=f"Held-out prompts, {subject.name}", title_justify="left")
+    for column in ("model" if subject.run is None else "step", "mean reward", "prompts", "response length", "stopped"):
         table.add_column(column, justify="right")
-    before = next((each for each in run.read_metrics() if each["kind"] == "eval" and each["step"] == 0), None)
-    if before is not None and step > 0:
+    records = subject.run.read_metrics() if subject.run is not None else []
+    before = next((each for each in records if each["kind"] == "eval" and each["step"] == 0), None)
+    if before is not None and subject.step > 0:
         table.add_row(*_row("0 (in training)", before))
-    table.add_row(*_row(str(step), result.metrics()))
+    table.add_row(*_row(Path(subject.name).name if subject.run is None else str(subject.step), result.metrics()))
     console.print(table)
     if result.num_dropped:
         console.print(f"[red]{result.num_dropped} prompts have no result[/] (rejected or failed)")
@@ -81,6 +172,12 @@ def _print(console: Console, run: RunDirectory, step: int, result: Evaluation, n
         console.print(
             f"  prompt    {prompt.text!r}\n  response  {trajectory.info.get('response_text', '')!r}", markup=False
         )
+
+
+def _write_report(console: Console, run: RunDirectory, step: int, result: Evaluation) -> None:
+    report = run.free_file("eval", f"report_{step:06d}", ".json")
+    report.write_text(json.dumps({"step": step, "time": time.time(), **result.metrics()}, indent=1), encoding="utf-8")
+    console.print(f"Report  {report}", highlight=False, soft_wrap=True)
 
 
 def _row(step: str, metrics: dict[str, float]) -> list[str]:

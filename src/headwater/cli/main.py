@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 
 import headwater
@@ -18,14 +19,16 @@ from headwater.core.registry import nearest
 COMMANDS = {
     "train": "train a model from a recipe, or resume a run",
     "replay": "repeat a run made with engine.deterministic=true, and compare the weights of every step",
-    "eval": "show the mean reward of a run's model on held-out prompts",
+    "eval": "show the mean reward of a run's model, or of any model, on held-out prompts",
     "serve": "serve a model over HTTP with OpenAI's and SGLang's APIs",
+    "recipes": "list the built-in recipes, or print one",
     "config": "show every setting of a recipe: its value, where it was set, and what it means",
     "doctor": "show whether a run is alive, what it waits for, and what usually helps",
     "fetch": "download a model that recipes can name",
 }
 
 
+HELP_WIDTH = 100
 _DEBUG_HELP = "show a traceback for every error, and debug logs"
 
 
@@ -67,7 +70,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     before, rest = _split_at_command(arguments)
     options = parser.parse_args(before)
     if options.command is not None and options.command not in COMMANDS:
-        parser.error(f"unknown command {options.command!r}; {nearest(options.command, list(COMMANDS))}")
+        parser.error(_unknown(options.command))
     if options.command is None:
         parser.print_help()
         return EXIT_USER_ERROR
@@ -80,7 +83,7 @@ def _top_parser() -> argparse.ArgumentParser:
         prog="headwater",
         usage="headwater [-h] [--version] [--debug] COMMAND ...",
         description="Reinforcement-learning post-training of language models.",
-        epilog=f"commands:\n{listing}\n\nStart with:  headwater train recipes/quickstart.yaml\n"
+        epilog=f"commands:\n{listing}\n\nStart with:  headwater train quickstart\n"
         "Help on one: headwater COMMAND --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -89,6 +92,14 @@ def _top_parser() -> argparse.ArgumentParser:
     # The epilog lists the commands.
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     return parser
+
+
+def _unknown(name: str) -> str:
+    from headwater.config.builtin import SUFFIXES, find_builtin
+
+    if name.endswith(SUFFIXES) or find_builtin(name):
+        return f"{name!r} is a recipe, not a command; write: headwater train {name}"
+    return f"unknown command {name!r}; {nearest(name, list(COMMANDS))}"
 
 
 def _split_at_command(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -101,7 +112,11 @@ def _split_at_command(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def _run_command(name: str, arguments: list[str]) -> int:
     module = importlib.import_module(f"headwater.cli.{name}")
-    parser = argparse.ArgumentParser(prog=f"headwater {name}", description=module.HELP)
+    parser = argparse.ArgumentParser(
+        prog=f"headwater {name}",
+        description=textwrap.fill(module.HELP, HELP_WIDTH),
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # an epilog with examples keeps its lines
+    )
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help=_DEBUG_HELP)
     options = parser.parse_intermixed_args(arguments)

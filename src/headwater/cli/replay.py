@@ -87,6 +87,7 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
     import torch
 
     from headwater.config.explain import to_yaml
+    from headwater.config.paths import with_absolute_paths
     from headwater.learner.build import LearnerSpec
     from headwater.models.device import with_dtype
     from headwater.observe.progress import Display
@@ -103,9 +104,10 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
     try:
         training = build_training(LearnerSpec(config, config.model.path, config.model.path), rollout.tokenizer)
         directory = RunDirectory.create(Path(config.run.root), config.run.name)
-        directory.write_config(to_yaml(config))
+        directory.write_config(to_yaml(with_absolute_paths(config)))
         display.say(f"Replaying {len(schedule.steps)} steps of {path} in {directory.path}")
-        finished = Trainer(config, rollout, training, directory, display, last_step=len(schedule.steps)).fit()
+        with directory.removed_if_unused():
+            finished = Trainer(config, rollout, training, directory, display, last_step=len(schedule.steps)).fit()
     finally:
         rollout.close()
     if not finished:

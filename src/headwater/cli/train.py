@@ -18,15 +18,32 @@ if TYPE_CHECKING:
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
 
-HELP = (
-    "Train a model from a recipe, or resume a run. Ctrl-C stops after the current update and saves a checkpoint. On "
-    "several GPUs: torchrun --nproc-per-node N -m headwater train RECIPE"
-)
+HELP = "Train a model from a recipe, or resume a run. Ctrl-C stops after the current update and saves a checkpoint."
+EXAMPLES = """\
+examples:
+  headwater train quickstart                               a built-in recipe
+  headwater train quickstart dapo run.name=dapo            with the settings of an algorithm
+  headwater train my.yaml trainer.total_steps=20           your own recipe, with one setting changed
+  headwater train --resume runs/quickstart                 continue a run, from any folder
+  torchrun --nproc-per-node 4 -m headwater train my.yaml   on several GPUs
+
+Relative paths in a recipe and on the command line start at the working directory. `headwater config RECIPE` shows every
+setting."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", help="YAML recipe, for example recipes/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe")
+    parser.usage = (
+        "headwater train RECIPE [RECIPE ...] [key=value ...]\n"
+        "       headwater train --resume RUN [--step N] [key=value ...]"
+    )
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        metavar="RECIPE, key=value",
+        help="built-in recipes (`headwater recipes` lists them) or YAML files, merged in order, and settings that "
+        "override them",
+    )
     parser.add_argument("--resume", type=Path, metavar="RUN", help="resume this run directory; no recipe is given")
     parser.add_argument(
         "--step", type=int, metavar="N", help="with --resume: the checkpoint to resume from; default: the latest"
@@ -36,28 +53,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if launched_rank() > 0:
         return _serve()
-    overrides = list(args.overrides)
-    if args.resume is not None and args.recipe is not None:
-        if "=" not in args.recipe:
+    from headwater.config.builtin import split_arguments
+
+    recipes, overrides = split_arguments(args.arguments)
+    if args.resume is not None:
+        if recipes:
             raise HeadwaterError(
-                f"--resume {args.resume} with the recipe {args.recipe}: a resumed run uses its own recipe; give "
+                f"--resume {args.resume} with the recipe {recipes[0]}: a resumed run uses its own recipe; give "
                 "either a recipe or --resume, and settings to change as key=value"
             )
-        # After --resume, the first positional argument is an override, not a recipe.
-        overrides.insert(0, args.recipe)
-    if args.resume is None and args.recipe is None:
-        raise HeadwaterError("give a recipe, for example: headwater train recipes/quickstart.yaml")
-    if args.resume is None and args.step is not None:
+        return _resume(args.resume, args.step, overrides)
+    if args.step is not None:
         raise HeadwaterError("--step goes with --resume RUN")
-    return _resume(args.resume, args.step, overrides) if args.resume else _start(Path(args.recipe), overrides)
+    return _start(recipes, overrides)
 
 
-def _start(recipe: Path, overrides: list[str]) -> int:
+def _start(recipes: list[str], overrides: list[str]) -> int:
+    from headwater.config.builtin import find_builtin
     from headwater.config.checks import files_exist
     from headwater.config.load import load_config
+    from headwater.models.source import check_model
 
-    loaded = load_config(recipe, overrides, [files_exist])
-    return _fit(loaded.config, run=None, checkpoint=None, given=loaded.given)
+    if not recipes:
+        raise HeadwaterError("give a recipe, for example: headwater train quickstart (`headwater recipes` lists more)")
+    if all((builtin := find_builtin(name)) is not None and builtin.is_part for name in recipes):
+        raise HeadwaterError(
+            f"{recipes[0]}: has only the settings of an algorithm; name a recipe with a model and data before it, for "
+            f"example: headwater train quickstart {recipes[0]}"
+        )
+    loaded = load_config(recipes, overrides, [files_exist])
+    config = loaded.config
+    # Checked before torch is imported, so that a mistyped name fails at once.
+    for key, path in {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path if config.critic.enabled else "",
+        "reward.model": config.reward.model,
+    }.items():
+        if path:
+            check_model(path, key)
+    return _fit(config, run=None, checkpoint=None, given=loaded.given)
 
 
 def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
@@ -99,8 +133,10 @@ def _fit(
     """``given`` are the keys that were set explicitly."""
     import torch
 
+    from headwater.chat.render import has_template
     from headwater.config.explain import to_yaml
     from headwater.config.notices import config_notices
+    from headwater.config.paths import with_absolute_paths
     from headwater.data.notices import data_notices
     from headwater.learner.build import LearnerSpec
     from headwater.models.device import auto_dtype, resolve_device, resolve_dtype, with_dtype
@@ -126,7 +162,9 @@ def _fit(
         reference_path = str(run.reference) if run and run.reference.exists() else config.model.path
         spec = LearnerSpec(config, model_path, reference_path)
         training = build_training(spec, rollout.tokenizer, make_learner, check_prompts=rollout.check_prompts)
-        run = run or RunDirectory.create(Path(config.run.root), config.run.name)
+        if run is None:
+            run = RunDirectory.create(Path(config.run.root), config.run.name)
+            stack.enter_context(run.removed_if_unused())
         template = getattr(rollout.tokenizer, "chat_template", None)
         notices = [
             *config_notices(config, given, "cuda" if torch.cuda.is_available() else "cpu"),
@@ -144,10 +182,12 @@ def _fit(
             display.say(f"{run.path} has no checkpoint yet: starting from the beginning")
         else:
             _announce(run, config, display)
-        run.write_config(to_yaml(config))
+        run.write_config(to_yaml(with_absolute_paths(config)))
         display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
         for notice in notices:
             display.say(f"Note: {notice}")
+        if not has_template(rollout.tokenizer):
+            display.say("The model has no chat template: prompts are used as plain text")
         try:
             finished = trainer.fit()
             stack.close()

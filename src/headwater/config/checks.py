@@ -9,16 +9,15 @@ import glob
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from headwater.config.declared import WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
+from headwater.config.paths import is_file, with_absolute_paths
 from headwater.config.schema import Config
 from headwater.config.traits import BackendTraits
 from headwater.config.tree import DEFAULT, show
-
-FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
 
 Layers = Mapping[str, int]
 """The layer that decided each given key; a key that is missing has its default."""
@@ -258,11 +257,6 @@ def schedule_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash
         yield from unread(["learner.lowest_learning_rate_fraction"], ("learner.schedule",), why, layers)
 
 
-def is_file(source: str) -> bool:
-    """Whether a data source names a file and not a task."""
-    return PurePath(source).suffix in FILE_SUFFIXES
-
-
 def lengths_are_measured(config: Config, layers: Layers) -> Iterator[Clash]:
     cut = config.data.truncation in ("left", "right", "middle")
     if cut and config.data.num_filter_workers:
@@ -309,14 +303,21 @@ def files_exist(config: Config, layers: Layers) -> Iterator[Clash]:
     for key in ("data.train", "data.eval"):
         for name in value_at(config, key):
             if is_file(name) and "://" not in name and not _find(name):
-                yield Clash((key,), f"no such file: {name} (looked in {Path.cwd()}); check the path, or name a task")
+                yield Clash(
+                    (key,),
+                    f"no such file: {name} (looked in {Path.cwd()}, where relative paths start); check the path, or "
+                    "name a task",
+                )
 
 
 def fits_checkpoint(before: Config, checkpoint: Path) -> Check:
     """Settings that a resumed run cannot change, because ``checkpoint`` depends on their values in ``before``."""
     start = [key for key in settings(Config) if key.startswith("warm_start.")]
+    before = with_absolute_paths(before)
 
     def check(config: Config, layers: Layers) -> Iterator[Clash]:
+        # The command line may name a file of the run by a relative path.
+        config = with_absolute_paths(config)
         for key in (*_DECIDED, *start):
             was, now = value_at(before, key), value_at(config, key)
             if was != now and not _is_gone(was):

@@ -1,10 +1,10 @@
-"""One config from a recipe and the command line.
+"""One config from recipes and the command line.
 
-    loaded = load_config(Path("recipes/quickstart.yaml"), ["trainer.total_steps=20"])
+    loaded = load_config("quickstart", ["trainer.total_steps=20"])
     loaded.config.trainer.total_steps    # 20
     loaded.origins["trainer.total_steps"]    # 'command line'
 
-Every problem of the recipe, of the recipes it extends and of the overrides is reported in one ConfigError.
+Every problem of the recipes, of those they extend and of the overrides is reported in one ConfigError.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.config.algorithm_checks import ALGORITHM_CHECKS
+from headwater.config.builtin import display, locate
 from headwater.config.checks import CHECKS, Check
 from headwater.config.convert import Converter
 from headwater.config.keys import sections, settings
-from headwater.config.recipe import RecipeReader, display, parse_override
+from headwater.config.recipe import RecipeReader, parse_override
 from headwater.config.schema import Config
-from headwater.config.tree import COMMAND_LINE, DEFAULT, Branch, Origin, Tree, merge, origins, where
+from headwater.config.tree import COMMAND_LINE, DEFAULT, Branch, Tree, merge, origins, where
 from headwater.core.errors import ConfigError
 
 
@@ -40,16 +41,23 @@ class LoadedConfig:
 
 
 def load_config(
-    recipe: Path | None, overrides: Sequence[str] = (), checks: Sequence[Check] = (), *, was_accepted: bool = False
+    recipe: str | Path | Sequence[str] | None,
+    overrides: Sequence[str] = (),
+    checks: Sequence[Check] = (),
+    *,
+    was_accepted: bool = False,
 ) -> LoadedConfig:
     """Read ``recipe`` (None: all defaults) and what it extends, apply ``overrides``, and check the result.
 
+    A ``str`` is the path of a recipe or the name of a built-in one. Several recipes are merged in order.
     ``checks`` run in addition to those of every config, and their problems are reported first. ``was_accepted`` skips
     all checks: a recorded run passed those of its version, and later versions may have more.
     """
     known_sections = sections(Config)
     reader = RecipeReader(known_sections)
-    tree: Tree = reader.read(recipe) if recipe is not None else Branch({}, Origin(COMMAND_LINE, 0))
+    names: Sequence[str | Path] = [] if recipe is None else [recipe] if isinstance(recipe, str | Path) else recipe
+    paths = [locate(name, Path()) for name in names]
+    tree: Tree = reader.read(paths)
     problems = list(reader.problems)
     for text in overrides:
         override = parse_override(text, reader.next_layer, problems)
@@ -71,7 +79,7 @@ def load_config(
             clash.line(config, origins_by_key) for clash in clashes if converter.doubtful.isdisjoint(clash.keys)
         )
     if problems:
-        raise ConfigError(problems, COMMAND_LINE if recipe is None else display(recipe))
+        raise ConfigError(problems, ", ".join(display(path) for path in paths) or COMMAND_LINE)
     return LoadedConfig(config, origins_by_key)
 
 

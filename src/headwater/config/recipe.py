@@ -5,24 +5,18 @@ Problems are collected, so that a user sees all of them at once.
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
 from headwater.config import yaml12
+from headwater.config.builtin import display, locate, suggestion
 from headwater.config.tree import COMMAND_LINE, Branch, Leaf, Origin, Tree, merge, plain
 
 EXTENDS = "extends"
 FORM = "write it as section.key=value, for example learner.learning_rate=1e-5"
-
-
-def display(path: Path) -> str:
-    """A path for messages: relative to the working directory if it is below it."""
-    resolved = path.expanduser().resolve()
-    cwd = Path.cwd()
-    return str(resolved.relative_to(cwd)) if resolved.is_relative_to(cwd) else str(resolved)
 
 
 class RecipeReader:
@@ -36,8 +30,12 @@ class RecipeReader:
         self.next_layer = 0
         self._sections = sections
 
-    def read(self, path: Path) -> Branch:
-        return self._read(path, ())
+    def read(self, paths: Sequence[Path]) -> Tree:
+        """The recipes merged in order: a later one overrides the earlier ones."""
+        merged: Tree = Branch({}, Origin(COMMAND_LINE, 0))
+        for path in paths:
+            merged = merge(merged, self._read(path, ()), self._sections)
+        return merged
 
     def _read(self, path: Path, chain: tuple[Path, ...]) -> Branch:
         """The merged tree of ``path``, which is extended by the recipes in ``chain``, outermost first."""
@@ -67,10 +65,7 @@ class RecipeReader:
                 self.problems.append(f"{display(path)}{by}: is empty; write settings into it, or name another recipe")
             return node
         except FileNotFoundError:
-            names = [other.name for other in sorted(path.parent.glob("*.y*ml"))]
-            matches = difflib.get_close_matches(path.name, names, n=1)
-            hint = f"did you mean {display(path.parent / matches[0])}?" if matches else "give the path of a YAML file"
-            self.problems.append(f"{display(path)}{by}: no such recipe; {hint}")
+            self.problems.append(f"{display(path)}{by}: no such recipe; {suggestion(path)}")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             self.problems.append(f"{display(path)}{by}: cannot be read: {why}")
@@ -87,9 +82,9 @@ class RecipeReader:
                 value = plain(TreeBuilder(Origin(display(path), 0)).tree(value_node))
                 names = value if isinstance(value, list) else [value]
                 if names and all(isinstance(name, str) and name for name in names):
-                    return [path.parent / Path(name).expanduser() for name in names]
+                    return [locate(name, path.parent) for name in names]
                 where = f"{display(path)}:{key_node.start_mark.line + 1}"
-                self.problems.append(f"{where}: {EXTENDS}: must be the path of a recipe, or a list of paths")
+                self.problems.append(f"{where}: {EXTENDS}: must be the path or name of a recipe, or a list of them")
         return []
 
 

@@ -29,6 +29,9 @@ class RunConfig:
 class ModelConfig:
     path: Annotated[str, NotEmpty("give a folder, a hub id, 'tiny:<preset>' or 'smollm2'")] = "tiny:qwen3"
     """A local folder, a hub id, tiny:<preset> (built offline), or smollm2 (see `headwater fetch smollm2`)."""
+    chat_template: str = ""
+    """Chat template: the path of a Jinja file, chatml or plain; empty means the model's own. A model without one takes
+    prompts that are plain text."""
     dtype: Dtype = "auto"
     """Number type of generation and of the learner's passes; trained weights stay float32. `auto` chooses bfloat16 on
     a GPU that computes in it, and float32 otherwise. A run records the choice and keeps it when it is resumed."""

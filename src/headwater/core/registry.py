@@ -62,6 +62,17 @@ def nearest(name: str, known: list[str]) -> str:
     return f"{hint}known: {', '.join(known) or 'none'}"
 
 
+def similar_path(path: Path) -> str:
+    """``; did you mean ...?`` with the entry of its folder that has the most similar name; empty if there is none."""
+    folder = path.expanduser().parent
+    try:
+        names = [entry.name for entry in folder.iterdir()]
+    except OSError:
+        return ""
+    matches = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {folder / matches[0]}?" if matches else ""
+
+
 def load_object(path: str) -> Any:
     """Import the object that ``package.module:Thing`` or ``path/to/file.py:Thing`` names."""
     module_name, _, attribute = path.rpartition(":")

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.chat.messages import Message, count_parts, read_messages, split_placeholders, without_nones
-from headwater.chat.render import RESERVED_ARGUMENTS, ChatError, encode_rendered, render_chat
+from headwater.chat.render import (
+    RESERVED_ARGUMENTS,
+    ChatError,
+    encode_plain,
+    encode_rendered,
+    has_template,
+    render_chat,
+)
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
@@ -43,8 +50,12 @@ class PromptBuilder:
         row, place = placed.row, placed.place
         messages = read_messages(row, self.config.prompt_key, self.config.system_prompt, place)
         messages, multi_modal = self._with_media(messages, placed)
-        text = self._render(messages, place)
-        tokens = self._tokenize(text, multi_modal, place)
+        if isinstance(row[self.config.prompt_key], str) and self._is_plain:
+            text = row[self.config.prompt_key]
+            tokens = self._plain_tokens(text, place)
+        else:
+            text = self._render(messages, place)
+            tokens = self._tokenize(text, multi_modal, place)
         if not tokens:
             raise DataError(f"{place}: the chat template renders {self.config.prompt_key} to no tokens; check both")
         extra_info = _mapping(row, "extra_info", place)
@@ -68,6 +79,20 @@ class PromptBuilder:
         others = {key: value for key, value in row.items() if key not in read}
         plain = row[config.prompt_key]
         return {**others, "prompt": plain} if isinstance(plain, str) else others
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether prompts that are plain text are used as they are, because no chat template could render them."""
+        return self.processor is None and not has_template(self.tokenizer)
+
+    def _plain_tokens(self, text: str, place: str) -> tuple[int, ...]:
+        for key in ("system_prompt", "chat_template_args"):
+            if getattr(self.config, key):
+                raise DataError(
+                    f"{place}: data.{key} needs a chat template, and the model has none; set model.chat_template, for "
+                    f"example to chatml, or remove data.{key}"
+                )
+        return encode_plain(self.tokenizer, text)
 
     def _with_media(
         self, messages: list[Message], placed: PlacedRow
@@ -104,7 +129,10 @@ class PromptBuilder:
             return render_chat(owner, messages, self.config.chat_template_args)
         except ChatError as error:
             if not error.has_template:
-                raise DataError(f"{place}: {error}; use an instruct model, or set tokenizer.chat_template") from error
+                raise DataError(
+                    f"{place}: {self.config.prompt_key} is a list of messages, and {error}; set model.chat_template to "
+                    "chatml, plain or a Jinja file, write the prompt as plain text, or use an instruct model"
+                ) from error
             raise DataError(
                 f"{place}: the chat template refuses {self.config.prompt_key} ({error}); "
                 "change the row's messages or data.chat_template_args"

@@ -56,7 +56,7 @@ def build_learner(spec: LearnerSpec) -> LocalLearner:
     return LocalLearner(
         config,
         Actor(engine, policy_loss, algorithm, loss_width=config.rollout.max_new_tokens, corrections=corrections),
-        load_tokenizer(spec.model_path),
+        load_tokenizer(spec.model_path, chat_template=config.model.chat_template),
         critic=_critic(config) if config.critic.enabled else None,
         reference=_reference(config, engine, spec.reference_path) if uses_reference(config) else None,
         reward_model=_reward_model(config) if config.reward.model else None,

@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from headwater.core.errors import ModelError
+from headwater.core.registry import similar_path
 
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -24,7 +25,9 @@ _TOKENIZER_PATTERNS = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.m
 def check_config(folder: Path, key: str = "model.path") -> None:
     """Check that the folder exists and that its config.json can be read."""
     if not folder.exists():
-        raise ModelError(f"{key} = {folder}: no such folder; check the path, or write org/name for a hub model")
+        raise ModelError(
+            f"{key} = {folder}: no such folder; check the path, or write org/name for a hub model{similar_path(folder)}"
+        )
     if not folder.is_dir():
         raise ModelError(f"{key} = {folder}: is a file; give the folder that contains config.json and the weights")
     if not (folder / "config.json").is_file():

@@ -33,13 +33,13 @@ from transformers.models.auto.modeling_auto import (
 
 from headwater.core.errors import ModelError
 from headwater.models import folder as folder_checks
-from headwater.models.builtin.smollm2 import fetched_folder
+from headwater.models.builtin.chat_template import set_template
 from headwater.models.builtin.tiny import build_model, build_tokenizer
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.folder import quiet
 from headwater.models.save import save_model
 from headwater.models.sharded_load import ShardReader, load_skeleton, matches
-from headwater.models.source import ModelSource, resolve_model
+from headwater.models.source import ModelSource, locate, resolve_model
 
 __all__ = [
     "ModelSource",
@@ -59,12 +59,19 @@ logger = logging.getLogger(__name__)
 _NUM_KEYS_SHOWN = 3
 
 
-def load_tokenizer(path: str, *, key: str = "model.path") -> Any:
-    """The model's tokenizer, which pads on the left and has a pad token."""
+def load_tokenizer(path: str, *, key: str = "model.path", chat_template: str = "") -> Any:
+    """The model's tokenizer, which pads on the left and has a pad token.
+
+    ``chat_template`` (``model.chat_template``) names another chat template than the model's own.
+    """
     source = resolve_model(path, key)
-    if source.kind == "tiny":
-        return build_tokenizer()
-    location = locate(source)
+    tokenizer = build_tokenizer() if source.kind == "tiny" else _read_tokenizer(locate(source), key)
+    if chat_template:
+        set_template(tokenizer, chat_template)
+    return tokenizer
+
+
+def _read_tokenizer(location: Path | str, key: str) -> Any:
     if isinstance(location, Path):
         folder_checks.check_tokenizer(location, key)
     config = read_config(location, key)
@@ -157,7 +164,7 @@ def _read_generation_config(model: Any, location: Path) -> None:
     _repair_generation_config(model)
 
 
-def load_processor(path: str) -> Any | None:
+def load_processor(path: str, chat_template: str = "") -> Any | None:
     """The processor that turns images and videos into model inputs, or ``None`` for a model that takes only text."""
     source = resolve_model(path)
     if source.kind in ("tiny", "smollm2"):
@@ -170,7 +177,11 @@ def load_processor(path: str) -> Any | None:
         processor = AutoProcessor.from_pretrained(location)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise _cannot_read(location, "processor", error, source.key) from error
-    return None if isinstance(processor, PreTrainedTokenizerBase) else processor
+    if isinstance(processor, PreTrainedTokenizerBase):
+        return None
+    if chat_template:
+        set_template(processor, chat_template)
+    return processor
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -184,15 +195,6 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
             "length limit; set eos_token_id in generation_config.json"
         )
     return ids
-
-
-def locate(source: ModelSource) -> Path | str:
-    """A folder whose config.json was checked, or a hub id."""
-    if source.kind == "hub":
-        return source.path
-    location = fetched_folder(source.key) if source.kind == "smollm2" else source.folder
-    folder_checks.check_config(location, source.key)
-    return location
 
 
 def read_config(location: Path | str, key: str) -> Any:
@@ -295,8 +297,8 @@ def _cannot_read(location: Path | str, what: str, error: Exception, key: str) ->
     if isinstance(location, Path):
         return ModelError(f"{location}: cannot use its {what} ({cause}); copy or save the model folder again")
     return ModelError(
-        f"{key} = {location}: no such folder here, and the hub gave no usable {what} ({cause}); "
-        "check the name and the network, or give a local folder, tiny:<preset> or smollm2"
+        f"{key} = {location}: the hub has no usable {what} of this model ({cause}); check the name and the network, "
+        "or give a local folder, tiny:<preset> or smollm2"
     )
 
 

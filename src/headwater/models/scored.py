@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from headwater.core.errors import ModelError
 from headwater.models.device import resolve_device, resolve_dtype
-from headwater.models.load import load_model, load_part, load_with, local_folder, locate, part_with, read_config
+from headwater.models.load import load_model, load_part, load_with, local_folder, part_with, read_config
 from headwater.models.sharded_load import ShardReader
-from headwater.models.source import ModelSource, resolve_model
+from headwater.models.source import ModelSource, locate, resolve_model
 
 REWARD_KEY = "reward.model"
 CRITIC_KEY = "critic.path"

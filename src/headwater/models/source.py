@@ -1,15 +1,18 @@
-"""What kind of model a setting such as ``model.path`` names. This needs neither torch nor the network."""
+"""What kind of model a setting such as ``model.path`` names, and where it is. This does not import torch."""
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from headwater.config.paths import looks_like_folder
 from headwater.core.errors import ModelError
+from headwater.models.builtin.smollm2 import fetched_folder
 from headwater.models.builtin.tiny import TINY_PREFIX, find_preset
+from headwater.models.folder import check_config
+from headwater.models.hub import find_hub_model
 
 SMOLLM2 = "smollm2"
 
@@ -46,7 +49,7 @@ def resolve_model(path: str, key: str = "model.path") -> ModelSource:
         return ModelSource(path, "tiny", key)
     if path == SMOLLM2:
         return ModelSource(path, "smollm2", key)
-    if _looks_like_folder(path):
+    if looks_like_folder(path):
         return ModelSource(path, "folder", key)
     if _HUB_ID.fullmatch(path):
         return ModelSource(path, "hub", key)
@@ -56,6 +59,17 @@ def resolve_model(path: str, key: str = "model.path") -> ModelSource:
     )
 
 
-def _looks_like_folder(path: str) -> bool:
-    separators = path.count("/") + (path.count(os.sep) if os.sep != "/" else 0)
-    return path.startswith((".", "/", "~")) or separators > 1 or (path != "" and Path(path).is_dir())
+def locate(source: ModelSource) -> Path | str:
+    """A folder whose config.json was checked, or the id of a model that the hub has. Not for ``tiny:`` models."""
+    if source.kind == "hub":
+        return find_hub_model(source.path, source.key)
+    location = fetched_folder(source.key) if source.kind == "smollm2" else source.folder
+    check_config(location, source.key)
+    return location
+
+
+def check_model(path: str, key: str = "model.path") -> None:
+    """Raise ``ModelError`` if there is no such model."""
+    source = resolve_model(path, key)
+    if source.kind != "tiny":
+        locate(source)

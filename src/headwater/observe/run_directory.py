@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from headwater.core.errors import RunError
+from headwater.core.registry import similar_path
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +67,22 @@ class RunDirectory:
         except OSError as error:
             raise RunError(f"run.root = {root}: cannot create {name!r} there: {error.strerror or error}") from error
 
+    @contextmanager
+    def removed_if_unused(self) -> Iterator[None]:
+        """Remove the directory if the block fails before it has recorded anything: there is nothing to resume."""
+        try:
+            yield
+        except Exception:
+            if not self.metrics_file.exists():
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
         if not (path / "config.yaml").is_file():
             raise RunError(
                 f"{path}: not a run directory (config.yaml is missing); give a directory that `headwater train` "
-                "created, for example runs/quickstart"
+                f"created, for example runs/quickstart{similar_path(path)}"
             )
         return cls(path)
 

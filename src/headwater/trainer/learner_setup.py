@@ -39,7 +39,8 @@ def build_training(
     """
     config = spec.config
     algorithm = config.algorithm
-    train_data = load_dataset(config.data, tokenizer, "train", config.run.seed, load_processor(spec.model_path))
+    processor = load_processor(spec.model_path, config.model.chat_template)
+    train_data = load_dataset(config.data, tokenizer, "train", config.run.seed, processor)
     if train_data is None:
         raise ConfigError(["data.train = []: no prompts to train on; name a task or at least one file"])
     num_wanted = config.trainer.num_prompts_per_step

@@ -135,7 +135,8 @@ class Trainer:
                     status.state = "interrupted"
                     return False
             except Exception:
-                self._save_if_consistent()
+                if self._run.metrics_file.exists():  # otherwise nothing was done that could be saved
+                    self._save_if_consistent()
                 raise
             finally:
                 self._recorder.close()

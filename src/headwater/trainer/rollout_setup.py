@@ -135,8 +135,9 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
     config = with_dtype(config)
     trace = Trace() if config.trainer.trace else None
     spans = Spans(trace)
-    tokenizer = load_tokenizer(model_path)
-    eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, load_processor(model_path))
+    tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
+    processor = load_processor(model_path, config.model.chat_template)
+    eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, processor)
     with blaming(f"reward.manager = {config.reward.manager}"):
         make_reward = REWARD_MANAGERS.resolve(config.reward.manager)
     reward = make_reward(config.reward, spans)

@@ -8,13 +8,12 @@ import subprocess
 import sys
 
 import pytest
-from tiny import ROOT
 
 from headwater.cli.main import main
 
 COMMAND = [sys.executable, "-m", "headwater.cli.main"]
 SMALL = [
-    str(ROOT / "recipes" / "quickstart.yaml"), "warm_start.num_steps=0", "warm_start.until_reward=0",
+    "quickstart", "warm_start.num_steps=0", "warm_start.until_reward=0",
     "trainer.total_steps=2", "trainer.num_prompts_per_step=2", "rollout.num_samples_per_prompt=2",
     "data.num_train_rows=8", "data.num_eval_rows=8", "eval.before=false", "eval.after=false", "eval.every_steps=0",
 ]  # fmt: skip

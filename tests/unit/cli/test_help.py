@@ -19,6 +19,22 @@ def test_help_lists_each_command_once(capsys):
 
 def test_an_unknown_command_names_the_nearest(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["tran", "recipes/quickstart.yaml"])
+        main(["tran", "quickstart"])
     assert ended.value.code == 2
     assert "unknown command 'tran'; did you mean 'train'? known: train, replay, eval" in capsys.readouterr().err
+
+
+def test_a_recipe_in_place_of_a_command(capsys):
+    for name in ("quickstart", "my.yaml"):
+        with pytest.raises(SystemExit):
+            main([name])
+        assert f"{name!r} is a recipe, not a command; write: headwater train {name}" in capsys.readouterr().err
+
+
+def test_the_help_of_train_has_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: headwater train RECIPE [RECIPE ...] [key=value ...]\n")
+    assert "\n  headwater train quickstart dapo run.name=dapo " in text
+    assert all(len(line) <= 120 for line in text.splitlines())

@@ -36,8 +36,5 @@ def test_a_negative_number_of_responses_to_show(tmp_path, capsys):
 
 
 def test_a_recipe_beside_resume(capsys):
-    assert main(["train", "--resume", "runs/q", "recipes/quickstart.yaml"]) == 2
-    assert (
-        "recipes/quickstart.yaml: a resumed run uses its own recipe; give either a recipe or --resume"
-        in capsys.readouterr().err
-    )
+    assert main(["train", "--resume", "runs/q", "quickstart"]) == 2
+    assert "quickstart: a resumed run uses its own recipe; give either a recipe or --resume" in capsys.readouterr().err

@@ -7,7 +7,6 @@ import os
 import signal
 
 import pytest
-from tiny import ROOT
 
 from headwater.cli.main import main
 from headwater.rollout.executor import WorkflowExecutor
@@ -40,9 +39,7 @@ def interrupt_in(monkeypatch):
 
 
 def train(root, capsys, *more: str) -> tuple[int, list[str]]:
-    code = main(
-        ["train", str(ROOT / "recipes" / "quickstart.yaml"), *SMALL, *more, f"run.root={root}", "run.name=stopped"]
-    )
+    code = main(["train", "quickstart", *SMALL, *more, f"run.root={root}", "run.name=stopped"])
     output = capsys.readouterr()
     assert output.err == ""
     return code, output.out.splitlines()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tiny import ROOT
-
 from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
 
@@ -171,7 +169,7 @@ def test_a_clash_of_a_default_says_so(problems):
 
 
 def test_the_resolved_recipe_of_a_run_that_was_cut_short_loads_again(tmp_path):
-    config = load_config(ROOT / "recipes" / "quickstart.yaml", ["trainer.total_steps=6"]).config
+    config = load_config("quickstart", ["trainer.total_steps=6"]).config
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "config.yaml", []).config == config
 

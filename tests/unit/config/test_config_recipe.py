@@ -119,7 +119,7 @@ def test_a_missing_base_names_both_files(write, problems):
 def test_a_missing_recipe_and_a_folder_are_named(write, problems, tmp_path):
     write("r.yaml", "")
     (line,) = problems(tmp_path / "nothing.yaml")
-    assert line == "nothing.yaml: no such recipe; give the path of a YAML file"
+    assert line.startswith("nothing.yaml: no such recipe; give the path of a YAML file or the name of a built-in")
     (tmp_path / "folder").mkdir()
     (line,) = problems(tmp_path / "folder")
     assert line.startswith("folder: cannot be read: ")
@@ -129,7 +129,7 @@ def test_extends_must_be_paths(write, problems):
     for value in ("3", "[a.yaml, 3]", "{a: b}", "", "[]"):
         write("a.yaml", "")
         (line,) = problems(write("r.yaml", f"run: {{name: x}}\nextends: {value}\n"))
-        assert line == "r.yaml:2: extends: must be the path of a recipe, or a list of paths"
+        assert line == "r.yaml:2: extends: must be the path or name of a recipe, or a list of them"
 
 
 def test_duplicate_keys_name_both_lines(write, problems):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from tiny import ROOT
 
 from headwater.cli.main import main
 from headwater.config.declared import read_declared
@@ -60,7 +59,7 @@ def pulled(
     return PolicyLoss(-inputs.advantages * inputs.logprobs + strength * pull)
 """
 SMALL = [
-    str(ROOT / "recipes" / "quickstart.yaml"), "trainer.total_steps=2", "trainer.num_prompts_per_step=2",
+    "quickstart", "trainer.total_steps=2", "trainer.num_prompts_per_step=2",
     "rollout.num_samples_per_prompt=2", "data.num_train_rows=16", "warm_start.num_steps=0", "eval.every_steps=0",
     "eval.before=false", "eval.after=false", "trainer.save_rollouts_every_steps=0",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import pickle
 import datasets
 import pytest
 
+from headwater.chat.render import encode_plain
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.data.rlhf_dataset import RLHFDataset
@@ -153,9 +154,35 @@ def test_bad_rows_are_named_at_construction(tokenizer, write_jsonl):
             RLHFDataset([path], DataConfig(), tokenizer)
 
 
-def test_tokenizer_without_chat_template(tokenizer_without_template, write_jsonl):
-    with pytest.raises(DataError, match="has no chat template; use an instruct model"):
-        RLHFDataset([write_jsonl([{"prompt": "Hi"}])], DataConfig(), tokenizer_without_template)
+def test_without_a_chat_template_only_plain_text_is_a_prompt(tokenizer_without_template, write_jsonl):
+    rows = write_jsonl([{"prompt": "Hi there", "ground_truth": "1"}])
+    (prompt,) = RLHFDataset([rows], DataConfig(), tokenizer_without_template)
+    assert prompt.text == "Hi there"
+    assert prompt.tokens == tuple(tokenizer_without_template.encode("Hi there", add_special_tokens=False))
+    assert prompt.messages == ({"role": "user", "content": "Hi there"},)
+    for setting in ({"system_prompt": "Be brief."}, {"chat_template_args": {"shout": True}}):
+        with pytest.raises(
+            DataError, match=rf"data.{next(iter(setting))} needs a chat template, and the model has none"
+        ):
+            RLHFDataset([rows], DataConfig(**setting), tokenizer_without_template)
+    with pytest.raises(
+        DataError, match=r"is a list of messages, and the model has no chat template; set model\.chat_t"
+    ):
+        RLHFDataset([write_jsonl([{"prompt": CHAT}])], DataConfig(), tokenizer_without_template)
+
+
+def test_plain_text_begins_as_the_model_expects_and_does_not_end(tokenizer_without_template):
+    from copy import deepcopy
+
+    from tokenizers.processors import TemplateProcessing
+
+    both = deepcopy(tokenizer_without_template)
+    marks = [("<|pad|>", both.pad_token_id), ("<|end|>", both.eos_token_id)]
+    both.backend_tokenizer.post_processor = TemplateProcessing(single="<|pad|> $A <|end|>", special_tokens=marks)
+    assert both.encode("Hi")[-1] == both.eos_token_id
+    assert encode_plain(both, "Hi") == (both.pad_token_id, *tokenizer_without_template.encode("Hi"))
+    written = tuple(tokenizer_without_template.encode("Hi<|end|>"))
+    assert encode_plain(tokenizer_without_template, "Hi<|end|>") == written
 
 
 def test_chat_template_that_refuses_the_chat(tokenizer, write_jsonl):

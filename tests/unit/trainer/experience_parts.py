@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import tiny
 import torch
@@ -16,7 +15,7 @@ from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.padding import pad_trajectories
 from headwater.trainer.learner_setup import TrainingParts, build_training
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+RECIPE = "quickstart"
 
 
 def training(*overrides: str) -> TrainingParts:

@@ -23,7 +23,7 @@ def rollout():
     opened = []
 
     def build(*overrides: str):
-        config = load_config(ROOT / "recipes" / "quickstart.yaml", [*SMALL, *overrides]).config
+        config = load_config("quickstart", [*SMALL, *overrides]).config
         opened.append(build_rollout(config, config.model.path))
         return opened[-1]
 
@@ -66,7 +66,7 @@ def test_a_filter_keeps_groups_that_differ_and_evaluation_keeps_all(rollout, tmp
 
 
 def admission_of(*overrides: str) -> Admission:
-    return make_admission(load_config(ROOT / "recipes" / "quickstart.yaml", [*SMALL, *overrides]).config)
+    return make_admission(load_config("quickstart", [*SMALL, *overrides]).config)
 
 
 def test_synchronous_rollouts_run_in_waves_unless_the_engine_is_deterministic():

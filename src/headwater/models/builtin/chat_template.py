@@ -1,10 +1,18 @@
-"""The chat templates of the built-in models.
+"""The built-in chat templates: those of the built-in models, and those that ``model.chat_template`` names.
 
-Each template is a head, which defines the markers of a message, and a common body. ``{% generation %}`` encloses what
-the assistant generates, including its end token, so ``return_assistant_tokens_mask=True`` works.
+A template is a head, which defines the markers of a message, and a common body. ``{% generation %}`` encloses what the
+assistant generates, including its end token, so ``return_assistant_tokens_mask=True`` works. Only ``plain`` has no
+markers.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headwater.chat.render import ChatError, render_chat
+from headwater.core.errors import ModelError
+from headwater.core.registry import nearest
 
 _TINY_HEAD = """\
 {%- set before, after, end, gap = "<|", "|>", "<|end|>", "" -%}
@@ -13,10 +21,13 @@ _TINY_HEAD = """\
 
 _CHATML_HEAD = """\
 {%- set before, after, end, gap = "<|im_start|>", "\\n", "<|im_end|>", "\\n" -%}
+"""
+
+_SMOLLM_HEAD = """\
 {%- set default_system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face" -%}
 """
 
-_BODY = """\
+_TEXT_OF = """\
 {%- macro text_of(content) -%}
     {%- if content is string -%}
         {{- content -}}
@@ -29,6 +40,11 @@ _BODY = """\
         {%- endfor -%}
     {%- endif -%}
 {%- endmacro -%}
+"""
+
+_BODY = (
+    _TEXT_OF
+    + """\
 {%- if default_system and (not messages or messages[0].role != "system") -%}
     {{- before ~ "system" ~ after ~ default_system ~ end ~ gap -}}
 {%- endif -%}
@@ -61,9 +77,59 @@ _BODY = """\
     {{- before ~ "assistant" ~ after -}}
 {%- endif -%}
 """
+)
 
 TINY_TEMPLATE = _TINY_HEAD + _BODY
 """``<|user|>What is 7 + 5?<|end|><|assistant|>``"""
 
-CHATML_TEMPLATE = _CHATML_HEAD + _BODY
+CHATML_TEMPLATE = _CHATML_HEAD + _SMOLLM_HEAD + _BODY
 """The template that SmolLM2 was trained with, including its default system message."""
+
+_PLAIN = (
+    _TEXT_OF
+    + """\
+{{- bos_token -}}
+{%- if tools -%}
+    {{- raise_exception("the template plain has no place for tools") -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message.tool_calls -%}
+        {{- raise_exception("the template plain has no place for tool calls") -}}
+    {%- elif message.role == "assistant" -%}
+        {%- generation -%}{{- text_of(message.content) -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- text_of(message.content) -}}
+    {%- endif -%}
+    {{- "\\n" -}}
+{%- endfor -%}
+"""
+)
+
+CHAT_TEMPLATES = {"chatml": _CHATML_HEAD + _BODY, "plain": _PLAIN}
+"""Templates for models without one, by name: ``chatml`` marks roles with <|im_start|> and <|im_end|>, ``plain`` writes
+the text of each message on lines of its own, without roles."""
+
+
+def set_template(owner: Any, name: str) -> None:
+    """Give a tokenizer or processor the template ``name``: a built-in one, or the path of a Jinja file."""
+    owner.chat_template = CHAT_TEMPLATES.get(name) or _read(name)
+    try:
+        render_chat(owner, [{"role": "user", "content": "Hello"}])
+    except ChatError as error:
+        raise ModelError(f"model.chat_template = {name}: cannot render a chat ({error}); fix the template") from error
+
+
+def _read(name: str) -> str:
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ModelError(
+            f"model.chat_template = {name}: neither a built-in template nor a file (looked in {Path.cwd()}); "
+            f"{nearest(name, list(CHAT_TEMPLATES))}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"model.chat_template = {name}: cannot be read ({error}); give a Jinja file") from error
+    if not text.strip():
+        raise ModelError(f"model.chat_template = {name}: the file is empty; give a Jinja file")
+    return text

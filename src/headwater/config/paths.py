@@ -1,0 +1,121 @@
+"""The paths in a config. Relative ones start at the working directory; the config that a run keeps has absolute ones.
+
+So a run can be resumed and evaluated from any folder. Paths inside the free-form arguments of your own code, such as
+``rollout.workflow_args``, are not known here and stay as they are. ``folder`` in ``data.task_args`` is a path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Annotated, Any, get_args, get_origin
+
+from headwater.config.constraints import Extension
+from headwater.config.keys import settings, value_at
+from headwater.config.schema import Config
+
+FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
+
+
+def is_file(source: str) -> bool:
+    """Whether a data source names a file and not a task."""
+    return PurePath(source).suffix in FILE_SUFFIXES
+
+
+def looks_like_folder(path: str) -> bool:
+    """Whether a model is a local folder and not a hub id such as ``org/name``."""
+    separators = path.count("/") + (path.count(os.sep) if os.sep != "/" else 0)
+    return path.startswith((".", "/", "~")) or separators > 1 or (path != "" and Path(path).is_dir())
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The same config with every relative path joined to the working directory."""
+    for key, setting in settings(Config).items():
+        value = value_at(config, key)
+        make = _EXACT.get(key) or (_extension if _names_extensions(setting.hint) else None)
+        if make is _source and config.data.dataset:
+            make = _existing  # only that class knows what the names mean
+        if make is not None and (made := _each(value, make)) != value:
+            config = _with(config, key, made)
+    task_args = _renamed(_folders(config.data.task_args), _source)
+    corrections_args = _renamed(config.algorithm.corrections_args, _extension)
+    config = replace(config, data=replace(config.data, task_args=task_args))
+    return replace(config, algorithm=replace(config.algorithm, corrections_args=corrections_args))
+
+
+def _path(text: str) -> str:
+    return os.path.abspath(Path(text).expanduser())
+
+
+def _model(text: str) -> str:
+    return _path(text) if looks_like_folder(text) else text
+
+
+def _extension(text: str) -> str:
+    """``path/to/file.py:Thing`` with the whole path; ``package.module:Thing`` and names stay as they are."""
+    module, colon, thing = text.rpartition(":") if ":" in text else (text, "", "")
+    return f"{_path(module)}{colon}{thing}" if module.endswith(".py") else text
+
+
+def _source(text: str) -> str:
+    if is_file(text):
+        return text if "://" in text else _path(text)
+    return _extension(text)
+
+
+def _existing(text: str) -> str:
+    return _path(text) if Path(text).expanduser().exists() else text
+
+
+def _template(text: str) -> str:
+    """The names of built-in chat templates have neither dots nor slashes."""
+    return _path(text) if "." in text or "/" in text else text
+
+
+_EXACT: Mapping[str, Callable[[str], str]] = {
+    "run.root": _path,
+    "model.path": _model,
+    "model.chat_template": _template,
+    "critic.path": _model,
+    "reward.model": _model,
+    "data.train": _source,
+    "data.eval": _source,
+    "data.dataset": _extension,
+    "reward.function": _extension,
+}
+
+
+def _names_extensions(hint: Any) -> bool:
+    if get_origin(hint) is Annotated:
+        return any(isinstance(part, Extension) for part in get_args(hint)[1:])
+    return any(_names_extensions(part) for part in get_args(hint))
+
+
+def _each(value: Any, make: Callable[[str], str]) -> Any:
+    """``make`` applied to a text or to every text of a list; an empty text means that there is none."""
+    if isinstance(value, tuple):
+        return tuple(_each(item, make) for item in value)
+    return make(value) if isinstance(value, str) and value else value
+
+
+def _folders(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of tasks, which may be grouped by task."""
+    made: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, Mapping):
+            made[name] = _folders(value)
+        else:
+            made[name] = _each(value, _path) if name == "folder" else value
+    return made
+
+
+def _renamed(arguments: Mapping[str, Any], make: Callable[[str], str]) -> dict[str, Any]:
+    """Arguments grouped by the name of an extension have its new name."""
+    return {make(name) if isinstance(value, Mapping) else name: value for name, value in arguments.items()}
+
+
+def _with(config: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    return replace(config, **{name: _with(getattr(config, name), rest, value) if rest else value})
