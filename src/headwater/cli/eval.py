@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from headwater.core.errors import HeadwaterError, RunError
     from headwater.observe.progress import lasting_console
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.checkpoint import Checkpoints, step_of
+    from headwater.trainer.checkpoint import Checkpoints, check_whole, step_of
     from headwater.trainer.evaluate import evaluate
     from headwater.trainer.rollout_setup import build_rollout
 
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = checkpoints.latest() if args.step is None else checkpoints.at(args.step)
     if checkpoint is None:
         raise RunError(f"{run.path}: no checkpoint yet; wait for one, let the run finish, or stop it with Ctrl-C")
+    check_whole(run, checkpoint, part="model")
     parts = build_rollout(config, str(checkpoint / "model"))
     try:
         if parts.eval_data is None:

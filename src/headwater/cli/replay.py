@@ -91,6 +91,7 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
     from headwater.models.device import with_dtype
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
+    from headwater.observe.run_lock import RunLock
     from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout
@@ -105,7 +106,8 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
         directory = RunDirectory.create(Path(config.run.root), config.run.name)
         directory.write_config(to_yaml(config))
         display.say(f"Replaying {len(schedule.steps)} steps of {path} in {directory.path}")
-        finished = Trainer(config, rollout, training, directory, display, last_step=len(schedule.steps)).fit()
+        with RunLock(directory.lock_file):
+            finished = Trainer(config, rollout, training, directory, display, last_step=len(schedule.steps)).fit()
     finally:
         rollout.close()
     if not finished:
