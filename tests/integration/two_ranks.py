@@ -192,6 +192,9 @@ def main(folder: Path, names: list[str]) -> None:
         strict = replace(spec.config, learner=replace(spec.config.learner, max_tokens_per_forward_pass=4))
         learner = group.build(build, replace(spec, config=strict), timeout_s=300)
         results["too long"] = error_of(lambda: learner.compute(experience(Case(num_rows=4)), ["logprobs"]))
+        blocked = folder / "blocked"
+        (blocked / "train" / "shard_00001_of_00002.safetensors").mkdir(parents=True)
+        results["cannot save"] = error_of(lambda: learner.save(blocked))
         results["after an error"] = group.call("held_bytes", [()] * 2)
         results["alone"] = error_of(lambda: group.call("fail_alone", [(1,)] * 2))
         results["after a failure"] = error_of(lambda: group.call("held_bytes", [()] * 2))

@@ -23,13 +23,18 @@ _NUM_LOG_LINES = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="run directory, for example runs/quickstart")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the checksum of every file of every checkpoint; without it, large ones are checked by size only",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from headwater.observe.doctor import examine
     from headwater.observe.run_directory import RunDirectory
 
-    diagnosis = examine(RunDirectory.open(args.run))
+    diagnosis = examine(RunDirectory.open(args.run), verify=args.verify)
     if args.json:
         print(json.dumps(diagnosis.to_json(), indent=1))
     else:
@@ -134,7 +139,10 @@ def _ledger(diagnosis: Diagnosis) -> list[str]:
 
 def _checkpoints(diagnosis: Diagnosis) -> str:
     if diagnosis.checkpoint_steps:
-        return "step " + ", ".join(map(str, diagnosis.checkpoint_steps))
+        damaged = diagnosis.damaged_steps
+        steps = (f"{step} (damaged)" if step in damaged else str(step) for step in diagnosis.checkpoint_steps)
+        only = "" if diagnosis.is_verified else "; only the sizes of the files were compared, --verify reads them"
+        return "step " + ", ".join(steps) + only
     return "none: resuming would start again" if diagnosis.resume else "none yet"
 
 

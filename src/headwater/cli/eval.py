@@ -94,7 +94,7 @@ def _of_run(args: argparse.Namespace) -> Subject:
     from headwater.config.builtin import split_arguments
     from headwater.config.load import load_config
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.checkpoint import Checkpoints, step_of
+    from headwater.trainer.checkpoint import Checkpoints, check_whole, step_of
 
     recipes, overrides = split_arguments(args.arguments)
     if recipes:
@@ -108,6 +108,7 @@ def _of_run(args: argparse.Namespace) -> Subject:
     checkpoint = checkpoints.latest() if args.step is None else checkpoints.at(args.step)
     if checkpoint is None:
         raise RunError(f"{run.path}: no checkpoint yet; wait for one, let the run finish, or stop it with Ctrl-C")
+    check_whole(run, checkpoint, part="model")
     return Subject(run.path.name, config, str(checkpoint / "model"), run, step_of(checkpoint))
 
 

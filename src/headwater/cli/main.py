@@ -9,6 +9,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 import headwater
 from headwater.cli.process import EXIT_INTERRUPTED, EXIT_NO_READER, EXIT_USER_ERROR, interruptible, is_reader_gone
@@ -132,9 +133,19 @@ def _run_command(name: str, arguments: list[str]) -> int:
     except (HeadwaterError, OSError) as error:  # OSError: such as a full disk or a read-only folder
         if options.debug or _is_of_our_output(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_told(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return code
+
+
+def _told(error: Exception) -> Exception:
+    """The error as it is shown. For a full disk, the message also names the disk and its free space."""
+    from headwater.core.disk import disk_full
+
+    if not isinstance(error, OSError):
+        return error
+    name = error.filename if isinstance(error.filename, str) else "."
+    return disk_full(error, Path(name), "a file") or error
 
 
 def _is_of_our_output(error: Exception) -> bool:

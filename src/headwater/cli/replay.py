@@ -92,6 +92,7 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
     from headwater.models.device import with_dtype
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
+    from headwater.observe.run_lock import RunLock
     from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout
@@ -106,7 +107,7 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
         directory = RunDirectory.create(Path(config.run.root), config.run.name)
         directory.write_config(to_yaml(with_absolute_paths(config)))
         display.say(f"Replaying {len(schedule.steps)} steps of {path} in {directory.path}")
-        with directory.removed_if_unused():
+        with RunLock(directory.lock_file), directory.removed_if_unused():
             finished = Trainer(config, rollout, training, directory, display, last_step=len(schedule.steps)).fit()
     finally:
         rollout.close()

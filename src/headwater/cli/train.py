@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from headwater.learner.build import LearnerBuilder
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
 
 HELP = "Train a model from a recipe, or resume a run. Ctrl-C stops after the current update and saves a checkpoint."
 EXAMPLES = """\
@@ -95,12 +98,19 @@ def _start(recipes: list[str], overrides: list[str]) -> int:
 
 
 def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
-    from headwater.config.checks import files_exist, fits_checkpoint
-    from headwater.config.load import load_config
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.checkpoint import Checkpoints, step_of
+    from headwater.observe.run_lock import RunLock
 
     run = RunDirectory.open(path)
+    with RunLock(run.lock_file):
+        return _resume_locked(run, step, overrides)
+
+
+def _resume_locked(run: RunDirectory, step: int | None, overrides: list[str]) -> int:
+    from headwater.config.checks import files_exist, fits_checkpoint
+    from headwater.config.load import load_config
+    from headwater.trainer.checkpoint import Checkpoints, check_whole, step_of
+
     before = load_config(run.config_file, was_accepted=True).config
     checkpoints = Checkpoints(run.checkpoints, before.trainer.keep_checkpoints)
     checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
@@ -108,6 +118,9 @@ def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
     config = load_config(run.config_file, overrides, [files_exist, *fits]).config
     if checkpoint is not None:
         _check_steps_left(run, step_of(checkpoint), before.trainer.total_steps, config.trainer.total_steps)
+        check_whole(run, checkpoint)
+    for foreign in run.foreign_checkpoints():
+        logger.warning("%s is not a checkpoint and is ignored", foreign)
     return _fit(config, run, checkpoint)
 
 
@@ -142,6 +155,7 @@ def _fit(
     from headwater.models.device import auto_dtype, resolve_device, resolve_dtype, with_dtype
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
+    from headwater.observe.run_lock import RunLock
     from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout, describe
@@ -153,17 +167,19 @@ def _fit(
     resuming = run is not None
     config = with_dtype(config)
     model_path = str(checkpoint / "model") if checkpoint else config.model.path
-    with ExitStack() as stack:
+    with ExitStack() as lock, ExitStack() as stack:
         make_learner = stack.enter_context(_ranks(config))
         # Everything that bad input can break is built first, so that only a run that can start gets a directory.
         rollout = stack.enter_context(closing(build_rollout(config, model_path)))
         if config.learner.offload_during_rollout:
             rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
-        reference_path = str(run.reference) if run and run.reference.exists() else config.model.path
+        # Without a checkpoint, a warm start is repeated and makes the reference again.
+        reference_path = str(run.reference) if run and checkpoint and run.reference.exists() else config.model.path
         spec = LearnerSpec(config, model_path, reference_path)
         training = build_training(spec, rollout.tokenizer, make_learner, check_prompts=rollout.check_prompts)
         if run is None:
             run = RunDirectory.create(Path(config.run.root), config.run.name)
+            lock.enter_context(RunLock(run.lock_file))
             stack.enter_context(run.removed_if_unused())
         template = getattr(rollout.tokenizer, "chat_template", None)
         notices = [

@@ -72,6 +72,8 @@ class RecipeReader:
         except yaml.YAMLError as error:
             where, why = yaml12.reason(error)
             self.problems.append(f"{display(path)}{where}: not valid YAML: {why}")
+        except RecursionError:
+            self.problems.append(f"{display(path)}: not valid YAML: it is nested too deeply")
         return None
 
     def _bases(self, node: yaml.Node | None, path: Path) -> list[Path]:

@@ -383,6 +383,12 @@ class TrainerConfig:
     """Save a checkpoint every N steps, in addition to the one at the end or at Ctrl-C; 0 means only that one."""
     keep_checkpoints: Annotated[int, AtLeast(1)] = 2
     """Number of newest checkpoints to keep."""
+    checkpoint_dtype: Literal["trained", "float32", "bfloat16", "float16"] = "trained"
+    """Number type of the exported model in a checkpoint (model/). `trained` keeps the type of the trained weights:
+    float32, or model.dtype with LoRA. `bfloat16` halves the export. Resuming is exact either way: it uses train/."""
+    checkpoint_optimizer: bool = True
+    """Whether checkpoints contain AdamW's averages, 8 bytes per trained weight. Without them a run can be resumed, but
+    with a new optimiser state, so it does not continue exactly as if it had not stopped."""
     save_rollouts_every_steps: Annotated[int, AtLeast(0, "use 0 to save none")] = 1
     """Write the rollouts of every Nth step to rollouts/*.parquet; 0 writes none."""
     num_threads: Annotated[int, AtLeast(0, "use 0 for torch's choice")] = 0

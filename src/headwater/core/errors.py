@@ -91,8 +91,22 @@ class RunError(HeadwaterError):
     """A run directory that cannot be used or resumed."""
 
 
+class DiskFull(RunError):
+    """There is no more space for a file of the run. What was saved before is complete."""
+
+    def __init__(self, message: str, cause: str = "the disk is full", needed_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.needed_bytes = needed_bytes
+        """About how many bytes were to be written; 0 if that is not known."""
+
+
+class DamagedCheckpoint(RunError):
+    """A checkpoint whose files are missing, truncated or changed."""
+
+
 class OtherRankFailed(DataError):
-    """Another rank cannot compute its rows, so this rank does not start. The other rank's error says why."""
+    """Another rank cannot do its part of a call, so this rank does not start. The other rank's error says why."""
 
 
 class RankFailed(RunError):

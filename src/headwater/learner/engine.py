@@ -319,9 +319,9 @@ class TrainEngine(ForwardEngine):
         if loss.log_ratios is not None:
             sums.add_ratios(loss.log_ratios, mask)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, with_optimizer: bool = True) -> None:
         """Write the trained weights and the optimiser's state, one shard per rank."""
-        sharded_checkpoint.save(folder, self.module.model, self._optimizer, self.ranks)
+        sharded_checkpoint.save(folder, self.module.model, self._optimizer, self.ranks, with_optimizer=with_optimizer)
 
     def load(self, folder: Path) -> None:
         sharded_checkpoint.load(folder, self.module.model, self._optimizer, self.ranks)

@@ -135,10 +135,12 @@ class LocalLearner:
         return checksum((plain_name(name), held_by(each)) for name, each in trained)
 
     def save(self, folder: Path) -> None:
-        self._save_model(self.actor.engine.module.model, folder / "model")
-        self.actor.engine.save(folder)
+        settings = self.config.trainer
+        dtype = None if settings.checkpoint_dtype == "trained" else getattr(torch, settings.checkpoint_dtype)
+        self._save_model(self.actor.engine.module.model, folder / "model", dtype)
+        self.actor.engine.save(folder, with_optimizer=settings.checkpoint_optimizer)
         if self.critic is not None:
-            self.critic.engine.save(folder / "critic")
+            self.critic.engine.save(folder / "critic", with_optimizer=settings.checkpoint_optimizer)
 
     def load(self, folder: Path) -> None:
         self.actor.engine.load(folder)
@@ -187,16 +189,17 @@ class LocalLearner:
     def _trained(self, role: Role) -> TrainEngine:
         return self.actor.engine if role == "policy" else self._critic().engine
 
-    def _save_model(self, model: nn.Module, folder: Path) -> None:
-        """Write a model folder. All ranks gather the weights, and the first rank writes them."""
+    def _save_model(self, model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Write a model folder, in ``dtype`` if given. All ranks gather the weights, and the first rank writes them."""
         tensors = merged_weights(model)
-        try:
-            if self._is_first:
-                dtypes = {plain_name(name): each.dtype for name, each in model.named_parameters()}
-                save_model(model, self.tokenizer, folder, WeightsToSave(weight_shapes(model), dtypes, tensors))
-        finally:
-            for _ in tensors:  # the other ranks take part in gathering every tensor, even if writing failed
-                pass
+        with self.actor.engine.ranks.together():
+            try:
+                if self._is_first:
+                    dtypes = {plain_name(name): dtype or each.dtype for name, each in model.named_parameters()}
+                    save_model(model, self.tokenizer, folder, WeightsToSave(weight_shapes(model), dtypes, tensors))
+            finally:
+                for _ in tensors:  # the other ranks take part in gathering every tensor, even if writing failed
+                    pass
 
 
 def _negative_log_likelihood(outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:

@@ -5,8 +5,10 @@ One process holds everything. With several, FSDP2 gives each one a shard of ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from headwater.config.schema import LearnerConfig
+from headwater.core.errors import OtherRankFailed
 from headwater.learner.export import plain_name
 from headwater.learner.packed_module import PackedModule
 from headwater.models.fused_layers import use_fused_layers
@@ -58,13 +61,29 @@ class Ranks:
         dist.all_reduce(result, op=dist.ReduceOp.MAX)
         return int(result)
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order, on every rank."""
+        gathered: list[Any] = [value] * self.count
+        if self.count > 1:
+            dist.all_gather_object(gathered, value)
+        return gathered
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """If the block raises on one rank, all ranks raise, so that none continues and waits for it forever."""
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  raised again below
+            problem = error
+        if self.max(int(problem is not None)):
+            raise problem or OtherRankFailed("another rank has failed; see the error of that rank")
+
     def union(self, names: Iterable[str]) -> list[str]:
         """The names that any rank has, in the same order on every rank."""
         if self.count == 1:
             return list(names)
-        gathered: list[list[str]] = [[] for _ in range(self.count)]
-        dist.all_gather_object(gathered, list(names))
-        return sorted({name for each in gathered for name in each})
+        return sorted({name for each in self.gather(list(names)) for name in each})
 
 
 def shard(

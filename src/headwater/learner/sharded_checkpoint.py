@@ -1,106 +1,220 @@
-"""Weights and optimiser state on disk. Each rank writes its shard, and any number of ranks can read them."""
+"""Weights and optimiser state on disk. Each rank writes its shard, and any number of ranks can read them.
+
+``train/`` holds one safetensors file per rank and ``index.json``, which says which part of which tensor each file has.
+Neither of them can contain code, so a checkpoint from elsewhere is safe to load.
+"""
 
 from __future__ import annotations
 
-import warnings
+import json
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from headwater.core.errors import RunError
+from headwater.core.disk import disk_full
+from headwater.core.errors import DamagedCheckpoint, RunError
 from headwater.learner.export import trained_parameters
 from headwater.learner.lora import adapter_alpha
-from headwater.learner.optimizer import Optimizer
+from headwater.learner.optimizer import Optimizer, held_by
 from headwater.learner.ranks import Ranks
+from headwater.models.save import write_safetensors
+from headwater.models.sharded_load import first_row
 
 _FOLDER = "train"
-_ALPHA = "lora_alpha"
+_INDEX = "index.json"
+_FORMAT = "headwater-shards-1"
 _NUM_SHOWN = 3
 
 
-def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Write ``folder/train``: the trained weights and AdamW's state."""
+@dataclass(frozen=True)
+class _Piece:
+    """The part of a tensor that one file holds, under the tensor's name."""
+
+    file: str
+    start: list[int]
+    """The position of the part's first element in the tensor."""
+    shape: list[int]
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The content of ``index.json``."""
+
+    num_steps: int
+    """Optimiser steps so far."""
+    has_optimizer: bool
+    """Whether AdamW's averages were saved. A parameter has averages only once it had a gradient."""
+    lora_alpha: float | None
+    """The scale of the adapters, which their shapes do not show; None without adapters."""
+    shapes: Mapping[str, list[int]]
+    """Of every tensor as a whole."""
+    pieces: Mapping[str, list[_Piece]]
+
+    def to_json(self) -> str:
+        return json.dumps({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def read(cls, path: Path) -> _Index:
+        try:
+            content = json.loads(path.read_bytes())
+            if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
+                raise ValueError(f"{path.name} is not in the format {_FORMAT}")
+            pieces = {name: [_Piece(**each) for each in parts] for name, parts in content.pop("pieces").items()}
+            index = cls(pieces=pieces, **content)
+            if index.shapes.keys() != pieces.keys():
+                raise ValueError(f"{path.name} does not list the same tensors twice")
+            for piece in (each for parts in pieces.values() for each in parts):
+                if Path(piece.file).name != piece.file or len(piece.start) != len(piece.shape):
+                    raise ValueError(f"{path.name} names the file {piece.file!r}")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise _damaged(path.parent, error) from error
+        return index
+
+
+def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, with_optimizer: bool = True) -> None:
+    """Write ``folder/train``: the trained weights and, unless ``with_optimizer`` is false, AdamW's state."""
     path = folder / _FOLDER
     optimizer.settle()
-    try:
-        with _quiet():
-            state_dict_saver.save(
-                _alpha(model) | _state(model, optimizer), checkpoint_id=path, no_dist=ranks.count == 1
+    state = dict(_state(model, optimizer if with_optimizer else None))
+    file = f"shard_{ranks.index:05d}_of_{ranks.count:05d}.safetensors"
+    with ranks.together():
+        held = {
+            name: (_Piece(file, _start(tensor), list(held_by(tensor).shape)), tensor)
+            for name, tensor in state.items()
+            if held_by(tensor).numel() and (ranks.index == 0 or _is_split(tensor))
+        }
+        _write(path, file, {name: held_by(tensor) for name, (_, tensor) in held.items()})
+    everywhere: list[dict[str, _Piece]] = ranks.gather({name: piece for name, (piece, _) in held.items()})
+    with ranks.together():
+        if ranks.index == 0:
+            index = _Index(
+                optimizer.num_steps,
+                with_optimizer,
+                adapter_alpha(model),
+                {name: list(tensor.shape) for name, tensor in state.items()},
+                {name: [each[name] for each in everywhere if name in each] for name in state},
             )
-    except CheckpointException as error:
-        raise RunError(f"{path}: cannot save ({_first_cause(error)}); check free space and permissions") from error
+            with _writing(path):
+                (path / _INDEX).write_text(index.to_json(), encoding="utf-8")
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
     """Read what ``save`` wrote into a model of the same shape. The number of ranks may have changed.
 
-    A checkpoint of another model, or with truncated files, is refused before anything is read. Other damage is found
-    while reading: weights and averages are then partly overwritten, and the model must not be used any more.
+    A checkpoint of another model, or with missing or truncated files, is refused before anything is read. Changed
+    bytes are found by the checkpoint's manifest, which the trainer checks before.
     """
     path = folder / _FOLDER
-    metadata = _read_metadata(path)
-    held = metadata.state_dict_metadata
-    _check_files(path, metadata)
-    _check(path, model, held)
-    _check_alpha(path, model, held, ranks)
-    # A parameter has averages only once it had a gradient.
-    optimizer.reset_state([each for name, each in trained_parameters(model) if f"optimizer.{name}.exp_avg" in held])
-    state = _state(model, optimizer)
-    _read(path, state, ranks, "; the weights are partly overwritten and must not be used")
-    optimizer.num_steps = int(state["num_steps"])
+    with ranks.together(), ExitStack() as stack:
+        index = _Index.read(path / _INDEX)
+        files = _open(path, index, stack)
+        _check(path, model, index)
+        _check_alpha(path, model, index)
+        named = trained_parameters(model)
+        optimizer.reset_state([each for name, each in named if f"optimizer.{name}.exp_avg" in index.shapes])
+        try:
+            for name, tensor in _state(model, optimizer):
+                _fill(tensor, name, index, files)
+        except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+            raise _damaged(path, f"{error}; the weights are partly overwritten and must not be used") from error
+        optimizer.num_steps = index.num_steps
 
 
-def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = {"num_steps": torch.tensor(optimizer.num_steps)}
+def _state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in trained_parameters(model):
-        state[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state_of(parameter).items():
-            state[f"optimizer.{name}.{key}"] = value
-    return state
+        yield f"model.{name}", parameter.detach()
+        for key, value in optimizer.state_of(parameter).items() if optimizer is not None else ():
+            yield f"optimizer.{name}.{key}", value
 
 
-def _alpha(model: nn.Module) -> dict[str, Tensor]:
-    """The scale of the adapters, which their shapes do not show."""
-    alpha = adapter_alpha(model)
-    return {} if alpha is None else {_ALPHA: torch.tensor(alpha)}
+def _is_split(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and tensor.placements != (Replicate(),)
 
 
-def _read(path: Path, state: dict[str, Tensor], ranks: Ranks, aftermath: str = "") -> None:
-    """Read into the tensors of ``state``, in place. ``aftermath`` is added to the error if that fails."""
+def _start(tensor: Tensor) -> list[int]:
+    """The position in the whole tensor of the part that this rank holds."""
+    if not isinstance(tensor, DTensor) or not _is_split(tensor):
+        return [0] * tensor.ndim
+    if tensor.placements != (Shard(0),):
+        raise RunError(f"a tensor is sharded as {tensor.placements}; only shards of the first dimension can be saved")
+    return [first_row(tensor), *[0] * (tensor.ndim - 1)]
+
+
+def _write(path: Path, file: str, tensors: Mapping[str, Tensor]) -> None:
+    with _writing(path, sum(each.nbytes for each in tensors.values())):
+        path.mkdir(parents=True, exist_ok=True)
+        shapes = {name: tuple(each.shape) for name, each in tensors.items()}
+        dtypes = {name: each.dtype for name, each in tensors.items()}
+        write_safetensors(path / file, shapes, dtypes, tensors.items())
+
+
+@contextmanager
+def _writing(path: Path, needed_bytes: int = 0) -> Iterator[None]:
     try:
-        with _quiet():
-            state_dict_loader.load(state, checkpoint_id=path, no_dist=ranks.count == 1)
-    except CheckpointException as error:
-        raise _damaged(path, _first_cause(error) + aftermath) from error
+        yield
+    except OSError as error:
+        if (full := disk_full(error, path, "the checkpoint", needed_bytes=needed_bytes)) is not None:
+            raise full from error
+        raise RunError(f"{path}: cannot save ({error}); check free space and permissions") from error
 
 
-def _read_metadata(path: Path) -> Metadata:
+def _open(path: Path, index: _Index, stack: ExitStack) -> dict[str, Any]:
+    """Every file of the index, open. Their headers must agree with the index, and nothing may be missing."""
+    files: dict[str, Any] = {}
     try:
-        return FileSystemReader(path).read_metadata()
-    except Exception as error:  # pickle and zip raise various errors for a damaged file
-        raise _damaged(path, _reason(error)) from error
+        for name, pieces in index.pieces.items():
+            for piece in pieces:
+                if piece.file not in files:
+                    # Opening reads the header and compares it with the file's length.
+                    files[piece.file] = stack.enter_context(_opened(path / piece.file))
+                if (shape := list(files[piece.file].get_slice(name).get_shape())) != piece.shape:
+                    raise ValueError(f"{piece.file} holds {name} as {shape}, not {piece.shape}")
+            if sum(math.prod(piece.shape) for piece in pieces) != math.prod(index.shapes[name]):
+                raise ValueError(f"{_INDEX} does not name all parts of {name}")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+    return files
 
 
-def _check_files(path: Path, metadata: Metadata) -> None:
-    """Refuse files that are shorter than their contents."""
-    for stored in metadata.storage_data.values():
-        file, end = path / stored.relative_path, stored.offset + stored.length
-        size = file.stat().st_size if file.exists() else 0
-        if size < end:
-            raise _damaged(path, f"{file.name} has {size} bytes, not {end}")
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        size = f"has {file.stat().st_size} bytes" if file.is_file() else "is missing"
+        raise ValueError(f"{file.name} {size}: {_reason(error)}") from error
 
 
-def _check(path: Path, model: nn.Module, held: Mapping[str, Any]) -> None:
+@torch.no_grad()
+def _fill(tensor: Tensor, name: str, index: _Index, files: Mapping[str, Any]) -> None:
+    """Read the part of ``tensor`` that this rank holds, from all pieces that overlap with it."""
+    held, start = held_by(tensor), _start(tensor)
+    for piece in index.pieces[name]:
+        if not held.ndim:
+            held.copy_(files[piece.file].get_tensor(name))
+            continue
+        low = [max(mine, stored) for mine, stored in zip(start, piece.start, strict=True)]
+        high = [
+            min(mine + length, stored + size)
+            for mine, length, stored, size in zip(start, held.shape, piece.start, piece.shape, strict=True)
+        ]
+        if any(first >= last for first, last in zip(low, high, strict=True)):
+            continue
+        there = tuple(slice(a - at, b - at) for a, b, at in zip(low, high, piece.start, strict=True))
+        here = tuple(slice(a - at, b - at) for a, b, at in zip(low, high, start, strict=True))
+        held[here].copy_(files[piece.file].get_slice(name)[there])
+
+
+def _check(path: Path, model: nn.Module, index: _Index) -> None:
     wanted = {f"model.{name}": tuple(parameter.shape) for name, parameter in trained_parameters(model)}
-    weights = {name: tuple(entry.size) for name, entry in held.items() if name.startswith("model.")}
+    weights = {name: tuple(shape) for name, shape in index.shapes.items() if name.startswith("model.")}
     problems = [f"has no {name}" for name in sorted(wanted.keys() - weights.keys())]
     problems += [f"holds {name}, which the model does not have" for name in sorted(weights.keys() - wanted.keys())]
     problems += [
@@ -116,35 +230,18 @@ def _check(path: Path, model: nn.Module, held: Mapping[str, Any]) -> None:
         )
 
 
-def _check_alpha(path: Path, model: nn.Module, held: Mapping[str, Any], ranks: Ranks) -> None:
-    wanted, saved = adapter_alpha(model), _alpha(model)
-    if wanted is None or _ALPHA not in held:
-        return
-    _read(path, saved, ranks)
-    was = float(saved[_ALPHA])
-    if was != wanted:
+def _check_alpha(path: Path, model: nn.Module, index: _Index) -> None:
+    wanted, was = adapter_alpha(model), index.lora_alpha
+    if wanted is not None and was is not None and was != wanted:
         raise RunError(
             f"{path}: saved with lora.alpha = {was:g}, but this run has {wanted:g}, with which the adapters would be a "
             f"different policy; resume with lora.alpha={was:g}"
         )
 
 
-def _damaged(path: Path, cause: str) -> RunError:
-    return RunError(f"{path}: damaged checkpoint ({cause}); resume from an older one with --step")
+def _damaged(path: Path, cause: object) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{path}: damaged checkpoint ({_reason(cause)}); resume from an older one with --step")
 
 
-def _first_cause(error: CheckpointException) -> str:
-    """The error of the first rank that failed."""
-    return _reason(next(iter(error.failures.values()))[0])
-
-
-def _reason(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the warning that a single process saves without torch.distributed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _reason(cause: object) -> str:
+    return str(cause).strip().partition("\n")[0] or type(cause).__name__

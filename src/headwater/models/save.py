@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import uuid
@@ -11,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.core.errors import ModelError
+from safetensors import SafetensorError
+
+from headwater.core.disk import disk_full
+from headwater.core.errors import HeadwaterError, ModelError
 from headwater.models.folder import quiet
 
 if TYPE_CHECKING:
@@ -55,15 +59,39 @@ def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: WeightsT
                 _save_config(model, temporary)
                 _write_weights(temporary, weights)
             tokenizer.save_pretrained(temporary)
+        if weights is not None:
+            _state_dtype(temporary / "config.json", weights)
         _share_weights(temporary)
         os.rename(temporary, target)
-    except OSError as error:
-        raise ModelError(f"cannot save the model to {target}: {error}; check free space and permissions") from error
-    except ValueError as error:
-        raise ModelError(f"cannot save the model to {target}: {error}; fix its generation_config.json") from error
+    except Exception as error:
+        # Before the message is made, which says how much space is free.
+        shutil.rmtree(temporary, ignore_errors=True)
+        if (shown := _failure(error, target, weights)) is not None:
+            raise shown from error
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def _failure(error: Exception, target: Path, weights: WeightsToSave | None) -> HeadwaterError | None:
+    """What to show instead of ``error``; None for a bug. A full disk may be an OSError or an error of a library."""
+    needed = sum(_num_bytes(weights, name) for name in weights.shapes) if weights is not None else 0
+    if (full := disk_full(error, target, "the model", needed_bytes=needed)) is not None:
+        return full
+    if isinstance(error, (OSError, SafetensorError)):
+        return ModelError(f"cannot save the model to {target}: {error}; check free space and permissions")
+    if isinstance(error, ValueError):
+        return ModelError(f"cannot save the model to {target}: {error}; fix its generation_config.json")
+    return None
+
+
+def _state_dtype(config: Path, weights: WeightsToSave) -> None:
+    """Make config.json state the number type of the saved weights, which the model need not have."""
+    kinds = {str(weights.dtypes[name]).removeprefix("torch.") for name in weights.shapes}
+    content = json.loads(config.read_text(encoding="utf-8"))
+    if len(kinds) == 1 and content.get("dtype") not in kinds:
+        config.write_text(json.dumps({**content, "dtype": kinds.pop()}, indent=2) + "\n", encoding="utf-8")
 
 
 def _is_converted(model: Any) -> bool:
@@ -75,7 +103,7 @@ def _is_converted(model: Any) -> bool:
 
 def _collected(weights: WeightsToSave) -> dict[str, Tensor]:
     """All weights at once. They move to main memory one by one, because a device may not have room for a full model."""
-    return {name: tensor.detach().to("cpu") for name, tensor in weights.tensors}
+    return {name: tensor.detach().to("cpu", weights.dtypes[name]) for name, tensor in weights.tensors}
 
 
 def _save_config(model: Any, folder: Path) -> None:
@@ -102,39 +130,43 @@ def _write_weights(folder: Path, weights: WeightsToSave) -> None:
     for number, names in enumerate(files, start=1):
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         file_of.update(dict.fromkeys(names, file))
-        _write_file(folder / file, names, weights, tensors)
+        shapes = {name: weights.shapes[name] for name in names}
+        write_safetensors(folder / file, shapes, weights.dtypes, tensors)
     if len(files) > 1:
         total = sum(_num_bytes(weights, name) for name in weights.shapes)
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _write_file(path: Path, names: list[str], weights: WeightsToSave, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_safetensors(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    tensors: Iterable[tuple[str, Tensor]],
+) -> None:
+    """Write one file, one tensor at a time. ``tensors`` yields those of ``shapes``, in that order."""
     import torch
 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
-    for name in names:
-        end = place + _num_bytes(weights, name)
-        kind = _SAFETENSORS_NAMES[str(weights.dtypes[name]).removeprefix("torch.")]
-        header[name] = {"dtype": kind, "shape": list(weights.shapes[name]), "data_offsets": [place, end]}
+    for name, shape in shapes.items():
+        end = place + math.prod(shape) * dtypes[name].itemsize
+        kind = _SAFETENSORS_NAMES[str(dtypes[name]).removeprefix("torch.")]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [place, end]}
         place = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for expected, (name, tensor) in zip(names, tensors, strict=False):
-            if name != expected or tuple(tensor.shape) != weights.shapes[name]:
+        for expected, (name, tensor) in zip(shapes, tensors, strict=False):
+            if name != expected or tuple(tensor.shape) != shapes[name]:
                 raise ModelError(f"cannot save {name} of shape {tuple(tensor.shape)}: expected {expected}")
-            data = tensor.detach().to("cpu", weights.dtypes[name]).contiguous()
+            data = tensor.detach().to("cpu", dtypes[name]).contiguous()
             file.write(data.view(-1).view(torch.uint8).numpy().data)
 
 
 def _num_bytes(weights: WeightsToSave, name: str) -> int:
-    size = weights.dtypes[name].itemsize
-    for length in weights.shapes[name]:
-        size *= length
-    return size
+    return math.prod(weights.shapes[name]) * weights.dtypes[name].itemsize
 
 
 def _share_weights(folder: Path) -> None:

@@ -66,11 +66,15 @@ def _fill(target: Tensor, stored: Any, where: str) -> None:
     if target.placements != (Shard(0),):
         raise ModelError(f"{where} is sharded as {target.placements}; only shards of the first dimension can be read")
     local = target.to_local()
-    # The rows that FSDP gives to a rank: equal parts, the last ones shorter or empty.
-    rows = -(-shape[0] // target.device_mesh.size())
-    start = min(target.device_mesh.get_local_rank() * rows, shape[0])
+    start = first_row(target)
     if len(local):
         local.copy_(stored[start : start + len(local)])
+
+
+def first_row(target: DTensor) -> int:
+    """The first row that this rank holds. FSDP gives the ranks equal parts, the last ones shorter or empty."""
+    rows = -(-target.shape[0] // target.device_mesh.size())
+    return min(target.device_mesh.get_local_rank() * rows, target.shape[0])
 
 
 def load_skeleton(auto_class: Any, config: Any, dtype: torch.dtype) -> Any:

@@ -14,6 +14,8 @@ from headwater.observe.life import Life, life_of
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import LogLine, RunningGroup, StageProgress
 
+_REWARD = "reward/mean"
+
 
 @dataclass(frozen=True)
 class LastMetrics:
@@ -59,6 +61,10 @@ class Diagnosis:
     error: str
     log: tuple[LogLine, ...]
     checkpoint_steps: tuple[int, ...]
+    damaged_steps: tuple[int, ...]
+    """Steps whose checkpoint has a missing or changed file."""
+    is_verified: bool
+    """Whether the contents of the checkpoints were compared, and not only the sizes of their files."""
     resume: str
     """The command that resumes a run that ended early; empty otherwise."""
 
@@ -71,8 +77,9 @@ class Diagnosis:
         return asdict(self) | {"is_healthy": self.is_healthy, "waits": waits}
 
 
-def examine(run: RunDirectory) -> Diagnosis:
-    evidence = gather(run)
+def examine(run: RunDirectory, *, verify: bool = False) -> Diagnosis:
+    """``verify`` compares the contents of all checkpoints, which reads them completely, whatever their size."""
+    evidence = gather(run, verify=verify)
     life = life_of(evidence)
     status = evidence.status
     return Diagnosis(
@@ -96,17 +103,25 @@ def examine(run: RunDirectory) -> Diagnosis:
         error=status.error if status else "",
         log=status.log if status else (),
         checkpoint_steps=evidence.checkpoint_steps,
-        resume=f"headwater train --resume {run.path}" if _can_resume(life) else "",
+        damaged_steps=tuple(sorted(evidence.checkpoint_damage)),
+        is_verified=evidence.is_verified,
+        resume=_resume(evidence, life),
     )
 
 
-def _can_resume(life: Life) -> bool:
-    return life.state in ("killed", "failed", "interrupted", "unknown")
+def _resume(evidence: Evidence, life: Life) -> str:
+    if life.state not in ("killed", "failed", "interrupted", "unknown") or evidence.is_complete:
+        return ""
+    steps, whole = evidence.checkpoint_steps, evidence.newest_whole
+    if (steps and whole is None) or evidence.reference_damage:
+        return ""  # a resume would be refused
+    from_step = f" --step {whole}" if steps and whole != steps[-1] else ""
+    return f"headwater train --resume {evidence.run.path}{from_step}"
 
 
 def _last_metrics(evidence: Evidence) -> LastMetrics | None:
     if not evidence.metrics:
         return None
     last = evidence.metrics[-1]
-    seconds_ago = evidence.now - last["time"] if "time" in last else None
-    return LastMetrics(last["kind"], last["step"], seconds_ago, last.get("reward/mean"))
+    time, reward = (value if isinstance(value, (int, float)) else None for value in map(last.get, ("time", _REWARD)))
+    return LastMetrics(last["kind"], last["step"], None if time is None else evidence.now - time, reward)

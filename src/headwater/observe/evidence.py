@@ -6,14 +6,17 @@ import shutil
 import socket
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headwater.config.load import load_config
 from headwater.config.schema import Config
 from headwater.core.errors import HeadwaterError, RunError
 from headwater.core.records import DropKind
+from headwater.observe.manifest import Damage, num_bytes
+from headwater.observe.manifest import damage as damage_of
 from headwater.observe.process import process_start
 from headwater.observe.run_directory import RunDirectory, last_records
 from headwater.observe.status_file import Drops, RunStatus, read_counts, read_status
@@ -21,6 +24,8 @@ from headwater.observe.status_file import Drops, RunStatus, read_counts, read_st
 _METRICS_LINES = 100
 _LEDGER_LINES = 20
 _FEW_STEPS = 10
+_QUICK_BYTES = 8 * 2**30
+"""Checkpoints of at most this size in total are verified every time; hashing them takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Evidence:
     """Whether the run's process exists; None if this machine cannot tell."""
     damage: tuple[str, ...]
     """One message for each file that cannot be read."""
+    skipped: tuple[str, ...]
+    """One message for each thing that was ignored: lines that are no records, and foreign folders."""
     metrics: tuple[dict[str, Any], ...]
     """The newest records, oldest first."""
     ledger: LedgerTail | None
@@ -53,7 +60,23 @@ class Evidence:
     checkpoint_steps: tuple[int, ...]
     checkpoint_bytes: int
     """Size of the newest checkpoint."""
+    checkpoint_damage: Mapping[int, tuple[Damage, ...]]
+    """By step: the files of checkpoints that are missing or changed."""
+    reference_damage: tuple[Damage, ...]
+    is_verified: bool
+    """Whether the contents of the checkpoints were compared, and not only the sizes of their files."""
     free_bytes: int
+
+    @property
+    def newest_whole(self) -> int | None:
+        """The newest step whose checkpoint is not damaged."""
+        return max((step for step in self.checkpoint_steps if step not in self.checkpoint_damage), default=None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done and saved, so that there is nothing to resume."""
+        total, newest = self.total_steps, self.newest_whole
+        return total is not None and newest is not None and newest >= total
 
     @property
     def train_metrics(self) -> list[dict[str, Any]]:
@@ -73,7 +96,7 @@ class Evidence:
 
     @property
     def last_metrics_time(self) -> float | None:
-        return max((record["time"] for record in self.metrics if "time" in record), default=None)
+        return max(_numbers(self.metrics, "time"), default=None)
 
     @property
     def counts(self) -> Mapping[str, int] | None:
@@ -84,21 +107,25 @@ class Evidence:
 
     def step_s(self) -> float | None:
         """The median duration of the last steps."""
-        return _median([record["time/step_s"] for record in self.train_metrics[-_FEW_STEPS:]])
+        return _median(_numbers(self.train_metrics[-_FEW_STEPS:], "time/step_s"))
 
     def earlier_step_s(self) -> float | None:
         """The median duration of the steps before those."""
-        return _median([record["time/step_s"] for record in self.train_metrics[:-_FEW_STEPS]])
+        return _median(_numbers(self.train_metrics[:-_FEW_STEPS], "time/step_s"))
 
     def share(self, name: str) -> float | None:
         """The share of the last steps' time that was spent on ``name``; None if it was not measured."""
-        spent = [record[f"time/{name}_s"] for record in self.train_metrics[-_FEW_STEPS:] if f"time/{name}_s" in record]
-        step_s = [record["time/step_s"] for record in self.train_metrics[-_FEW_STEPS:]]
+        spent = _numbers(self.train_metrics[-_FEW_STEPS:], f"time/{name}_s")
+        step_s = _numbers(self.train_metrics[-_FEW_STEPS:], "time/step_s")
         return sum(spent) / sum(step_s) if spent and sum(step_s) > 0 else None
 
 
-def gather(run: RunDirectory) -> Evidence:
-    """Read everything. A file that cannot be read is reported in ``damage``; the others are still used."""
+def gather(run: RunDirectory, *, verify: bool = False) -> Evidence:
+    """Read everything. A file that cannot be read is reported in ``damage``; the others are still used.
+
+    The contents of checkpoints are compared with their manifests if they are small or ``verify`` is true, and otherwise
+    only the sizes of their files.
+    """
     damage: list[str] = []
     status = ledger = None
     try:
@@ -112,23 +139,49 @@ def gather(run: RunDirectory) -> Evidence:
     config = None
     try:
         config = load_config(run.config_file, was_accepted=True).config
-    except HeadwaterError as error:
+    except (HeadwaterError, OSError, ValueError) as error:
         damage.append(f"{run.config_file} cannot be read by this version: {str(error).splitlines()[0]}")
     steps = run.checkpoint_steps()
-    newest = run.checkpoint(steps[-1]) if steps else None
+    sizes = {step: num_bytes(run.checkpoint(step)) for step in steps}
+    is_verified = verify or sum(sizes.values()) <= _QUICK_BYTES
     return Evidence(
         run=run,
         now=time.time(),
         status=status,
         process_is_there=_process_is_there(status) if status else None,
         damage=tuple(damage),
+        skipped=tuple(_skipped(run)),
         metrics=tuple(run.last_metrics(_METRICS_LINES)),
         ledger=ledger,
         config=config,
         checkpoint_steps=tuple(steps),
-        checkpoint_bytes=sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) if newest else 0,
+        checkpoint_bytes=sizes[steps[-1]] if steps else 0,
+        checkpoint_damage=_checkpoint_damage(run, steps, contents=is_verified),
+        # Without a checkpoint, the reference may be incomplete: it is written when the warm start ends.
+        reference_damage=_damage_now(run.reference, contents=is_verified) if steps else (),
+        is_verified=is_verified,
         free_bytes=shutil.disk_usage(run.path).free,
     )
+
+
+def _checkpoint_damage(run: RunDirectory, steps: Sequence[int], *, contents: bool) -> dict[int, tuple[Damage, ...]]:
+    found = {step: _damage_now(run.checkpoint(step), contents=contents) for step in steps}
+    return {step: each for step, each in found.items() if each}
+
+
+def _damage_now(folder: Path, *, contents: bool) -> tuple[Damage, ...]:
+    """The damage of a folder that still exists: a live run removes its old checkpoints, perhaps at this moment."""
+    found = damage_of(folder, contents=contents) if folder.exists() else ()
+    return found if folder.exists() else ()
+
+
+def _skipped(run: RunDirectory) -> Iterator[str]:
+    for path, count in ((run.metrics_file, _METRICS_LINES), (run.ledger_file, _LEDGER_LINES)):
+        read = last_records(path, count)
+        if read.skipped and read.records:
+            yield f"{path}: {len(read.skipped)} of its last lines are no records of a run and were skipped"
+    for foreign in run.foreign_checkpoints():
+        yield f"{foreign} is not a checkpoint and was skipped"
 
 
 def _process_is_there(status: RunStatus) -> bool | None:
@@ -143,7 +196,7 @@ def _read_ledger(run: RunDirectory) -> LedgerTail | None:
         records = [each for each in run.last_ledger(_LEDGER_LINES) if each["kind"] == "step"]
         if not records:
             # A resume may have made all of these lines invalid. Then nothing is known, and nothing is wrong.
-            if path.exists() and path.stat().st_size > 0 and not last_records(path, 1):
+            if path.exists() and path.stat().st_size > 0 and not last_records(path, 1).records:
                 raise RunError(f"{path} cannot be read: none of its last lines is complete")
             return None
         drops: dict[DropKind, Drops] = {}
@@ -156,6 +209,12 @@ def _read_ledger(run: RunDirectory) -> LedgerTail | None:
         return LedgerTail(int(last["step"]), float(last["time"]), read_counts(last["counts"]), num_trained, drops)
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {type(error).__name__}: {error} in its last lines") from error
+
+
+def _numbers(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """The values of ``name`` in the records that have a number there."""
+    values = (record.get(name) for record in records)
+    return [value for value in values if isinstance(value, (int, float))]
 
 
 def _median(values: list[float]) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from headwater.core.disk import mount_of, show_bytes
 from headwater.core.records import DropKind
 from headwater.core.waits import OpenWait
 from headwater.observe.evidence import Evidence
@@ -20,6 +21,8 @@ _MANY_DROPS = 0.3
 
 FindingKind = Literal[
     "damaged_file",
+    "damaged_checkpoint",
+    "skipped",
     "killed",
     "failed",
     "unresponsive",
@@ -49,17 +52,19 @@ class Finding:
 
 def findings(evidence: Evidence, life: Life) -> list[Finding]:
     """Problems first."""
-    waits = list(_of_waits(evidence, life))
+    waits, disk = list(_of_waits(evidence, life)), list(_of_disk(evidence, life))
     found = [
         *_of_damage(evidence),
-        *_of_life(life),
+        *_of_checkpoints(evidence),
+        *disk,
+        *_of_life(evidence, life),
         *_of_ledger(evidence),
         *(waits or _of_long_step(evidence, life)),
         *_of_drops(evidence),
         *_of_engine(evidence),
         *_of_balance(evidence, life),
-        *_of_disk(evidence, life),
         *_of_notices(evidence),
+        *(Finding("skipped", "hint", text) for text in evidence.skipped),
     ]
     return sorted(found, key=lambda each: each.severity != "problem")
 
@@ -70,16 +75,28 @@ def _of_damage(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("damaged_file", "problem", text, remedy)
 
 
-def _of_life(life: Life) -> Iterator[Finding]:
+def _of_checkpoints(evidence: Evidence) -> Iterator[Finding]:
+    whole = evidence.newest_whole
+    older = f"the newest whole checkpoint is that of step {whole}" if whole is not None else "no checkpoint is whole"
+    for step, damage in sorted(evidence.checkpoint_damage.items(), reverse=True):
+        more = f" (and {len(damage) - 1} more files)" if len(damage) > 1 else ""
+        remedy = f"restore its files, or remove it; {older}"
+        yield Finding("damaged_checkpoint", "problem", f"the checkpoint of step {step}: {damage[0]}{more}", remedy)
+    if evidence.reference_damage:
+        remedy = "restore its files; the run cannot be resumed without it"
+        yield Finding("damaged_checkpoint", "problem", f"the reference model: {evidence.reference_damage[0]}", remedy)
+
+
+def _of_life(evidence: Evidence, life: Life) -> Iterator[Finding]:
     if life.state == "killed":
-        yield Finding(
-            "killed",
-            "problem",
-            "the run was killed: its process ended without reporting an end",
-            "`dmesg | grep -i oom` or the scheduler's log shows what killed it; lack of memory is the usual cause",
-        )
+        memory = "`dmesg | grep -i oom` or the scheduler's log shows what killed it; lack of memory is the usual cause"
+        disk = "the disk is full, and a run that cannot write ends; free disk space, then resume"
+        what = "the run was killed: its process ended without reporting an end"
+        yield Finding("killed", "problem", what, disk if _lacks_disk(evidence) else memory)
     elif life.state == "failed":
-        yield Finding("failed", "problem", f"the run failed: {life.text}", "fix the cause, then resume")
+        is_disk = evidence.status is not None and evidence.status.error.startswith("DiskFull")
+        remedy = "free disk space, then resume" if is_disk else "fix the cause, then resume"
+        yield Finding("failed", "problem", f"the run failed: {life.text}", remedy)
     elif life.state == "unresponsive":
         yield Finding(
             "unresponsive",
@@ -127,6 +144,7 @@ WAIT_REMEDIES = {
     "engine.update_mode=drain it first finishes all running requests",
     "ranks": "the ranks execute one call together, and an update of a large batch may take long; if it never ends, the "
     "output of the other ranks says more; learner.rank_timeout_s limits a call",
+    "run_lock": "another machine held this run; if its process has ended, the run continues after a minute",
     "rollout_thread": "an episode blocks the thread that runs all episodes: run slow code of a workflow, tool or "
     "reward in asyncio.to_thread",
 }
@@ -313,6 +331,11 @@ def _of_notices(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("no_effect", "hint", text, "")
 
 
+def _lacks_disk(evidence: Evidence) -> bool:
+    """Whether there is no space for another checkpoint."""
+    return evidence.free_bytes < max(_GIB // 4, evidence.checkpoint_bytes)
+
+
 def _of_disk(evidence: Evidence, life: Life) -> Iterator[Finding]:
     if life.state == "finished":
         return
@@ -320,8 +343,9 @@ def _of_disk(evidence: Evidence, life: Life) -> Iterator[Finding]:
     if evidence.free_bytes < needed:
         yield Finding(
             "low_disk",
-            "problem" if evidence.free_bytes < max(_GIB // 4, evidence.checkpoint_bytes) else "hint",
-            f"{evidence.free_bytes / _GIB:.1f} GiB are left on the disk of {evidence.run.path}; a checkpoint takes "
-            f"{evidence.checkpoint_bytes / _GIB:.1f} GiB",
-            "free disk space, or lower trainer.keep_checkpoints and raise trainer.save_rollouts_every_steps",
+            "problem" if _lacks_disk(evidence) else "hint",
+            f"{show_bytes(evidence.free_bytes)} are left on the disk of {evidence.run.path}, mounted at "
+            f"{mount_of(evidence.run.path)}; a checkpoint takes {show_bytes(evidence.checkpoint_bytes)}",
+            "free disk space, or write less: trainer.keep_checkpoints, trainer.checkpoint_dtype, "
+            "trainer.checkpoint_optimizer, trainer.save_rollouts_every_steps",
         )

@@ -40,6 +40,8 @@ def life_of(evidence: Evidence) -> Life:
     if status.state == "failed":
         first_line = status.error.partition("\n")[0]
         return Life("failed", f"{show_duration(age_s)} ago: {first_line}")
+    if evidence.process_is_there is False and evidence.is_complete:
+        return Life("finished", f"all steps are done and saved; {process} then ended without reporting it")
     if evidence.process_is_there is False:
         return Life("killed", f"{process} no longer exists and did not report an end; last {heartbeat}")
     if age_s > _SILENT_S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from pathlib import Path
 
@@ -22,15 +23,15 @@ def process_start(pid: int) -> str | None:
     # The second field is the program name in brackets, which may contain anything; the third is the state.
     fields = stat.rpartition(")")[2].split()
     state, ticks_since_boot = fields[0], fields[19]
-    return None if state in _ENDED else f"{_boot()}+{ticks_since_boot}"
+    return None if state in _ENDED else f"{boot_id()}+{ticks_since_boot}"
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """Identifies the current boot of the machine, from which ticks are counted."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
-        return "boot"
+        return f"boot of {socket.gethostname()}"
 
 
 def _start_by_ps(pid: int) -> str | None:

@@ -7,17 +7,20 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from headwater.core.disk import disk_full
 from headwater.core.errors import RunError
 from headwater.core.registry import similar_path
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 16
+_KINDS = ("train", "eval", "warm_start", "step", "resume")
+"""Of the records in ``metrics.jsonl`` and ``ledger.jsonl``."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,13 @@ class Tracker(Protocol):
 
 
 class RunDirectory:
-    """``runs/<name>/``: config.yaml, metrics.jsonl, ledger.jsonl, status.json, reward.png, the folders rollouts, eval
-    and checkpoints, and trace.json if ``trainer.trace`` is set."""
+    """``runs/<name>/``: config.yaml, metrics.jsonl, ledger.jsonl, status.json, writer.lock, reward.png, the folders
+    rollouts, eval and checkpoints, and trace.json if ``trainer.trace`` is set."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._told: set[Path] = set()
+        """Files whose skipped lines were reported."""
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDirectory:
@@ -89,8 +94,9 @@ class RunDirectory:
     @property
     def config_files(self) -> list[Path]:
         """``config.yaml``, and the files that later resumes with other settings added, oldest first."""
-        later = sorted(self.path.glob("config-*.yaml"), key=lambda path: int(path.stem.partition("-")[2]))
-        return [self.path / "config.yaml", *later]
+        numbers = {path: path.stem.removeprefix("config-") for path in self.path.glob("config-*.yaml")}
+        later = sorted((int(number), path) for path, number in numbers.items() if number.isdecimal())
+        return [self.path / "config.yaml", *(path for _, path in later)]
 
     @property
     def config_file(self) -> Path:
@@ -121,6 +127,11 @@ class RunDirectory:
         """The state of the run at this moment, or when it ended."""
         return self.path / "status.json"
 
+    @property
+    def lock_file(self) -> Path:
+        """Held by the process that writes this directory (``observe/run_lock.py``)."""
+        return self.path / "writer.lock"
+
     def free_trace_file(self) -> Path:
         """``trace.json``, or a numbered name if an earlier part of the run has written one."""
         return self.free_file(".", "trace", ".json")
@@ -134,9 +145,13 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a checkpoint, oldest first."""
-        names = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
-        return sorted(int(name) for name in names if name.isdecimal())
+        """Steps that have a checkpoint, oldest first. Whether its files are whole is not checked."""
+        return saved_steps(self.checkpoints)
+
+    def foreign_checkpoints(self) -> list[Path]:
+        """Entries of ``checkpoints/`` that look like a checkpoint but are none, such as ``step_000002_copy``."""
+        known = {self.checkpoint(step) for step in self.checkpoint_steps()}
+        return sorted(path for path in self.checkpoints.glob("step_*") if path not in known)
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
@@ -163,42 +178,62 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The valid records of the run. Records after the step from which the run was resumed are left out."""
-        return _valid(_read(self.metrics_file))
+        return self._all_records(self.metrics_file)
 
     def read_ledger(self) -> list[dict[str, Any]]:
         """Like ``read_metrics``: one record per step, with the dispatches that ended in it."""
-        return _valid(_read(self.ledger_file))
+        return self._all_records(self.ledger_file)
 
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
         """Like ``read_metrics``, but only for the last ``count`` lines. The rest of the file is not read."""
-        return _valid(last_records(self.metrics_file, count))
+        return _valid(last_records(self.metrics_file, count).records)
 
     def last_ledger(self, count: int) -> list[dict[str, Any]]:
         """Like ``read_ledger``, but only for the last ``count`` lines."""
-        return _valid(last_records(self.ledger_file, count))
+        return _valid(last_records(self.ledger_file, count).records)
+
+    def _all_records(self, path: Path) -> list[dict[str, Any]]:
+        read = last_records(path, None)
+        if read.skipped and path not in self._told:
+            self._told.add(path)
+            logger.warning("%s: %s", path, read.describe_skipped())
+        return _valid(read.records)
+
+
+def saved_steps(checkpoints: Path) -> list[int]:
+    """The steps of the folders ``step_000001`` and so on, oldest first. Other names are ignored."""
+    names = (path.name.removeprefix("step_") for path in checkpoints.glob("step_*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal() and name == f"{int(name):06d}")
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
     """Append one line and write it immediately, so that a killed run loses no history."""
     line = json.dumps(record) + "\n"
-    with path.open("a+b") as file:
-        # A process that was killed while writing leaves an incomplete line; the next record starts a new line.
-        if file.tell() > 0:
-            file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else "\n" + line
-        file.write(line.encode())
+    try:
+        with path.open("a+b") as file:
+            # A process that was killed while writing leaves an incomplete line; the next record starts a new line.
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else "\n" + line
+            file.write(line.encode())
+    except OSError as error:
+        if (full := disk_full(error, path, "a record", needed_bytes=len(line))) is not None:
+            raise full from error
+        raise
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            logger.warning("%s:%d is incomplete, probably because the process was killed; skipped", path, number)
-    return records
+@dataclass(frozen=True)
+class ReadRecords:
+    """The records of a JSON-lines file, oldest first."""
+
+    records: list[dict[str, Any]]
+    skipped: list[int]
+    """The lines that are no records, counted from the first line that was read."""
+
+    def describe_skipped(self) -> str:
+        shown = ", ".join(map(str, self.skipped[:5])) + (", ..." if len(self.skipped) > 5 else "")
+        lines = "line" if len(self.skipped) == 1 else "lines"
+        return f"skipped {lines} {shown}: incomplete, changed or foreign, and no record of a run"
 
 
 def _valid(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -211,37 +246,51 @@ def _valid(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(latest.values())
 
 
-def last_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """The last ``count`` complete lines of a JSON-lines file, oldest first; an empty list if there is no file.
+def last_records(path: Path, count: int | None) -> ReadRecords:
+    """The last ``count`` records of a JSON-lines file, or all of them; none if there is no file.
 
-    Only the end of the file is read. An incomplete line is skipped: a process was killed while writing it, or is
-    writing it now.
+    Only the end of the file is read. Lines that are no records are skipped: a process was killed while writing one or
+    is writing it now, bytes were changed, or something else has written into the file.
     """
-    if count < 1 or not path.exists():
-        return []
+    if (count is not None and count < 1) or not path.exists():
+        return ReadRecords([], [])
     with path.open("rb") as file:
-        start = file.seek(0, os.SEEK_END)
-        read = b""
-        while start > 0 and read.count(b"\n") <= count:
+        start = file.seek(0, os.SEEK_END) if count is not None else 0
+        read = file.read() if count is None else b""
+        while start > 0 and count is not None and read.count(b"\n") <= count:
             length = min(_BLOCK_BYTES, start)
             start = file.seek(start - length)
             read = file.read(length) + read
     lines = read.splitlines()
     if start > 0:
         lines = lines[1:]  # the first line is incomplete
-    return [record for record in map(_parse, lines) if record is not None][-count:]
+    parsed = [(number, _parse(line)) for number, line in enumerate(lines, start=1) if line.strip()]
+    kept = [(number, record) for number, record in parsed if record is not None][-(count or 0) :]
+    first = kept[0][0] if kept and count is not None else 0
+    return ReadRecords(
+        [record for _, record in kept], [number for number, each in parsed if each is None and number > first]
+    )
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict) or record.get("kind") not in _KINDS or type(record.get("step")) is not int:
+        return None
+    return record
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a temporary file and rename it to ``path``, so that a reader never sees an incomplete file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if (full := disk_full(error, path, "the file", needed_bytes=len(text))) is not None:
+            raise full from error
+        raise

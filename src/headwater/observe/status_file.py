@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from headwater.core.errors import RunError
+from headwater.core.errors import DiskFull, HeadwaterError, RunError
 from headwater.core.records import DropKind
 from headwater.core.waits import OpenWait, open_waits
 from headwater.observe.process import process_start
@@ -182,12 +182,26 @@ class StatusFile:
 
     def _write(self) -> None:
         try:
-            write_whole(self._path, json.dumps(self._content(), indent=1, default=str))
+            try:
+                write_whole(self._path, json.dumps(self._content(), indent=1, default=str))
+            except DiskFull:
+                self._write_in_place()
             self._write_failed = False
-        except OSError as error:
+        except (OSError, HeadwaterError) as error:
             if not self._write_failed:
                 logger.warning("%s cannot be written: %s", self._path, error)
             self._write_failed = True
+
+    def _write_in_place(self) -> None:
+        """On a full disk: replace the content of the file, whose space is already allocated, by the most important."""
+        content = {**self._content(), "waits": [], "oldest": [], "log": []}
+        short = json.dumps(content, default=str).encode()
+        with self._path.open("r+b") as file:
+            present = os.fstat(file.fileno())
+            if len(short) > max(present.st_size, 512 * present.st_blocks):
+                raise OSError(f"{len(short)} bytes do not fit into the present file, and the disk is full")
+            file.write(short)
+            file.truncate()
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -216,12 +230,14 @@ def _state_after(error: BaseException | None) -> RunState:
 def read_status(path: Path) -> RunStatus | None:
     """None if there is no such file, because the run has not begun."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read ({error})") from error
     try:
         return _parse(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise RunError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
 
 
@@ -231,31 +247,47 @@ def _parse(content: dict[str, Any]) -> RunStatus:
     return RunStatus(
         pid=int(content["pid"]),
         host=str(content["host"]),
-        process_start=content["process_start"],
+        process_start=None if content["process_start"] is None else str(content["process_start"]),
         started=float(content["started"]),
         time=float(content["time"]),
         state=content["state"],
         error=str(content["error"]),
         waits=tuple(_wait(**each) for each in content["waits"]),
-        log=tuple(LogLine(**each) for each in content["log"]),
+        log=tuple(LogLine(float(each["time"]), str(each["level"]), str(each["message"])) for each in content["log"]),
         read_error=str(content.get("read_error", "")),
-        step=content.get("step"),
-        total_steps=content.get("total_steps"),
-        version=content.get("version"),
+        step=_whole(content.get("step")),
+        total_steps=_whole(content.get("total_steps")),
+        version=_whole(content.get("version")),
         counts=read_counts(content["ledger"]) if content.get("ledger") else None,
-        oldest_groups=tuple(RunningGroup(**each) for each in content.get("oldest", ())),
-        capacity=content.get("capacity"),
-        drops={DropKind(kind): Drops(**each) for kind, each in content.get("drops", {}).items()},
+        oldest_groups=tuple(_group(**each) for each in content.get("oldest", ())),
+        capacity=_whole(content.get("capacity")),
+        drops={
+            DropKind(kind): Drops(int(each["count"]), str(each["message"]))
+            for kind, each in content.get("drops", {}).items()
+        },
         engine_restarts=int(content.get("engine_restarts", 0)),
         num_ranks=int(content.get("learner", {}).get("num_ranks", 1)),
-        stage=StageProgress(**content["stage"]) if content.get("stage") else None,
+        stage=_stage(**content["stage"]) if content.get("stage") else None,
         notices=tuple(map(str, content.get("notices", ()))),
     )
 
 
-def _wait(hard_limit_s: float | None, **rest: Any) -> OpenWait:
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _group(id: Any, uid: Any, seconds: Any, num_generating: Any, num_waiting: Any, doing: Any) -> RunningGroup:
+    return RunningGroup(int(id), str(uid), float(seconds), int(num_generating), int(num_waiting), str(doing))
+
+
+def _stage(name: Any, done: Any, total: Any) -> StageProgress:
+    return StageProgress(str(name), int(done), int(total))
+
+
+def _wait(kind: Any, description: Any, seconds: Any, hard_limit_s: Any, thread_name: Any) -> OpenWait:
     # JSON has no infinity.
-    return OpenWait(hard_limit_s=math.inf if hard_limit_s is None else hard_limit_s, **rest)
+    limit_s = math.inf if hard_limit_s is None else float(hard_limit_s)
+    return OpenWait(str(kind), str(description), float(seconds), limit_s, str(thread_name))
 
 
 def read_counts(content: Mapping[str, Any]) -> dict[str, int]:

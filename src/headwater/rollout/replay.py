@@ -66,9 +66,12 @@ class RecordedSchedule:
         if numbers != list(range(1, len(steps) + 1)):
             missing = next(number for number in range(1, len(steps) + 1) if number not in numbers)
             raise RunError(f"{where}: step {missing} is missing; a run can be replayed only from its beginning")
-        return cls(
-            tuple(RecordedStep(tuple(map(RecordedGroup.read, each["trained"])), each["weights"]) for each in steps)
-        )
+        try:
+            return cls(
+                tuple(RecordedStep(tuple(map(RecordedGroup.read, each["trained"])), each["weights"]) for each in steps)
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(f"{where}: a record of a step is damaged ({type(error).__name__}: {error})") from error
 
     def first(self, num_steps: int) -> RecordedSchedule:
         return RecordedSchedule(self.steps[:num_steps])

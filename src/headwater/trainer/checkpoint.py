@@ -7,8 +7,11 @@ import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from headwater.core.errors import RunError
+from headwater.core.disk import disk_full
+from headwater.core.errors import DamagedCheckpoint, DiskFull, RunError
 from headwater.core.protocols import Learner
+from headwater.observe.manifest import MANIFEST, Damage, damage, num_bytes, seal
+from headwater.observe.run_directory import RunDirectory, saved_steps
 from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
 
 
@@ -24,6 +27,8 @@ class TrainerState:
     """Whether the warm start is finished, or there is none."""
     kl_coefficient: float = 0.0
     """The coefficient of the KL penalty in the reward, which a controller may change."""
+    has_optimizer: bool = True
+    """Whether checkpoints of this state contain the optimiser's averages."""
 
 
 class Checkpoints:
@@ -31,6 +36,7 @@ class Checkpoints:
 
     The learner writes ``model/`` (Hugging Face format), ``train/`` (trained weights and optimiser) and ``critic/``.
     ``state.json`` holds the trainer's state, and ``rollouts.json`` the prompts and rollouts that are ahead of it.
+    ``manifest.json`` is written last and has the checksum of every other file.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -40,41 +46,61 @@ class Checkpoints:
     def save(self, state: TrainerState, learner: Learner) -> Path:
         """Write a checkpoint under a temporary name and rename it, so that a checkpoint that exists is complete."""
         target = self._place(state.step)
-        if target.exists():
+        if (target / MANIFEST).is_file():
             return target
+        if target.exists():
+            _set_aside(target)  # something else has the name
         for leftover in self._folder.glob(".step_*"):  # left by a process that was killed while saving
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary = self._folder / f".{target.name}"
-        temporary.mkdir(parents=True)
-        learner.save(temporary)
-        rest = {field.name: getattr(state, field.name) for field in fields(state) if field.name != "rollouts"}
-        (temporary / "state.json").write_text(json.dumps(rest), encoding="utf-8")
-        (temporary / "rollouts.json").write_text(state.rollouts.to_json(), encoding="utf-8")
-        temporary.replace(target)
+        try:
+            temporary.mkdir(parents=True)
+            learner.save(temporary)
+            rest = {field.name: getattr(state, field.name) for field in fields(state) if field.name != "rollouts"}
+            (temporary / "state.json").write_text(json.dumps(rest), encoding="utf-8")
+            (temporary / "rollouts.json").write_text(state.rollouts.to_json(), encoding="utf-8")
+            seal(temporary)
+            temporary.replace(target)
+        except Exception as error:
+            num_written = num_bytes(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)  # the space is needed for everything else
+            if (full := self._disk_full(error, target, num_written)) is not None:
+                raise full from error
+            raise
         for old in self.all()[: -self._keep]:
             # Renamed first, so that a partly removed checkpoint is never mistaken for a complete one.
             shutil.rmtree(old.rename(old.with_name(f".{old.name}")))
         return target
 
+    def _disk_full(self, error: Exception, target: Path, num_written: int) -> DiskFull | None:
+        before = self.latest()
+        needed = num_written + (error.needed_bytes if isinstance(error, DiskFull) else 0)
+        kept = f"free some space (the checkpoint of step {step_of(before)} is whole)" if before else "free some space"
+        return disk_full(
+            error,
+            target,
+            "the checkpoint",
+            needed_bytes=max(needed, num_bytes(before) if before else 0),
+            remedy=f"{kept} or save less (trainer.keep_checkpoints=1, trainer.checkpoint_dtype=bfloat16, "
+            "trainer.checkpoint_optimizer=false)",
+        )
+
     def set_aside_after(self, step: int) -> None:
         """Rename checkpoints later than ``step``, because the run continues from there and will write new ones."""
         for later in self.all():
             if step_of(later) > step:
-                number = 1
-                while (aside := later.with_name(f"superseded-{number}_{later.name}")).exists():
-                    number += 1
-                later.rename(aside)
+                _set_aside(later)
 
     def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(self._folder.glob("step_*"))
+        """Complete checkpoints, oldest first. Other folders are ignored."""
+        return [self._place(step) for step in saved_steps(self._folder)]
 
     def latest(self) -> Path | None:
         found = self.all()
         return found[-1] if found else None
 
     def has(self, step: int) -> bool:
-        return self._place(step).is_dir()
+        return (self._place(step) / MANIFEST).is_file()
 
     def at(self, step: int) -> Path:
         path = self._place(step)
@@ -87,8 +113,40 @@ class Checkpoints:
         return self._folder / f"step_{step:06d}"
 
 
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (aside := path.with_name(f"superseded-{number}_{path.name}")).exists():
+        number += 1
+    path.rename(aside)
+
+
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
+
+
+def check_whole(run: RunDirectory, checkpoint: Path, *, part: str = "") -> None:
+    """Refuse a checkpoint that has a missing or changed file, and name the newest one that is whole.
+
+    With ``part``, such as ``model``, only that folder of it is checked. Otherwise the reference model is checked too.
+    """
+    if problems := damage(checkpoint, part=part):
+        others = (step for step in reversed(saved_steps(run.checkpoints)) if step != step_of(checkpoint))
+        whole = next((step for step in others if not damage(run.checkpoint(step), part=part)), None)
+        remedy = (
+            "no other checkpoint of this run is whole, so it cannot be resumed"
+            if whole is None
+            else f"the newest whole checkpoint is that of step {whole}; to use it, add --step {whole}"
+        )
+        raise DamagedCheckpoint(f"damaged checkpoint: {_show(problems)}; {remedy}")
+    if not part and run.reference.exists() and (problems := damage(run.reference)):
+        raise DamagedCheckpoint(
+            f"damaged reference model: {_show(problems)}; restore its files, or start a new run from the checkpoint's "
+            f"model: headwater train RECIPE model.path={checkpoint / 'model'}"
+        )
+
+
+def _show(problems: tuple[Damage, ...]) -> str:
+    return str(problems[0]) + (f" (and {len(problems) - 1} more files)" if len(problems) > 1 else "")
 
 
 def read_state(checkpoint: Path, again: DrawAgain) -> TrainerState:
@@ -98,4 +156,29 @@ def read_state(checkpoint: Path, again: DrawAgain) -> TrainerState:
         rollouts = RolloutSnapshot.from_json((checkpoint / "rollouts.json").read_text(encoding="utf-8"), again)
         return TrainerState(rollouts=rollouts, **rest)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RunError(f"{checkpoint}: damaged checkpoint ({error}); resume from an older one with --step") from error
+        raise DamagedCheckpoint(
+            f"{checkpoint}: damaged checkpoint ({error}); resume from an older one with --step"
+        ) from error
+
+
+def check_weights(run: RunDirectory, step: int, weights: str, *, is_merged: bool) -> None:
+    """Refuse weights that are not those that ``step`` trained, according to the ledger.
+
+    ``weights`` is the text that the ledger has of the restored weights. Merged adapters are not compared: another
+    device may round them differently. The critic's part is compared if it was written by the same number of ranks.
+    """
+    record = next((each for each in run.read_ledger() if each["kind"] == "step" and each["step"] == step), None)
+    if record is None:
+        return  # step 0 has none
+    was, _, critic_was = str(record.get("weights", "")).partition(" critic ")
+    now, _, critic_now = weights.partition(" critic ")
+    if (was != now and not is_merged) or (critic_was != critic_now and _shards(critic_was) == _shards(critic_now)):
+        raise DamagedCheckpoint(
+            f"{run.checkpoint(step)}: its weights are not those that step {step} trained (checksum {weights}, but "
+            f"{run.ledger_file} has {record.get('weights')}); resume from another checkpoint with --step"
+        )
+
+
+def _shards(checksum: str) -> str:
+    """The number of shards that a checksum was made of; empty for a single process."""
+    return checksum.partition(" shards ")[0] if " shards " in checksum else ""

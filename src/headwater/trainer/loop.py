@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from headwater.config.schema import Config
-from headwater.core.errors import RankFailed
+from headwater.core.errors import DiskFull, HeadwaterError, RankFailed
+from headwater.observe.manifest import seal
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.source import PromptStream
-from headwater.trainer.checkpoint import Checkpoints, TrainerState, read_state
+from headwater.trainer.checkpoint import Checkpoints, TrainerState, check_weights, read_state
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
 from headwater.trainer.interrupts import Interrupts
@@ -83,17 +84,25 @@ class Trainer:
             self._books.snapshot,
             warm_started=True,
             kl_coefficient=self._training.experience.kl.coefficient,
+            has_optimizer=self._config.trainer.checkpoint_optimizer,
         )
 
     def restore(self, checkpoint: Path) -> None:
-        """Continue from ``checkpoint``. The parts must have been built with its weights."""
+        """Continue from ``checkpoint``. The rollouts' engine gets its weights, which are compared with the ledger's."""
         state = read_state(checkpoint, self._stream.again)
         self._learner.load(checkpoint)
+        published = publish(self._learner, self._parts.engine, state.step)
+        is_merged = self._config.lora.rank > 0
+        check_weights(self._run, state.step, self._checksum(published.trained), is_merged=is_merged)
+        if not state.has_optimizer:
+            self._display.say(
+                f"{checkpoint} has no optimiser state (trainer.checkpoint_optimizer=false): AdamW starts with new "
+                "averages, so the run continues, but not exactly as if it had not stopped"
+            )
         if self._config.algorithm.kl_target > 0:
             # Without a controller, the coefficient is the config's, which may have changed.
             self._training.experience.kl.coefficient = state.kl_coefficient
         self._stream.load_state_dict(state.rollouts.cursor)
-        self._parts.engine.set_version(state.step)
         self._rollouts.restore(state.rollouts, state.step)
         self._state = state
         self._consistent = True
@@ -134,9 +143,9 @@ class Trainer:
                 if self._state.step < self._last_step or not is_kept:
                     status.state = "interrupted"
                     return False
-            except Exception:
+            except Exception as error:
                 if self._run.metrics_file.exists():  # otherwise nothing was done that could be saved
-                    self._save_if_consistent()
+                    self._save_after(error)
                 raise
             finally:
                 self._recorder.close()
@@ -273,6 +282,8 @@ class Trainer:
         )
         publish(self._learner, self._parts.engine, 0)
         self._learner.keep_reference(self._run.reference)
+        if self._run.reference.exists():
+            seal(self._run.reference)
         self._recorder.warm_started(result)
         self._state = replace(self._state, warm_started=True)
         self._consistent = True
@@ -288,6 +299,15 @@ class Trainer:
         with suppress(KeyboardInterrupt):
             self._save_if_consistent()
         return self._checkpoints.has(self._state.step)
+
+    def _save_after(self, error: Exception) -> None:
+        """Save what is consistent. ``error`` is what the user must see, so a failure to save is only said."""
+        if isinstance(error, DiskFull):
+            return  # there is no space for a checkpoint either
+        try:
+            self._save_if_consistent()
+        except (HeadwaterError, OSError) as second:
+            self._display.say(f"Step {self._state.step} could not be saved: {second}")
 
     def _save_if_consistent(self) -> None:
         """After an interrupted update the weights belong to no version, and a run could not resume from them."""

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from headwater.core.disk import disk_full
 from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, Trajectory
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import MetricsRecord, RunDirectory, Tracker
@@ -239,8 +240,14 @@ def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Traje
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
         table = table.append_column(name, _lists([getattr(each, name) for each in arrays]))
     temporary = path.with_name(f".{path.name}")
-    pq.write_table(table, temporary)
-    temporary.replace(path)
+    try:
+        pq.write_table(table, temporary)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if (full := disk_full(error, path, "the rollouts")) is not None:
+            raise full from error
+        raise
 
 
 def _lists(values: Sequence[NDArray[Any]]) -> pa.Array:

@@ -24,13 +24,17 @@ _LEARNER = {
     "checkpoint": "checkpoint",
 }
 """The parts of a step: the label in the summary, and the name in the metrics."""
+_OF_A_STEP = (
+    "reward/mean", "response_length/mean", "time/step_s", "groups/dropped", "groups/informative_fraction",
+    "stopped_fraction",
+)  # fmt: skip
 
 
 def summarise(run: RunDirectory, display: Display, *, is_finished: bool = True) -> None:
     """Draw the reward curve and print the summary. Both use only the run directory."""
     records = run.read_metrics()
-    train = [record for record in records if record["kind"] == "train"]
-    evaluations = [record for record in records if record["kind"] == "eval"]
+    train = [record for record in records if record["kind"] == "train" and _has_numbers(record, _OF_A_STEP)]
+    evaluations = [record for record in records if record["kind"] == "eval" and _has_numbers(record, ("reward/mean",))]
     draw_reward_curve(run.curve_file, _points(train), _points(evaluations), f"Reward of {run.path.name}")
     if train:
         display.console.print(_table(train, evaluations))
@@ -40,6 +44,11 @@ def summarise(run: RunDirectory, display: Display, *, is_finished: bool = True) 
         display.say(f"  → {line}")
     if not is_finished:
         display.say(how_to_resume(run))
+
+
+def _has_numbers(record: _Record, names: Sequence[str]) -> bool:
+    """Whether a record has what the summary shows. A line that something else wrote into the file may not."""
+    return all(isinstance(record.get(name), (int, float)) for name in names)
 
 
 def how_to_resume(run: RunDirectory, total_steps: int | None = None) -> str:

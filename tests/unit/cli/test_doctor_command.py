@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from headwater.cli.main import main
+from headwater.observe.manifest import seal
 from headwater.observe.run_directory import RunDirectory
 
 # Stands for a training process: it writes its status as one does, and waits for a batch that comes when told.
@@ -19,6 +20,7 @@ CHILD = """
 import sys, threading
 from pathlib import Path
 from headwater.core.waits import wait_until
+from headwater.observe.manifest import seal
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
 
@@ -101,7 +103,8 @@ def test_a_run_in_its_supervised_start_says_how_far_it_is(run, capsys):
 
 
 def test_a_killed_run_is_told_from_a_live_one_and_can_be_resumed(run, capsys):
-    (run.checkpoints / "step_000001").mkdir(parents=True)
+    run.checkpoint(1).mkdir(parents=True)
+    seal(run.checkpoint(1))
     with training(run, limit_s=600) as child:
         child.send_signal(signal.SIGKILL)
         child.wait(300)

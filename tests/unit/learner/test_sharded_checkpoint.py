@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 from learner.test_engine import actor, engine, experience, weights
 
-from headwater.core.errors import RunError
+from headwater.core.errors import DamagedCheckpoint, RunError
 from headwater.models.load import load_model
 
 
@@ -35,36 +40,70 @@ def test_another_size_is_refused(tmp_path):
         engine(smaller).load(tmp_path)
 
 
-@pytest.mark.parametrize("size", [0, 100])
-def test_a_truncated_file_is_named_as_damaged(tmp_path, size):
+def shard(folder):
+    (file,) = (folder / "train").glob("*.safetensors")
+    return file
+
+
+def test_truncated_and_missing_files_are_named_before_anything_is_read(tmp_path):
     saved(tmp_path)
-    for file in (tmp_path / "train").glob("*.distcp"):
-        file.write_bytes(file.read_bytes()[:size])
-    other = engine()
-    before = weights(other)
-    with pytest.raises(RunError, match=rf"damaged checkpoint \(\w+\.distcp has {size} bytes.*older one with --step"):
-        other.load(tmp_path)
-    assert torch.equal(weights(other), before)
+    file, other = shard(tmp_path), engine()
+    content, before = file.read_bytes(), weights(other)
+    for damaged in (b"", content[:100], content[:-1], bytes(len(content)), None):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        size = "is missing" if damaged is None else f"has {len(damaged)} bytes"
+        with pytest.raises(
+            DamagedCheckpoint, match=rf"damaged checkpoint \(shard_00000.* {size}.*older one with --step"
+        ):
+            other.load(tmp_path)
+        assert torch.equal(weights(other), before)
 
 
-def test_damage_that_shows_half_way_says_that_the_weights_are_spoiled(tmp_path):
+def test_a_missing_or_damaged_index_is_named_as_damaged(tmp_path):
     saved(tmp_path)
-    for file in (tmp_path / "train").glob("*.distcp"):
-        file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(RunError, match=r"damaged checkpoint .*partly overwritten and must not be used.*--step"):
-        engine().load(tmp_path)
+    index = tmp_path / "train" / "index.json"
+    good = json.loads(index.read_text())
+    elsewhere = {
+        name: [{**each, "file": "../x.safetensors"} for each in good["pieces"][name]] for name in good["pieces"]
+    }
+    cut = {name: parts[1:] for name, parts in good["pieces"].items()}
+    changed = [{**good, "pieces": elsewhere}, {**good, "pieces": cut}, {**good, "format": "other"}, []]
+    for content in (b"", b"nonsense", b"\xff", b"[" * 100_000, *(json.dumps(each).encode() for each in changed), None):
+        index.unlink() if content is None else index.write_bytes(content)
+        with pytest.raises(DamagedCheckpoint, match="damaged checkpoint"):
+            engine().load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"nonsense"])
-def test_missing_or_damaged_metadata_is_named_as_damaged(tmp_path, content):
-    saved(tmp_path)
-    metadata = tmp_path / "train" / ".metadata"
-    if content is None:
-        metadata.unlink()
-    else:
-        metadata.write_bytes(content)
-    with pytest.raises(RunError, match="damaged checkpoint"):
-        engine().load(tmp_path)
+class Payload:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_no_code_of_a_checkpoint_is_executed(tmp_path):
+    mark = tmp_path / "executed"
+    for name in ("index.json", ".metadata", "shard_00000_of_00001.safetensors"):
+        saved(tmp_path / name)
+        (tmp_path / name / "train" / name).write_bytes(pickle.dumps(Payload(mark)))
+        with contextlib.suppress(DamagedCheckpoint):
+            engine().load(tmp_path / name)
+    assert not mark.exists()
+
+
+def test_without_the_optimiser_a_checkpoint_is_a_third_and_the_next_step_uses_new_averages(tmp_path):
+    first = saved(tmp_path / "whole")
+    first.save(tmp_path / "weights", with_optimizer=False)
+    assert shard(tmp_path / "weights").stat().st_size < 0.4 * shard(tmp_path / "whole").stat().st_size
+    second = engine()
+    second.load(tmp_path / "weights")
+    assert torch.equal(weights(second), weights(first))
+    assert second.optimizer.num_steps == first.optimizer.num_steps
+    assert not any(optimizer.state for optimizer in second.optimizer.optimizers)
+    actor(second).update(experience(2))
 
 
 def test_a_checkpoint_from_before_the_first_step_goes_on_as_a_fresh_run(tmp_path):

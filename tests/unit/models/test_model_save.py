@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headwater.core.errors import ModelError
+from headwater.core.errors import DiskFull, ModelError
 from headwater.models.load import load_model, load_tokenizer, save_model
 
 
@@ -41,7 +41,7 @@ def test_a_failed_save_leaves_nothing(pair: tuple[Any, Any], tmp_path: Path) -> 
             (folder / "tokenizer.json").write_text("half")
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(ModelError, match="No space left on device; check free space"):
+    with pytest.raises(DiskFull, match=r"the disk is full. The disk at /.* has .* free of .*then resume"):
         save_model(pair[0], FullDisk(), tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 

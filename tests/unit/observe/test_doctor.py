@@ -17,6 +17,7 @@ from headwater.observe.doctor import examine
 from headwater.observe.evidence import gather
 from headwater.observe.findings import DROP_REMEDIES, WAIT_REMEDIES
 from headwater.observe.life import life_of, show_duration
+from headwater.observe.manifest import seal
 from headwater.observe.process import process_start
 from headwater.observe.run_directory import RunDirectory
 
@@ -83,6 +84,15 @@ def resume(run, step):
     record = {"kind": "resume", "step": step, "time": time.time()}
     run.append_metrics(record)
     run.append_ledger(record)
+
+
+def add_checkpoint(run, step):
+    folder = run.checkpoint(step)
+    (folder / "model").mkdir(parents=True)
+    for name in ("state.json", "model/model.safetensors"):
+        (folder / name).write_bytes(os.urandom(1000))
+    seal(folder)
+    return folder
 
 
 def problems(diagnosis):
@@ -191,7 +201,7 @@ def test_an_old_run_that_is_done_is_finished(run):
 
 def test_an_old_run_that_stopped_early_can_be_resumed(run):
     add_steps(run, 20, ended_ago=10**5)
-    (run.checkpoints / "step_000020").mkdir(parents=True)
+    add_checkpoint(run, 20)
     diagnosis = examine(run)
     assert (diagnosis.life.state, diagnosis.is_healthy) == ("unknown", False)
     assert "no metrics for 1 d 3 h" in problems(diagnosis)[0]
@@ -342,6 +352,7 @@ REMEDIES = {
     "engine_start": "memory",
     "engine_call": "does not answer",
     "ranks": "rank_timeout_s",
+    "run_lock": "another machine",
     "rollout_thread": "to_thread",
     "rollouts": "eval.num_prompts",
 }
@@ -439,7 +450,7 @@ def test_slower_steps_are_reported(run):
 def test_a_full_disk_is_reported(run, monkeypatch):
     write_status(run)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100 * 2**20}))
-    assert "0.1 GiB are left on the disk" in problems(examine(run))[0]
+    assert "100 MiB are left on the disk" in problems(examine(run))[0]
 
 
 def test_json_holds_the_same(run):
@@ -468,3 +479,95 @@ def test_durations_are_shown_in_two_units():
         (273600, "3 d 4 h"),
     ):
         assert show_duration(seconds) == text
+
+
+# Checkpoints and foreign files
+
+
+def test_damaged_checkpoints_are_named_and_the_newest_whole_one_is_recommended(run):
+    write_status(run, state="failed", error="RunError: x")
+    folders = {step: add_checkpoint(run, step) for step in (4, 8, 12)}
+    assert examine(run).resume == f"headwater train --resume {run.path}"
+    weights = folders[12] / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    diagnosis = examine(run)
+    assert f"the checkpoint of step 12: {weights} has 500 bytes, not 1000" in problems(diagnosis)
+    assert "the newest whole checkpoint is that of step 8" in remedy(diagnosis, "damaged_checkpoint")
+    assert (diagnosis.damaged_steps, diagnosis.is_verified) == ((12,), True)
+    assert diagnosis.resume == f"headwater train --resume {run.path} --step 8"
+    for step in (4, 8):
+        (folders[step] / "state.json").unlink()
+    assert examine(run).resume == "", "none of them can be resumed"
+
+
+def test_the_contents_of_large_checkpoints_are_compared_on_request(run, monkeypatch):
+    monkeypatch.setattr("headwater.observe.evidence._QUICK_BYTES", 1000)
+    write_status(run)
+    state = add_checkpoint(run, 4) / "state.json"
+    state.write_bytes(os.urandom(1000))
+    assert (examine(run).is_healthy, examine(run).is_verified) == (True, False)
+    assert f"{state} has another checksum" in problems(examine(run, verify=True))[0]
+
+
+def test_a_run_that_is_done_is_not_to_be_resumed(run):
+    add_checkpoint(run, 80)
+    gone = {"step": 80, "pid": 1, "process_start": "another boot+1"}
+    for fields in ({"state": "failed", "error": "OSError: no picture"}, gone, gone | {"state": "interrupted"}):
+        write_status(run, **fields)
+        assert examine(run).resume == ""
+    write_status(run, **gone)
+    assert (examine(run).life.state, examine(run).is_healthy) == ("finished", True)
+    run.status_file.unlink()
+    add_steps(run, 12, ended_ago=10**5)
+    assert examine(run).resume == ""
+
+
+def test_a_damaged_reference_is_reported(run):
+    write_status(run)
+    add_checkpoint(run, 4)
+    run.reference.mkdir()
+    (run.reference / "config.json").write_text("{}")
+    assert "the reference model: " in problems(examine(run))[0]
+    seal(run.reference)
+    assert examine(run).is_healthy
+
+
+def test_foreign_folders_and_lines_are_skipped_and_said(run):
+    add_steps(run, 3)
+    write_status(run)
+    write_ledger(run)
+    for name in ("step_old", "step_000003 (copy)"):
+        (run.checkpoints / name).mkdir(parents=True)
+    for file in (run.metrics_file, run.ledger_file):
+        with file.open("ab") as lines:
+            lines.write(b"\xff\xfe\n[]\n")
+    run.append_metrics({"kind": "train", "step": 4, "time": "now", "time/step_s": "x", "reward/mean": []})
+    diagnosis = examine(run)
+    assert diagnosis.is_healthy
+    assert kinds(diagnosis) == ["skipped"] * 4
+    assert f"{run.metrics_file}: 2 of its last lines are no records of a run and were skipped" in hints(diagnosis)
+    assert f"{run.checkpoints / 'step_old'} is not a checkpoint and was skipped" in hints(diagnosis)
+    json.dumps(diagnosis.to_json())
+
+
+def test_a_status_file_with_anything_in_it_is_reported_as_damaged(run):
+    write_status(run)
+    good = json.loads(run.status_file.read_text())
+    for key, value in (("step", "many"), ("log", [7]), ("waits", [{}]), ("oldest", [{"id": 1}]), ("drops", [1])):
+        run.status_file.write_text(json.dumps(good | {key: value}))
+        assert kinds(examine(run))[0] == "damaged_file", key
+    for content in (b"\xff\xfe\x00", b"[]", b"7", b"[" * 10**5):
+        run.status_file.write_bytes(content)
+        assert kinds(examine(run))[0] == "damaged_file", content[:9]
+
+
+def test_a_full_disk_comes_before_a_guess_about_memory(run, monkeypatch):
+    write_status(run, process_start="another boot+1")
+    assert "lack of memory" in remedy(examine(run), "killed")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 2**20, "total": 2**30}))
+    diagnosis = examine(run)
+    assert kinds(diagnosis)[:2] == ["low_disk", "killed"]
+    assert "memory" not in remedy(diagnosis, "killed")
+    assert "free disk space" in remedy(diagnosis, "killed")
+    write_status(run, state="failed", error="DiskFull: the disk is full")
+    assert remedy(examine(run), "failed") == "free disk space, then resume"

@@ -57,7 +57,22 @@ def test_an_incomplete_line_is_skipped(tmp_path, caplog):
     run.metrics_file.write_text('{"kind": "train", "step": 1}\n{"kind": "tra')
     run.append_metrics({"kind": "train", "step": 2})
     assert [record["step"] for record in run.read_metrics()] == [1, 2]
-    assert "metrics.jsonl:2 is incomplete" in caplog.text
+    assert "metrics.jsonl: skipped line 2: incomplete" in caplog.text
+
+
+def test_bytes_and_lines_of_others_are_skipped_and_named_once(tmp_path, caplog):
+    run = RunDirectory.create(tmp_path, "run")
+    foreign = [b"\xff\xfe\x00", b"[1, 2]", b"7", b'{"kind": "train"}', b'{"kind": "note", "step": 1}', b"[" * 10**5]
+    foreign += [b'{"kind": "train", "step": "two"}', b'{"kind": "train", "step": true}']
+    for step, line in enumerate(foreign, start=1):
+        run.append_metrics({"kind": "train", "step": step})
+        with run.metrics_file.open("ab") as file:
+            file.write(line + b"\n\n")
+    for _ in range(2):
+        assert [record["step"] for record in run.read_metrics()] == list(range(1, len(foreign) + 1))
+    assert run.last_metrics(1000) == run.read_metrics()
+    (message,) = (each.getMessage() for each in caplog.records)
+    assert message.startswith(f"{run.metrics_file}: skipped lines 2, 5, 8, 11, 14, ...: ")
 
 
 def test_files_are_never_overwritten(tmp_path):
@@ -98,6 +113,11 @@ def test_the_end_of_a_ledger_respects_resumes(tmp_path):
 def test_checkpoints_that_can_be_resumed_are_known(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     assert run.checkpoint_steps() == []
-    for name in ("step_000100", "step_000020", ".step_000120", "superseded-1_step_000140"):
+    foreign = ("step_000100_copy", "step_7", "step_old", "step_²")
+    for name in ("step_000100", "step_000020", "step_1000000", ".step_000120", "superseded-1_step_000140", *foreign):
         (run.checkpoints / name).mkdir(parents=True)
-    assert run.checkpoint_steps() == [20, 100]
+    (run.checkpoints / "step_000030").write_text("a file")
+    assert run.checkpoint_steps() == [20, 100, 1000000]
+    assert {path.name for path in run.foreign_checkpoints()} == {*foreign, "step_000030"}
+    (run.path / "config-old.yaml").write_text("")
+    assert run.config_file.name == "config.yaml"
