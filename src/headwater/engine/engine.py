@@ -25,11 +25,13 @@ from headwater.core.protocols import (
     EngineLimits,
     EngineStatus,
     MemoryTag,
+    RoundSink,
     UpdateMode,
     WeightUpdate,
 )
 from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.engine.delivery import Gathering, Mailboxes, failure_of, in_thread, settle, wait_for
+from headwater.engine.follower import EngineFollower
 from headwater.engine.intake import Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
@@ -212,6 +214,10 @@ class Engine:
                     return
         finally:
             self._intake.leave(entered)
+
+    def follow(self, sink: RoundSink) -> EngineFollower:
+        """Requests whose new tokens are passed to ``sink`` together, once per round, on the running event loop."""
+        return EngineFollower(self._intake, self._mailboxes.of_running_loop(), sink)
 
     def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Generate all responses, in order. Blocks until the last one has ended.

@@ -282,8 +282,10 @@ class EngineLoop:
             self._refuse(drawn.broken, queued.version)
         watched = self._stop_tables.worth_a_look(drawn)
         # Count tokens before callers receive them, without those that were sampled after the end of a response.
-        num_dropped = sum(self._cut(lane) for lane in (*drawn.ended, *watched))
-        self.throughput.add(drawn.num_tokens - num_dropped)
+        dropped = {lane: self._cut(lane) for lane in (*drawn.ended, *watched)}
+        self.throughput.add(drawn.num_tokens - sum(dropped.values()))
+        for put, new in lanes.take_unsent(dropped):
+            put(new)
         for lane in drawn.ended:
             self._finish(lane)
         for lane in watched:
