@@ -44,7 +44,7 @@ class Connection:
         self._state = state
         self._socket = socket
         self._names: dict[int, ExitStack] = {}
-        """Per request that has not ended, the reservation of its name."""
+        """Per request that has not ended, its name. Closing it frees the name."""
         self._left: set[int] = set()
         """Requests that the client has left and that the engine has not ended yet."""
         self._new: list[NewTokens] = []
@@ -65,6 +65,7 @@ class Connection:
             if number in self._names:
                 self._left.add(number)
                 self._follower.leave(number)
+                self._names[number].close()
         elif number in self._names:
             raise ApiError(f"id = {number}: a request with this number has not ended; use another number")
         else:
