@@ -223,7 +223,8 @@ class Engine:
         """Generate all responses, in order. Blocks until the last one has ended.
 
         An exception that ends the wait early, such as Ctrl-C, ends the requests too. Raises ``WaitTimeout`` if the
-        engine computes nothing for ten minutes; time in which it is paused or asleep does not count.
+        engine computes nothing for ten minutes; time in which it is paused or asleep does not count. The wait is named
+        (``core.waits``) and ends after one week in any case.
         """
         gathering = Gathering(len(requests))
         entered = self._intake.enter(requests, gathering.take)
