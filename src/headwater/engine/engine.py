@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError, WeightsError, WeightsIncomplete
 from headwater.core.protocols import (
@@ -52,6 +54,9 @@ from headwater.weights.memory import Receiver
 _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
 _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
 _MAX_GPU_PREFILL_TOKENS = 65535
+STREAM_PRIORITY = -1
+"""Higher than that of a learner on the same device: a decode step consists of hundreds of small kernels, each of which
+would otherwise wait until a large kernel of the learner has ended."""
 _MAX_VERSION = 2**31 - 1
 """The version of a token is stored in 32 bits."""
 
@@ -96,8 +101,10 @@ class Engine:
         config: EngineConfig,
         *,
         shares_device: bool = False,
+        own_stream: bool = True,
         spans: Spans | None = None,
     ) -> None:
+        """``own_stream`` lets the engine compute on a GPU while other threads, such as a learner's, do so too."""
         settle_garbage()
         spec = ModelSpec.of(model)
         on_gpu = spec.device.type == "cuda"
@@ -124,9 +131,13 @@ class Engine:
             page_tokens=page_tokens,
             prefix_cache=config.prefix_cache,
         )
-        rows = DecodeRows(max_sequences, scheduler.lanes.page_table.shape[1], config.decode_steps, spec.device)
-        cache = KVCache(spec, num_pages, page_tokens)
-        self._runner = make_runner(model.eval(), spec, cache, rows, deterministic=config.deterministic)
+        stream = torch.cuda.Stream(spec.device, priority=STREAM_PRIORITY) if on_gpu and own_stream else None
+        # On the engine's stream: memory that its thread replaces or frees must not be reused on another one before
+        # queued work has read it.
+        with torch.cuda.stream(stream):
+            rows = DecodeRows(max_sequences, scheduler.lanes.page_table.shape[1], config.decode_steps, spec.device)
+            cache = KVCache(spec, num_pages, page_tokens)
+        self._runner = make_runner(model.eval(), spec, cache, rows, deterministic=config.deterministic, stream=stream)
         self.config = replace(
             config,
             max_sequences=max_sequences,
@@ -304,7 +315,8 @@ class Engine:
         if mode not in ALL_UPDATE_MODES:
             raise WeightsError(f"mode = {mode!r}: must be interrupt, in_flight or drain")
         _check_version(update.version)
-        swap = partial(self._swap, self._weights.receiver(update.shapes), update, mode)
+        stream = self._runner.callers_stream()
+        swap = partial(self._swap, self._weights.receiver(update.shapes), update, mode, stream)
         # An engine without weights cannot end what it runs. In order: an update that overtook one that waits for a
         # drain would be undone by it.
         return self._loop.call(swap, after_drain=mode == "drain" and not self._loop.needs_weights, keeps_order=True)
@@ -321,7 +333,8 @@ class Engine:
 
         return in_thread(update)
 
-    def _swap(self, receiver: Receiver, update: WeightUpdate, mode: UpdateMode) -> None:
+    def _swap(self, receiver: Receiver, update: WeightUpdate, mode: UpdateMode, stream: Any) -> None:
+        """Take an update. Its tensors are read on the caller's stream, so after the work that made them."""
         if self._memory.is_asleep("weights"):
             update.close()
             raise WeightsError("weight update refused: the engine's weights are asleep; wake(['weights']) first")
@@ -331,7 +344,8 @@ class Engine:
                 self._num_interrupted += loop.scheduler.num_running
                 loop.interrupt()
             try:
-                self._weights.take(receiver, update)
+                with loop.runner.on_stream(stream):
+                    self._weights.take(receiver, update)
             except WeightsIncomplete:
                 loop.needs_weights = True
                 raise

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +146,9 @@ class EngineLoop:
         except Exception as error:  # noqa: BLE001  every waiting request fails with this error
             self._fail(error)
         finally:
+            # The memory of the engine is freed by other threads, which may reuse it on another stream.
+            with suppress(RuntimeError):  # a device that has failed runs nothing any more
+                self.runner.synchronize()
             self._ended.set_result(None)
 
     def _wait_for_work(self) -> bool:
