@@ -138,13 +138,19 @@ class FileTransport:
             newest.discard()
 
 
-def write_tensor(buffer: mmap.mmap | memoryview, offset: int, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Convert a tensor to ``dtype`` and copy it from its device to a position in memory."""
+def write_tensor(
+    buffer: mmap.mmap | memoryview, offset: int, tensor: Tensor, dtype: torch.dtype, *, is_pinned: bool = False
+) -> None:
+    """Convert a tensor to ``dtype`` and copy it from its device to a position in memory.
+
+    A copy to pinned memory has only been queued when this returns: synchronise the current stream before it is read.
+    """
     num_bytes = tensor.numel() * dtype.itemsize
     if num_bytes:
         target = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes, offset=offset)
         # Convert on the device: a copy between devices that also converts does so on the CPU, 70 times slower.
-        target.view(dtype).view(tensor.shape).copy_(tensor if tensor.device.type == "cpu" else tensor.to(dtype))
+        source = tensor if tensor.device.type == "cpu" else tensor.to(dtype)
+        target.view(dtype).view(tensor.shape).copy_(source, non_blocking=is_pinned)
 
 
 def reserve(descriptor: int, size: int, where: str, remedy: str) -> None:
