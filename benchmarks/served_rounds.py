@@ -12,8 +12,8 @@ Measured is processor time, so other programs on the machine change it little:
 - ``child_server``: the event loop of the child, which sends.
 - ``parent``: the event loop of this process, which receives.
 
-Each value is the difference between long and short responses, divided by the rounds in between, so that starting and
-ending requests are left out. ``embedded_engine`` is the same thread in an engine of this process, for comparison.
+The values are taken while all rows generate, so starting and ending requests are left out. ``embedded_engine`` is the
+same thread as ``child_engine`` in an engine of this process, for comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,6 +46,9 @@ from headwater.observe.spans import Spans
 
 MODEL = "tiny:qwen3"
 STEPS = 8
+NUM_BEFORE = 3
+"""Rounds before the first and after the last one that is measured."""
+ROWS = "HEADWATER_BENCHMARK_ROWS"
 CLOCK_FILE = "HEADWATER_BENCHMARK_CLOCK"
 """Where the child writes its clock; the name of an environment variable."""
 
@@ -57,12 +59,11 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--before", type=Path, help="the src folder of an older source tree, measured as well")
     parser.add_argument("--rows", type=int, default=1024, help="requests that run at once (default 1024)")
-    parser.add_argument("--rounds", type=int, default=24, help="rounds between short and long responses (default 24)")
-    parser.add_argument("--runs", type=int, default=3, help="measurements; the median is reported (default 3)")
+    parser.add_argument("--rounds", type=int, default=24, help="rounds that are measured (default 24)")
     parser.add_argument("--one-side", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one_side:
-        print(json.dumps(_measure(options.rows, options.rounds, options.runs)), flush=True)
+        print(json.dumps(_measure(options.rows, options.rounds)), flush=True)
         return None
     here = Path(__file__).parents[1] / "src"
     sides = ([("before", options.before)] if options.before else []) + [("now", here)]
@@ -79,7 +80,7 @@ def main() -> None:
 def _in_tree(source: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Measure the code in ``source``, in a process that imports it."""
     command = [sys.executable, __file__, "--one-side"]
-    command += [f"--rows={options.rows}", f"--rounds={options.rounds}", f"--runs={options.runs}"]
+    command += [f"--rows={options.rows}", f"--rounds={options.rounds}"]
     environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -90,13 +91,15 @@ def _serve() -> None:
     """The child: ``headwater serve`` with a clock in its engine's thread."""
     from headwater.cli.main import main as command
 
-    clock = np.memmap(os.environ[CLOCK_FILE], np.float64, "r+", shape=(1,))
-    _install_clock(lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    _install_clock(np.memmap(os.environ[CLOCK_FILE], np.float64, "r+", shape=(2,)), int(os.environ[ROWS]))
     sys.exit(command())
 
 
-def _install_clock(add: Callable[[float], None]) -> None:
-    """Report the processor time that engines take to read rounds, without the wait for the device."""
+def _install_clock(clock: Any, num_rows: int) -> None:
+    """Add up the processor time that engines take to read full rounds, and count these rounds.
+
+    The wait for the device does not count.
+    """
     read, wait, waited = EngineLoop._read, Output.wait, [0.0]
 
     def timed_wait(self: Output) -> Any:
@@ -107,84 +110,80 @@ def _install_clock(add: Callable[[float], None]) -> None:
             waited[0] += time.thread_time() - start
 
     def timed_read(self: EngineLoop, queued: Any) -> None:
-        start, waited[0] = time.thread_time(), 0.0
+        before, start, waited[0] = self.throughput.total, time.thread_time(), 0.0
         read(self, queued)
-        add(time.thread_time() - start - waited[0])
+        if self.throughput.total - before == num_rows * STEPS:
+            clock[0] += time.thread_time() - start - waited[0]
+            clock[1] += 1
 
     Output.wait, EngineLoop._read = timed_wait, timed_read  # type: ignore[method-assign]
 
 
-def _measure(num_rows: int, num_rounds: int, num_runs: int) -> dict[str, Any]:
+def _measure(num_rows: int, num_rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     config = EngineConfig(max_sequences=num_rows, decode_steps=STEPS, max_queue=4 * num_rows, kv_cache_gib=2.0)
-    short, long = 2 * STEPS + 1, (2 + num_rounds) * STEPS + 1
     with tempfile.TemporaryDirectory() as folder:
         clock_file = Path(folder) / "clock"
-        clock_file.write_bytes(bytes(8))
-        os.environ[CLOCK_FILE] = str(clock_file)
+        clock_file.write_bytes(bytes(16))
+        os.environ[CLOCK_FILE], os.environ[ROWS] = str(clock_file), str(num_rows)
         server.SERVE = (sys.executable, __file__, "serve")  # type: ignore[misc]
-        clock = np.memmap(clock_file, np.float64, "r", shape=(1,))
-        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+        clock = np.memmap(clock_file, np.float64, "r", shape=(2,))
         arguments = engine_arguments(config, shares_device=False)
         engine = NativeEngine(MODEL, arguments, dtype=dtype, transfer="shared_memory", spans=Spans())
         try:
-            _generate(engine, num_rows, short)  # compiles kernels and captures graphs
-            own = engine._thread.native_id
-            assert own is not None
-            threads = {
+            parent = engine._thread.native_id
+            assert parent is not None
+            seconds = {
                 "child_engine": lambda: float(clock[0]),
                 "child_server": lambda: _thread_s(engine.pid, engine.pid),
-                "parent": lambda: _thread_s(os.getpid(), own),
+                "parent": lambda: _thread_s(os.getpid(), parent),
+                "wall": time.perf_counter,
             }
-            served = [_difference(engine, num_rows, short, long, threads) for _ in range(num_runs)]
+            served = _per_round(engine, num_rows, num_rounds, clock, seconds)
         finally:
             engine.close()
-    embedded = _embedded(config, dtype, num_rows, short, long, num_runs)
-    medians = {name: statistics.median(run[name] for run in served) for name in served[0]}
-    wall_s = medians.pop("wall") * num_rounds
-    medians["embedded_engine"] = embedded
+    own_clock = np.zeros(2)
+    _install_clock(own_clock, num_rows)
+    embedded = Engine.load(MODEL, config, dtype=dtype)
+    try:
+        spent = _per_round(embedded, num_rows, num_rounds, own_clock, {"engine": lambda: float(own_clock[0])})
+    finally:
+        embedded.close()
+    wall_s = served.pop("wall")
     return {
-        "ms_per_round": {name: 1e3 * seconds for name, seconds in medians.items()},
-        "tokens_per_s": num_rows * num_rounds * STEPS / wall_s,
+        "ms_per_round": {name: 1e3 * each for name, each in {**served, "embedded_engine": spent["engine"]}.items()},
+        "tokens_per_s": num_rows * STEPS / wall_s,
     }
 
 
-def _embedded(config: EngineConfig, dtype: str, num_rows: int, short: int, long: int, num_runs: int) -> float:
-    spent = [0.0]
-    _install_clock(lambda seconds: spent.__setitem__(0, spent[0] + seconds))
-    engine = Engine.load(MODEL, config, dtype=dtype)
-    try:
-        _generate(engine, num_rows, short)
-        threads = {"engine": lambda: spent[0]}
-        runs = [_difference(engine, num_rows, short, long, threads)["engine"] for _ in range(num_runs)]
-    finally:
-        engine.close()
-    return statistics.median(runs)
-
-
-def _difference(
-    engine: Any, num_rows: int, short: int, long: int, threads: dict[str, Callable[[], float]]
+def _per_round(
+    engine: Any, num_rows: int, num_rounds: int, clock: Any, seconds: dict[str, Callable[[], float]]
 ) -> dict[str, float]:
-    """Seconds per round of every thread: those of long responses less those of short ones."""
-    totals = []
-    for num_tokens in (short, long):
-        before, started = {name: read() for name, read in threads.items()}, time.perf_counter()
-        _generate(engine, num_rows, num_tokens)
-        spent = {name: read() - before[name] for name, read in threads.items()}
-        totals.append({**spent, "wall": time.perf_counter() - started})
-    num_rounds = (long - short) / STEPS
-    return {name: (totals[1][name] - totals[0][name]) / num_rounds for name in totals[0]}
+    """Seconds per round by every clock, while all rows generate."""
+    asyncio.run(_generate(engine, num_rows, 2 * STEPS))  # compiles kernels and captures graphs
+
+    async def until(count: float) -> dict[str, float]:
+        while clock[1] < count:  # noqa: ASYNC110  the child cannot be awaited
+            await asyncio.sleep(0.001)
+        return {**{name: read() for name, read in seconds.items()}, "rounds": float(clock[1])}
+
+    async def run() -> dict[str, float]:
+        generating = asyncio.create_task(_generate(engine, num_rows, (num_rounds + 3 * NUM_BEFORE) * STEPS))
+        started = clock[1]
+        first = await until(started + NUM_BEFORE)
+        last = await until(first["rounds"] + num_rounds)
+        await generating
+        return {name: (last[name] - first[name]) / (last["rounds"] - first["rounds"]) for name in seconds}
+
+    return asyncio.run(run())
 
 
-def _generate(engine: Any, num_rows: int, num_tokens: int) -> None:
+async def _generate(engine: Any, num_rows: int, num_tokens: int) -> None:
     sampling = SamplingParams(max_new_tokens=num_tokens, ignore_end=True)
     requests = [ModelRequest(f"r{key}", (7, 8, 9, 10), sampling, key) for key in range(num_rows)]
-
-    async def run() -> None:
-        responses = await asyncio.gather(*(engine.agenerate(each) for each in requests))
-        assert {len(each.output_tokens) for each in responses} == {num_tokens}
-
-    asyncio.run(run())
+    responses = await asyncio.gather(*(engine.agenerate(each) for each in requests))
+    assert {len(each.output_tokens) for each in responses} == {num_tokens}
 
 
 def _thread_s(process: int, thread: int) -> float:
