@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequenc
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from headwater.core.records import Delta, ModelRequest, ModelResponse, Prompt, Score, StopReason
 
@@ -105,6 +105,8 @@ class Capabilities:
     """The engine parses tool calls and ends a response with ``tool_calls``."""
     streaming: bool = True
     """``astream`` yields tokens as they are generated. Otherwise it yields the complete response once."""
+    rounds: bool = False
+    """The engine is a ``RoundEngine``."""
     memory_tags: tuple[MemoryTag, ...] = ALL_TAGS
     """What ``sleep`` can release."""
     update_modes: tuple[UpdateMode, ...] = ALL_UPDATE_MODES
@@ -238,9 +240,8 @@ class Follower(Protocol):
         ...
 
 
-@runtime_checkable
 class RoundEngine(Protocol):
-    """An engine that can pass on the new tokens of many requests together, with no work per token."""
+    """An engine that can pass on the new tokens of many requests together (``Capabilities.rounds``)."""
 
     def follow(self, sink: RoundSink) -> Follower:
         """Called on the event loop that the sink belongs to."""

@@ -375,7 +375,7 @@ class Engine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(dtype=dtype_name(self._model.parameters()))
+        return Capabilities(dtype=dtype_name(self._model.parameters()), rounds=True)
 
     def status(self) -> EngineStatus:
         metrics = self.metrics()

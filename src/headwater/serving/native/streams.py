@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from typing import cast
 
 from headwater.core.errors import RolloutFailed
 from headwater.core.new_tokens import NewTokens
@@ -13,7 +14,9 @@ from headwater.core.records import ModelRequest, StopReason
 
 def follow(engine: InferenceEngine, sink: RoundSink) -> Follower:
     """Requests whose new tokens are passed to ``sink``: all together if the engine can do that, or stream by stream."""
-    return engine.follow(sink) if isinstance(engine, RoundEngine) else StreamFollower(engine, sink)
+    if engine.capabilities.rounds:
+        return cast(RoundEngine, engine).follow(sink)
+    return StreamFollower(engine, sink)
 
 
 class StreamFollower:
