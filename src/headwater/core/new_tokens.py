@@ -76,7 +76,7 @@ class NewTokens:
 
     def rows(self) -> Iterator[tuple[int, memoryview]]:
         """Each row: its number, and the bytes of its tokens."""
-        data = memoryview(np.ascontiguousarray(self.tokens).view(np.uint8))
+        data = memoryview(self.tokens.tobytes())
         start = 0
         for number, end in zip(self.numbers.tolist(), (np.cumsum(self.counts) * TOKEN.itemsize).tolist(), strict=True):
             yield number, data[start:end]

@@ -131,7 +131,9 @@ class Engine:
             page_tokens=page_tokens,
             prefix_cache=config.prefix_cache,
         )
-        stream = torch.cuda.Stream(spec.device, priority=STREAM_PRIORITY) if on_gpu and own_stream else None
+        stream = None
+        if on_gpu and own_stream:
+            stream = torch.cuda.Stream(spec.device, priority=STREAM_PRIORITY)  # type: ignore[no-untyped-call]
         # On the engine's stream: memory that its thread replaces or frees must not be reused on another one before
         # queued work has read it.
         with torch.cuda.stream(stream):
