@@ -125,7 +125,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def some_tokens(engine: NativeEngine, least: int = 5) -> None:
     def has_some() -> bool:
-        return any(len(each.tokens) >= least for each in list(engine._server.requests._open.values()))
+        return any(each.num_tokens >= least for each in list(engine._server.requests._open.values()))
 
     wait_until(has_some, "no tokens come")
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from headwater.core.records import Delta, ModelRequest, ModelResponse, Prompt, Score
+from headwater.core.records import Delta, ModelRequest, ModelResponse, Prompt, Score, StopReason
 
 if TYPE_CHECKING:
     import torch
 
     from headwater.core.data_proto import DataProto
+    from headwater.core.new_tokens import NewTokens
 
 
 class Tokenizer(Protocol):
@@ -104,6 +105,8 @@ class Capabilities:
     """The engine parses tool calls and ends a response with ``tool_calls``."""
     streaming: bool = True
     """``astream`` yields tokens as they are generated. Otherwise it yields the complete response once."""
+    rounds: bool = False
+    """The engine is a ``RoundEngine``."""
     memory_tags: tuple[MemoryTag, ...] = ALL_TAGS
     """What ``sleep`` can release."""
     update_modes: tuple[UpdateMode, ...] = ALL_UPDATE_MODES
@@ -209,6 +212,40 @@ async def whole_response(engine: EpisodeEngine, request: ModelRequest) -> AsyncG
     """``astream`` for an engine without streaming: the complete response as one delta."""
     response = await engine.agenerate(request)
     yield Delta(response.output_tokens, response.output_logprobs, response.output_versions, response.stop_reason)
+
+
+class RoundSink(Protocol):
+    """Takes what an engine generates for many requests. Called on one event loop.
+
+    Every request ends with exactly one ``ended`` or ``failed``, also one that was left.
+    """
+
+    def take(self, new: NewTokens) -> None:
+        """New tokens of some requests."""
+        ...
+
+    def ended(self, number: int, reason: StopReason) -> None: ...
+    def failed(self, number: int, error: Exception) -> None: ...
+
+
+class Follower(Protocol):
+    """The requests of one ``RoundSink``, by its numbers."""
+
+    def enter(self, number: int, request: ModelRequest) -> None:
+        """Start a request. Raises as ``agenerate`` does for a request that is refused."""
+        ...
+
+    def leave(self, number: int) -> None:
+        """The sink no longer wants this request. Tokens may still arrive until it has ended."""
+        ...
+
+
+class RoundEngine(Protocol):
+    """An engine that can pass on the new tokens of many requests together (``Capabilities.rounds``)."""
+
+    def follow(self, sink: RoundSink) -> Follower:
+        """Called on the event loop that the sink belongs to."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

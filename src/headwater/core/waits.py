@@ -1,8 +1,7 @@
 """Named waits with two limits: a soft limit at which the wait is logged, and a hard limit at which it raises.
 
 Every wait between threads that may take longer than half a minute uses this module, so that a stalled run says what it
-waits for. There are two exceptions: an episode has its own limits, and ``Engine.generate``, which no run calls, checks
-whether the engine makes progress. Other threads can list the open waits:
+waits for. The only exception is an episode, which has its own limits. Other threads can list the open waits:
 
     group = wait_until(condition, take_group, describe, kind="batch", hard_limit_s=1800)
     ...

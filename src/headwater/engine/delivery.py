@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 from headwater.core.errors import HeadwaterError, LogitsBroken, RolloutFailed, WaitTimeout
 from headwater.core.records import ModelResponse
-from headwater.core.waits import wait_for_future
+from headwater.core.waits import wait_for_future, wait_until
 from headwater.engine.sequence import EngineSequence
 
 _CONTROL_LIMIT_S = 600.0
 _STALL_LIMIT_S = 600.0
-_LOOK_S = 1.0
+_GENERATE_LIMIT_S = 7 * 24 * 3600.0
+"""For a whole list of requests. It also limits the time in which the engine is paused or asleep."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +79,27 @@ class Gathering:
     def __init__(self, num_requests: int) -> None:
         self._ended: list[EngineSequence | None] = [None] * num_requests
         self._num_left = num_requests
-        self._all_ended = threading.Event()
-        if not num_requests:
-            self._all_ended.set()
+        self._changed = threading.Condition()
 
     def take(self, place: int, ended: EngineSequence) -> None:
         self._ended[place] = ended
         self._num_left -= 1  # only the engine's thread calls this
         if not self._num_left:
-            self._all_ended.set()
+            with self._changed:
+                self._changed.notify_all()
 
     def wait(self, progress: Callable[[], object]) -> list[ModelResponse]:
         """Wait for the last response. Raises ``WaitTimeout`` if the engine makes no progress for ten minutes.
 
         ``progress`` is called regularly; its value changes while the engine works. It returns ``None`` while the
-        engine is paused or asleep, and that time does not count.
+        engine is paused or asleep, and that time counts only towards the limit of the whole wait, one week.
         """
         seen, since = progress(), time.monotonic()
-        while not self._all_ended.wait(_LOOK_S):
+
+        def have_ended() -> bool:
+            nonlocal seen, since
+            if not self._num_left:
+                return True
             now = progress()
             if now is None or now != seen:
                 seen, since = now, time.monotonic()
@@ -104,6 +108,14 @@ class Gathering:
                     f"gave up on {self._num_left} of {len(self._ended)} requests: the engine has computed nothing for "
                     f"{_STALL_LIMIT_S:.0f} s; the device may be hanging: end the process"
                 )
+            return False
+
+        def describe() -> str:
+            state = "is paused, asleep or without weights" if progress() is None else "generates"
+            return f"Engine.generate waits for {self._num_left} of {len(self._ended)} requests; the engine {state}"
+
+        with self._changed:
+            wait_until(self._changed, have_ended, describe, kind="engine_call", hard_limit_s=_GENERATE_LIMIT_S)
         return [result_of(ended) for ended in self._ended if ended is not None]
 
 

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError, WeightsError, WeightsIncomplete
 from headwater.core.protocols import (
@@ -25,11 +27,13 @@ from headwater.core.protocols import (
     EngineLimits,
     EngineStatus,
     MemoryTag,
+    RoundSink,
     UpdateMode,
     WeightUpdate,
 )
 from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.engine.delivery import Gathering, Mailboxes, failure_of, in_thread, settle, wait_for
+from headwater.engine.follower import EngineFollower
 from headwater.engine.intake import Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
@@ -50,6 +54,9 @@ from headwater.weights.memory import Receiver
 _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
 _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
 _MAX_GPU_PREFILL_TOKENS = 65535
+STREAM_PRIORITY = -1
+"""Higher than that of a learner on the same device: a decode step consists of hundreds of small kernels, each of which
+would otherwise wait until a large kernel of the learner has ended."""
 _MAX_VERSION = 2**31 - 1
 """The version of a token is stored in 32 bits."""
 
@@ -94,8 +101,10 @@ class Engine:
         config: EngineConfig,
         *,
         shares_device: bool = False,
+        own_stream: bool = True,
         spans: Spans | None = None,
     ) -> None:
+        """``own_stream`` lets the engine compute on a GPU while other threads, such as a learner's, do so too."""
         settle_garbage()
         spec = ModelSpec.of(model)
         on_gpu = spec.device.type == "cuda"
@@ -122,9 +131,15 @@ class Engine:
             page_tokens=page_tokens,
             prefix_cache=config.prefix_cache,
         )
-        rows = DecodeRows(max_sequences, scheduler.lanes.page_table.shape[1], config.decode_steps, spec.device)
-        cache = KVCache(spec, num_pages, page_tokens)
-        self._runner = make_runner(model.eval(), spec, cache, rows, deterministic=config.deterministic)
+        stream = None
+        if on_gpu and own_stream:
+            stream = torch.cuda.Stream(spec.device, priority=STREAM_PRIORITY)  # type: ignore[no-untyped-call]
+        # On the engine's stream: memory that its thread replaces or frees must not be reused on another one before
+        # queued work has read it.
+        with torch.cuda.stream(stream):
+            rows = DecodeRows(max_sequences, scheduler.lanes.page_table.shape[1], config.decode_steps, spec.device)
+            cache = KVCache(spec, num_pages, page_tokens)
+        self._runner = make_runner(model.eval(), spec, cache, rows, deterministic=config.deterministic, stream=stream)
         self.config = replace(
             config,
             max_sequences=max_sequences,
@@ -213,11 +228,16 @@ class Engine:
         finally:
             self._intake.leave(entered)
 
+    def follow(self, sink: RoundSink) -> EngineFollower:
+        """Requests whose new tokens are passed to ``sink`` together, once per round, on the running event loop."""
+        return EngineFollower(self._intake, self._mailboxes.of_running_loop(), sink)
+
     def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Generate all responses, in order. Blocks until the last one has ended.
 
         An exception that ends the wait early, such as Ctrl-C, ends the requests too. Raises ``WaitTimeout`` if the
-        engine computes nothing for ten minutes; time in which it is paused or asleep does not count.
+        engine computes nothing for ten minutes; time in which it is paused or asleep does not count. The wait is named
+        (``core.waits``) and ends after one week in any case.
         """
         gathering = Gathering(len(requests))
         entered = self._intake.enter(requests, gathering.take)
@@ -297,7 +317,8 @@ class Engine:
         if mode not in ALL_UPDATE_MODES:
             raise WeightsError(f"mode = {mode!r}: must be interrupt, in_flight or drain")
         _check_version(update.version)
-        swap = partial(self._swap, self._weights.receiver(update.shapes), update, mode)
+        stream = self._runner.callers_stream()
+        swap = partial(self._swap, self._weights.receiver(update.shapes), update, mode, stream)
         # An engine without weights cannot end what it runs. In order: an update that overtook one that waits for a
         # drain would be undone by it.
         return self._loop.call(swap, after_drain=mode == "drain" and not self._loop.needs_weights, keeps_order=True)
@@ -314,7 +335,8 @@ class Engine:
 
         return in_thread(update)
 
-    def _swap(self, receiver: Receiver, update: WeightUpdate, mode: UpdateMode) -> None:
+    def _swap(self, receiver: Receiver, update: WeightUpdate, mode: UpdateMode, stream: Any) -> None:
+        """Take an update. Its tensors are read on the caller's stream, so after the work that made them."""
         if self._memory.is_asleep("weights"):
             update.close()
             raise WeightsError("weight update refused: the engine's weights are asleep; wake(['weights']) first")
@@ -324,7 +346,8 @@ class Engine:
                 self._num_interrupted += loop.scheduler.num_running
                 loop.interrupt()
             try:
-                self._weights.take(receiver, update)
+                with loop.runner.on_stream(stream):
+                    self._weights.take(receiver, update)
             except WeightsIncomplete:
                 loop.needs_weights = True
                 raise
@@ -354,7 +377,7 @@ class Engine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(dtype=dtype_name(self._model.parameters()))
+        return Capabilities(dtype=dtype_name(self._model.parameters()), rounds=True)
 
     def status(self) -> EngineStatus:
         metrics = self.metrics()

@@ -11,7 +11,7 @@ from functools import partial
 from headwater.core.errors import QueueFull, RequestError
 from headwater.core.records import Delta, ModelRequest, wrong_stop
 from headwater.engine.loop import EngineLoop
-from headwater.engine.sequence import EngineSequence
+from headwater.engine.sequence import EngineSequence, Following
 
 _MAX_FORBIDDEN = 1024
 """Maximum number of stop tokens together with ``min_new_tokens``: the device stores this list for every sequence."""
@@ -114,6 +114,7 @@ class Intake:
         requests: Sequence[ModelRequest],
         on_end: Callable[[int, EngineSequence], None],
         on_delta: Callable[[Delta], None] | None = None,
+        following: Following | None = None,
     ) -> list[EngineSequence]:
         """Accept all of ``requests`` or none. ``on_end`` receives the index of the request that has ended."""
         for request in requests:
@@ -124,7 +125,7 @@ class Intake:
             # In slices, so that the first requests run while the others are prepared.
             for start in range(0, len(requests), _ENTER_AT_ONCE):
                 part = [
-                    self._open(request, partial(on_end, start + place), on_delta)
+                    self._open(request, partial(on_end, start + place), on_delta, following)
                     for place, request in enumerate(requests[start : start + _ENTER_AT_ONCE])
                 ]
                 self._loop.add(part)
@@ -146,6 +147,7 @@ class Intake:
         request: ModelRequest,
         on_end: Callable[[EngineSequence], None],
         on_delta: Callable[[Delta], None] | None,
+        following: Following | None,
     ) -> EngineSequence:
         """Create the sequence that the loop runs for ``request``."""
         own_ends = () if request.sampling.ignore_end else self._end_token_ids
@@ -160,6 +162,7 @@ class Intake:
             order=next(self._numbers),
             on_end=ended,
             on_delta=on_delta,
+            following=following,
         )
 
     def _reserve(self, num_requests: int) -> None:

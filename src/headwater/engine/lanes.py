@@ -6,6 +6,7 @@ sequences there are. A lane keeps its number while its sequence moves between de
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.core.new_tokens import TOKEN, NewTokens
 from headwater.engine.pages import Pages
 from headwater.engine.runners.plain import Output
 from headwater.engine.sampler import SamplingNeeds
@@ -51,7 +53,11 @@ class Lanes:
         """What sampling needs for the lane, in the field order of ``SamplingNeeds``."""
         self.start: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * capacity
         """The tokens the lane started with: the prompt, and the tokens generated before an interruption."""
+        self.feed = np.zeros(capacity, np.int64)
+        """The caller that takes the lane's tokens round by round (``sequence.Following``); 0 if there is none."""
+        self._number = np.zeros(capacity, np.int64)
         self._num_out = np.zeros(capacity, np.int64)
+        self._num_sent = np.zeros(capacity, np.int64)
         self._num_collected = np.zeros(capacity, np.int64)
         self._tokens = np.zeros((capacity, 0), np.int32)
         self._logprobs = np.zeros((capacity, 0), np.float32)
@@ -76,7 +82,9 @@ class Lanes:
         self.watched[lane] = sequence.is_watched
         self.order[lane] = sequence.order
         self.needs[lane] = _AS_TUPLE(SamplingNeeds.of(sequence.request.sampling))
-        self._num_out[lane] = self._num_collected[lane] = 0
+        self._num_out[lane] = self._num_collected[lane] = self._num_sent[lane] = 0
+        following = sequence.following
+        self.feed[lane], self._number[lane] = (0, 0) if following is None else (following.feed, following.number)
         self._make_room(sequence.num_left)
         return lane
 
@@ -89,6 +97,7 @@ class Lanes:
     def give_back(self, lane: int) -> None:
         self.sequence[lane] = None
         self.row[lane] = -1
+        self.feed[lane] = 0
         self.tenancy[lane] += 1
         self._free.append(lane)
 
@@ -98,6 +107,7 @@ class Lanes:
         for lane in numbers:
             self.sequence[lane] = None
         self.row[lanes] = -1
+        self.feed[lanes] = 0
         self.tenancy[lanes] += 1
         self._free += numbers
 
@@ -135,6 +145,30 @@ class Lanes:
         self._versions[lane, place] = version
         # Count only valid entries: rows without a sequence have lane -1, which would index the last lane.
         self._num_out += np.bincount(lane, minlength=self.capacity)
+
+    def take_unsent(self, dropped: Mapping[int, int]) -> Iterator[tuple[Callable[[NewTokens], None], NewTokens]]:
+        """The tokens that callers who follow their requests do not have yet, and how to pass them on.
+
+        ``dropped`` says how many of a lane's last tokens were sampled after the end of the response. It must be called
+        before such lanes are given back.
+        """
+        if not self.feed.any():
+            return
+        num_new = self._num_out - self._num_sent
+        num_new[list(dropped.keys())] -= np.fromiter(dropped.values(), np.int64, len(dropped))
+        fed = np.flatnonzero((self.feed > 0) & (num_new > 0))
+        for feed in np.unique(self.feed[fed]).tolist():
+            lanes = fed[self.feed[fed] == feed]
+            count = num_new[lanes]
+            lane, column = np.repeat(lanes, count), _places(self._num_sent[lanes], count)
+            tokens = np.empty(len(lane), TOKEN)
+            tokens["token"], tokens["logprob"] = self._tokens[lane, column], self._logprobs[lane, column]
+            tokens["version"] = self._versions[lane, column]
+            self._num_sent[lanes] += count
+            sequence = self.sequence[lanes[0]]
+            assert sequence is not None
+            assert sequence.following is not None
+            yield sequence.following.put, NewTokens(self._number[lanes], count.astype(np.int32), tokens)
 
     def collect(self, lane: int) -> None:
         """Pass a lane's new output to its sequence."""

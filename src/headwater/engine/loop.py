@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +146,9 @@ class EngineLoop:
         except Exception as error:  # noqa: BLE001  every waiting request fails with this error
             self._fail(error)
         finally:
+            # The memory of the engine is freed by other threads, which may reuse it on another stream.
+            with suppress(RuntimeError):  # a device that has failed runs nothing any more
+                self.runner.synchronize()
             self._ended.set_result(None)
 
     def _wait_for_work(self) -> bool:
@@ -282,8 +286,10 @@ class EngineLoop:
             self._refuse(drawn.broken, queued.version)
         watched = self._stop_tables.worth_a_look(drawn)
         # Count tokens before callers receive them, without those that were sampled after the end of a response.
-        num_dropped = sum(self._cut(lane) for lane in (*drawn.ended, *watched))
-        self.throughput.add(drawn.num_tokens - num_dropped)
+        dropped = {lane: self._cut(lane) for lane in (*drawn.ended, *watched)}
+        self.throughput.add(drawn.num_tokens - sum(dropped.values()))
+        for put, new in lanes.take_unsent(dropped):
+            put(new)
         for lane in drawn.ended:
             self._finish(lane)
         for lane in watched:

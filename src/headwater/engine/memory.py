@@ -42,6 +42,7 @@ class DeviceMemory:
         loop.is_asleep = True
         loop.interrupt()
         loop.scheduler.pool.forget()
+        loop.runner.synchronize()  # what is freed here may be reused at once, on another stream
         loop.runner.forget_addresses()
         for tag in tags:
             if tag not in self._asleep:

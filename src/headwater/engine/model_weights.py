@@ -29,9 +29,10 @@ class ModelWeights:
     def take(self, receiver: Receiver, update: WeightUpdate) -> None:
         """Copy an update into the model. Its tensors may change again when this returns."""
         with self._change:
-            receiver.take_all(update)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            try:
+                receiver.take_all(update)
+            finally:
+                self._synchronize()
 
     def checksum(self) -> str:
         """The checksum of the present weights, awake or asleep. Generation continues meanwhile; an update waits."""
@@ -62,4 +63,10 @@ class ModelWeights:
                 if storage.nbytes() < needed:
                     storage.resize_(needed)
                 parameter.copy_(parked)
+            self._synchronize()  # a checksum reads them on another stream
             self._parked.clear()  # last, so that waking can be retried if memory runs out
+
+    def _synchronize(self) -> None:
+        """Wait for this thread's work. A learner that trains on another stream is not waited for."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()

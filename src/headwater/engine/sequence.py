@@ -9,8 +9,20 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.core.new_tokens import NewTokens
 from headwater.core.records import NOT_SAMPLED, Delta, ModelRequest, ModelResponse, StopReason
 from headwater.engine.plans import MAX_STOP_IDS
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """A caller that takes the new tokens of many requests together, once per round, and its number for this one."""
+
+    feed: int
+    """Identifies the caller. The requests of one caller are passed on together. Positive."""
+    number: int
+    put: Callable[[NewTokens], None]
+    """Called on the engine's thread with the new tokens of all requests of this caller."""
 
 
 @dataclass(eq=False)
@@ -28,6 +40,7 @@ class EngineSequence:
     """Arrival number: older requests run first, younger ones are preempted first."""
     on_end: Callable[[EngineSequence], None]
     on_delta: Callable[[Delta], None] | None = None
+    following: Following | None = None
     arrived: float = field(default_factory=time.perf_counter)
     started: float | None = None
     tokens: list[int] = field(default_factory=list)

@@ -67,6 +67,8 @@ class WeightsCall:
     """None uses the engine's own setting."""
     file: str
     limit_s: float = UPDATE_LIMIT_S
+    is_checked: bool = False
+    """The client has checked the values, so the file is read only once."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> WeightsCall:
@@ -75,15 +77,21 @@ class WeightsCall:
         limit_s = fields.number("limit_s", UPDATE_LIMIT_S, minimum=1)
         fields.done()
         source = Fields(given or {}, "source")
-        file = source.text("file")
+        file, is_checked = source.text("file"), source.flag("is_checked", False)
         source.done()
         if not file:
             raise ApiError('source: is missing; give {"file": path}, a safetensors file or a folder', param="source")
-        return cls(version, mode, file, limit_s)
+        return cls(version, mode, file, limit_s, is_checked)
 
 
 async def update_weights(
-    engine: InferenceEngine, version: int, mode: UpdateMode | None, file: str, limit_s: float = UPDATE_LIMIT_S
+    engine: InferenceEngine,
+    version: int,
+    mode: UpdateMode | None,
+    file: str,
+    limit_s: float = UPDATE_LIMIT_S,
+    *,
+    is_checked: bool = False,
 ) -> None:
     """Have the engine take the weights of a file or folder, and return when it uses them.
 
@@ -91,7 +99,8 @@ async def update_weights(
     """
 
     def update() -> None:
-        with file_update(file, version, dtype_of_checksum(engine.capabilities.dtype)) as stream:
+        dtype = dtype_of_checksum(engine.capabilities.dtype)
+        with file_update(file, version, dtype, is_checked=is_checked) as stream:
             _wait_for(engine.update_weights(stream, mode), file, limit_s)
 
     # Shielded, so that a client that disconnects does not cancel an update that has begun.

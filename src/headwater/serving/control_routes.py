@@ -78,7 +78,7 @@ async def update_weights(request: web.Request) -> web.Response:
     call = await state.read(request, WeightsCall.read)
     state.check_update_mode(call.mode, "mode")
     started = time.perf_counter()
-    await update_engine(state.engine, call.version, call.mode, call.file, call.limit_s)
+    await update_engine(state.engine, call.version, call.mode, call.file, call.limit_s, is_checked=call.is_checked)
     return reply({"version": state.engine.get_version(), "seconds": time.perf_counter() - started})
 
 

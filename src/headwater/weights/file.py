@@ -77,11 +77,17 @@ class FileWeights:
 
     @torch.no_grad()
     def write(self, buckets: Iterable[Bucket]) -> None:
-        """Write every bucket to its position. A tensor that is missing, unknown or of another shape is refused."""
+        """Write every bucket to its position. A tensor that is missing, unknown or of another shape is refused.
+
+        So are values that are not finite. They are checked here, on the device that holds them, so that the receiver
+        does not have to read the file twice.
+        """
         assert self._descriptor is not None, "discarded"
         missing = set(self._shapes)
         with mmap.mmap(self._descriptor, self._size) as buffer:
             for bucket in buckets:
+                if problems := no_weights(bucket) or not_finite(bucket, self._dtype):
+                    raise WeightsError(f"weight update refused, the old weights stay in place: {problems[0]}")
                 for name, tensor in bucket:
                     if name not in missing or tuple(tensor.shape) != self._shapes[name]:
                         raise WeightsError(f"{name} of shape {tuple(tensor.shape)}: was not announced, or came twice")
@@ -117,7 +123,7 @@ class FileTransport:
         written = FileWeights(update.shapes, self._dtype)
         body = {
             "version": update.version,
-            "source": {"file": str(written.path)},
+            "source": {"file": str(written.path), "is_checked": True},
             "mode": mode,
             "limit_s": channel.limit_s,
         }
@@ -138,13 +144,19 @@ class FileTransport:
             newest.discard()
 
 
-def write_tensor(buffer: mmap.mmap | memoryview, offset: int, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Convert a tensor to ``dtype`` and copy it from its device to a position in memory."""
+def write_tensor(
+    buffer: mmap.mmap | memoryview, offset: int, tensor: Tensor, dtype: torch.dtype, *, is_pinned: bool = False
+) -> None:
+    """Convert a tensor to ``dtype`` and copy it from its device to a position in memory.
+
+    A copy to pinned memory has only been queued when this returns: synchronise the current stream before it is read.
+    """
     num_bytes = tensor.numel() * dtype.itemsize
     if num_bytes:
         target = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes, offset=offset)
         # Convert on the device: a copy between devices that also converts does so on the CPU, 70 times slower.
-        target.view(dtype).view(tensor.shape).copy_(tensor if tensor.device.type == "cpu" else tensor.to(dtype))
+        source = tensor if tensor.device.type == "cpu" else tensor.to(dtype)
+        target.view(dtype).view(tensor.shape).copy_(source, non_blocking=is_pinned)
 
 
 def reserve(descriptor: int, size: int, where: str, remedy: str) -> None:
@@ -242,13 +254,16 @@ def open_weights(path: str | Path) -> Iterator[OpenedFiles]:
 
 
 @contextmanager
-def file_update(path: str | Path, version: int, dtype: torch.dtype) -> Iterator[WeightUpdate]:
+def file_update(
+    path: str | Path, version: int, dtype: torch.dtype, *, is_checked: bool = False
+) -> Iterator[WeightUpdate]:
     """The weights of a file or folder as an update, after all of its values were checked.
 
-    An engine can therefore only refuse it before it changes a weight. ``dtype`` is the engine's number type.
+    An engine can therefore only refuse it before it changes a weight. ``dtype`` is the engine's number type. A file
+    that its writer has checked is read only once.
     """
     with open_weights(path) as source:
-        for bucket in source.buckets():
+        for bucket in () if is_checked else source.buckets():
             problems = no_weights(bucket) or not_finite(bucket, dtype)
             if problems:
                 raise WeightsError(f"{path}: refused, the old weights stay in place: {problems[0]}")

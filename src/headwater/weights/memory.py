@@ -97,7 +97,11 @@ class Receiver:
         self._written.update(self._names[name] for name, _ in bucket)
         if bucket:
             targets = [self._targets[self._names[name]] for name, _ in bucket]
-            torch._foreach_copy_(targets, [tensor for _, tensor in bucket])
+            sources = [_on_device(tensor, target) for (_, tensor), target in zip(bucket, targets, strict=True)]
+            # Copies from pinned memory are queued one after the other, and the device is waited for once.
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+            if targets[0].device.type == "cuda" and any(tensor.device.type == "cpu" for _, tensor in bucket):
+                torch.cuda.current_stream(targets[0].device).synchronize()  # the sender may overwrite the bucket now
 
     def _misfits(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         given = {self._names.get(name, name) for name in shapes}
@@ -130,6 +134,13 @@ class Receiver:
             more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
             kept = "" if self._written else ", the old weights stay in place"
             raise WeightsError(f"weight update refused{kept}: {'; '.join(problems[:_NUM_SHOWN])}{more}")
+
+
+def _on_device(tensor: Tensor, target: Tensor) -> Tensor:
+    """A tensor that a copy to ``target`` does not convert on the CPU, which is many times slower than on a GPU."""
+    if tensor.dtype != target.dtype and tensor.device.type == "cpu" and target.device.type == "cuda":
+        return tensor.to(target.device, non_blocking=True)
+    return tensor
 
 
 def no_weights(bucket: Bucket) -> list[str]:

@@ -164,6 +164,7 @@ class SlotSender:
         """
         entries: list[dict[str, Any]] = []
         slot, end = 0, 0
+        devices: set[torch.device] = set()
         until_free(slot)
         for bucket in buckets:
             for name, tensor in bucket:
@@ -171,13 +172,17 @@ class SlotSender:
                 if end + num_bytes > self.slot_bytes:
                     if num_bytes > self.slot_bytes:
                         raise WeightsError(f"{name} of shape {tuple(tensor.shape)}: is larger than was announced")
+                    _until_copied(devices)
                     yield slot, entries
                     slot, entries, end = (slot + 1) % NUM_SLOTS, [], 0
                     until_free(slot)
-                write_tensor(self._buffer, slot * self.slot_bytes + end, tensor, self.dtype)
+                place = slot * self.slot_bytes + end
+                write_tensor(self._buffer, place, tensor, self.dtype, is_pinned=self._pinned is not None)
+                devices.add(tensor.device)
                 entries.append(asdict(SlotEntry(name, tuple(tensor.shape), end)))
                 end += num_bytes
         if entries:
+            _until_copied(devices)
             yield slot, entries
 
     def close(self) -> None:
@@ -302,6 +307,13 @@ class _Mapped:
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _until_copied(devices: Iterable[torch.device]) -> None:
+    """Wait for the copies of a whole slot at once: waiting for each tensor would leave the bus idle in between."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _pin(buffer: memoryview | mmap.mmap) -> Tensor | None:

@@ -23,6 +23,9 @@ from pathlib import Path
 
 from aiohttp import WSMsgType, web
 
+from headwater.core.new_tokens import NewTokens
+from headwater.core.records import Delta
+
 FOLDER = Path(sys.argv[1])
 
 
@@ -86,9 +89,11 @@ async def answer(socket: web.WebSocketResponse, number: int, num_given: int) -> 
     if is_planned("requests", "text"):
         await socket.send_str(PLAN["text"])
         return
-    token = {"tokens": [num_given], "logprobs": [-0.5], "versions": [0]}
-    last = {} if PLAN == "half" else {"stop_reason": "length"}
-    await socket.send_str(json.dumps([{"id": number, **(refusal("requests") or {**token, **last})}]))
+    if (refused := refusal("requests")) is not None:
+        await socket.send_str(json.dumps([{"id": number, **refused}]))
+        return
+    new = NewTokens.of_delta(number, Delta((num_given,), (-0.5,), (0,)))
+    await socket.send_bytes(NewTokens.join([new], [] if PLAN == "half" else [(number, "length")]).encode())
     if PLAN == "half":
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -21,7 +21,8 @@ from headwater.core.errors import (
     WeightsError,
     WeightsIncomplete,
 )
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.core.new_tokens import NewTokens
+from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, StopReason
 from headwater.engine.kv_cache import SHARED_FRACTION
 from headwater.observe.spans import Spans
 from headwater.serving.errors import api_error
@@ -56,11 +57,11 @@ class Scene:
         self.requests.enter(opened)
         return opened
 
-    def line(self, number: int, *tokens: int, **more: Any) -> None:
+    def arrive(self, number: int, *tokens: int, stop_reason: StopReason | None = None) -> None:
         count = len(tokens)
-        self.requests.take(
-            {"id": number, "tokens": tokens, "logprobs": [-0.5] * count, "versions": [2] * count, **more}
-        )
+        new = NewTokens.of_delta(number, Delta(tokens, (-0.5,) * count, (2,) * count))
+        ended = [] if stop_reason is None else [(number, stop_reason)]
+        self.requests.take(NewTokens.decode(NewTokens.join([new], ended).encode()))
 
 
 @pytest.fixture
@@ -73,10 +74,10 @@ def test_a_new_child_is_asked_for_what_is_left(scene):
     first, second = Link(), Link()
     scene.requests.continue_on(first)
     assert [each["request"]["given_tokens"] for each in first.sent] == [(30,)]
-    scene.line(1, 7, 8)
+    scene.arrive(1, 7, 8)
     scene.requests.continue_on(second)
     assert [each["request"]["given_tokens"] for each in second.sent] == [(30, 7, 8)]
-    scene.line(1, 9, stop_reason="stop")
+    scene.arrive(1, 9, stop_reason="stop")
     [answer] = scene.answers
     assert answer.output_tokens == (7, 8, 9)
     assert answer.output_versions == (2, 2, 2)
@@ -87,7 +88,7 @@ def test_an_end_that_nobody_asked_for_is_none(scene):
     link = Link()
     scene.requests.continue_on(link)
     scene.enter(1)
-    scene.line(1, 7, stop_reason="abort")
+    scene.arrive(1, 7, stop_reason="abort")
     assert link.sent[-1]["request"]["given_tokens"] == (30, 7)
     assert not scene.answers
 
@@ -106,7 +107,7 @@ def test_a_request_that_several_children_died_with_is_given_up(scene):
 
 def test_a_failed_engine_is_told_and_its_requests_stay(scene):
     scene.enter(1)
-    scene.requests.take({"id": 1, **FAILED})
+    scene.requests.refuse(1, FAILED)
     assert (scene.events, len(scene.requests), scene.answers) == (["the engine failed"], 1, [])
 
 
@@ -117,14 +118,14 @@ def test_who_has_left_is_answered_no_more(scene):
     scene.requests.leave(opened)
     scene.requests.leave(opened)
     assert link.sent[-1] == {"id": 1, "leave": True}
-    scene.line(1, 7, stop_reason="stop")
+    scene.arrive(1, 7, stop_reason="stop")
     assert not scene.answers
 
 
 def test_closing_answers_with_what_there_is(scene):
     scene.enter(1)
     scene.enter(2)
-    scene.line(2, 7)
+    scene.arrive(2, 7)
     scene.requests.abort_all()
     assert [(each.output_tokens, each.stop_reason) for each in scene.answers] == [((), "abort"), ((7,), "abort")]
     assert all(isinstance(each, ModelResponse) for each in scene.answers)

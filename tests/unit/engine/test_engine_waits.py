@@ -11,6 +11,7 @@ import pytest
 from cases import case
 from engine.engine_parts import LIMIT_S, assert_nothing_is_held, request, run, running, stepped, tokens_of
 
+from headwater.core import waits
 from headwater.core.errors import RolloutFailed, WaitTimeout
 from headwater.core.waits import open_waits
 from headwater.engine import delivery, intake
@@ -162,7 +163,7 @@ def test_requests_are_aborted_by_their_ids():
 
 
 def test_waiting_for_an_engine_that_computes_nothing_has_an_end_and_says_so(monkeypatch):
-    monkeypatch.setattr(delivery, "_LOOK_S", 0.01)
+    monkeypatch.setattr(waits, "_LOOK_S", 0.01)
     monkeypatch.setattr(delivery, "_STALL_LIMIT_S", 0.1)
     with running() as engine:
         release = threading.Event()
@@ -176,10 +177,32 @@ def test_waiting_for_an_engine_that_computes_nothing_has_an_end_and_says_so(monk
         until(lambda: not engine._intake.num_open, "the abandoned requests go on")
 
 
+def test_waiting_for_a_list_of_requests_has_a_name_and_a_limit_in_every_state(monkeypatch):
+    monkeypatch.setattr(waits, "_LOOK_S", 0.01)
+    monkeypatch.setattr(delivery, "_GENERATE_LIMIT_S", 0.5)
+    with running() as engine:
+        engine.pause()
+        failures = []
+
+        def generate():
+            try:
+                engine.generate([LONG])
+            except WaitTimeout as error:
+                failures.append(str(error))
+
+        caller = threading.Thread(target=generate)
+        caller.start()
+        name = "Engine.generate waits for 1 of 1 requests; the engine is paused"
+        until(lambda: failures or any(name in each.description for each in open_waits()), "the wait has no name")
+        caller.join(LIMIT_S)
+        assert [name in each for each in failures] == [True], "a paused engine is not waited for without end"
+        until(lambda: not engine._intake.num_open, "the abandoned request stays")
+
+
 def test_slow_progress_and_a_stopped_engine_may_be_waited_for_as_long_as_it_takes(monkeypatch):
     """Ten checks, five minutes apart: much longer than the limit of ten minutes without progress."""
     clock = iter(range(0, 10**6, 300))
-    monkeypatch.setattr(delivery, "_LOOK_S", 0.001)
+    monkeypatch.setattr(waits, "_LOOK_S", 0.001)
     monkeypatch.setattr(delivery, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     for name, value in (("slow", lambda looks: looks // 2), ("stopped", lambda _: None)):
         with case(name):

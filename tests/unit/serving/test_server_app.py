@@ -9,11 +9,12 @@ from typing import Any
 
 import openai
 import pytest
-from aiohttp import ClientWebSocketResponse
+from aiohttp import ClientWebSocketResponse, WSCloseCode, WSMsgType
 from aiohttp.test_utils import TestClient, TestServer
 from engine.engine_parts import LIMIT_S, run, running, tokens_of
 from tiny import tokenizer
 
+from headwater.core.new_tokens import TOKEN, NewTokens
 from headwater.engine.engine import Engine
 from headwater.serving.app import build_app
 from headwater.serving.options import ServerOptions
@@ -179,10 +180,7 @@ async def ends_of(socket: ClientWebSocketResponse, count: int) -> dict[int, str]
     """How ``count`` requests ended, by their numbers."""
     ends: dict[int, str] = {}
     while len(ends) < count:
-        for line in await socket.receive_json(timeout=LIMIT_S):
-            assert "error" not in line, line
-            if "stop_reason" in line:
-                ends[line["id"]] = line["stop_reason"]
+        ends |= dict(NewTokens.decode(await socket.receive_bytes(timeout=LIMIT_S)).ended)
     return ends
 
 
@@ -234,6 +232,36 @@ def test_a_connection_that_drops_keeps_no_name_and_takes_none_from_others(paused
             assert client.app[STATE].active.find("mine") == ()
 
     run(scenario())
+
+
+def test_a_connection_gets_rounds_and_not_one_message_per_request(roomy):
+    async def scenario() -> None:
+        async with serving(roomy) as client, client.ws_connect("/headwater/connect") as socket:
+            count = 24
+            for number in range(count):
+                await socket.send_json({"id": number, "request": {**LONG, "rng_key": number}})
+            ended, output, num_frames = set(), [bytearray() for _ in range(count)], 0
+            while len(ended) < count:
+                new = NewTokens.decode(await socket.receive_bytes(timeout=LIMIT_S))
+                ended |= {number for number, _ in new.ended}
+                num_frames += 1
+                for number, tokens in new.rows():
+                    output[number] += tokens
+            assert {len(each) for each in output} == {200 * TOKEN.itemsize}
+            num_rounds = 200 / roomy.config.decode_steps
+            assert num_frames < 4 * num_rounds + count, "a frame holds the tokens of all requests"
+            # A request that cannot be served is refused alone, and one that is still being ended keeps its number.
+            await socket.send_json({"id": 1, "request": {**LONG, "input_tokens": [999_999]}})
+            [line] = await socket.receive_json(timeout=LIMIT_S)
+            assert (line["id"], "no such token" in line["error"]["message"]) == (1, True)
+            await socket.send_json({"id": 2, "request": LONG})
+            await socket.send_json({"id": 2, "request": LONG})
+            async for message in socket:
+                assert message.type is WSMsgType.BINARY
+            assert socket.close_code == WSCloseCode.POLICY_VIOLATION
+
+    run(scenario())
+    run(until(lambda: not roomy.metrics().num_running))
 
 
 # The model's name

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from headwater.backends.hf import HfEngine
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import RequestError
+from headwater.core.new_tokens import NewTokens
 from headwater.core.protocols import (
     ALL_TAGS,
     Capabilities,
@@ -221,6 +222,37 @@ def test_what_the_engine_cannot_do_is_answered_with_501():
         assert await calls.post("/control/wake", {"tags": ["weights"]}) == (200, {"awake": ["weights"]})
 
     run(MonotoneEngine(), scenario)
+
+
+def test_an_engine_that_only_streams_serves_a_connection_too():
+    asked = {"input_tokens": [7], "rng_key": 1, "sampling": {"max_new_tokens": 2}}
+    engine = MonotoneEngine()
+
+    async def scenario(calls: Calls) -> None:
+        async with calls.client.ws_connect("/headwater/connect") as socket:
+            await socket.send_json({"id": 5, "request": asked})
+            arrived = [NewTokens.decode(await socket.receive_bytes(timeout=LIMIT_S))]
+            while not arrived[-1].ended:
+                arrived.append(NewTokens.decode(await socket.receive_bytes(timeout=LIMIT_S)))
+            new = NewTokens.join(arrived)
+            assert (new.tokens["token"].tolist(), new.tokens["version"].tolist()) == ([LETTER] * 2, [3] * 2)
+            assert (new.numbers.tolist(), new.ended) == ([5], [(5, "length")])
+            await socket.send_json({"id": 6, "request": {**asked, "sampling": {"max_new_tokens": 64}}})
+            [line] = await socket.receive_json(timeout=LIMIT_S)
+            assert (line["id"], line["error"]["message"]) == (6, "too long")
+            engine.pause()
+            await socket.send_json({"id": 7, "request": asked})
+            await socket.send_json({"id": 7, "leave": True})  # cancelled before it has started
+            await socket.send_json({"id": 8, "request": {**asked, "request_id": "waits"}})
+            async with asyncio.timeout(LIMIT_S):
+                while "waits" not in engine._waiting:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            engine.abort("waits")
+            new = NewTokens.decode(await socket.receive_bytes(timeout=LIMIT_S))
+            assert list(new.ended) == [(8, "abort")]
+        assert not engine._waiting
+
+    run(engine, scenario)
 
 
 def test_control_calls_and_information(tmp_path):

@@ -29,6 +29,8 @@ def test_bodies():
     call = WeightsCall.read({"version": 3, "mode": "drain", "source": {"file": "x"}})
     assert call == WeightsCall(3, "drain", "x")
     assert WeightsCall.read({"version": 3, "source": {"file": "x"}}).mode is None
+    checked = WeightsCall.read({"version": 3, "source": {"file": "x", "is_checked": True}})
+    assert (call.is_checked, checked.is_checked) == (False, True)
     assert WeightsCall.read({"version": 3, "source": {"file": "x"}, "limit_s": 4000.5}).limit_s == 4000.5
     start = {"version": 3, "shapes": {"w": [2, 3]}, "dtype": "float32", "shared_memory": "x", "slot_bytes": 64}
     assert StartCall.read(start) == StartCall(3, None, {"w": (2, 3)}, torch.float32, "x", 64)

@@ -196,6 +196,26 @@ class FakeChannel:
     def incomplete(self) -> None: ...
 
 
+def test_values_are_checked_by_who_writes_them_and_then_read_once(monkeypatch):
+    channel, transport = FakeChannel(), FileTransport(torch.float16)
+    for value in (torch.nan, 1e30):  # the second is infinite in the number type that is sent
+        with pytest.raises(WeightsError, match="w holds values that are NaN or infinite as"):
+            transport.send(WeightUpdate.of(1, [("w", torch.full((2,), value))]), channel, None)
+    assert not channel.again
+    transport.send(WeightUpdate.of(1, [("w", torch.ones(2))]), channel, None)
+    [again] = channel.again
+    assert again.body["source"]["is_checked"], "a process that replaces the first one reads it once, too"
+    reads, buckets = [], file.OpenedFiles.buckets
+    monkeypatch.setattr(file.OpenedFiles, "buckets", lambda self: reads.append(1) or buckets(self))
+    for is_checked, num_reads in ((True, 1), (False, 2)):
+        reads.clear()
+        path = again.body["source"]["file"]
+        with file.file_update(path, 1, torch.float16, is_checked=is_checked) as update:
+            assert [(name, each.tolist()) for bucket in update.buckets for name, each in bucket] == [("w", [1.0, 1.0])]
+        assert len(reads) == num_reads
+    transport.close()
+
+
 def test_a_file_is_kept_until_a_newer_one_was_accepted():
     channel, transport = FakeChannel(), FileTransport(torch.float32)
     for version in (1, 2):

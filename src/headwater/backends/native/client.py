@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -20,6 +20,7 @@ from headwater.core.errors import (
     WeightsError,
     WeightsIncomplete,
 )
+from headwater.core.new_tokens import BadFrame, NewTokens
 
 _KINDS: dict[str, type[HeadwaterError]] = {
     "queue_full": QueueFull,
@@ -44,6 +45,15 @@ class UnreadableMessage(Exception):
 
 class EngineFailed(RolloutFailed):
     """The server still answers, but its engine has failed and cannot recover."""
+
+
+class Receiver(Protocol):
+    """Takes what arrives on the connection for requests."""
+
+    def take(self, new: NewTokens) -> None: ...
+    def refuse(self, number: int, body: Mapping[str, Any]) -> None:
+        """A request has failed. ``body`` is the server's error."""
+        ...
 
 
 def error_of(body: Mapping[str, Any]) -> HeadwaterError:
@@ -81,14 +91,14 @@ class ServerClient:
             raise error_of(answer)
         return answer
 
-    async def connect(self, on_line: Callable[[dict[str, Any]], None]) -> RequestLink:
+    async def connect(self, receiver: Receiver) -> RequestLink:
         self._check_open("the connection for requests")
         try:
             # No compression and no size limit: both ends are trusted and on the same machine.
             socket = await self._session.ws_connect("/headwater/connect", max_msg_size=0, compress=0)
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionLost(f"the connection for requests: {error}") from error
-        return RequestLink(socket, on_line)
+        return RequestLink(socket, receiver)
 
     async def close(self) -> None:
         """Calls that come later raise ``ConnectionLost``."""
@@ -100,22 +110,22 @@ class ServerClient:
 
 
 class RequestLink:
-    """All requests over one connection (see ``serving.native.connection``).
+    """All requests over one connection (see ``serving.native.routes``).
 
     One connection per request would need a file descriptor per request on both sides, which systems often limit to
     1024, and thousands of handshakes when a step starts.
     """
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, on_line: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, receiver: Receiver) -> None:
         self._socket = socket
-        self._on_line = on_line
+        self._receiver = receiver
         self._outbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     def post(self, message: dict[str, Any]) -> None:
         self._outbox.put_nowait(message)
 
     async def run(self) -> None:
-        """Send posted messages and pass on received lines until the connection ends."""
+        """Send posted messages and pass on what arrives until the connection ends."""
         sender = asyncio.create_task(self._send())
         try:
             async for message in self._socket:
@@ -127,13 +137,24 @@ class RequestLink:
     def _take(self, message: aiohttp.WSMessage) -> None:
         if isinstance(message.data, aiohttp.WebSocketError):  # bytes that are not a valid message
             raise UnreadableMessage(str(message.data)) from message.data
-        if message.type is not aiohttp.WSMsgType.TEXT:
-            return
+        if message.type is aiohttp.WSMsgType.BINARY:
+            self._take_frame(message.data)
+        elif message.type is aiohttp.WSMsgType.TEXT:
+            self._take_errors(message.data)
+
+    def _take_frame(self, frame: bytes) -> None:
         try:
-            for line in json.loads(message.data):
-                self._on_line(line)
+            new = NewTokens.decode(frame)
+        except BadFrame as error:
+            raise UnreadableMessage(str(error)) from error
+        self._receiver.take(new)
+
+    def _take_errors(self, text: str) -> None:
+        try:
+            for line in json.loads(text):
+                self._receiver.refuse(line["id"], line)
         except (ValueError, TypeError, LookupError) as error:
-            shown = message.data[:_NUM_CHARACTERS_SHOWN]
+            shown = text[:_NUM_CHARACTERS_SHOWN]
             raise UnreadableMessage(f"{type(error).__name__}: {error}; the message: {shown}") from error
 
     async def _send(self) -> None:

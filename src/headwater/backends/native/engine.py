@@ -127,12 +127,12 @@ class NativeEngine:
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        """Those of the engine in the process, except that responses are not streamed."""
+        """Those of the engine in the process, except that callers here get whole responses."""
         told: dict[str, Any] = self._info["capabilities"]
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
         }
-        return replace(Capabilities(**values), streaming=False)
+        return replace(Capabilities(**values), streaming=False, rounds=False)
 
     @cached_property
     def limits(self) -> EngineLimits:

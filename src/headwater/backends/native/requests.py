@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from headwater.backends.native.client import ENGINE_FAILED, RequestLink, error_of
 from headwater.core.errors import HeadwaterError, RolloutFailed
+from headwater.core.new_tokens import TOKEN, NewTokens
 from headwater.core.records import ModelRequest, ModelResponse, StopReason
 from headwater.observe.spans import Spans
 from headwater.serving.native.request import write_request
@@ -27,9 +30,8 @@ class OpenRequest:
     deliver: Callable[[ModelResponse | HeadwaterError], None]
     """Called once, with the response or the error."""
     has_ended: bool = False
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    output: bytearray = field(default_factory=bytearray)
+    """The tokens as they arrived, with log-probs and versions (``new_tokens.TOKEN``)."""
     arrived: float = field(default_factory=time.perf_counter)
     was_sent: bool = False
     """Whether the request was sent to any server."""
@@ -38,27 +40,34 @@ class OpenRequest:
     started: float | None = None
     """When the first tokens arrived."""
 
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens have arrived."""
+        return len(self.output) // TOKEN.itemsize
+
+    def extend(self, tokens: memoryview) -> None:
         if self.started is None:
             self.started = time.perf_counter()
         self.num_stuck = 0
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.versions += versions
+        self.output += tokens
 
     def rest(self) -> ModelRequest:
         """The request for the tokens that are still missing."""
-        return replace(self.request, given_tokens=(*self.request.given_tokens, *self.tokens))
+        if not self.output:
+            return self.request
+        arrived = np.frombuffer(self.output, TOKEN)["token"].tolist()
+        return replace(self.request, given_tokens=(*self.request.given_tokens, *arrived))
 
     def finish(self, reason: StopReason) -> None:
         now = time.perf_counter()
         started = now if self.started is None else self.started
+        output = np.frombuffer(self.output, TOKEN)
         self._end(
             ModelResponse(
                 input_tokens=self.request.input_tokens,
-                output_tokens=tuple(self.tokens),
-                output_logprobs=tuple(self.logprobs),
-                output_versions=tuple(self.versions),
+                output_tokens=tuple(output["token"].tolist()),
+                output_logprobs=tuple(output["logprob"].tolist()),
+                output_versions=tuple(output["version"].tolist()),
                 stop_reason=reason,
                 queue_s=started - self.arrived,
                 generate_s=now - started,
@@ -94,7 +103,7 @@ class OpenRequests:
     @property
     def num_started(self) -> int:
         """How many have tokens already."""
-        return sum(bool(each.tokens) for each in list(self._open.values()))
+        return sum(bool(each.output) for each in list(self._open.values()))
 
     def enter(self, opened: OpenRequest) -> None:
         if not self._open:
@@ -127,28 +136,35 @@ class OpenRequests:
             else:
                 self._send(opened)
 
-    def take(self, line: Mapping[str, Any]) -> None:
-        """Take new tokens of a request, or its end."""
-        opened = self._open.get(line["id"])
-        if opened is None:
-            return  # its caller has left
-        if "error" in line:
-            if line["error"]["code"] == ENGINE_FAILED:
-                # This process will not produce another token, but the next one will, for this request too.
-                self._on_failed_engine(line["error"]["message"])
+    def take(self, new: NewTokens) -> None:
+        """Take new tokens of some requests, and the ends of some."""
+        for number, tokens in new.rows():
+            opened = self._open.get(number)
+            if opened is not None:  # otherwise its caller has left
+                opened.extend(tokens)
+        for number, reason in new.ended:
+            opened = self._open.get(number)
+            if opened is None:
+                continue
+            if reason == "abort":
+                # This side did not abort it: the process was told to stop. The next server continues the request.
+                self._send(opened)
             else:
                 self._drop(opened)
-                opened.fail(error_of(line))
+                opened.finish(reason)
+                self._on_finish()
+
+    def refuse(self, number: int, body: Mapping[str, Any]) -> None:
+        """A server could not answer a request."""
+        opened = self._open.get(number)
+        if opened is None:
             return
-        opened.extend(line["tokens"], line["logprobs"], line["versions"])
-        reason = line.get("stop_reason")
-        if reason == "abort":
-            # This side did not abort it: the process was told to stop. The next server continues the request.
-            self._send(opened)
-        elif reason is not None:
+        if body["error"]["code"] == ENGINE_FAILED:
+            # This process will not produce another token, but the next one will, for this request too.
+            self._on_failed_engine(body["error"]["message"])
+        else:
             self._drop(opened)
-            opened.finish(reason)
-            self._on_finish()
+            opened.fail(error_of(body))
 
     def fail_all(self, error: HeadwaterError) -> None:
         for opened in list(self._open.values()):

@@ -203,7 +203,7 @@ class NativeServer:
     async def on_up(self, child: ChildServer) -> None:
         self._client = ServerClient(child.url, self._api_key)
         await self.state.restore(self._client)
-        self._link = await self._client.connect(self.requests.take)
+        self._link = await self._client.connect(self.requests)
         if self.state.needs_weights:
             logger.warning(
                 "the engine's new process needs the weights of version %d; %d requests wait until they are published",

@@ -12,12 +12,15 @@ from headwater.engine.runners.fixed_rows import FixedRowsRunner
 from headwater.engine.runners.plain import Runner
 
 
-def make_runner(model: Any, spec: ModelSpec, cache: KVCache, rows: DecodeRows, *, deterministic: bool) -> Runner:
+def make_runner(
+    model: Any, spec: ModelSpec, cache: KVCache, rows: DecodeRows, *, deterministic: bool, stream: Any = None
+) -> Runner:
+    """``stream`` is the CUDA stream on which ``cache`` and ``rows`` were made; None is the current one."""
     if spec.device.type == "cuda":
         # Needs Triton, which only CUDA builds of torch install.
         from headwater.engine.runners.cuda import CudaRunner
 
-        return CudaRunner(model, spec, cache, rows, deterministic=deterministic)
+        return CudaRunner(model, spec, cache, rows, deterministic=deterministic, stream=stream)
     if deterministic:
         runner = FixedRowsRunner(model, spec, cache, rows, CpuOps())
         runner.check()

@@ -95,7 +95,17 @@ class InvariantCudaOps(CudaOps):
 class CudaRunner(Runner):
     """``Runner`` with CUDA graphs for decoding."""
 
-    def __init__(self, model: Any, spec: ModelSpec, cache: KVCache, rows: DecodeRows, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        spec: ModelSpec,
+        cache: KVCache,
+        rows: DecodeRows,
+        *,
+        deterministic: bool,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """``stream`` is the engine's own stream. Without one, it shares the default stream with the whole process."""
         if deterministic and not can_fuse(model.config):
             raise ModelError(
                 f"engine.deterministic = true: on a GPU this mode supports {', '.join(FUSED)} models, not "
@@ -107,9 +117,34 @@ class CudaRunner(Runner):
         self._buckets: list[int] = [bucket for bucket in (*_BUCKETS, *more) if bucket < rows.capacity] + [rows.capacity]
         self._graphs: dict[tuple[int, SamplingNeeds, int], torch.cuda.CUDAGraph] = {}
         self._graph_memory: Any = None
+        self._stream = stream
+        self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._made.record(torch.cuda.current_stream(spec.device))
 
     def use_device(self) -> None:
         torch.cuda.set_device(self.spec.device)
+        if self._stream is not None:
+            self._stream.wait_event(self._made)  # the weights were made on another stream
+            torch.cuda.set_stream(self._stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self.spec.device).synchronize()
+
+    def callers_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.spec.device)
+
+    @contextmanager
+    def on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        own = torch.cuda.current_stream(self.spec.device)
+        if stream == own:
+            yield
+            return
+        stream.wait_stream(own)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            own.wait_stream(stream)
 
     def bucket_of(self, num_rows: int) -> int:
         return self._buckets[bisect.bisect_left(self._buckets, num_rows)]
@@ -139,7 +174,9 @@ class CudaRunner(Runner):
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 # Other threads, for example a learner's, may use the device during the capture.
-                with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+                with torch.cuda.graph(
+                    graph, pool=self._graph_memory, stream=self._stream, capture_error_mode="thread_local"
+                ):
                     self._decode_step(num_rows, needs)
             self._graph_memory = graph.pool()
             self._graphs[num_rows, needs, width] = graph

@@ -6,6 +6,7 @@ rows. ``cuda`` and ``fixed_rows`` replace parts of it.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,18 @@ class Runner:
         self.rows = rows
 
     def use_device(self) -> None:
-        """Called once by the engine's thread: the current device is a property of the thread."""
+        """Called once by the engine's thread: the current device and stream are properties of the thread."""
+
+    def synchronize(self) -> None:
+        """Wait until everything that the engine's thread has queued on the device has run."""
+
+    def callers_stream(self) -> Any:
+        """The stream on which the calling thread works; None on a CPU."""
+        return None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[None]:
+        """Work on another thread's stream, after all work of the engine that is queued and before all that follows."""
+        return nullcontext()
 
     def bucket_of(self, num_rows: int) -> int:
         """The number of rows that are computed when ``num_rows`` are in use."""

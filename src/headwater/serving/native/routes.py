@@ -1,9 +1,9 @@
 """Headwater's generation calls: one request per call, or many over a WebSocket.
 
 Messages of the WebSocket: the client sends ``{"id": 7, "request": {...}}`` to start a request and
-``{"id": 7, "leave": true}`` to end one. The server sends lists of
-``{"id": 7, "tokens": [...], "logprobs": [...], "versions": [...]}``, where the last entry of an id has a
-``stop_reason``, or ``{"id": 7, "error": {...}}``. Everything generated since the last message is sent as one list.
+``{"id": 7, "leave": true}`` to end one. The server sends the new tokens of all requests, and which requests have ended,
+as binary frames (``core.new_tokens``), usually one per round of the engine. A request that fails is reported as text:
+``[{"id": 7, "error": {...}}]``.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import asyncio
 import logging
 import weakref
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from headwater.core.errors import HeadwaterError
-from headwater.core.records import ModelRequest
+from headwater.core.new_tokens import NewTokens
+from headwater.core.records import ModelRequest, StopReason
 from headwater.serving.errors import ApiError, api_error
 from headwater.serving.fields import Fields, read_object, write_json
 from headwater.serving.generation import send_lines
 from headwater.serving.native.request import check_length, line_of, read_request
+from headwater.serving.native.streams import follow
 from headwater.serving.state import STATE, ServerState
 
 log = logging.getLogger(__name__)
@@ -33,67 +35,105 @@ SOCKETS = web.AppKey("sockets", weakref.WeakSet[web.WebSocketResponse])
 class Connection:
     """The requests of one WebSocket, by the client's numbers. They end when the connection closes.
 
-    Many requests share a connection, so a rollout with thousands of requests needs one socket and one handshake.
+    Many requests share a connection, so a rollout with thousands of requests needs one socket and one handshake. A
+    frame holds everything that was generated since the last one, so a client that reads slowly gets fewer frames and
+    does not slow down the engine. What waits to be sent is at most what was asked for.
     """
 
     def __init__(self, state: ServerState, socket: web.WebSocketResponse) -> None:
         self._state = state
         self._socket = socket
-        self._running: dict[int, asyncio.Task[None]] = {}
-        # Unbounded: it holds at most the requested tokens, and a slow client must not slow down the engine.
-        self._outbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._names: dict[int, ExitStack] = {}
+        """Per request that has not ended, its name. Closing it frees the name."""
+        self._left: set[int] = set()
+        """Requests that the client has left and that the engine has not ended yet."""
+        self._new: list[NewTokens] = []
+        self._ended: list[tuple[int, StopReason]] = []
+        self._errors: list[dict[str, Any]] = []
+        self._has_news = asyncio.Event()
+        self._follower = follow(state.engine, self)
         self._sender = asyncio.create_task(self._send())
 
-    def take(self, text: str) -> None:
+    def receive(self, text: str) -> None:
         """Handle one message of the client. Raise ``ApiError`` for a message that belongs to no request."""
         fields = Fields(read_object(text.encode()))
         number, body, leave = fields.optional_integer("id"), fields.mapping("request"), fields.flag("leave", False)
         fields.done()
-        if number is None or leave == (body is not None):
+        if number is None or not 0 <= number < 2**63 or leave == (body is not None):
             raise ApiError('a message is {"id": number, "request": {...}} or {"id": number, "leave": true}')
         if body is None:
-            running = self._running.pop(number, None)
-            if running is not None:
-                running.cancel()
-        elif number in self._running:
-            raise ApiError(f"id = {number}: a request with this number is running; use another number")
+            if number in self._names:
+                self._left.add(number)
+                self._follower.leave(number)
+                self._names[number].close()
+        elif number in self._names:
+            raise ApiError(f"id = {number}: a request with this number has not ended; use another number")
         else:
-            self._running[number] = asyncio.create_task(self._run(number, body))
+            self._enter(number, body)
 
     async def end(self) -> None:
         """End all requests, because the client has disconnected."""
-        tasks = [self._sender, *self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._sender.cancel()
+        for number, name in self._names.items():
+            self._follower.leave(number)
+            name.close()
+        self._names.clear()
+        await asyncio.gather(self._sender, return_exceptions=True)
 
-    async def _run(self, number: int, body: Mapping[str, Any]) -> None:
+    def _enter(self, number: int, body: Mapping[str, Any]) -> None:
         try:
             request = read_request(body, self._state.limits)
             self._state.check_given_tokens(request)
-            name = request.request_id
+            self._follower.enter(number, request)
+        except Exception as error:  # noqa: BLE001  the client of this request is told, and the others are served
+            self.failed(number, error)
+        else:
             # Shared: a trainer names a request after its prompt, which may run twice, and a client may reconnect before
             # the server has noticed that it was gone.
-            with self._state.active.share({name: (name,)}):
-                async with aclosing(self._state.engine.astream(request)) as deltas:
-                    async for delta in deltas:
-                        self._outbox.put_nowait({"id": number, **line_of(delta)})
-        except HeadwaterError as error:
-            self._outbox.put_nowait({"id": number, **api_error(error).body()})
-        except Exception:  # the client gets a short message, the log the traceback
-            log.exception("request %s failed", body.get("request_id"))
-            unknown = ApiError("internal error; see the server's log", status=500, code="internal_error")
-            self._outbox.put_nowait({"id": number, **unknown.body()})
-        finally:
-            if self._running.get(number) is asyncio.current_task():
-                del self._running[number]
+            name, self._names[number] = request.request_id, ExitStack()
+            self._names[number].enter_context(self._state.active.share({name: (name,)}))
+
+    # What the engine tells
+
+    def take(self, new: NewTokens) -> None:
+        self._new.append(new)
+        self._has_news.set()
+
+    def ended(self, number: int, reason: StopReason) -> None:
+        if not self._forget(number):
+            self._ended.append((number, reason))
+            self._has_news.set()
+
+    def failed(self, number: int, error: Exception) -> None:
+        if self._forget(number):
+            return
+        if isinstance(error, HeadwaterError):
+            told = api_error(error)
+        else:  # the client gets a short message, the log the traceback
+            log.error("request %d of a connection failed", number, exc_info=error)
+            told = ApiError("internal error; see the server's log", status=500, code="internal_error")
+        self._errors.append({"id": number, **told.body()})
+        self._has_news.set()
+
+    def _forget(self, number: int) -> bool:
+        """Release the name of a request that has ended. Return whether its client had left."""
+        name = self._names.pop(number, None)
+        if name is not None:
+            name.close()
+        had_left = number in self._left
+        self._left.discard(number)
+        return had_left
 
     async def _send(self) -> None:
         while True:
-            lines = [await self._outbox.get()]
-            while not self._outbox.empty():
-                lines.append(self._outbox.get_nowait())
-            await self._socket.send_str(write_json(lines).decode())
+            await self._has_news.wait()
+            self._has_news.clear()
+            new, ended, errors = self._new, self._ended, self._errors
+            self._new, self._ended, self._errors = [], [], []
+            if new or ended:
+                await self._socket.send_bytes(NewTokens.join(new, ended).encode())
+            if errors:
+                await self._socket.send_str(write_json(errors).decode())
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -122,7 +162,7 @@ async def connect(request: web.Request) -> web.WebSocketResponse:
     try:
         async for message in socket:
             if message.type is WSMsgType.TEXT:
-                connection.take(message.data)
+                connection.receive(message.data)
     except ApiError as error:
         # The request cannot be identified, so its caller would wait forever if the connection stayed open.
         await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=str(error).encode()[:120])
