@@ -16,9 +16,9 @@ OTHER = "other"
 class StageClock:
     """Divides the time of one thread into stages: every moment belongs to exactly one, the innermost.
 
-        with clock.stage("train"):
-            ...
-        seconds = clock.take()      # {"train": 1.2, "other": 0.1}: they add up to the time since the last call
+    with clock.stage("train"):
+        ...
+    seconds = clock.take()      # {"train": 1.2, "other": 0.1}: they add up to the time since the last call
     """
 
     def __init__(self) -> None:

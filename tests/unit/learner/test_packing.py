@@ -126,9 +126,7 @@ def test_rows_without_trained_tokens_are_not_computed():
 def test_a_group_over_the_budget_is_split_and_a_row_over_it_refused():
     samples = [trajectory([7, 8, 9, 10], [20, 21, 22]) for _ in range(5)]
     assert len(packs(pad_trajectories(samples, 0), 8)) == 3
-    with pytest.raises(
-        DataError, match=r"row 0 of the batch has 6 tokens, over learner\.a_budget = 5; raise that"
-    ):
+    with pytest.raises(DataError, match=r"row 0 of the batch has 6 tokens, over learner\.a_budget = 5; raise that"):
         check_lengths(read_rows(pad_trajectories(samples, 0)), 5, "learner.a_budget")
 
 

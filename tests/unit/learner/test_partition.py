@@ -89,9 +89,7 @@ def test_a_rest_among_many_bins_stays():
 
 
 def test_an_item_over_the_budget_names_itself_and_the_key():
-    with pytest.raises(
-        DataError, match=r"row 1 .*: 30 tokens, over the 20 tokens of a pass; raise learner.* to 30"
-    ):
+    with pytest.raises(DataError, match=r"row 1 .*: 30 tokens, over the 20 tokens of a pass; raise learner.* to 30"):
         pack([10, 30], 20)
 
 

@@ -274,7 +274,9 @@ def test_a_conversation_over_the_budget_is_named_with_its_judge(tmp_path):
     classifier_folder(tmp_path)
     longest = len(tiny.tokenizer().apply_chat_template(CONVERSATIONS[2], tokenize=True, return_dict=False))
     judge = reward_model(tmp_path, max_tokens=longest - 1)
-    named = f"reward.model: conversation 2 of the batch has {longest} of its tokens, over learner.max_tokens_per_forward"
+    named = (
+        f"reward.model: conversation 2 of the batch has {longest} of its tokens, over learner.max_tokens_per_forward"
+    )
     with pytest.raises(DataError, match=rf"{named}_pass = {longest - 1}; raise that to {longest}"):
         judge.scores([CONVERSATIONS[0], *CONVERSATIONS[::2], CONVERSATIONS[2]])
 
