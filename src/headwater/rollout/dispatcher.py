@@ -46,6 +46,7 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         self._submitted: deque[Job] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._is_admitting = False
+        self._admission: asyncio.Task[None] | None = None
         self._must_look_again = False
         self._is_paused = False
         self._changed = threading.Condition()
@@ -96,8 +97,8 @@ class BatchTaskDispatcher(Generic[Job, Result]):
             self._tell_consumer()
             return
         self._is_admitting = True
-        task = asyncio.ensure_future(self._admit())
-        task.add_done_callback(self._admitted)
+        self._admission = asyncio.ensure_future(self._admit())
+        self._admission.add_done_callback(self._admitted)
 
     async def _admit(self) -> None:
         while not self._is_paused and self._error is None and (room := self._capacity()) > 0:
@@ -148,6 +149,8 @@ class BatchTaskDispatcher(Generic[Job, Result]):
             self._error = error
         for task in self._running:
             task.cancel()
+        if self._admission is not None:
+            self._admission.cancel()  # it may wait for jobs that were cancelled before they began
 
     def _tell_consumer(self) -> None:
         with self._changed:

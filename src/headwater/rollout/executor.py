@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Any
 
 from headwater.core.errors import RunError
@@ -30,7 +30,7 @@ from headwater.core.protocols import InferenceEngine
 from headwater.core.records import DropKind
 from headwater.rollout.buffer import Finished, Selection, select
 from headwater.rollout.dispatcher import BatchTaskDispatcher
-from headwater.rollout.flight import Dispatch, Flight, Flights, WatchedEngine
+from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, WatchedEngine
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, too_few
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.ledger import Ledger, LedgerCounts
@@ -42,22 +42,6 @@ from headwater.rollout.task_runner import AsyncTaskRunner
 
 _MAX_BARREN_BATCHES = 2
 """The run stops if this many batches' worth of groups fail in a row; otherwise it could loop forever."""
-
-_TURNS_TO_FIRST_REQUEST = 8
-"""Turns of the event loop until a workflow that begins with a request has sent it, through group and episode."""
-
-
-@asynccontextmanager
-async def held_engine(engine: InferenceEngine) -> AsyncIterator[None]:
-    """Pause the engine until the first requests of everything that starts inside have arrived, so that the engine
-    computes them together."""
-    engine.pause()
-    try:
-        yield
-        for _ in range(_TURNS_TO_FIRST_REQUEST):
-            await asyncio.sleep(0)
-    finally:
-        engine.resume()
 
 
 class WorkflowExecutor:
@@ -94,6 +78,8 @@ class WorkflowExecutor:
         self._timeout_s = timeout_s
         self._version = 0
         self._flights = Flights(tasks.loop, episode_timeout_s)
+        self._start: JointStart | None = None
+        """While groups are admitted: those that start together."""
         self._side_by_side = SideBySide(
             engine, groups, tasks, self._starting, timeout_s=timeout_s, episode_timeout_s=episode_timeout_s
         )
@@ -263,13 +249,24 @@ class WorkflowExecutor:
         """Whether the run should stop because too many groups failed in a row."""
         return self._num_barren >= _MAX_BARREN_BATCHES * self.admission.batch_size
 
-    def _starting(self) -> AbstractAsyncContextManager[object]:
-        return held_engine(self._engine) if self.admission.in_waves and self.admission.holds_engine else nullcontext()
+    @asynccontextmanager
+    async def _starting(self) -> AsyncIterator[JointStart | None]:
+        """Groups that begin inside start together, if they run in waves."""
+        start = JointStart(self._engine) if self.admission.in_waves and self.admission.holds_engine else None
+        self._start = start
+        try:
+            yield start
+        finally:
+            self._start = None
+        if start is not None:
+            await start.open()
 
     def _begin(self, dispatch: Dispatch) -> Awaitable[Finished | Dropped]:
         """Count a group as running, and run it."""
         flight = Flight(dispatch, self._version, self._groups.num_episodes)
         self._flights.begin(flight)
+        if self._start is not None:
+            self._start.expect(flight)
         self._untaken[dispatch.id] = flight.version
         self.staleness.start()
         return self._fly(flight)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from headwater.core.errors import RolloutFailed
-from headwater.core.protocols import EpisodeEngine
+from headwater.core.errors import RolloutFailed, WaitTimeout
+from headwater.core.protocols import EpisodeEngine, InferenceEngine
 from headwater.core.records import ModelRequest, ModelResponse
+from headwater.core.waits import named_wait
 from headwater.rollout.group import PromptDraw
 
+logger = logging.getLogger(__name__)
+
 _WATCH_EVERY_S = 1.0
+
+FIRST_REQUEST_LIMIT_S = 120.0
+"""How long groups that start together wait for the first request of every episode."""
 
 VersionRuns = tuple[tuple[int, int], ...]
 """The policy versions of a response: ``(version, number of tokens)``, in the order of the tokens."""
@@ -47,6 +54,87 @@ class Dispatch:
     """How often the same draw was dropped as too old before."""
 
 
+class JointStart:
+    """Groups that start together. Their first requests enter the engine together and in a fixed order.
+
+    The engine's batch composition decides the last bits of log-probs. Therefore every episode announces its first
+    request, or its end, and no request enters before the last announcement. How long an episode takes to begin does not
+    matter. All methods are called on the event loop.
+
+        start = JointStart(engine)
+        start.expect(flight)        # for each group, before its episodes run
+        await start.open()
+    """
+
+    def __init__(self, engine: InferenceEngine, limit_s: float = FIRST_REQUEST_LIMIT_S) -> None:
+        """After ``limit_s`` the requests that have arrived enter without the others, and the log says so."""
+        self._engine = engine
+        self._limit_s = limit_s
+        self._is_open = False
+        self._places: dict[Flight, int] = {}
+        self._missing: set[tuple[int, int]] = set()
+        self._arrived: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
+        self._all_announced = asyncio.Event()
+
+    def expect(self, flight: Flight) -> None:
+        flight.start = self
+        place = self._places[flight] = len(self._places)
+        self._missing |= {(place, number) for number in range(flight.num_episodes)}
+
+    async def enter(self, flight: Flight, sample: int) -> None:
+        """Wait until the request of this episode may enter the engine."""
+        if self._is_open:
+            return
+        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arrived.append((self._key(flight, sample), gate))
+        self.announce(flight, sample)
+        await gate
+
+    def announce(self, flight: Flight, sample: int | None = None) -> None:
+        """This episode, or all of the group's, has sent its first request or has ended."""
+        if sample is None:
+            self._missing -= {(self._places[flight], number) for number in range(flight.num_episodes)}
+        else:
+            self._missing.discard(self._key(flight, sample))
+        if not self._missing:
+            self._all_announced.set()
+
+    async def open(self) -> None:
+        """Wait for all announcements, then let the requests enter while the engine is paused."""
+        if self._missing:
+            await self._announced()
+        self._engine.pause()
+        try:
+            self._is_open = True
+            for _, gate in sorted(self._arrived, key=lambda each: each[0]):
+                if not gate.done():  # a cancelled episode no longer waits
+                    gate.set_result(None)
+            # Each result has queued a callback that continues its episode up to the engine. This one is behind them.
+            entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_soon(entered.set_result, None)
+            await entered
+        finally:
+            self._is_open = True
+            self._engine.resume()
+
+    async def _announced(self) -> None:
+        def describe() -> str:
+            return f"waiting for the first requests of {len(self._missing)} episodes, which enter the engine together"
+
+        try:
+            await named_wait(self._all_announced.wait(), describe, kind="first_requests", hard_limit_s=self._limit_s)
+        except WaitTimeout:
+            logger.warning(
+                "%d episodes sent no request within %.0f s and the others start without them, so log-probs may differ "
+                "in their last bits from another run; set engine.deterministic=true if that matters",
+                len(self._missing),
+                self._limit_s,
+            )
+
+    def _key(self, flight: Flight, sample: int) -> tuple[int, int]:
+        return self._places[flight], sample % flight.num_episodes  # the greedy sample, -1, is the last one
+
+
 @dataclass(eq=False)
 class Flight:
     """The state of a dispatch while it runs."""
@@ -64,6 +152,8 @@ class Flight:
     has_timed_out: bool = False
     engine_errors: list[RolloutFailed] = field(default_factory=list)
     """The errors that the engine raised for the episodes."""
+    start: JointStart | None = None
+    """In waves: the groups with which this one starts."""
 
     @property
     def seconds(self) -> float:
@@ -108,6 +198,8 @@ class WatchedEngine:
         flight = self.flight
         flight.num_generating += 1
         try:
+            if flight.start is not None:
+                await flight.start.enter(flight, self.sample)
             response = await self.engine.agenerate(request)
         except RolloutFailed as error:
             flight.engine_errors.append(error)

@@ -66,6 +66,13 @@ class GroupRunner:
 
     async def run(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Group | Dropped:
         """``engine_of`` returns the engine for the episode of a sample."""
+        try:
+            return await self._run(flight, engine_of)
+        finally:
+            if flight.start is not None:
+                flight.start.announce(flight)
+
+    async def _run(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Group | Dropped:
         prompt = flight.dispatch.draw.prompt
         for num_left in reversed(range(self._max_retries + 1)):
             flight.num_done = 0
@@ -123,6 +130,9 @@ class GroupRunner:
             if not self._allow_partial_groups:
                 raise
             result = _Lost(self._named(data.prompt, error))
+        finally:
+            if flight.start is not None:
+                flight.start.announce(flight, data.sample)
         flight.num_done += 1
         return result
 

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 
 from headwater.core.protocols import InferenceEngine
 from headwater.core.waits import wait_for_future
-from headwater.rollout.flight import Dispatch, Flight, Flights, WatchedEngine
+from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, WatchedEngine
 from headwater.rollout.group import Dropped, Group, PromptDraw, RolloutBatch, too_few
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.task_runner import AsyncTaskRunner
@@ -22,7 +22,7 @@ class SideBySide:
         engine: InferenceEngine,
         groups: GroupRunner,
         tasks: AsyncTaskRunner,
-        starting: Callable[[], AbstractAsyncContextManager[object]],
+        starting: Callable[[], AbstractAsyncContextManager[JointStart | None]],
         *,
         timeout_s: float,
         episode_timeout_s: float,
@@ -65,7 +65,9 @@ class SideBySide:
     async def _run_all(self, flights: Sequence[Flight]) -> list[Group | Dropped]:
         running: list[asyncio.Task[Group | Dropped]] = []
         try:
-            async with self._starting():
+            async with self._starting() as start:
+                for each in flights if start is not None else ():
+                    start.expect(each)
                 running = [asyncio.create_task(self._run_one(each)) for each in flights]
             return await asyncio.gather(*running)
         finally:

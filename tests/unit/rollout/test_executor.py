@@ -12,7 +12,7 @@ from rollout.executor_parts import Rows, Scripted, draw_of, executor_of, number_
 from rollout.held_engine import HeldEngine
 
 from headwater.core.errors import RewardFailed, RolloutFailed, RunError, WaitTimeout
-from headwater.core.records import DropKind
+from headwater.core.records import DropKind, ModelRequest, ModelResponse, SamplingParams
 
 
 def fails_on(*names: str, error: type[Exception] = RewardFailed) -> Scripted:
@@ -125,28 +125,52 @@ def test_the_greedy_baseline_is_the_mean_of_its_pieces():
 # When the engine begins
 
 
+class AskedEngine(HeldEngine):
+    async def agenerate(self, request):
+        self.calls.append(request.request_id)
+        return ModelResponse((5,), (8,), (-0.5,), (0,), "stop")
+
+
 class Asking:
-    """Its episodes begin with a request."""
+    """Its episodes begin with a request. ``delays`` are the seconds until then; some episodes send none."""
 
-    def __init__(self, engine: HeldEngine) -> None:
-        self.engine = engine
+    def __init__(self, delays=lambda data: 0.0, silent=()) -> None:
+        self.delays = delays
+        self.silent = silent
 
-    async def arun_episode(self, given, data):
-        self.engine.calls.append("request")
+    async def arun_episode(self, engine, data):
+        await asyncio.sleep(self.delays(data))
+        name = f"{data.prompt.uid}/{data.sample}"
+        if name not in self.silent:
+            await engine.agenerate(ModelRequest(name, (5,), SamplingParams(max_new_tokens=1), 0))
         return ok(data)
 
 
-def test_in_waves_the_engine_is_held_until_every_first_request_is_there():
-    engine = HeldEngine()
-    one_batch(Asking(engine), engine=engine, batch_size=4, num_samples=3)
-    assert engine.calls == ["pause", *["request"] * 12, "resume"]
+NAMES = [f"row{row}/{sample}" for row in range(4) for sample in range(3)]
+
+
+def test_in_waves_first_requests_enter_together_and_in_order_however_slowly_episodes_begin():
+    def backwards(data):
+        return 0.002 * (20 - 3 * number_of(data) - data.sample)
+
+    for delays in (lambda data: 0.0, backwards):
+        for silent in ((), ("row0/0", "row2/1", "row3/2")):
+            engine = AskedEngine()
+            one_batch(Asking(delays, silent), engine=engine, batch_size=4, num_samples=3)
+            assert engine.calls == ["pause", *(name for name in NAMES if name not in silent), "resume"]
+
+
+def test_the_greedy_episode_starts_with_its_group():
+    engine = AskedEngine()
+    one_batch(Asking(), engine=engine, batch_size=2, num_samples=2, greedy=Asking())
+    assert engine.calls == ["pause", "row0/0", "row0/1", "row0/-1", "row1/0", "row1/1", "row1/-1", "resume"]
 
 
 @pytest.mark.parametrize("admission", [{"in_waves": False}, {"holds_engine": False}])
 def test_an_engine_that_others_use_or_that_needs_no_waves_is_not_held(admission):
-    engine = HeldEngine()
-    one_batch(Asking(engine), engine=engine, batch_size=4, num_samples=3, **admission)
-    assert engine.calls == ["request"] * 12
+    engine = AskedEngine()
+    one_batch(Asking(), engine=engine, batch_size=4, num_samples=3, **admission)
+    assert sorted(engine.calls) == NAMES
 
 
 # Given prompts, as evaluation runs them

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 from rollout.executor_parts import Scripted, draw_of, runner_of
 from rollout.held_engine import HeldEngine
 
-from headwater.rollout.executor import held_engine
-from headwater.rollout.flight import Dispatch, Flight
+from headwater.rollout.flight import Dispatch, Flight, JointStart
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.side_by_side import SideBySide
 from headwater.rollout.task_runner import AsyncTaskRunner
@@ -31,18 +31,22 @@ def test_cancelled_prompts_do_not_keep_running(is_held):
     async def cancel_all() -> None:
         flights = [Flight(Dispatch(number, draw_of(number)), 0, groups.num_episodes) for number in range(3)]
         work = asyncio.create_task(side_by_side._run_all(flights))
-        while num_begun < 6 or engine.calls != (["pause"] if is_held else ["pause", "resume"]):  # noqa: ASYNC110  turn by turn
+        while num_begun < 6 or engine.calls != ([] if is_held else ["pause", "resume"]):  # noqa: ASYNC110  turn by turn
             await asyncio.sleep(0)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work
 
+    @asynccontextmanager
+    async def starting():
+        start = JointStart(engine, limit_s=3600 if is_held else 0.01)
+        yield start
+        await start.open()
+
     groups = GroupRunner(runner_of(Scripted(sleeps)), num_samples=2, on_failure="stop")
     with AsyncTaskRunner() as tasks:
-        side_by_side = SideBySide(
-            engine, groups, tasks, lambda: held_engine(engine), timeout_s=30.0, episode_timeout_s=30.0
-        )
+        side_by_side = SideBySide(engine, groups, tasks, starting, timeout_s=30.0, episode_timeout_s=30.0)
         tasks.start(cancel_all()).result(60)
         assert (num_begun, num_ended) == (6, 6)
         assert side_by_side._flights.describe() == "no group is running"
-        assert engine.calls == ["pause", "resume"]
+        assert engine.calls == ([] if is_held else ["pause", "resume"])
