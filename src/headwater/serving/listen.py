@@ -25,6 +25,7 @@ SHUTDOWN_S = 5.0
 """How long aborted requests may take to send their last tokens."""
 _PROBE_AFTER_S, _PROBE_EVERY_S, _NUM_PROBES = 60, 15, 4
 """When the system asks whether a silent client still exists. After two minutes without an answer it is disconnected."""
+_LINGER_S = 10.0
 _LONGEST_REASON = 200
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ def make_runner(app: web.Application, options: ServerOptions) -> web.AppRunner:
         handler_cancellation=True,  # a client that disconnects cancels its handler, which aborts its requests
         shutdown_timeout=SHUTDOWN_S,
         keepalive_timeout=options.idle_limit_s,  # also the limit for the header of the first request
+        # How long the rest of a body is read that is not wanted, so that the client sees the reply.
+        lingering_time=min(_LINGER_S, options.body_limit_s),
         logger=log,
     )
 
@@ -109,8 +112,8 @@ def make_runner(app: web.Application, options: ServerOptions) -> web.AppRunner:
 def _one_line(record: logging.LogRecord) -> bool:
     """Log a request that is not valid HTTP as one line: it is an error of the client, so a traceback does not help."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
-        reason = " ".join(error.message.split())[:_LONGEST_REASON]
+    if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        reason = " ".join(str(error).split())[:_LONGEST_REASON]
         record.msg, record.args = f"{record.getMessage()}: not valid HTTP: {reason}", ()
         record.levelno, record.levelname = logging.WARNING, "WARNING"
         record.exc_info = None

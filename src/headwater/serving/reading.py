@@ -71,8 +71,9 @@ class BodyReader:
                 headers={"Connection": "close"},
             ) from error
         except (web.RequestPayloadError, web.HTTPBadRequest) as error:  # for example a wrong chunk or wrong gzip data
+            reason = " ".join(str(error).split())
             raise ApiError(
-                f"the body cannot be decoded: {error}; check Content-Length, Transfer-Encoding and Content-Encoding",
+                f"the body cannot be decoded: {reason}; check Content-Length, Transfer-Encoding and Content-Encoding",
                 code="bad_body",
             ) from error
 
