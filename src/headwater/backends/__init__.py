@@ -75,9 +75,9 @@ def engine_device(wanted: str, learner: str) -> tuple[str, bool]:
         chosen = free[-1] if free else own
     else:
         try:
-            chosen = resolve_device(wanted)
+            chosen = resolve_device(wanted, "rollout.device")
         except ModelError as error:
-            raise ConfigError([str(error).replace("model.device", "rollout.device")]) from error
+            raise ConfigError([str(error)]) from error
     return str(chosen), chosen in used
 
 

@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -23,7 +24,13 @@ from headwater.core.errors import ConfigError, HeadwaterError, ModelError
 from headwater.core.protocols import InferenceEngine
 from headwater.observe.progress import discard
 from headwater.observe.run_directory import RunDirectory
-from headwater.serving.options import DEFAULT_MAX_BODY_MIB, DEFAULT_PORT, KEY_VARIABLE, ServerOptions
+from headwater.serving.options import (
+    DEFAULT_MAX_BODY_MIB,
+    DEFAULT_MAX_RESPONSES,
+    DEFAULT_PORT,
+    KEY_VARIABLE,
+    ServerOptions,
+)
 
 HELP = (
     "Serve a model over HTTP: OpenAI's /v1/completions and /v1/chat/completions, SGLang's /generate, and control calls "
@@ -35,7 +42,11 @@ _STOP_LIMIT_S = 20.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a folder, a hub id, tiny:<preset> (for example tiny:qwen3) or smollm2")
+    parser.add_argument(
+        "model",
+        help="a model folder, a run directory (its newest model), a hub id, tiny:<preset> (for example tiny:qwen3) or "
+        "smollm2",
+    )
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -77,6 +88,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_MAX_BODY_MIB,
         help=f"largest accepted request; default {DEFAULT_MAX_BODY_MIB}",
     )
+    parser.add_argument(
+        "--max-responses",
+        type=int,
+        metavar="N",
+        default=DEFAULT_MAX_RESPONSES,
+        help="most responses that one request may ask for (prompts times n, the samples per prompt); "
+        f"default {DEFAULT_MAX_RESPONSES}",
+    )
+    parser.add_argument(
+        "--allowed-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a name under which clients reach this server, if there is no API key; repeat it for more names. "
+        "localhost, this machine's name, --host and IP addresses are always allowed; '*' allows every name",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads for the model; 0 leaves the choice to torch; default $OMP_NUM_THREADS, or else half of the "
+        "CPUs that this process may use",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights of tiny: models; default 0")
     parser.add_argument(
         "--until-eof",
@@ -90,8 +124,8 @@ def run(args: argparse.Namespace) -> int:
     if args.until_eof:
         threading.Thread(target=_stop_at_eof, name="until-eof", daemon=True).start()
     config = read_engine_config(args.overrides)
-    options = _options(args)
-    check_model_folder(args.model)
+    model = find_model(args.model)
+    options = _options(args, model)
     if not 0 <= args.port <= 65535:
         raise HeadwaterError(f"--port = {args.port}: must be in 0 to 65535; 0 takes a free one")
 
@@ -106,23 +140,22 @@ def run(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         from headwater.backends import BACKENDS
-        from headwater.models.load import load_tokenizer
+        from headwater.models.load import check_files, load_tokenizer, resolve_device
 
+        _set_threads(args.threads)
         backend = BACKENDS.resolve(args.backend)
         if not hasattr(backend, "load"):
             raise HeadwaterError(
                 f"--backend = {args.backend}: cannot be served, because it has no method load(model_path, ...); "
                 "use embedded or hf"
             )
-        try:
-            tokenizer = load_tokenizer(args.model)
-            engine: InferenceEngine = backend.load(
-                args.model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed
-            )
-        except ModelError as error:
-            # These are settings in a recipe, but arguments of this command.
-            text = str(error).replace("model.path", "MODEL").replace("model.device", "--device")
-            raise ModelError(text) from error
+        # Checked here as well as by the engine, because messages of an engine name the settings of a recipe.
+        resolve_device(args.device, "--device")
+        tokenizer = load_tokenizer(model, key="MODEL")
+        check_files(model, "MODEL")
+        engine: InferenceEngine = backend.load(
+            model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed
+        )
         try:
             serve(engine, tokenizer, options, taken, say=_say)
         finally:
@@ -130,18 +163,57 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_model_folder(model: str) -> None:
-    """Point from a run directory or a checkpoint to the model that it contains."""
+def find_model(model: str) -> str:
+    """The model to load: of a run directory the newest one, of a checkpoint the one in it, otherwise ``model``."""
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
-        return
+        return model
     if (folder / "config.yaml").is_file():
         run = RunDirectory(folder)
-        steps = run.checkpoint_steps()
-        remedy = f"serve {run.model(steps[-1])}" if steps else "it has no checkpoint yet, so there is none to serve"
-        raise ModelError(f"MODEL = {model}: is a run directory; its models are in checkpoints/step_N/model: {remedy}")
+        found = [run.model(step) for step in run.checkpoint_steps() if (run.model(step) / "config.json").is_file()]
+        if not found:
+            raise ModelError(
+                f"MODEL = {model}: is a run directory without a checkpoint, so there is no model to serve yet; wait "
+                "for its first checkpoint (trainer.checkpoint_every_steps)"
+            )
+        _tell(f"{model} is a run directory; serving its newest model, {found[-1]}")
+        return str(found[-1])
     if (folder / "model" / "config.json").is_file():
-        raise ModelError(f"MODEL = {model}: is a checkpoint; its model is a folder in it: serve {folder / 'model'}")
+        return str(folder / "model")
+    return model
+
+
+def num_threads(wanted: int | None, environment: Mapping[str, str]) -> int:
+    """The CPU threads for the model. 0 leaves the choice to torch.
+
+    The default is half of the CPUs, which is the number of cores if each shows as two CPUs. The other half serves
+    requests. Threads that share one operation wait for each other, so on a busy machine more of them are slower.
+    """
+    if wanted is not None:
+        if wanted < 0:
+            raise HeadwaterError(f"--threads = {wanted}: must be >= 0; 0 leaves the choice to torch")
+        return wanted
+    if environment.get("OMP_NUM_THREADS"):
+        return 0  # torch reads it itself
+    return max(1, _num_cpus() // 2)
+
+
+def _num_cpus() -> int:
+    """The CPUs that this process may use: those it is bound to, or fewer if its container has a quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        if quota != "max":
+            count = min(count, max(1, int(quota) // int(period)))
+    return count
+
+
+def _set_threads(wanted: int | None) -> None:
+    count = num_threads(wanted, os.environ)
+    if count:
+        import torch
+
+        torch.set_num_threads(count)
 
 
 @dataclass(frozen=True)
@@ -172,10 +244,12 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _options(args: argparse.Namespace) -> ServerOptions:
+def _options(args: argparse.Namespace, model: str) -> ServerOptions:
     max_body_bytes = int(args.max_body_mib * 2**20) if args.max_body_mib > 0 else 0
     if max_body_bytes < 1:
         raise HeadwaterError(f"--max-body-mib = {args.max_body_mib}: must be > 0, for example {DEFAULT_MAX_BODY_MIB}")
+    if args.max_responses < 1:
+        raise HeadwaterError(f"--max-responses = {args.max_responses}: must be >= 1, for example 4096")
     api_key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE, "")
     if args.api_key == "":
         raise HeadwaterError("--api-key is empty; give a key, or leave the option out to let everyone in")
@@ -183,8 +257,14 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         served_name=args.served_name or args.model,
         api_key=api_key,
         max_body_bytes=max_body_bytes,
-        model_path=args.model,
+        max_responses=args.max_responses,
+        allowed_hosts=(args.host, *args.allowed_host),
+        model_path=model,
     )
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _stop_at_eof() -> None:

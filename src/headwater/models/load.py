@@ -43,6 +43,7 @@ from headwater.models.source import ModelSource, locate, resolve_model
 
 __all__ = [
     "ModelSource",
+    "check_files",
     "end_token_ids",
     "load_model",
     "load_part",
@@ -88,6 +89,14 @@ def _read_tokenizer(location: Path | str, key: str) -> Any:
     return tokenizer
 
 
+def check_files(path: str, key: str) -> None:
+    """Check what can be checked of a model in a local folder without reading its weights."""
+    source = resolve_model(path, key)
+    location = locate(source) if source.kind != "tiny" else None
+    if isinstance(location, Path):
+        folder_checks.check_weights(location, key)
+
+
 def load_model(path: str, *, dtype: str, device: str, seed: int, key: str = "model.path") -> Any:
     """A language model in eval mode. ``seed`` determines the weights of ``tiny:`` models; others do not use it.
 
@@ -107,7 +116,7 @@ def load_model(path: str, *, dtype: str, device: str, seed: int, key: str = "mod
         return model.to(target)
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"model.device = {device}: not enough memory for {path}; free some memory or use another device"
+            f"{path}: {target} has not enough memory for its weights; free some memory, or use another device"
         ) from error
 
 

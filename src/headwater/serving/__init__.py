@@ -2,5 +2,5 @@
 
 Pure functions parse a request body into records (``openai/``, ``sglang/``, ``native/``, ``control.py``),
 ``generation.py`` runs the records, and pure functions format the reply. Only ``routes.py``, ``control_routes.py``,
-``app.py``, ``listen.py``, ``state.py`` and ``generation.py`` use aiohttp.
+``weight_stream.py``, ``app.py``, ``listen.py``, ``reading.py``, ``state.py`` and ``generation.py`` use aiohttp.
 """

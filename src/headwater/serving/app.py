@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import hmac
+import ipaddress
 import logging
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Awaitable, Callable, Sequence
 from weakref import WeakSet
 
 from aiohttp import web
@@ -13,7 +15,7 @@ from aiohttp import web
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import InferenceEngine, Tokenizer
 from headwater.serving import control_routes, weight_stream
-from headwater.serving.errors import ApiError, api_error
+from headwater.serving.errors import ApiError, api_error, cut
 from headwater.serving.fields import write_json
 from headwater.serving.native import routes as native_routes
 from headwater.serving.openai import routes as openai_routes
@@ -35,6 +37,7 @@ def build_app(engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOpti
     app[native_routes.SOCKETS] = WeakSet()
     app[weight_stream.INCOMING] = weight_stream.IncomingWeights()
     app.on_shutdown.append(native_routes.close_sockets)
+    app.on_cleanup.append(_end_threads)
     app.add_routes([*openai_routes.ROUTES, *sglang_routes.ROUTES, *native_routes.ROUTES, *control_routes.ROUTES])
     app.add_routes(weight_stream.ROUTES)
     return app
@@ -61,11 +64,7 @@ async def only_with_key(request: web.Request, handler: Handler) -> web.StreamRes
     if request.path in OPEN_PATHS:
         return await handler(request)
     if not key:
-        # Any web page that the user opens can send requests to this machine. Programs send no Origin header.
-        if "Origin" in request.headers:
-            raise ApiError(
-                "requests from web pages need a key; start the server with --api-key", status=403, code="web_page"
-            )
+        _refuse_web_pages(request)
         return await handler(request)
     given = request.headers.get("Authorization", "")
     # Bytes, because compare_digest accepts only ASCII text and a header may contain anything.
@@ -79,6 +78,46 @@ async def only_with_key(request: web.Request, handler: Handler) -> web.StreamRes
             headers={"WWW-Authenticate": "Bearer"},
         )
     return await handler(request)
+
+
+def _refuse_web_pages(request: web.Request) -> None:
+    """Any web page that the user opens can send requests to this machine. A server without a key refuses them."""
+    # Programs send no Origin header.
+    if "Origin" in request.headers:
+        raise ApiError(
+            "requests from web pages need a key; start the server with --api-key", status=403, code="web_page"
+        )
+    # A page can let its own name point to this machine (DNS rebinding). Its requests then have no Origin header.
+    host = request.headers.get("Host", "")
+    if host and not is_own_host(host, request.app[STATE].options.allowed_hosts):
+        raise ApiError(
+            f"Host = {cut(host)}: is not a name of this machine; use its IP address, or start the server with "
+            "--allowed-host NAME or with --api-key",
+            status=403,
+            code="unknown_host",
+        )
+
+
+def is_own_host(host: str, allowed: Sequence[str]) -> bool:
+    """Whether a ``Host`` header can only come from a client that was given an address or name of this machine."""
+    name = _name_of_host(host)
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        own = {"localhost", socket.gethostname().lower(), *(each.lower().rstrip(".") for each in allowed)}
+        return name in own or name.endswith(".localhost") or "*" in own
+    return True  # a web page cannot make its name an address
+
+
+def _name_of_host(host: str) -> str:
+    """``localhost`` of ``LocalHost.:8000``, and ``::1`` of ``[::1]:8000``."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower().rstrip(".")
+
+
+async def _end_threads(app: web.Application) -> None:
+    app[STATE].bodies.close()
 
 
 def _refusal(error: ApiError) -> web.Response:
@@ -95,13 +134,13 @@ def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods - {"HEAD"}))
         return ApiError(
-            f"{request.method} {request.path}: wrong method; use {allowed}",
+            f"{cut(request.method)} {cut(request.path)}: wrong method; use {allowed}",
             status=405,
             code="wrong_method",
             headers={"Allow": error.headers["Allow"]},
         )
     if isinstance(error, web.HTTPNotFound):
-        return ApiError(f"{request.path}: no such path; {_hint(request)}", status=404, code="unknown_path")
+        return ApiError(f"{cut(request.path)}: no such path; {_hint(request)}", status=404, code="unknown_path")
     return ApiError(error.reason, status=error.status, code="http_error")
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from headwater.core.errors import WaitTimeout
 from headwater.core.protocols import ALL_TAGS, InferenceEngine, MemoryTag, UpdateMode
-from headwater.core.waits import wait_for_future
+from headwater.core.waits import named_wait, wait_for_future
 from headwater.models.checksum import dtype_of_checksum
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields
 from headwater.weights.file import file_update
+
+T = TypeVar("T")
 
 _MODES: tuple[UpdateMode, ...] = get_args(UpdateMode)
 UPDATE_LIMIT_S = 600.0
@@ -84,42 +88,105 @@ class WeightsCall:
         return cls(version, mode, file, limit_s, is_checked)
 
 
-async def update_weights(
-    engine: InferenceEngine,
-    version: int,
-    mode: UpdateMode | None,
-    file: str,
-    limit_s: float = UPDATE_LIMIT_S,
-    *,
-    is_checked: bool = False,
-) -> None:
-    """Have the engine take the weights of a file or folder, and return when it uses them.
+async def in_own_thread(work: Callable[[], T]) -> T:
+    """Run a call that may block, such as one to the engine, in a thread of its own.
 
-    Generation continues while the file is checked.
+    Calls that block hold up no others, as they would in a pool of threads, and the process can end while they do. A
+    client that disconnects does not end its call.
+    """
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  the error belongs to the caller, who waits for the future
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=run, name="headwater-control", daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+class WeightUpdates:
+    """Weight updates from files, one after the other, and the versions of all updates that are in progress.
+
+    Updates that run at the same time would be used in the order in which their files were checked, and those without a
+    version would get the same one.
     """
 
-    def update() -> None:
-        dtype = dtype_of_checksum(engine.capabilities.dtype)
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._versions: dict[Future[None], int] = {}
+        """The versions of the updates that are in progress, including those streamed through shared memory."""
+
+    def started(self, done: Future[None], version: int) -> None:
+        """An update to ``version`` is in progress until ``done``."""
+        self._versions[done] = version
+        done.add_done_callback(lambda each: self._versions.pop(each, None))
+
+    async def take_file(
+        self,
+        version: int | None,
+        mode: UpdateMode | None,
+        file: str,
+        limit_s: float = UPDATE_LIMIT_S,
+        *,
+        is_checked: bool = False,
+    ) -> int:
+        """Have the engine take the weights of a file or folder; return their version when it uses them.
+
+        Generation continues while the file is checked, unless ``is_checked``. ``version`` None is one more than that of
+        every other update.
+        """
+        began = time.monotonic()
+        await self._turn(file, limit_s)
+        taken = version if version is not None else self._next_version()
+        left_s = max(1.0, limit_s - (time.monotonic() - began))
+        done = asyncio.ensure_future(in_own_thread(lambda: self._take(taken, mode, file, left_s, is_checked)))
+        done.add_done_callback(lambda _: self._idle.set())
+        # Shielded, so that a client that disconnects does not cancel an update that has begun.
+        await asyncio.shield(done)
+        return taken
+
+    def _next_version(self) -> int:
+        return max([self._engine.get_version(), *list(self._versions.values())]) + 1
+
+    async def _turn(self, file: str, limit_s: float) -> None:
+        """Wait until no other file is being taken. The caller's turn begins when this returns."""
+        what = f"the weights of {file} wait until an earlier weight update has ended"
+        while not self._idle.is_set():
+            await named_wait(self._idle.wait(), lambda: what, kind="weights", hard_limit_s=limit_s)
+        self._idle.clear()
+
+    def _take(self, version: int, mode: UpdateMode | None, file: str, limit_s: float, is_checked: bool) -> None:
+        dtype = dtype_of_checksum(self._engine.capabilities.dtype)
         with file_update(file, version, dtype, is_checked=is_checked) as stream:
-            _wait_for(engine.update_weights(stream, mode), file, limit_s)
+            done = self._engine.update_weights(stream, mode)
+            self.started(done, version)
+            try:
+                wait_for_future(done, self.describe(version, file, mode), kind="weights", hard_limit_s=limit_s)
+            except WaitTimeout:
+                if not done.cancel() and done.done():
+                    return done.result()  # it finished at the last moment
+                raise
 
-    # Shielded, so that a client that disconnects does not cancel an update that has begun.
-    await asyncio.shield(asyncio.to_thread(update))
+    def describe(self, version: int, source: str, mode: UpdateMode | None) -> Callable[[], str]:
+        """What a caller waits for until the engine uses the weights of ``source``."""
 
+        def describe() -> str:
+            status = self._engine.status()
+            chosen = mode or status.settings.get("update_mode", "the engine's update mode")
+            why = "the engine is asleep" if status.is_asleep else f"{status.num_running} responses are running"
+            return (
+                f"{chosen}: the engine takes version {version} from {source}; {why}, and drain waits until they have "
+                "ended; limit_s (in a training run rollout.timeout_s) allows more time"
+            )
 
-def _wait_for(done: Future[None], source: str, limit_s: float) -> None:
-    def describe() -> str:
-        return (
-            f"the engine takes the weights of {source}; running responses may have to end first, and limit_s (in a "
-            "training run rollout.timeout_s) allows more time"
-        )
-
-    try:
-        wait_for_future(done, describe, kind="weights", hard_limit_s=limit_s)
-    except WaitTimeout:
-        if not done.cancel() and done.done():
-            return done.result()  # it finished at the last moment
-        raise
+        return describe
 
 
 def _needed_version(fields: Fields) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +10,7 @@ from aiohttp import web
 
 import headwater
 from headwater.core.protocols import EngineStatus
-from headwater.serving.control import Abort, WeightsCall, read_memory_tags, read_nothing, read_version
-from headwater.serving.control import update_weights as update_engine
+from headwater.serving.control import Abort, WeightsCall, in_own_thread, read_nothing, read_version
 from headwater.serving.generation import reply
 from headwater.serving.state import STATE
 
@@ -37,48 +35,40 @@ COUNTERS = frozenset(
 
 async def pause(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    await state.read(request, read_nothing)
-    await asyncio.to_thread(state.engine.pause)
+    await state.read_control(request, read_nothing)
+    await in_own_thread(state.engine.pause)
     return reply({"is_paused": state.engine.status().is_paused})
 
 
 async def resume(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    await state.read(request, read_nothing)
-    await asyncio.to_thread(state.engine.resume)
+    await state.read_control(request, read_nothing)
+    await in_own_thread(state.engine.resume)
     return reply({"is_paused": state.engine.status().is_paused})
 
 
 async def abort(request: web.Request) -> web.Response:
     """Reply with the number of engine requests that were ended: 0 if no request with this name is running."""
     state = request.app[STATE]
-    call = await state.read(request, Abort.read)
+    call = await state.read_control(request, Abort.read)
     return reply({"num_aborted": await state.abort(call.request_id)})
 
 
 async def sleep(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    tags = await state.read(request, read_memory_tags)
-    state.check_memory_tags(tags)
-    await asyncio.to_thread(state.engine.sleep, tags)
-    return reply({"asleep": tags})
+    return reply({"asleep": await request.app[STATE].sleep(request)})
 
 
 async def wake(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    tags = await state.read(request, read_memory_tags)
-    state.check_memory_tags(tags)
-    await asyncio.to_thread(state.engine.wake, tags)
-    return reply({"awake": tags})
+    return reply({"awake": await request.app[STATE].wake(request)})
 
 
 async def update_weights(request: web.Request) -> web.Response:
     """Reply when the engine serves the new weights."""
     state = request.app[STATE]
-    call = await state.read(request, WeightsCall.read)
+    call = await state.read_control(request, WeightsCall.read)
     state.check_update_mode(call.mode, "mode")
     started = time.perf_counter()
-    await update_engine(state.engine, call.version, call.mode, call.file, call.limit_s, is_checked=call.is_checked)
+    await state.updates.take_file(call.version, call.mode, call.file, call.limit_s, is_checked=call.is_checked)
     return reply({"version": state.engine.get_version(), "seconds": time.perf_counter() - started})
 
 
@@ -88,8 +78,8 @@ async def get_version(request: web.Request) -> web.Response:
 
 async def set_version(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    version = await state.read(request, read_version)
-    await asyncio.to_thread(state.engine.set_version, version)
+    version = await state.read_control(request, read_version)
+    await in_own_thread(lambda: state.engine.set_version(version))
     return reply({"version": state.engine.get_version()})
 
 
@@ -97,7 +87,7 @@ async def checksum(request: web.Request) -> web.Response:
     """Reply with the checksum of the current weights."""
     state = request.app[STATE]
     state.check_checksums()
-    value = await asyncio.to_thread(state.engine.weights_checksum)
+    value = await in_own_thread(state.engine.weights_checksum)
     return reply({"checksum": value, "version": state.engine.get_version()})
 
 

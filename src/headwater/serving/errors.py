@@ -21,6 +21,9 @@ from headwater.core.errors import (
 
 RETRY_AFTER_S = 1
 _NUM_CHARACTERS_SHOWN = 60
+_LONGEST_NAME = 100
+_MESSAGE_BEGIN, _MESSAGE_END = 1200, 400
+"""A longer message loses its middle. Its beginning names the field, its end the remedy."""
 
 
 class ApiError(HeadwaterError):
@@ -35,9 +38,11 @@ class ApiError(HeadwaterError):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > _MESSAGE_BEGIN + _MESSAGE_END:
+            message = f"{message[:_MESSAGE_BEGIN]} [...] {message[-_MESSAGE_END:]}"
         super().__init__(message)
         self.status = status
-        self.param = param
+        self.param = None if param is None else cut(param)
         self.code = code
         self.headers = dict(headers or {})
 
@@ -48,9 +53,14 @@ class ApiError(HeadwaterError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def cut(name: str) -> str:
+    """A name that a client chose, such as that of an unknown field, short enough for a message."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
+
+
 def wrong(field: str, value: Any, rule: str, *, code: str | None = None) -> ApiError:
     """``max_tokens = 0: must be >= 1``"""
-    return ApiError(f"{field} = {shown(value)}: {rule}", param=field, code=code)
+    return ApiError(f"{cut(field)} = {shown(value)}: {rule}", param=field, code=code)
 
 
 def unsupported_by_engine(message: str, *, param: str | None = None) -> ApiError:
@@ -86,5 +96,7 @@ def shown(value: Any) -> str:
     """A JSON value for a message. The text is short even if the value is long."""
     if isinstance(value, dict | list) and len(value) > 8:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    if isinstance(value, str):
+        value = value[:_NUM_CHARACTERS_SHOWN]  # do not encode megabytes to show a line
     text = json.dumps(value, ensure_ascii=True)
     return text if len(text) <= _NUM_CHARACTERS_SHOWN else f"{text[: _NUM_CHARACTERS_SHOWN - 3]}..."

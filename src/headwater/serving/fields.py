@@ -17,9 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from headwater.serving.errors import ApiError, shown, wrong
+from headwater.serving.errors import ApiError, cut, shown, wrong
 
 T = TypeVar("T", bound=str)
+
+MAX_NAME_CHARACTERS = 512
+"""The longest name of a request. Every sample's id and reply repeats it."""
+MAX_FIELDS = 256
+"""The largest number of fields of an object whose fields have fixed names."""
 
 _KINDS = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
@@ -27,7 +32,10 @@ _KINDS = {list: "list", str: "string", int: "number", float: "number", bool: "bo
 class Fields:
     """The fields of one JSON object. Each is read once; ``done`` refuses the fields that were not read."""
 
-    def __init__(self, values: Mapping[str, Any], owner: str = "") -> None:
+    def __init__(self, values: Mapping[str, Any], owner: str = "", *, most: int = MAX_FIELDS) -> None:
+        if len(values) > most:
+            what = owner or "the body"
+            raise ApiError(f"{what}: has {len(values)} fields, and the limit is {most}", param=owner or None)
         self._values = dict(values)
         self._prefix = f"{owner}." if owner else ""
         self._known: list[str] = []
@@ -148,7 +156,8 @@ class Fields:
         """Refuse unknown fields."""
         if not self._values:
             return
-        field = next(iter(self._values))
+        # Cut, because the time to find a close match grows with the length of the name.
+        field = cut(next(iter(self._values)))
         close = difflib.get_close_matches(field, self._known, n=1, cutoff=0.6)
         hint = f"did you mean {close[0]}?" if close else f"known fields: {', '.join(sorted(self._known))}"
         raise ApiError(f"{self.name(field)}: no such field; {hint}", param=self.name(field), code="unknown_field")
@@ -167,6 +176,11 @@ def checked_text(value: Any, name: str) -> str:
     except UnicodeEncodeError:
         raise wrong(name, value, "contains half of a surrogate pair, which is not a character; remove it") from None
     return value
+
+
+def check_name(name: str, field: str) -> None:
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise wrong(field, name, f"has {len(name)} characters, and the limit is {MAX_NAME_CHARACTERS}; shorten it")
 
 
 def checked_integers(values: Iterable[Any], name: str) -> tuple[int, ...]:

@@ -23,13 +23,19 @@ _EVENTS = {**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
 _LINES = {**_HEADERS, "Content-Type": "application/x-ndjson; charset=utf-8"}
 _DONE = b"data: [DONE]\n\n"
 
+_AT_ONCE = 64
+"""The number of requests or parts of one reply that are handled before others get their turn."""
+
 Parts = AsyncGenerator[dict[str, Any], None]
 
 
 async def generate_all(engine: InferenceEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
     """All responses. If one request fails or the caller is cancelled, the others are aborted."""
-    tasks = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
+    tasks: list[asyncio.Future[ModelResponse]] = []
     try:
+        for request in requests:
+            tasks.append(asyncio.ensure_future(engine.agenerate(request)))
+            await _give_way(len(tasks))
         return list(await asyncio.gather(*tasks))
     finally:
         await _cancel(tasks)
@@ -51,12 +57,17 @@ async def stream_all(
         finally:
             arrived.put_nowait((place, None))
 
-    tasks = [asyncio.ensure_future(pump(place)) for place in range(len(requests))]
+    tasks: list[asyncio.Future[None]] = []
     try:
-        num_running = len(tasks)
+        for place in range(len(requests)):
+            tasks.append(asyncio.ensure_future(pump(place)))
+            await _give_way(len(tasks))
+        num_running, num_deltas = len(tasks), 0
         while num_running:
             place, delta = await arrived.get()
             if delta is not None:
+                num_deltas += 1
+                await _give_way(num_deltas)
                 yield place, delta
                 continue
             num_running -= 1
@@ -66,10 +77,23 @@ async def stream_all(
 
 
 async def _cancel(tasks: Sequence[asyncio.Future[ModelResponse]] | Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    # Wait, so that the engine has been told before the names of the requests can be used again.
-    await asyncio.gather(*tasks, return_exceptions=True)
+    # In parts, so that the event loop answers others meanwhile.
+    try:
+        for start in range(0, len(tasks), _AT_ONCE):
+            part = tasks[start : start + _AT_ONCE]
+            for task in part:
+                task.cancel()
+            # Wait, so that the engine has been told before the names of the requests can be used again.
+            await asyncio.gather(*part, return_exceptions=True)
+    finally:
+        for task in tasks:  # the caller may be cancelled while it waits
+            task.cancel()
+
+
+async def _give_way(count: int) -> None:
+    """Let the event loop answer other requests before this one continues, every ``_AT_ONCE`` calls."""
+    if count % _AT_ONCE == 0:
+        await asyncio.sleep(0)
 
 
 def reply(value: Mapping[str, Any] | list[Any], status: int = 200) -> web.Response:

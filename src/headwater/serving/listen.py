@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import InferenceEngine, Tokenizer
@@ -21,6 +23,12 @@ BACKLOG = 4096
 """The number of connections that may wait to be accepted. A trainer opens hundreds at the same time."""
 SHUTDOWN_S = 5.0
 """How long aborted requests may take to send their last tokens."""
+_PROBE_AFTER_S, _PROBE_EVERY_S, _NUM_PROBES = 60, 15, 4
+"""When the system asks whether a silent client still exists. After two minutes without an answer it is disconnected."""
+_LINGER_S = 10.0
+_LONGEST_REASON = 200
+
+log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -37,6 +45,7 @@ def bind(host: str, port: int) -> socket.socket:
     taken = socket.socket(family, kind, protocol)
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _probe_silent_clients(taken)
         taken.bind(address)
     except OSError as error:
         taken.close()
@@ -67,8 +76,7 @@ async def _serve(
     taken: socket.socket,
     say: Callable[[str], None],
 ) -> None:
-    # With handler_cancellation, a client that disconnects cancels its handler, which aborts its requests.
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+    runner = make_runner(app, options)
     await runner.setup()
     try:
         site = web.SockSite(runner, taken, backlog=BACKLOG)
@@ -86,6 +94,42 @@ async def _serve(
         await asyncio.to_thread(engine.abort)
     finally:
         await runner.cleanup()
+
+
+def make_runner(app: web.Application, options: ServerOptions) -> web.AppRunner:
+    log.addFilter(_one_line)
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that disconnects cancels its handler, which aborts its requests
+        shutdown_timeout=SHUTDOWN_S,
+        keepalive_timeout=options.idle_limit_s,  # also the limit for the header of the first request
+        # How long the rest of a body is read that is not wanted, so that the client sees the reply.
+        lingering_time=min(_LINGER_S, options.body_limit_s),
+        logger=log,
+    )
+
+
+def _one_line(record: logging.LogRecord) -> bool:
+    """Log a request that is not valid HTTP as one line: it is an error of the client, so a traceback does not help."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        record.msg, record.args = f"{record.getMessage()}: not valid HTTP: {reason}", ()
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.exc_info = None
+    return True
+
+
+def _probe_silent_clients(taken: socket.socket) -> None:
+    """Connections inherit these settings. The usual ones disconnect a client that has vanished after two hours."""
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _PROBE_AFTER_S),
+        ("TCP_KEEPINTVL", _PROBE_EVERY_S),
+        ("TCP_KEEPCNT", _NUM_PROBES),
+    ):
+        if hasattr(socket, name):  # not on every system
+            taken.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 DEFAULT_PORT = 8000
 DEFAULT_MAX_BODY_MIB = 64
+DEFAULT_MAX_RESPONSES = 4096
 KEY_VARIABLE = "HEADWATER_API_KEY"
 """The environment variable that holds the API key. Unlike an argument, ``ps`` does not show it to other users."""
 
@@ -18,5 +19,14 @@ class ServerOptions:
     """The key that clients send as ``Authorization: Bearer KEY``. If it is empty, no key is needed."""
     max_body_bytes: int = DEFAULT_MAX_BODY_MIB * 2**20
     """The size of the largest request body that is accepted."""
+    max_responses: int = DEFAULT_MAX_RESPONSES
+    """The largest number of responses that one request may ask for: its prompts times its samples per prompt."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names under which clients may reach a server without a key, in addition to this machine's own names and to IP
+    addresses. ``*`` allows every name."""
+    idle_limit_s: float = 75.0
+    """A connection is closed if it sends no complete request header for this long."""
+    body_limit_s: float = 120.0
+    """How long a request body may take to arrive."""
     model_path: str = ""
     """Where the model was loaded from, for ``/get_model_info``. Defaults to ``served_name``."""

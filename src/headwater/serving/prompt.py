@@ -9,6 +9,13 @@ from typing import Any
 from headwater.core.protocols import EngineLimits, Tokenizer
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import checked_integers, checked_text
+from headwater.serving.options import DEFAULT_MAX_RESPONSES
+from headwater.serving.reading import check_client
+
+MAX_CHARACTERS_PER_TOKEN = 64
+"""A text with more characters per token of the longest prompt is refused unread. Only long runs of spaces reach it."""
+MAX_STOP_TOKEN_IDS = 1024
+_SLICE_CHARACTERS = 2**15
 
 
 @dataclass(frozen=True)
@@ -17,10 +24,41 @@ class ModelLimits:
 
     tokenizer: Tokenizer
     engine: EngineLimits
+    max_responses: int = DEFAULT_MAX_RESPONSES
+    """The largest number of responses that one request may ask for."""
 
     def tokens_of_text(self, text: Any, field: str) -> tuple[int, ...]:
-        tokens = tuple(self.tokenizer.encode(checked_text(text, field)))
+        tokens = tuple(self.tokenizer.encode(self.short_text(text, field)))
         return self._not_empty(tokens, field)
+
+    def short_text(self, text: Any, field: str) -> str:
+        """``text``, if it may fit the model. Tokenising it then takes about as long as for the longest prompt.
+
+        A text that is certainly too long is refused before it is tokenised as a whole, which would take minutes and
+        gigabytes for megabytes of text.
+        """
+        checked, most = checked_text(text, field), self.engine.max_model_tokens
+        check_client()
+        if len(checked) > MAX_CHARACTERS_PER_TOKEN * most:
+            raise self._too_long(f"{len(checked)} characters", field)
+        if len(checked) > max(_SLICE_CHARACTERS, 4 * most):
+            self._check_slices(checked, field)
+        return checked
+
+    def check_messages(self, messages: Sequence[Any], field: str) -> None:
+        """Refuse a chat before it is rendered, if every message had one token and it would still be too long."""
+        if len(messages) > self.engine.max_model_tokens:
+            raise self._too_long(f"{len(messages)} messages", field)
+
+    def _check_slices(self, text: str, field: str) -> None:
+        """Count the tokens slice by slice. A cut inside a word adds a few tokens, so allow for twice as many."""
+        num_tokens = 0
+        for start in range(0, len(text), _SLICE_CHARACTERS):
+            check_client()
+            part = text[start : start + _SLICE_CHARACTERS]
+            num_tokens += len(self.tokenizer.encode(part, add_special_tokens=False))
+            if num_tokens > 2 * self.engine.max_model_tokens:
+                raise self._too_long(f"more than {self.engine.max_model_tokens} tokens", field)
 
     def tokens_of_ids(self, ids: Any, field: str) -> tuple[int, ...]:
         if not isinstance(ids, list):
@@ -37,12 +75,7 @@ class ModelLimits:
         """The response's length: ``asked`` if it fits the model, else ``default`` or everything that fits."""
         room = self.engine.max_model_tokens - num_prompt
         if room < 1:
-            raise ApiError(
-                f"{prompt_field}: the prompt has {num_prompt} tokens, and the model supports "
-                f"{self.engine.max_model_tokens} including the response; shorten the prompt",
-                param=prompt_field,
-                code="context_length_exceeded",
-            )
+            raise self._too_long(f"{num_prompt} tokens", prompt_field)
         if asked is None:
             # At least 1, so that the engine explains what it needs for a prompt that fills the KV cache.
             room = max(1, self.engine.max_request_tokens - num_prompt)
@@ -57,18 +90,34 @@ class ModelLimits:
             )
         return asked
 
-    def check_ids(self, ids: Sequence[int], field: str) -> None:
+    def check_ids(self, ids: Sequence[int], field: str, *, most: int = MAX_STOP_TOKEN_IDS) -> None:
+        if len(ids) > most:
+            raise ApiError(f"{field}: contains {len(ids)} token ids, and the limit is {most}; use fewer", param=field)
         for place, token in enumerate(ids):
             if not 0 <= token < self.engine.vocab_size:
                 raise wrong(f"{field}[{place}]", token, f"no such token; ids are 0 to {self.engine.vocab_size - 1}")
 
     def check_count(self, num_requests: int, field: str) -> None:
+        if num_requests > self.max_responses:
+            raise ApiError(
+                f"{field}: {num_requests} responses are more than one request may ask for ({self.max_responses}); "
+                "send several requests, or start the server with a larger --max-responses",
+                param=field,
+            )
         if num_requests > self.engine.max_queue:
             raise ApiError(
                 f"{field}: {num_requests} responses are more than the queue can hold ({self.engine.max_queue}); "
                 "request fewer, or start the server with a larger engine.max_queue",
                 param=field,
             )
+
+    def _too_long(self, size: str, field: str) -> ApiError:
+        most = f"{self.engine.max_model_tokens}{'' if size.endswith('tokens') else ' tokens'}"
+        return ApiError(
+            f"{field}: the prompt has {size}, and the model supports {most} including the response; shorten the prompt",
+            param=field,
+            code="context_length_exceeded",
+        )
 
     @staticmethod
     def _not_empty(tokens: tuple[int, ...], field: str) -> tuple[int, ...]:

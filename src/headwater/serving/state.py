@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,15 +11,19 @@ from aiohttp import web
 
 from headwater.core.protocols import InferenceEngine, MemoryTag, Tokenizer, UpdateMode
 from headwater.core.records import ModelRequest
+from headwater.serving.control import WeightUpdates, in_own_thread, read_memory_tags
 from headwater.serving.errors import ApiError, unsupported_by_engine, wrong
-from headwater.serving.fields import read_object
+from headwater.serving.fields import read_object, write_json
 from headwater.serving.options import ServerOptions
 from headwater.serving.prompt import ModelLimits
+from headwater.serving.reading import BodyReader
 
 T = TypeVar("T")
 
 _SLOW_BYTES = 2**15
-"""A body longer than this takes milliseconds to parse and tokenise, so it is parsed in a thread."""
+"""The body of a control call that is longer than this takes milliseconds to parse, so it is parsed in a thread."""
+_SLOW_TOKENS = 2**10
+"""A reply with more tokens than this takes milliseconds to write, so it is written in a thread."""
 
 
 class ActiveRequests:
@@ -66,41 +69,59 @@ class ServerState:
     options: ServerOptions
     limits: ModelLimits
     active: ActiveRequests
+    bodies: BodyReader
+    updates: WeightUpdates
 
     @classmethod
     def build(cls, engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOptions) -> ServerState:
-        return cls(engine, tokenizer, options, ModelLimits(tokenizer, engine.limits), ActiveRequests())
+        # Its first use may change a tokenizer that pads or truncates, which fails while another thread uses it.
+        tokenizer.encode("a")
+        limits = ModelLimits(tokenizer, engine.limits, options.max_responses)
+        bodies = BodyReader(max_bytes=options.max_body_bytes, limit_s=options.body_limit_s)
+        return cls(engine, tokenizer, options, limits, ActiveRequests(), bodies, WeightUpdates(engine))
 
     async def read(self, request: web.Request, read: Callable[[Mapping[str, Any]], T]) -> T:
-        """Parse the body of ``request`` as a JSON object and pass it to ``read``."""
-        body = await self._body(request)
+        """Parse the body of ``request`` as a JSON object and pass it to ``read``, in a thread.
 
-        def parse() -> T:
-            return read(read_object(body))
+        Even a short body may ask for thousands of responses.
+        """
+        body = await self.bodies.receive(request)
+        return await self.bodies.in_thread(lambda: _parse(body, read))
 
-        return await asyncio.to_thread(parse) if len(body) > _SLOW_BYTES else parse()
+    async def read_control(self, request: web.Request, read: Callable[[Mapping[str, Any]], T]) -> T:
+        """As ``read``, but a short body is parsed at once: a control call must not wait for prompts of others."""
+        body = await self.bodies.receive(request)
+        if len(body) > _SLOW_BYTES:
+            return await self.bodies.in_thread(lambda: _parse(body, read))
+        return _parse(body, read)
 
-    async def _body(self, request: web.Request) -> bytes:
-        limit = self.options.max_body_bytes
-        try:
-            # If the client declares the length, refuse the body before reading it.
-            if request.content_length is not None and request.content_length > limit:
-                raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
-            return await request.read()
-        except web.HTTPRequestEntityTooLarge as error:
-            raise ApiError(
-                f"the body has more than {limit} bytes; send less at a time, or start the server with a larger "
-                "--max-body-mib",
-                status=413,
-                code="body_too_large",
-            ) from error
+    async def write(self, build: Callable[[], Mapping[str, Any] | list[Any]], num_tokens: int) -> web.Response:
+        """Reply with what ``build`` returns. It formats ``num_tokens`` tokens, in a thread if they are many."""
+
+        def body() -> bytes:
+            return write_json(build())
+
+        written = await self.bodies.in_thread(body) if num_tokens > _SLOW_TOKENS else body()
+        return web.Response(body=written, content_type="application/json")
+
+    async def sleep(self, request: web.Request) -> tuple[MemoryTag, ...]:
+        """Release the memory that the body of ``request`` names. Return its tags."""
+        tags = await self._memory_tags(request)
+        await in_own_thread(lambda: self.engine.sleep(tags))
+        return tags
+
+    async def wake(self, request: web.Request) -> tuple[MemoryTag, ...]:
+        """Allocate the memory that the body of ``request`` names. Return its tags."""
+        tags = await self._memory_tags(request)
+        await in_own_thread(lambda: self.engine.wake(tags))
+        return tags
 
     async def abort(self, name: str | None) -> int:
         """Abort the requests with this name, or all if it is None. Return how many were ended."""
         if name is None:
-            return await asyncio.to_thread(self.engine.abort)
+            return await in_own_thread(self.engine.abort)
         ids = self.active.find(name)
-        return await asyncio.to_thread(lambda: sum(self.engine.abort(each) for each in ids))
+        return await in_own_thread(lambda: sum(self.engine.abort(each) for each in ids))
 
     # Refusals of calls that the engine cannot do
 
@@ -110,7 +131,8 @@ class ServerState:
                 "given_tokens: this engine cannot continue a response; send the prompt alone", param="given_tokens"
             )
 
-    def check_memory_tags(self, tags: tuple[MemoryTag, ...]) -> None:
+    async def _memory_tags(self, request: web.Request) -> tuple[MemoryTag, ...]:
+        tags = await self.read_control(request, read_memory_tags)
         known = self.engine.capabilities.memory_tags
         missing = [tag for tag in tags if tag not in known]
         if missing:
@@ -118,6 +140,7 @@ class ServerState:
             raise unsupported_by_engine(
                 f"tags: this engine cannot release {', '.join(missing)}; {remedy}", param="tags"
             )
+        return tags
 
     def check_update_mode(self, mode: UpdateMode | None, field: str) -> None:
         known = self.engine.capabilities.update_modes
@@ -130,6 +153,13 @@ class ServerState:
     def check_checksums(self) -> None:
         if not self.engine.capabilities.checksums:
             raise unsupported_by_engine("this engine cannot compute a checksum of its weights")
+
+
+def _parse(body: bytes, read: Callable[[Mapping[str, Any]], T]) -> T:
+    try:
+        return read(read_object(body))
+    except RecursionError as error:  # a chat template or a message about a value may descend further than the parser
+        raise ApiError("the body is nested too deeply; send fewer levels", code="bad_json") from error
 
 
 STATE = web.AppKey("state", ServerState)

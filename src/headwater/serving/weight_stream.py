@@ -9,33 +9,40 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from aiohttp import web
 
-from headwater.core.errors import WeightsError
+from headwater.core.errors import WaitTimeout, WeightsError
 from headwater.core.protocols import ALL_UPDATE_MODES, InferenceEngine, UpdateMode
+from headwater.core.waits import named_wait
 from headwater.models.device import DTYPES
+from headwater.serving.control import UPDATE_LIMIT_S, in_own_thread
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields
 from headwater.serving.generation import reply
-from headwater.serving.state import STATE
+from headwater.serving.state import STATE, ServerState
 from headwater.weights.shared_memory import SlotEntry, SlotReceiver
+
+_MAX_DIMENSIONS = 16
 
 
 @dataclass(frozen=True)
 class StartCall:
     version: int
     mode: UpdateMode | None
-    """None is the engine's own mode."""
+    """None uses the engine's own setting."""
     shapes: dict[str, tuple[int, ...]]
     dtype: torch.dtype
     shared_memory: str
     slot_bytes: int
+    limit_s: float = UPDATE_LIMIT_S
+    """How long one call of this update may take. Running responses may have to end first."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> StartCall:
@@ -43,11 +50,13 @@ class StartCall:
         version, mode = fields.optional_integer("version", minimum=0), fields.choice("mode", ALL_UPDATE_MODES)
         shapes, dtype = fields.mapping("shapes"), fields.choice("dtype", tuple(DTYPES))
         name, slot_bytes = fields.text("shared_memory"), fields.optional_integer("slot_bytes", minimum=1)
+        limit_s = fields.number("limit_s", UPDATE_LIMIT_S, minimum=1)
         fields.done()
         if version is None or not shapes or dtype is None or not name or slot_bytes is None:
             raise ApiError("version, shapes, dtype, shared_memory and slot_bytes: give all of them")
-        read = Fields(shapes, "shapes")
-        return cls(version, mode, {each: read.integers(each) for each in shapes}, DTYPES[dtype], name, slot_bytes)
+        read = Fields(shapes, "shapes", most=len(shapes))
+        sizes = {each: _read_shape(read, each) for each in shapes}
+        return cls(version, mode, sizes, DTYPES[dtype], name, slot_bytes, limit_s)
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,19 @@ def _read_entry(value: Any, place: int) -> SlotEntry:
     if not isinstance(value, dict):
         raise wrong(f"tensors[{place}]", value, "must be an object")
     fields = Fields(value, f"tensors[{place}]")
-    name, shape, offset = fields.text("name"), fields.integers("shape"), fields.integer("offset", 0, minimum=0)
+    name, shape, offset = fields.text("name"), _read_shape(fields, "shape"), fields.integer("offset", 0, minimum=0)
     fields.done()
     return SlotEntry(name or "", shape, offset)
+
+
+def _read_shape(fields: Fields, field: str) -> tuple[int, ...]:
+    """A shape whose number of elements can be computed quickly."""
+    shape = fields.integers(field)
+    if len(shape) > _MAX_DIMENSIONS or any(not 0 <= size < 2**48 for size in shape):
+        raise wrong(
+            fields.name(field), list(shape), f"must be at most {_MAX_DIMENSIONS} numbers, each from 0 to 2**48 - 1"
+        )
+    return shape
 
 
 def read_finish(body: Mapping[str, Any]) -> str | None:
@@ -88,24 +107,29 @@ class IncomingWeights:
     def __init__(self) -> None:
         self._receiver: SlotReceiver | None = None
         self._done: Future[None] | None = None
+        self._limit_s = UPDATE_LIMIT_S
+        self._starting = asyncio.Lock()
+        self._describe: Callable[[], str] = str
         self.started = 0.0
 
-    async def start(self, call: StartCall, engine: InferenceEngine) -> None:
-        if self._receiver is not None:
-            self._receiver.fail("another weight update began")
-        self.started = time.perf_counter()
-        receiver = SlotReceiver(call.shared_memory, call.slot_bytes, call.dtype, previous=self._receiver)
-        done = await asyncio.to_thread(engine.update_weights, receiver.update(call.version, call.shapes), call.mode)
-        if done.done():
-            done.result()  # refused
-        self._receiver, self._done = receiver, done
+    async def start(self, call: StartCall, state: ServerState) -> None:
+        # One at a time: two that start together would both be given to the engine, and one would get no weights.
+        async with self._starting:
+            self.fail("another weight update began")
+            self.started = time.perf_counter()
+            receiver, done = await in_own_thread(partial(_begin, call, state.engine, self._receiver))
+            if done.done():
+                done.result()  # refused
+            self._receiver, self._done, self._limit_s = receiver, done, call.limit_s
+            state.updates.started(done, call.version)
+            self._describe = state.updates.describe(call.version, "shared memory", call.mode)
 
     async def put(self, call: SlotCall) -> None:
         receiver, done = self._in_progress()
         copied = asyncio.wrap_future(receiver.put(call.slot, call.tensors))
         # Shielded by ``wait``: a client that leaves must not cancel an update that the engine is in the middle of.
         ended = asyncio.wrap_future(done)
-        await asyncio.wait({copied, ended}, return_when=asyncio.FIRST_COMPLETED)
+        await self._wait(asyncio.wait({copied, ended}, return_when=asyncio.FIRST_COMPLETED))
         if ended.done():
             ended.result()
         await asyncio.shield(copied)
@@ -114,13 +138,21 @@ class IncomingWeights:
         receiver, done = self._in_progress()
         receiver.finish()
         self._done = None
-        await asyncio.shield(asyncio.wrap_future(done))
+        await self._wait(asyncio.shield(asyncio.wrap_future(done)))
 
     async def abandon(self, reason: str) -> None:
         receiver, done = self._in_progress()
         receiver.fail(reason)
         self._done = None
-        await asyncio.wait({asyncio.wrap_future(done)})
+        await self._wait(asyncio.wait({asyncio.wrap_future(done)}))
+
+    async def _wait(self, ended: Awaitable[object]) -> None:
+        """Wait for the engine. An update that takes too long ends."""
+        try:
+            await named_wait(ended, self._describe, kind="weights", hard_limit_s=self._limit_s)
+        except WaitTimeout as error:
+            self.fail(str(error))
+            raise
 
     def fail(self, reason: str) -> None:
         """End the update, if there is one. Otherwise the engine's thread would wait for a sender that may be gone."""
@@ -133,25 +165,33 @@ class IncomingWeights:
         return self._receiver, self._done
 
 
+def _begin(
+    call: StartCall, engine: InferenceEngine, previous: SlotReceiver | None
+) -> tuple[SlotReceiver, Future[None]]:
+    """Map the shared memory, which may take long for a GPU, and give the update to the engine."""
+    receiver = SlotReceiver(call.shared_memory, call.slot_bytes, call.dtype, previous=previous)
+    return receiver, engine.update_weights(receiver.update(call.version, call.shapes), call.mode)
+
+
 INCOMING = web.AppKey("incoming_weights", IncomingWeights)
 
 
 async def start_weight_update(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    call = await state.read(request, StartCall.read)
-    await request.app[INCOMING].start(call, state.engine)
+    call = await state.read_control(request, StartCall.read)
+    await request.app[INCOMING].start(call, state)
     return reply({"version": call.version})
 
 
 async def update_weight_slot(request: web.Request) -> web.Response:
-    call = await request.app[STATE].read(request, SlotCall.read)
+    call = await request.app[STATE].read_control(request, SlotCall.read)
     await request.app[INCOMING].put(call)
     return reply({"slot": call.slot})
 
 
 async def finish_weight_update(request: web.Request) -> web.Response:
     state, incoming = request.app[STATE], request.app[INCOMING]
-    error = await state.read(request, read_finish)
+    error = await state.read_control(request, read_finish)
     if error is None:
         await incoming.finish()
     else:

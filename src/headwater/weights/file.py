@@ -13,7 +13,9 @@ with open_weights(written.path) as source:        # the receiver: tensors are ma
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import io
 import json
 import logging
 import math
@@ -21,6 +23,7 @@ import mmap
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -44,6 +47,7 @@ _PREFIX = "headwater-weights-"
 _FOLDER = re.compile(re.escape(_PREFIX) + r"(?P<pid>\d+)-\w+")
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_LONGEST_INDEX = 2**28
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -240,15 +244,10 @@ def open_weights(path: str | Path) -> Iterator[OpenedFiles]:
     """
     location = Path(path)
     with ExitStack() as opened:
-        if location.is_dir() and (location / _INDEX).is_file():
+        files = _files_at(location)
+        if files == [location / _INDEX]:
             yield _open_indexed(location / _INDEX, opened)
             return
-        files = [location]
-        if location.is_dir():
-            whole = location / _WHOLE
-            files = [whole] if whole.is_file() else sorted(location.glob("*.safetensors"))
-        if not files:
-            raise WeightsError(f"{location}: contains no .safetensors file; save the model with save_pretrained")
         handles = [_open(file, opened) for file in files]
         yield OpenedFiles(tuple((handle, tuple(handle.keys())) for handle in handles))
 
@@ -270,6 +269,22 @@ def file_update(
         yield WeightUpdate(version, source.shapes, source.buckets())
 
 
+def _files_at(location: Path) -> list[Path]:
+    """The files to read: ``location`` itself, or of a folder its index, its one file, or all its files."""
+    try:
+        if not stat.S_ISDIR(os.stat(location).st_mode):
+            return [location]
+        for name in (_INDEX, _WHOLE):
+            if (location / name).exists():
+                return [location / name]
+        files = sorted(location.glob("*.safetensors"))
+    except (OSError, ValueError) as error:  # for example a path that is too long, or that contains a null character
+        raise _unreadable(location, error) from error
+    if not files:
+        raise WeightsError(f"{location}: contains no .safetensors file; save the model with save_pretrained")
+    return files
+
+
 def _open_indexed(index: Path, opened: ExitStack) -> OpenedFiles:
     files = []
     for file, names in _names_by_file(index).items():
@@ -286,7 +301,11 @@ def _open_indexed(index: Path, opened: ExitStack) -> OpenedFiles:
 def _names_by_file(index: Path) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     try:
-        for name, file in json.loads(index.read_bytes())["weight_map"].items():
+        with _regular(index) as opened:
+            text = opened.read(_LONGEST_INDEX + 1)
+        if len(text) > _LONGEST_INDEX:
+            raise ValueError(f"longer than {_LONGEST_INDEX} bytes")
+        for name, file in json.loads(text)["weight_map"].items():
             if Path(file).name != file:
                 raise ValueError(f"{file!r} is not the name of a file in the same folder")
             names.setdefault(file, []).append(name)
@@ -297,6 +316,23 @@ def _names_by_file(index: Path) -> dict[str, list[str]]:
 
 def _open(file: Path, opened: ExitStack) -> Any:
     try:
-        return opened.enter_context(safe_open(file, framework="pt"))
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{file}: cannot be read as safetensors ({error}); the old weights stay in place") from error
+        with _regular(file) as checked:
+            # By its descriptor, so that the file that was checked is the one that is mapped.
+            return opened.enter_context(safe_open(f"/dev/fd/{checked.fileno()}", framework="pt"))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _regular(file: Path) -> io.FileIO:
+    """Open a regular file. A pipe or a device is refused: it could block the process forever, also at its end."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    opened = io.FileIO(descriptor, closefd=True)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        opened.close()
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return opened
+
+
+def _unreadable(file: Path, error: Exception) -> WeightsError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or error
+    return WeightsError(f"{file}: cannot be read as safetensors ({reason}); the old weights stay in place")

@@ -86,6 +86,7 @@ class SharedMemoryTransport:
             "dtype": _DTYPE_NAMES[self._dtype],
             "shared_memory": slots.name,
             "slot_bytes": slots.slot_bytes,
+            "limit_s": channel.limit_s,
         }
         # Refused here if names or shapes do not fit.
         answer(channel, ControlCall("/control/start_weight_update", start), version)

@@ -1,12 +1,15 @@
-"""What ``headwater serve`` says of a folder that is no model."""
+"""Which model ``headwater serve`` serves, with how many threads, and what it says of a folder that is no model."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from headwater.backends import engine_device
 from headwater.cli.main import main
-from headwater.cli.serve import check_model_folder
-from headwater.core.errors import ModelError
+from headwater.cli.serve import find_model, num_threads
+from headwater.core.errors import ConfigError, HeadwaterError, ModelError
 from headwater.observe.run_directory import RunDirectory
 
 
@@ -17,23 +20,42 @@ def run(tmp_path):
     return run
 
 
-def refusal(model) -> str:
-    with pytest.raises(ModelError) as caught:
-        check_model_folder(str(model))
-    return str(caught.value)
-
-
-def test_a_run_directory_names_its_newest_model(run):
-    assert f"MODEL = {run.path}: is a run directory" in refusal(run.path)
-    assert "no checkpoint yet" in refusal(run.path)
+def test_a_run_is_served_with_its_newest_model(run, capsys):
+    with pytest.raises(ModelError, match="is a run directory without a checkpoint"):
+        find_model(str(run.path))
     for step in (5, 80):
         run.model(step).mkdir(parents=True)
         (run.model(step) / "config.json").write_text("{}")
-    assert refusal(run.path).endswith(f"serve {run.path}/checkpoints/step_000080/model")
-    assert refusal(run.model(5).parent).endswith(f"serve {run.path}/checkpoints/step_000005/model")
-    check_model_folder(str(run.model(5)))
+    run.checkpoint(90).mkdir()  # without a model
+    assert find_model(str(run.path)) == str(run.model(80))
+    assert f"serving its newest model, {run.model(80)}" in capsys.readouterr().err
+    assert find_model(str(run.checkpoint(5))) == str(run.model(5))
+    for model in (str(run.model(5)), "tiny:qwen3", "org/name"):
+        assert find_model(model) == model
 
 
-def test_another_folder_is_blamed_on_the_argument(tmp_path, capsys):
-    assert main(["serve", str(tmp_path), "--port", "0"]) == 2
-    assert f"error: MODEL = {tmp_path}: has no config.json" in capsys.readouterr().err
+def test_what_is_wrong_is_blamed_on_the_argument(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    for arguments, message in [
+        ([str(tmp_path)], f"error: MODEL = {tmp_path}: has no config.json"),
+        (["tiny:gpt9"], "error: MODEL = "),
+        (["tiny:qwen3", "--device", "gpu"], "error: --device = gpu: not a device"),
+        (["tiny:qwen3", "--threads", "-1"], "error: --threads = -1: must be >= 0"),
+        (["tiny:qwen3", "--max-responses", "0"], "error: --max-responses = 0: must be >= 1"),
+    ]:
+        assert main(["serve", *arguments, "--port", "0"]) == 2, arguments
+        shown = capsys.readouterr().err
+        assert message in shown, shown
+        assert "model.path" not in shown
+    config.write_text("{}")
+    with pytest.raises(ConfigError, match=r"rollout\.device = gpu: not a device"):
+        engine_device("gpu", "cpu")
+
+
+def test_the_number_of_threads():
+    assert num_threads(3, {"OMP_NUM_THREADS": "2"}) == 3
+    assert num_threads(0, {}) == 0
+    assert num_threads(None, {"OMP_NUM_THREADS": "2"}) == 0  # torch reads the variable itself
+    assert 1 <= num_threads(None, {}) <= max(1, len(os.sched_getaffinity(0)) // 2)
+    with pytest.raises(HeadwaterError, match="--threads"):
+        num_threads(-1, {})

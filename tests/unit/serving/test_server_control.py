@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import asdict
 
 import pytest
@@ -11,8 +10,7 @@ from serving.parts import assert_refused, refusal
 
 from headwater.cli.serve import is_loopback, read_engine_config
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import ConfigError, WaitTimeout
-from headwater.serving import control
+from headwater.core.errors import ConfigError
 from headwater.serving.control import Abort, WeightsCall, read_memory_tags, read_nothing, read_version
 from headwater.serving.control_routes import metrics_text
 from headwater.serving.state import ActiveRequests
@@ -61,11 +59,6 @@ REFUSED = [
 def test_refusals():
     for read, body, part in REFUSED:
         assert_refused(read, [(body, part)])
-
-
-def test_weights_that_take_too_long_name_the_setting_that_gives_more_time():
-    with pytest.raises(WaitTimeout, match=r"the weights of w.safetensors.*limit_s .*rollout.timeout_s"):
-        control._wait_for(Future(), "w.safetensors", 0.01)
 
 
 def test_metrics_in_prometheus_format():

@@ -101,6 +101,7 @@ class NativeEngine:
         config = context.config
         device, is_shared = engine_device(config.rollout.device, config.model.device)
         arguments = ["--backend", config.rollout.backend, "--device", device, "--seed", str(config.run.seed)]
+        arguments += ["--threads", str(config.trainer.num_threads)]
         engine = cls(
             context.model_path,
             [*arguments, *engine_arguments(config.engine, shares_device=is_shared)],

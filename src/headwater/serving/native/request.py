@@ -9,7 +9,7 @@ from typing import Any
 
 from headwater.core.records import Delta, ModelRequest, SamplingParams
 from headwater.serving.errors import ApiError
-from headwater.serving.fields import Fields
+from headwater.serving.fields import Fields, check_name
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.sampling import read_stops
 
@@ -27,9 +27,10 @@ def write_request(request: ModelRequest) -> dict[str, Any]:
 def read_request(body: Mapping[str, Any], limits: ModelLimits) -> ModelRequest:
     fields = Fields(body)
     request_id = fields.text("request_id") or secrets.token_hex(8)
+    check_name(request_id, "request_id")
     input_tokens = limits.tokens_of_ids(fields.raw("input_tokens"), "input_tokens")
     given_tokens = fields.integers("given_tokens")
-    limits.check_ids(given_tokens, "given_tokens")
+    limits.check_ids(given_tokens, "given_tokens", most=limits.engine.max_model_tokens)
     sampling = fields.mapping("sampling")
     rng_key = fields.optional_integer("rng_key", minimum=-(2**63), maximum=2**63 - 1)
     fields.done()

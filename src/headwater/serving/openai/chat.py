@@ -38,7 +38,7 @@ def read_chat(body: Mapping[str, Any], limits: ModelLimits, served_name: str) ->
     sampling = SamplingFields.read(fields, limits)
     field, max_tokens = _max_tokens(fields)
     shape = read_shape(fields, sampling.stops, logprobs=_logprobs(fields))
-    messages = _messages(fields.raw("messages"))
+    messages = _messages(fields.raw("messages"), limits)
     template_args = _template_args(fields)
     _refuse_unsupported_chat(fields)
     fields.done()
@@ -69,9 +69,10 @@ def _logprobs(fields: Fields) -> bool:
     return wanted
 
 
-def _messages(value: Any) -> list[Message]:
+def _messages(value: Any, limits: ModelLimits) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise wrong("messages", value, "must be a list of at least one message")
+    limits.check_messages(value, "messages")
     try:
         messages = read_messages({"messages": value}, "messages", "", "request")
     except DataError as error:
@@ -121,7 +122,7 @@ def _render(messages: list[Message], arguments: Mapping[str, Any], limits: Model
                 "the model has no chat template; use /v1/completions, or serve an instruct model", param="messages"
             ) from error
         raise ApiError(f"messages: the chat template refuses them: {error.__cause__}", param="messages") from error
-    tokens = encode_rendered(tokenizer, checked_text(text, "messages"))
+    tokens = encode_rendered(tokenizer, limits.short_text(text, "messages"))
     if not tokens:
         raise ApiError("messages: the chat template renders them to an empty prompt", param="messages")
     return tokens

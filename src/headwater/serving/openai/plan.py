@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.core.records import ModelRequest, SamplingParams
-from headwater.serving.errors import ApiError, wrong
+from headwater.serving.errors import ApiError, shown, wrong
 from headwater.serving.fields import Fields
 from headwater.serving.output import TextRules
 from headwater.serving.prompt import ModelLimits
@@ -148,7 +148,7 @@ def check_model(fields: Fields, served_name: str) -> str:
 
 def unknown_model(model: str, served_name: str) -> ApiError:
     return ApiError(
-        f"model = {model!r}: this server serves {served_name!r}; use that name, or start it with --served-name",
+        f"model = {shown(model)}: this server serves {served_name!r}; use that name, or start it with --served-name",
         status=404,
         param="model",
         code="model_not_found",

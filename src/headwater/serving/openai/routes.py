@@ -20,13 +20,17 @@ Writer = CompletionReply | ChatReply
 
 async def completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    plan = await state.read(request, lambda body: read_completion(body, state.limits, state.options.served_name))
+    plan = await state.read(
+        request, lambda body: _checked(state, read_completion(body, state.limits, state.options.served_name))
+    )
     return await _answer(request, state, plan, CompletionReply(plan, state.tokenizer))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    plan = await state.read(request, lambda body: read_chat(body, state.limits, state.options.served_name))
+    plan = await state.read(
+        request, lambda body: _checked(state, read_chat(body, state.limits, state.options.served_name))
+    )
     return await _answer(request, state, plan, ChatReply(plan, state.tokenizer))
 
 
@@ -52,18 +56,26 @@ def _model(state: ServerState) -> dict[str, Any]:
     }
 
 
-async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: Writer) -> web.StreamResponse:
+def _checked(state: ServerState, plan: Plan) -> Plan:
+    """``plan``, if the engine can serve all its prompts."""
     for each in plan.requests[:: plan.num_samples]:
         state.engine.check(each)
+    return plan
+
+
+async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: Writer) -> web.StreamResponse:
     with state.active.hold(plan.names, "id"):
         if plan.shape.stream:
             return await send_events(request, _events(state, plan, writer))
         responses = await generate_all(state.engine, plan.requests)
-    pieces = [
-        whole(response, state.tokenizer, plan.shape.rules, with_offsets=plan.shape.logprobs) for response in responses
-    ]
-    versions = [version for piece in pieces for version in piece.versions]
-    return reply(writer.whole(pieces, max(versions, default=state.engine.get_version())))
+
+    def build() -> dict[str, Any]:
+        rules, with_offsets = plan.shape.rules, plan.shape.logprobs
+        pieces = [whole(response, state.tokenizer, rules, with_offsets=with_offsets) for response in responses]
+        versions = [version for piece in pieces for version in piece.versions]
+        return writer.whole(pieces, max(versions, default=state.engine.get_version()))
+
+    return await state.write(build, sum(len(response.output_tokens) for response in responses))
 
 
 async def _events(state: ServerState, plan: Plan, writer: Writer) -> AsyncGenerator[dict[str, Any], None]:

@@ -10,7 +10,7 @@ from typing import Any
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import ModelRequest, SamplingParams, StopReason
 from headwater.serving.errors import ApiError, wrong
-from headwater.serving.fields import Fields, checked_text, is_integer
+from headwater.serving.fields import Fields, check_name, checked_text, is_integer
 from headwater.serving.output import Piece, TextRules, token_text
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.sampling import read_min_p, read_stops, refuse_other_distributions, sample_keys
@@ -203,6 +203,7 @@ def _name(value: Any, field: str) -> str:
     name = checked_text(value, field)
     if not name:
         raise ApiError(f"{field}: is empty; give a name, or omit the field", param=field)
+    check_name(name, field)
     return name
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +13,7 @@ from aiohttp import web
 import headwater
 from headwater.core.errors import HeadwaterError
 from headwater.core.records import ModelRequest, SamplingParams
-from headwater.serving.control import read_memory_tags, update_weights
+from headwater.serving.control import in_own_thread
 from headwater.serving.control_routes import metrics_of
 from headwater.serving.errors import ApiError, api_error
 from headwater.serving.generation import generate_all, reply, send_events, stream_all
@@ -28,20 +28,29 @@ HEALTH_TIMEOUT_S = 20.0
 
 async def generate(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    call = await state.read(request, lambda body: read_generate(body, state.limits))
-    for each in call.requests:
-        state.engine.check(each)
+    call = await state.read(request, lambda body: _read(body, state))
     with state.active.hold(call.names, "rid"):
         if call.stream:
             return await send_events(request, _events(state, call))
         responses = await generate_all(state.engine, call.requests)
-    bodies = []
-    for sample, response in zip(call.samples, responses, strict=True):
-        gathered = GenerateReply(sample, state.tokenizer)
-        gathered.add(whole(response, state.tokenizer, sample.rules))
-        latency = response.queue_s + response.generate_s
-        bodies.append(gathered.body(state.engine.get_version(), e2e_latency=latency))
-    return reply(bodies if call.is_list else bodies[0])
+
+    def build() -> list[Any] | dict[str, Any]:
+        bodies = []
+        for sample, response in zip(call.samples, responses, strict=True):
+            gathered = GenerateReply(sample, state.tokenizer)
+            gathered.add(whole(response, state.tokenizer, sample.rules))
+            latency = response.queue_s + response.generate_s
+            bodies.append(gathered.body(state.engine.get_version(), e2e_latency=latency))
+        return bodies if call.is_list else bodies[0]
+
+    return await state.write(build, sum(len(response.output_tokens) for response in responses))
+
+
+def _read(body: Mapping[str, Any], state: ServerState) -> GenerateCall:
+    call = read_generate(body, state.limits)
+    for each in call.requests:
+        state.engine.check(each)
+    return call
 
 
 async def _events(state: ServerState, call: GenerateCall) -> AsyncGenerator[dict[str, Any], None]:
@@ -57,15 +66,15 @@ async def _events(state: ServerState, call: GenerateCall) -> AsyncGenerator[dict
 
 async def abort_request(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    call = await state.read(request, AbortCall.read)
+    call = await state.read_control(request, AbortCall.read)
     await state.abort(call.rid)
     return reply({"success": True})
 
 
 async def pause_generation(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    call = await state.read(request, PauseCall.read)
-    await asyncio.to_thread(state.engine.pause)
+    call = await state.read_control(request, PauseCall.read)
+    await in_own_thread(state.engine.pause)
     if call.mode == "abort":
         await state.abort(None)
     return reply({"message": "Generation paused successfully.", "status": "ok"})
@@ -73,23 +82,22 @@ async def pause_generation(request: web.Request) -> web.Response:
 
 async def continue_generation(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    await state.read(request, read_continue)
-    await asyncio.to_thread(state.engine.resume)
+    await state.read_control(request, read_continue)
+    await in_own_thread(state.engine.resume)
     return reply({"message": "Generation continued successfully.", "status": "ok"})
 
 
 async def update_weights_from_disk(request: web.Request) -> web.Response:
     state = request.app[STATE]
     engine = state.engine
-    call = await state.read(request, UpdateFromDisk.read)
+    call = await state.read_control(request, UpdateFromDisk.read)
     state.check_update_mode(call.mode, "flush_cache")
-    version = engine.get_version() + 1 if call.version is None else call.version
     if call.keep_pause:
-        await asyncio.to_thread(engine.pause)
+        await in_own_thread(engine.pause)
     if call.abort_all:
         await state.abort(None)
     try:
-        await update_weights(engine, version, call.mode, file=call.model_path)
+        version = await state.updates.take_file(call.version, call.mode, call.model_path)
     except HeadwaterError as error:
         # SGLang has a separate format for a failed update.
         refusal = api_error(error)
@@ -99,18 +107,12 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 
 
 async def release_memory_occupation(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    tags = await state.read(request, read_memory_tags)
-    state.check_memory_tags(tags)
-    await asyncio.to_thread(state.engine.sleep, tags)
+    await request.app[STATE].sleep(request)
     return reply({"success": True})
 
 
 async def resume_memory_occupation(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    tags = await state.read(request, read_memory_tags)
-    state.check_memory_tags(tags)
-    await asyncio.to_thread(state.engine.wake, tags)
+    await request.app[STATE].wake(request)
     return reply({"success": True})
 
 
