@@ -192,6 +192,8 @@ class SamplingParams:
                 raise ValueError(f"logit_bias of token {token} = {value}: must be in [-100, 100]")
         if self.grammar is not None and self.ignore_end:
             raise ValueError("grammar: needs the end token, which ignore_end = true excludes; use one of the two")
+        if self.grammar is not None and self.min_new_tokens:
+            raise ValueError("grammar: decides when the response ends; remove min_new_tokens")
 
 
 def wrong_stop(stops: Sequence[str]) -> str | None:

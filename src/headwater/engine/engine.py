@@ -30,7 +30,7 @@ from headwater.core.protocols import (
 )
 from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingFeature
 from headwater.engine.delivery import Gathering, Mailboxes, failure_of, in_thread, settle, wait_for
-from headwater.engine.grammar import Grammars, has_grammars
+from headwater.engine.grammar import Grammars
 from headwater.engine.intake import Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
@@ -359,8 +359,7 @@ class Engine:
 
     @property
     def capabilities(self) -> Capabilities:
-        features = FEATURES if has_grammars() else tuple(each for each in FEATURES if each != "grammar")
-        return Capabilities(dtype=dtype_name(self._model.parameters()), features=features)
+        return Capabilities(dtype=dtype_name(self._model.parameters()), features=FEATURES)
 
     def status(self) -> EngineStatus:
         metrics = self.metrics()

@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,6 @@ _MAX_KEPT = 64
 """How many compiled grammars are kept for later requests."""
 _WHITESPACE = r"[ \n\r\t]{0,32}"
 """Between two parts of a JSON text. A limit, because a model may otherwise write nothing but spaces."""
-
-
-def has_grammars() -> bool:
-    return find_spec("llguidance") is not None
 
 
 class GrammarMatcher:

@@ -285,7 +285,7 @@ class EngineLoop:
         self.runner.rows.set_pages(*plan.page_updates)
         num_rows = self.runner.bucket_of(plan.num_rows)
         guidance = self._guidance(plan.lanes) if plan.needs.is_guided else None
-        output = self.runner.decode(num_rows, plan.num_steps, plan.needs, cut_rows=plan.cut_rows, guidance=guidance)
+        output = self.runner.decode(num_rows, plan.num_steps, plan.needs, plan.cut_rows, guidance)
         self.scheduler.queued(len(output.tokens))
         self._expect(output, plan.lanes, guidance)
         return True

@@ -36,7 +36,7 @@ class ModelLimits:
     ) -> int:
         """The response's length: ``asked`` if it fits the model, else ``default`` or everything that fits."""
         room = self.engine.max_model_tokens - num_prompt
-        if room < 1:
+        if room < (0 if asked == 0 else 1):
             raise ApiError(
                 f"{prompt_field}: the prompt has {num_prompt} tokens, and the model supports "
                 f"{self.engine.max_model_tokens} including the response; shorten the prompt",

@@ -134,7 +134,6 @@ class CudaRunner(Runner):
         num_rows: int,
         num_steps: int,
         needs: SamplingNeeds,
-        *,
         cut_rows: NDArray[np.int64] | None = None,
         guidance: Guidance | None = None,
     ) -> Output:

@@ -30,6 +30,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     call = await state.read(request, lambda body: read_generate(body, state.limits))
     for each in call.requests:
+        state.check_features(each)
         state.engine.check(each)
     with state.active.hold(call.names, "rid"):
         if call.stream:
