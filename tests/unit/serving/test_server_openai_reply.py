@@ -124,7 +124,7 @@ def streamed(writer, plan) -> list[dict]:
     chunks = []
     for place, token in enumerate(EURO):
         ending = "length" if place == len(EURO) - 1 else None
-        top = [((token, -1.0), (70, -2.0))] if plan.requests[0].sampling.num_top_logprobs else ()
+        top = [((token, -1.0), (80, -2.0))] if plan.requests[0].sampling.num_top_logprobs else ()
         chunks += writer.chunks(0, maker.piece([token], [-1.0], [3], ending, top), version=3)
     return chunks
 
@@ -145,8 +145,8 @@ def test_chunks_with_tokens_leave_none_out():
     assert [offset for choice in choices for offset in choice["logprobs"]["text_offset"]] == [0, 1, 1, 1, 2]
     assert ["prompt_token_ids" in choice for choice in choices] == [True, False, False, False, False]
     tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
-    seventy = tokenizer().decode([70])
-    assert tops == [{text: -1.0, seventy: -2.0} for text in ["a", "\ufffd", "\ufffd", "\ufffd", "b"]]
+    other = tokenizer().decode([80])
+    assert tops == [{text: -1.0, other: -2.0} for text in ["a", "\ufffd", "\ufffd", "\ufffd", "b"]]
 
 
 def test_an_echo_puts_the_prompt_before_the_completion():
