@@ -1,6 +1,6 @@
 # make quickstart   set up, then train the quickstart recipe
 # make test         set up, then lint, type check and run the tests (minutes)
-# make test-all     set up, then the long tests
+# make test-all     set up, then the long tests, also with other projects' programs as clients
 # WORKERS=4         number of test processes (default 2)
 PYTHON ?= python3
 VENV := .venv
@@ -8,9 +8,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+# Their pins must not change our packages, so they have an environment of their own.
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
 WORKERS ?= 2
 
-.PHONY: quickstart test test-all lint setup setup-dev clean
+.PHONY: quickstart test test-all lint setup setup-dev setup-clients clean
 
 quickstart: setup
 	@$(BIN)/headwater train quickstart
@@ -18,7 +21,7 @@ quickstart: setup
 test: setup-dev lint
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
-test-all: setup-dev
+test-all: setup-dev setup-clients
 	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal
 
 lint: setup-dev
@@ -29,6 +32,8 @@ lint: setup-dev
 setup: $(STAMP)
 
 setup-dev: $(DEV_STAMP)
+
+setup-clients: $(CLIENTS_STAMP)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Headwater needs Python 3.11 or newer; this is {v.major}.{v.minor}. Try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
@@ -45,5 +50,11 @@ $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	@$(PIP) --editable '.[dev]'
 	@touch $@ $(STAMP)
 
+$(CLIENTS_STAMP): tests/integration/clients.txt | $(BIN)/python
+	@echo "Installing lm-evaluation-harness, langchain-openai and litellm into $(CLIENTS) (minutes, 1 GB)"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

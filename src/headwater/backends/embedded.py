@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from headwater.backends import BACKENDS, BackendContext, check_lengths
 from headwater.core.protocols import Capabilities
-from headwater.engine.engine import Engine
+from headwater.engine.engine import FEATURES, Engine
 from headwater.models.load import load_model
 
 
@@ -14,7 +14,7 @@ from headwater.models.load import load_model
 class EmbeddedEngine(Engine):
     """The embedded engine as a backend: a separate model on the learner's device."""
 
-    declared_capabilities: ClassVar[Capabilities] = Capabilities()
+    declared_capabilities: ClassVar[Capabilities] = Capabilities(features=FEATURES)
 
     @classmethod
     def from_context(cls, context: BackendContext) -> EmbeddedEngine:

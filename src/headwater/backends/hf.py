@@ -38,12 +38,15 @@ from headwater.core.protocols import (
     MemoryTag,
     UpdateMode,
     WeightUpdate,
+    check_features,
     whole_response,
 )
-from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
+from headwater.core.records import Alternatives, Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import named_wait
 from headwater.engine.delivery import in_thread
-from headwater.engine.sampler import SamplingBatch, sample
+from headwater.engine.grammar import Grammars
+from headwater.engine.guides import Guidance, Guide, alternatives
+from headwater.engine.sampler import SamplingBatch, distribution, sample
 from headwater.engine.stops import find_stop
 from headwater.models.checksum import checksum, dtype_name
 from headwater.models.load import end_token_ids, load_model, load_tokenizer
@@ -66,17 +69,37 @@ class _Pending:
 class _Draw(LogitsProcessor):  # type: ignore[misc]
     """Draws the next tokens with Headwater's sampler, and makes them the only tokens that ``generate`` can choose."""
 
-    def __init__(self, batch: SamplingBatch, prompt_width: int) -> None:
+    def __init__(self, batch: SamplingBatch, prompt_width: int, guides: Sequence[Guide]) -> None:
         self._batch = batch
         self._prompt_width = prompt_width
         """Excludes given tokens of the response: randomness depends on the position in the response."""
+        self._guides = guides
         self.logprobs: list[Tensor] = []
+        self.top: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         position = input_ids.shape[1] - self._prompt_width
-        tokens, logprobs = sample(scores, self._batch, torch.full_like(self._batch.keys, position))
+        logits = self._guided(input_ids, scores) if self._guides else scores
+        tokens, logprobs = sample(logits, self._batch, torch.full_like(self._batch.keys, position))
         self.logprobs.append(logprobs)
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
+
+    def _guided(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        for guide, tokens in zip(self._guides, input_ids[:, self._prompt_width :].tolist(), strict=True):
+            guide.advance(tokens)
+        guidance = Guidance.of(list(enumerate(self._guides)))
+        logits = guidance.adjust(scores)
+        if guidance.num_top:
+            likely = distribution(logits, self._batch).topk(guidance.num_top, dim=-1)
+            self.top.append((likely.indices.cpu(), likely.values.cpu()))
+        return logits
+
+    def alternatives(self, row: int, count: int) -> tuple[Alternatives, ...]:
+        """Those of the first ``count`` tokens of a row."""
+        if not self.top:
+            return ()
+        wanted = self._guides[row].request.sampling.num_top_logprobs
+        return tuple(alternatives(tokens[row], logprobs[row], wanted) for tokens, logprobs in self.top[:count])
 
 
 class _Abandoned(StoppingCriteria):  # type: ignore[misc]
@@ -111,7 +134,9 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
 class HfEngine:
     """Batches concurrent requests into calls of ``model.generate`` on a separate thread."""
 
-    declared_capabilities: ClassVar[Capabilities] = Capabilities(streaming=False, update_modes=("drain",))
+    declared_capabilities: ClassVar[Capabilities] = Capabilities(
+        streaming=False, update_modes=("drain",), features=("logit_bias", "penalties", "grammar", "top_logprobs")
+    )
 
     def __init__(
         self, model: Any, tokenizer: Any, *, max_batch_sequences: int, max_queue: int = 65536, spans: Spans
@@ -124,6 +149,7 @@ class HfEngine:
         self._tokenizer = tokenizer
         self._pad_token_id = tokenizer.pad_token_id
         self._end_token_ids = end_token_ids(model, tokenizer)
+        self._grammars = Grammars(tokenizer, text_config.vocab_size, self._end_token_ids)
         # The model's generation settings, such as a repetition penalty, would change the distribution that is sampled.
         model.generation_config = GenerationConfig()
         self._max_batch_sequences = max_batch_sequences
@@ -377,6 +403,11 @@ class HfEngine:
             )
         if (fault := wrong_stop(request.sampling.stop_strings)) is not None:
             raise RequestError(f"{name}: stop_strings{fault}")
+        check_features(request, self.declared_capabilities)
+        if any(not 0 <= token < limits.vocab_size for token, _ in request.sampling.logit_bias):
+            raise RequestError(f"{name}: logit_bias: a token id is outside the vocabulary of {limits.vocab_size}")
+        if request.sampling.grammar is not None:
+            self._grammars.start(request.sampling.grammar)
 
     @torch.inference_mode()
     def _generate(self, batch: list[_Pending]) -> list[ModelResponse]:
@@ -391,7 +422,8 @@ class HfEngine:
             settings = SamplingBatch.build(
                 [request.sampling for request in requests], [request.rng_key for request in requests], input_ids.device
             )
-            draw = _Draw(settings, width - num_given)
+            guides = [self._guide(request) for request in requests] if params.uses_guide else []
+            draw = _Draw(settings, width - num_given, guides)
             if params.stop_strings:
                 stopping.append(_Ended(self, batch, width))
             sequences = self._model.generate(
@@ -412,9 +444,16 @@ class HfEngine:
             logprobs = torch.stack(draw.logprobs, dim=1).tolist()
         elapsed = time.perf_counter() - started
         return [
-            self._respond(pending, outputs[row], logprobs[row], version, started - pending.arrived, elapsed)
-            for row, pending in enumerate(batch)
+            replace(response, output_top_logprobs=draw.alternatives(row, len(response.output_tokens)))
+            for row, response in enumerate(
+                self._respond(pending, outputs[row], logprobs[row], version, started - pending.arrived, elapsed)
+                for row, pending in enumerate(batch)
+            )
         ]
+
+    def _guide(self, request: ModelRequest) -> Guide:
+        grammar = request.sampling.grammar
+        return Guide(request, None if grammar is None else self._grammars.start(grammar))
 
     def _pad(self, requests: list[ModelRequest]) -> tuple[Tensor, Tensor]:
         rows = [request.input_tokens + request.given_tokens for request in requests]

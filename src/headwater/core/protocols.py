@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from headwater.core.records import Delta, ModelRequest, ModelResponse, Prompt, Score, StopReason
+from headwater.core.errors import RequestError
+from headwater.core.records import Delta, ModelRequest, ModelResponse, Prompt, SamplingFeature, Score, StopReason
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +114,8 @@ class Capabilities:
     """The modes that ``update_weights`` supports."""
     dtype: str = "float32"
     """The number type of the engine's weights, for example ``bfloat16``. Published weights are converted to it."""
+    features: tuple[SamplingFeature, ...] = ()
+    """The settings of ``SamplingParams`` beyond the usual ones that requests may use (``SamplingParams.features``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,16 @@ class EngineStatus:
     """The engine's settings, with automatic values resolved."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further measurements; their names depend on the engine."""
+
+
+def check_features(request: ModelRequest, capabilities: Capabilities) -> None:
+    """Raise ``RequestError`` for settings that the engine does not have."""
+    missing = [name for name in request.sampling.features if name not in capabilities.features]
+    if missing:
+        raise RequestError(
+            f"request {request.request_id}: this engine does not support {', '.join(missing)}; "
+            "use the backend embedded, or remove these settings"
+        )
 
 
 class EpisodeEngine(Protocol):
@@ -211,7 +224,14 @@ class InferenceEngine(EpisodeEngine, Protocol):
 async def whole_response(engine: EpisodeEngine, request: ModelRequest) -> AsyncGenerator[Delta, None]:
     """``astream`` for an engine without streaming: the complete response as one delta."""
     response = await engine.agenerate(request)
-    yield Delta(response.output_tokens, response.output_logprobs, response.output_versions, response.stop_reason)
+    yield Delta(
+        response.output_tokens,
+        response.output_logprobs,
+        response.output_versions,
+        response.stop_reason,
+        response.output_top_logprobs,
+        response.prompt_scores,
+    )
 
 
 class RoundSink(Protocol):

@@ -82,6 +82,27 @@ class Prompt:
             raise ValueError(f"prompt {self.uid!r} has no tokens")
 
 
+SamplingFeature = Literal["logit_bias", "penalties", "grammar", "top_logprobs", "prompt_logprobs"]
+"""Settings of a request beyond temperature, truncation and stops. ``Capabilities`` says which an engine has."""
+
+MAX_TOP_LOGPROBS = 20
+"""The largest number of alternatives per token, as in OpenAI's API."""
+MAX_LOGIT_BIAS = 4096
+"""The largest number of tokens that one request may bias."""
+
+Alternatives = tuple[tuple[int, float], ...]
+"""The most likely tokens at one position with their log-probs, the most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of a response must match."""
+
+    kind: Literal["json_schema", "regex"]
+    text: str
+    """A JSON schema as JSON, or a regular expression for the whole text."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling settings of one response. ``temperature`` 0 is greedy decoding."""
@@ -99,10 +120,26 @@ class SamplingParams:
     """Strings that end the response. The token that completes the string is the last token of the response."""
     ignore_end: bool = False
     """Ignore the model's end token, as benchmarks do. Stop tokens and stop strings still end the response."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens and what is added to their logits."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the response contains."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for every time the response contains it."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or the response are divided by this if positive, and multiplied if negative."""
+    grammar: Grammar | None = None
+    """Only tokens that continue a text of this grammar are sampled."""
+    num_top_logprobs: int = 0
+    """How many alternatives to return for every sampled token, and for every prompt token with ``prompt_logprobs``."""
+    prompt_logprobs: bool = False
+    """Also return the log-probs of the prompt's tokens. ``max_new_tokens`` may then be 0."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be >= 1")
+        if self.max_new_tokens < (0 if self.prompt_logprobs else 1):
+            raise ValueError(
+                f"max_new_tokens = {self.max_new_tokens}: must be >= 1, or 0 with prompt_logprobs to score the prompt"
+            )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature = {self.temperature}: must be finite and >= 0")
         if self.top_k < 0:
@@ -119,6 +156,52 @@ class SamplingParams:
             raise ValueError(
                 "stop_strings contains an empty string, which would end every response immediately; remove it"
             )
+        if self.uses_guide or self.prompt_logprobs:  # most requests use none of these settings
+            self._check_guide()
+
+    @property
+    def uses_guide(self) -> bool:
+        """Whether sampling needs more than the settings that ``features`` leaves out."""
+        return bool(
+            self.logit_bias
+            or self.num_top_logprobs
+            or self.grammar is not None
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+        )
+
+    @property
+    def features(self) -> tuple[SamplingFeature, ...]:
+        """The features that an engine must have for these settings."""
+        used: dict[SamplingFeature, bool] = {
+            "logit_bias": bool(self.logit_bias),
+            "penalties": bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1),
+            "grammar": self.grammar is not None,
+            "top_logprobs": self.num_top_logprobs > 0,
+            "prompt_logprobs": self.prompt_logprobs,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
+
+    def _check_guide(self) -> None:
+        for name, value in (("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)):
+            if not -2 <= value <= 2:
+                raise ValueError(f"{name} = {value}: must be in [-2, 2]; use 0 for no penalty")
+        if not 0 < self.repetition_penalty <= 10:
+            raise ValueError(
+                f"repetition_penalty = {self.repetition_penalty}: must be in (0, 10]; use 1 for no penalty"
+            )
+        if not 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"num_top_logprobs = {self.num_top_logprobs}: must be in [0, {MAX_TOP_LOGPROBS}]")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias: has {len(self.logit_bias)} tokens, and the limit is {MAX_LOGIT_BIAS}")
+        for token, value in self.logit_bias:
+            if not -100 <= value <= 100:
+                raise ValueError(f"logit_bias of token {token} = {value}: must be in [-100, 100]")
+        if self.grammar is not None and self.ignore_end:
+            raise ValueError("grammar: needs the end token, which ignore_end = true excludes; use one of the two")
+        if self.grammar is not None and self.min_new_tokens:
+            raise ValueError("grammar: decides when the response ends; remove min_new_tokens")
 
 
 def wrong_stop(stops: Sequence[str]) -> str | None:
@@ -160,6 +243,18 @@ class ModelRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probs of the prompt's tokens under the model's own distribution, at temperature 1.
+
+    There is one entry per token except for the first token, which nothing precedes.
+    """
+
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[Alternatives, ...] = ()
+    """Empty unless alternatives were requested."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelResponse:
     """The response to a request: every token with its log-prob and the policy version that produced it."""
 
@@ -170,6 +265,9 @@ class ModelResponse:
     stop_reason: StopReason
     queue_s: float = 0.0
     generate_s: float = 0.0
+    output_top_logprobs: tuple[Alternatives, ...] = ()
+    """Per output token, its alternatives; empty unless requested."""
+    prompt_scores: PromptScores | None = None
 
     def __post_init__(self) -> None:
         count = len(self.output_tokens)
@@ -188,6 +286,10 @@ class Delta:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     stop_reason: StopReason | None = None
+    top_logprobs: tuple[Alternatives, ...] = ()
+    """Per token, its alternatives; empty unless requested."""
+    prompt_scores: PromptScores | None = None
+    """In the first delta, if requested."""
 
 
 MAX_REWARD = 1e15

@@ -31,9 +31,10 @@ from headwater.core.protocols import (
     UpdateMode,
     WeightUpdate,
 )
-from headwater.core.records import Delta, ModelRequest, ModelResponse
+from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingFeature
 from headwater.engine.delivery import Gathering, Mailboxes, failure_of, in_thread, settle, wait_for
 from headwater.engine.follower import EngineFollower
+from headwater.engine.grammar import Grammars
 from headwater.engine.intake import Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
@@ -50,6 +51,8 @@ from headwater.models.load import end_token_ids, load_model, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.weights.file import file_update
 from headwater.weights.memory import Receiver
+
+FEATURES: tuple[SamplingFeature, ...] = ("logit_bias", "penalties", "grammar", "top_logprobs", "prompt_logprobs")
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
 _CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
@@ -167,10 +170,12 @@ class Engine:
             tokenizer,
             num_steps=config.decode_steps,
             overlap=config.overlap and on_gpu,
+            max_scored_tokens=max_prefill_tokens,
             spans=spans or Spans(),
         )
         self._memory = DeviceMemory(self._loop, cache, self._weights, num_weight_bytes)
-        self._intake = Intake(self._loop, limits, max_queue=config.max_queue, end_token_ids=end_ids)
+        grammars = Grammars(tokenizer, spec.vocab_size, end_ids)
+        self._intake = Intake(self._loop, limits, grammars, max_queue=config.max_queue, end_token_ids=end_ids)
 
     @classmethod
     def load(
@@ -377,7 +382,7 @@ class Engine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(dtype=dtype_name(self._model.parameters()), rounds=True)
+        return Capabilities(dtype=dtype_name(self._model.parameters()), rounds=True, features=FEATURES)
 
     def status(self) -> EngineStatus:
         metrics = self.metrics()
@@ -403,7 +408,7 @@ class Engine:
             is_paused=loop.is_paused,
             is_asleep=loop.is_asleep,
             needs_weights=loop.needs_weights,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + loop.num_unscored,
             num_running=scheduler.num_running,
             num_finished=loop.num_finished,
             num_aborted=loop.num_aborted,

@@ -10,6 +10,8 @@ from functools import partial
 
 from headwater.core.errors import QueueFull, RequestError
 from headwater.core.records import Delta, ModelRequest, wrong_stop
+from headwater.engine.grammar import Grammars
+from headwater.engine.guides import Guide
 from headwater.engine.loop import EngineLoop
 from headwater.engine.sequence import EngineSequence, Following
 
@@ -76,6 +78,11 @@ class RequestLimits:
             )
         if (wrong := wrong_stop(sampling.stop_strings)) is not None:
             raise RequestError(f"{name}: stop_strings{wrong}")
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"{name}: logit_bias: token id {token} is outside the vocabulary")
+        if sampling.num_top_logprobs > self.vocab_size:
+            raise RequestError(f"{name}: num_top_logprobs exceeds the vocabulary of {self.vocab_size}")
         if not -(2**63) <= request.rng_key < 2**63:
             raise RequestError(f"{name}: rng_key = {request.rng_key}: must be a signed 64-bit number")
         if sampling.top_k >= 2**63:
@@ -95,12 +102,19 @@ class Intake:
     """Accepts requests for the loop, up to ``max_queue`` at a time. Its methods may be called from any thread."""
 
     def __init__(
-        self, loop: EngineLoop, limits: RequestLimits, *, max_queue: int, end_token_ids: Sequence[int]
+        self,
+        loop: EngineLoop,
+        limits: RequestLimits,
+        grammars: Grammars,
+        *,
+        max_queue: int,
+        end_token_ids: Sequence[int],
     ) -> None:
         self.num_open = 0
         """Number of requests that wait or run."""
         self._loop = loop
         self._limits = limits
+        self._grammars = grammars
         self._max_queue = max_queue
         self._end_token_ids = end_token_ids
         self._numbers = itertools.count()
@@ -108,6 +122,8 @@ class Intake:
 
     def check(self, request: ModelRequest) -> None:
         self._limits.check(request)
+        if request.sampling.grammar is not None:
+            self._grammars.start(request.sampling.grammar)
 
     def enter(
         self,
@@ -163,7 +179,12 @@ class Intake:
             on_end=ended,
             on_delta=on_delta,
             following=following,
+            guide=self._guide(request) if request.sampling.uses_guide else None,
         )
+
+    def _guide(self, request: ModelRequest) -> Guide:
+        grammar = request.sampling.grammar
+        return Guide(request, None if grammar is None else self._grammars.start(grammar))
 
     def _reserve(self, num_requests: int) -> None:
         """Reserve places in the queue; raises ``QueueFull`` when there are not enough."""

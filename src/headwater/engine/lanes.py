@@ -27,6 +27,8 @@ many sequences end at once or weights are swapped."""
 _AS_TUPLE = attrgetter(*(field.name for field in fields(SamplingNeeds)))
 """The needs in field order. ``dataclasses.astuple`` is tens of times slower, and this runs for every sequence."""
 
+_TRUNCATES = [field.name for field in fields(SamplingNeeds)].index("truncates")
+
 
 class Lanes:
     """Arrays with one entry per lane. The engine's thread owns them."""
@@ -93,6 +95,10 @@ class Lanes:
         if not len(lanes):
             return SamplingNeeds()
         return SamplingNeeds(*self.needs[lanes].max(axis=0).tolist())
+
+    def cut_rows_of(self, lanes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows of those ``lanes`` that truncate their distribution."""
+        return self.row[lanes[self.needs[lanes, _TRUNCATES]]]
 
     def give_back(self, lane: int) -> None:
         self.sequence[lane] = None

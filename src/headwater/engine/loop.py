@@ -21,10 +21,12 @@ from headwater.core.protocols import Tokenizer
 from headwater.core.records import StopReason
 from headwater.core.waits import wait_for_future
 from headwater.engine.delivery import Command
+from headwater.engine.guides import Guidance, alternatives
 from headwater.engine.lanes import Round
 from headwater.engine.plans import NeedsRoom
 from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.scheduler import Scheduler
+from headwater.engine.scoring import Scoring
 from headwater.engine.sequence import EngineSequence
 from headwater.engine.stops import StopTables, cut_at_stop
 from headwater.observe.spans import Spans
@@ -48,6 +50,7 @@ class EngineLoop:
         *,
         num_steps: int,
         overlap: bool,
+        max_scored_tokens: int,
         spans: Spans,
     ) -> None:
         self.scheduler = scheduler
@@ -62,6 +65,12 @@ class EngineLoop:
         self.num_failed = 0
         self._tokenizer = tokenizer
         self._stop_tables = StopTables(tokenizer, scheduler.lanes)
+        self._scoring = Scoring(
+            scheduler.pool,
+            page_tokens=scheduler.page_tokens,
+            max_tokens=max_scored_tokens,
+            prefix_cache=scheduler.prefix_cache,
+        )
         self._num_steps = num_steps
         self._depth = 1 if overlap else 0
         self._spans = spans
@@ -110,7 +119,12 @@ class EngineLoop:
         if self.is_paused or self._cannot_run:
             return None
         ends = self.num_finished, self.num_aborted, self.num_failed
-        return self.throughput.total, self.scheduler.num_prefilled_tokens, ends
+        return self.throughput.total, self.scheduler.num_prefilled_tokens, self._scoring.num_tokens, ends
+
+    @property
+    def num_unscored(self) -> int:
+        """Requests that wait for the log-probs of their prompts."""
+        return len(self._scoring.waiting)
 
     def close(self) -> None:
         """Abort every request, then end the thread."""
@@ -172,7 +186,7 @@ class EngineLoop:
             return True
         if self._awaiting_drain:
             return not self._cannot_run or not self.scheduler.num_draining
-        runnable = self.scheduler.num_running or self.scheduler.num_waiting
+        runnable = self.scheduler.num_running or self.scheduler.num_waiting or self._scoring.waiting
         return bool(runnable) and not self.is_paused and not self._cannot_run
 
     @property
@@ -197,7 +211,9 @@ class EngineLoop:
     def _take(self, item: EngineSequence | Command) -> None:
         """Process the first item of the inbox. It is removed last, so that it fails with the others if this fails."""
         if isinstance(item, EngineSequence):
-            if not item.request.given_tokens or not self._ends_as_given(item):
+            if item.request.sampling.prompt_logprobs:
+                self._scoring.waiting.append(item)
+            elif not item.request.given_tokens or not self._ends_as_given(item):
                 self.scheduler.add(item)
             self._inbox.popleft()
             return
@@ -222,11 +238,21 @@ class EngineLoop:
         # During a drain, running requests continue even while the engine is paused.
         may_run = not self._cannot_run and (not self.is_paused or bool(self._awaiting_drain))
         with self._spans.span("generate"):
+            if may_run and self._scoring.waiting and not self._awaiting_drain:
+                self._score()
             if may_run:
                 self._prefill()
             queued = may_run and self._decode()
             while len(self._rounds) > (self._depth if queued else 0):
                 self._read(self._rounds.popleft())
+
+    def _score(self) -> None:
+        """Score prompts whose log-probs were requested. Then they generate like others."""
+        now = time.perf_counter()
+        for sequence in self._scoring.score(self.runner, self.scheduler.version):
+            sequence.started = now
+            if not self._ends_as_given(sequence):
+                self.scheduler.add(sequence)
 
     def _prefill(self) -> None:
         # A streamed response waits for at most one batch of prompts.
@@ -241,28 +267,57 @@ class EngineLoop:
                 if sequence is not None and sequence.started is None:
                     sequence.started = now
             self.runner.rows.set_pages(*plan.page_updates)
-            output = self.runner.prefill(plan.batch)
+            started = np.array(plan.started, np.int64)
+            guidance = self._guidance(started) if plan.batch.needs.is_guided else None
+            output = self.runner.prefill(plan.batch, guidance)
             if output is not None:
-                self._expect(output, np.array(plan.started, np.int64))
+                self._expect(output, started, guidance)
             if self._is_called:
                 return  # only after a batch: a continuous flow of calls must not keep prompts from being computed
 
     def _decode(self) -> bool:
+        num_steps = 1 if self._is_guided() else self._num_steps
         self._compact()
         try:
-            plan, preempted = self.scheduler.plan_decode(self._num_steps, may_preempt=not self._rounds)
+            plan, preempted = self.scheduler.plan_decode(num_steps, may_preempt=not self._rounds)
         except NeedsRoom:
             self._read_all()  # a preempted sequence must have all of its tokens
-            plan, preempted = self.scheduler.plan_decode(self._num_steps, may_preempt=True)
+            plan, preempted = self.scheduler.plan_decode(num_steps, may_preempt=True)
         self.runner.rows.kill(preempted)
         if plan is None:
             return False
         self.runner.rows.set_pages(*plan.page_updates)
         num_rows = self.runner.bucket_of(plan.num_rows)
-        output = self.runner.decode(num_rows, plan.num_steps, plan.needs)
+        guidance = self._guidance(plan.lanes) if plan.needs.is_guided else None
+        output = self.runner.decode(num_rows, plan.num_steps, plan.needs, plan.cut_rows, guidance)
         self.scheduler.queued(len(output.tokens))
-        self._expect(output, plan.lanes)
+        self._expect(output, plan.lanes, guidance)
         return True
+
+    def _is_guided(self) -> bool:
+        """Whether any row is guided. Then all tokens so far are read, because its next token depends on them."""
+        scheduler = self.scheduler
+        if not scheduler.lanes.needs_of(scheduler.running()).is_guided:
+            return False
+        self._read_all()
+        for lane in scheduler.running().tolist():
+            sequence = scheduler.lanes.sequence[lane]
+            if sequence is not None and sequence.guide is not None:
+                scheduler.lanes.collect(lane)
+                sequence.guide.advance(sequence.tokens)
+                if sequence.guide.error:
+                    self._refuse([lane], RolloutFailed(f"the grammar cannot be applied: {sequence.guide.error}"))
+        return True
+
+    def _guidance(self, lanes: NDArray[np.int64]) -> Guidance | None:
+        """The guidance of the next step for the guided ones among ``lanes``; -1 is a row without a sequence."""
+        guides = []
+        for row, lane in enumerate(lanes.tolist()):
+            sequence = self.scheduler.lanes.sequence[lane] if lane >= 0 else None
+            if sequence is not None and sequence.guide is not None:
+                sequence.guide.advance(sequence.tokens)
+                guides.append((row, sequence.guide))
+        return Guidance.of(guides) if guides else None
 
     def _compact(self) -> None:
         scheduler = self.scheduler
@@ -270,7 +325,14 @@ class EngineLoop:
             moves = scheduler.compact()
             self.runner.rows.move(moves.sources, moves.targets)
 
-    def _expect(self, output: Output, lanes: NDArray[np.int64]) -> None:
+    def _expect(self, output: Output, lanes: NDArray[np.int64], guidance: Guidance | None) -> None:
+        if guidance is not None and output.top is not None:
+            for place, lane in enumerate(lanes[guidance.rows].tolist()):
+                sequence = self.scheduler.lanes.sequence[lane]
+                assert sequence is not None
+                wanted = sequence.request.sampling.num_top_logprobs
+                if wanted:
+                    sequence.top_logprobs.append(alternatives(output.top[0][place], output.top[1][place], wanted))
         tenancies = self.scheduler.lanes.tenancy[lanes]
         self._rounds.append(Round(output, lanes, tenancies, self.scheduler.version))
 
@@ -283,7 +345,13 @@ class EngineLoop:
         lanes = self.scheduler.lanes
         drawn = queued.take_in(lanes)
         if drawn.broken:
-            self._refuse(drawn.broken, queued.version)
+            self._refuse(
+                drawn.broken,
+                LogitsBroken(
+                    f"the weights of version {queued.version} produced NaN or infinite logits; publish valid weights, "
+                    "or use a wider dtype"
+                ),
+            )
         watched = self._stop_tables.worth_a_look(drawn)
         # Count tokens before callers receive them, without those that were sampled after the end of a response.
         dropped = {lane: self._cut(lane) for lane in (*drawn.ended, *watched)}
@@ -297,17 +365,14 @@ class EngineLoop:
         if self._rounds:  # the device is busy with the next round
             lanes.collect_early()
 
-    def _refuse(self, lanes: Iterable[int], version: int) -> None:
-        """Fail requests whose logits were NaN or infinite: their tokens are not samples of any policy."""
+    def _refuse(self, lanes: Iterable[int], error: Exception) -> None:
+        """Fail requests whose tokens are not samples of any policy, for example because the logits were NaN."""
         scheduler, rows = self.scheduler, []
         for lane in lanes:
             sequence = scheduler.lanes.sequence[lane]
             assert sequence is not None
             rows.append(scheduler.end(lane, may_go_on=False))
-            sequence.error = LogitsBroken(
-                f"the weights of version {version} produced NaN or infinite logits; publish valid weights, or use a "
-                "wider dtype"
-            )
+            sequence.error = error
             self.num_failed += 1
             sequence.on_end(sequence)
         self.runner.rows.kill(rows)
@@ -358,6 +423,7 @@ class EngineLoop:
                 ended.append(sequence)
         self.runner.rows.kill(rows)
         ended += scheduler.take_waiting(wanted)
+        ended += self._scoring.take_out(wanted) if self._scoring.waiting else []
         self.num_aborted += len(ended)
         for sequence in ended:
             self._end(sequence, "abort")
@@ -396,6 +462,7 @@ class EngineLoop:
             if sequence is not None:
                 left.append(sequence)
         left += self.scheduler.take_waiting(lambda _: True)
+        left += self._scoring.waiting
         for sequence in dict.fromkeys(left):  # a sequence that failed while it was added may occur twice
             sequence.error = error
             sequence.on_end(sequence)

@@ -69,6 +69,8 @@ class DecodePlan:
     """Lane of each row; -1 for a row without a sequence."""
     page_updates: tuple[NDArray[np.int64], NDArray[np.int64], Pages]
     needs: SamplingNeeds
+    cut_rows: NDArray[np.int64]
+    """Rows whose distribution is truncated."""
 
 
 @dataclass(frozen=True)

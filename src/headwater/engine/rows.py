@@ -119,6 +119,8 @@ class DecodeRows:
         self.top_k = zeros(capacity)
         self.top_p = zeros(capacity, dtype=torch.float32) + 1
         self.min_p = zeros(capacity, dtype=torch.float32)
+        self.cut_rows = zeros(capacity)
+        """The rows whose distribution is truncated, for CUDA graphs, which read it here."""
         self.step = zeros(1, dtype=torch.int32)
         self.out_tokens = zeros(max_steps, capacity, dtype=torch.int32)
         self.out_logprobs = zeros(max_steps, capacity, dtype=torch.float32)
@@ -151,6 +153,10 @@ class DecodeRows:
         if len(rows):
             packed = upload(torch.from_numpy(np.stack([rows, columns, pages]).astype(np.int64)), self.device)
             self.page_table[packed[0], packed[1]] = packed[2].to(torch.int32)
+
+    def set_cut_rows(self, rows: np.ndarray, count: int) -> None:
+        """Write the rows that are truncated, repeated up to ``count`` entries."""
+        self.cut_rows[:count] = upload(torch.from_numpy(np.resize(rows, count).astype(np.int64)), self.device)
 
     def kill(self, rows: Sequence[int]) -> None:
         """Stop generating for these rows."""
@@ -202,7 +208,7 @@ class DecodeRows:
         page = page_table.gather(1, column[:, None])[:, 0].to(torch.int64)
         return torch.where(alive, page * page_tokens + positions % page_tokens, 0)
 
-    def sampling(self, rows: Tensor | slice, needs: SamplingNeeds) -> SamplingBatch:
+    def sampling(self, rows: Tensor | slice, needs: SamplingNeeds, cut_rows: Tensor | None = None) -> SamplingBatch:
         return SamplingBatch(
             keys=self.keys[rows],
             temperature=self.temperature[rows],
@@ -210,6 +216,7 @@ class DecodeRows:
             top_p=self.top_p[rows],
             min_p=self.min_p[rows],
             needs=needs,
+            cut_rows=cut_rows,
         )
 
     def forbid_early_stops(self, logits: Tensor, rows: Tensor | slice) -> Tensor:

@@ -145,7 +145,7 @@ class Scheduler:
         self.lanes = Lanes(max_sequences, max_pages)
         self.num_prefilled_tokens = 0
         self.num_preempted = 0
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
         self._rows = RowMap(max_sequences)
         self._prompts = Prompts(
             pool, page_tokens=page_tokens, max_prefill_tokens=max_prefill_tokens, prefix_cache=prefix_cache
@@ -299,6 +299,7 @@ class Scheduler:
             lanes=self._rows.lanes().copy(),
             page_updates=self.lanes.page_updates(lanes, first_new),
             needs=self.lanes.needs_of(lanes),
+            cut_rows=self.lanes.cut_rows_of(lanes),
         )
         return plan, preempted
 
@@ -323,7 +324,7 @@ class Scheduler:
     def _remember(self, lane: int) -> None:
         """Register the full pages of a sequence: the next turn of its conversation starts with them."""
         lanes = self.lanes
-        if not self._prefix_cache or lanes.version[lane] != self.version:
+        if not self.prefix_cache or lanes.version[lane] != self.version:
             return
         tokens = lanes.cached_tokens(lane)
         num_full = len(tokens) // self.page_tokens

@@ -10,7 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.core.new_tokens import NewTokens
-from headwater.core.records import NOT_SAMPLED, Delta, ModelRequest, ModelResponse, StopReason
+from headwater.core.records import (
+    NOT_SAMPLED,
+    Alternatives,
+    Delta,
+    ModelRequest,
+    ModelResponse,
+    PromptScores,
+    StopReason,
+)
+from headwater.engine.guides import Guide
 from headwater.engine.plans import MAX_STOP_IDS
 
 
@@ -41,11 +50,16 @@ class EngineSequence:
     on_end: Callable[[EngineSequence], None]
     on_delta: Callable[[Delta], None] | None = None
     following: Following | None = None
+    guide: Guide | None = None
+    """For a request with a bias, a penalty, a grammar or alternatives."""
     arrived: float = field(default_factory=time.perf_counter)
     started: float | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_logprobs: list[Alternatives] = field(default_factory=list)
+    """Per token, if requested."""
+    prompt_scores: PromptScores | None = None
     stop_reason: StopReason | None = None
     num_streamed: int = 0
     num_checked: int = 0
@@ -58,6 +72,7 @@ class EngineSequence:
         num_given = len(self.request.given_tokens)
         # The log-probs and versions of given tokens are never returned; they only keep the lists equally long.
         self.extend([*self.request.given_tokens], [0.0] * num_given, [NOT_SAMPLED] * num_given)
+        self.top_logprobs += [()] * (num_given if self.request.sampling.num_top_logprobs else 0)
         self.num_streamed = num_given
         # The last given token may still end the response; the tokens before it did not.
         self.num_checked = max(0, num_given - 1)
@@ -87,14 +102,22 @@ class EngineSequence:
     def truncate(self, num_tokens: int) -> None:
         """Discard tokens that were sampled after the end of the response."""
         del self.tokens[num_tokens:], self.logprobs[num_tokens:], self.versions[num_tokens:]
+        del self.top_logprobs[num_tokens:]
 
     def stream(self) -> None:
         """Pass new tokens to the caller that streams this request, if there is one."""
         if self.on_delta is not None and (len(self.tokens) > self.num_streamed or self.stop_reason is not None):
-            new = slice(self.num_streamed, None)
+            first, new = self.num_streamed, slice(self.num_streamed, None)
             self.num_streamed = len(self.tokens)
             self.on_delta(
-                Delta(tuple(self.tokens[new]), tuple(self.logprobs[new]), tuple(self.versions[new]), self.stop_reason)
+                Delta(
+                    tuple(self.tokens[new]),
+                    tuple(self.logprobs[new]),
+                    tuple(self.versions[new]),
+                    self.stop_reason,
+                    tuple(self.top_logprobs[new]),
+                    self.prompt_scores if first == len(self.request.given_tokens) else None,
+                )
             )
 
     def response(self) -> ModelResponse:
@@ -113,4 +136,6 @@ class EngineSequence:
             stop_reason=self.stop_reason,
             queue_s=started - self.arrived,
             generate_s=now - started,
+            output_top_logprobs=tuple(self.top_logprobs[num_given:]),
+            prompt_scores=self.prompt_scores,
         )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headwater.core.protocols import Tokenizer
-from headwater.core.records import ModelResponse, StopReason
+from headwater.core.records import Alternatives, ModelResponse, PromptScores, StopReason
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write this for bytes that are not, or not yet, a character."""
@@ -139,6 +139,8 @@ class Piece:
     stop_reason: StopReason | None = None
     matched: str | int | None = None
     """The stop text or stop token that ended the response."""
+    top_logprobs: tuple[Alternatives, ...] = ()
+    prompt_scores: PromptScores | None = None
 
 
 class PieceMaker:
@@ -154,6 +156,8 @@ class PieceMaker:
         logprobs: Sequence[float],
         versions: Sequence[int],
         stop_reason: StopReason | None,
+        top_logprobs: Sequence[Alternatives] = (),
+        prompt_scores: PromptScores | None = None,
     ) -> Piece:
         matched: str | int | None = None
         if stop_reason is None:
@@ -169,6 +173,8 @@ class PieceMaker:
             offsets=() if self._offsets is None else tuple(self._offsets.next(token) for token in tokens),
             stop_reason=stop_reason,
             matched=matched,
+            top_logprobs=tuple(top_logprobs),
+            prompt_scores=prompt_scores,
         )
 
 
@@ -203,7 +209,12 @@ class Offsets:
 def whole(response: ModelResponse, tokenizer: Tokenizer, rules: TextRules, *, with_offsets: bool = False) -> Piece:
     """A complete response as one piece."""
     return PieceMaker(tokenizer, rules, with_offsets=with_offsets).piece(
-        response.output_tokens, response.output_logprobs, response.output_versions, response.stop_reason
+        response.output_tokens,
+        response.output_logprobs,
+        response.output_versions,
+        response.stop_reason,
+        response.output_top_logprobs,
+        response.prompt_scores,
     )
 
 

@@ -74,7 +74,7 @@ class ModelLimits:
     ) -> int:
         """The response's length: ``asked`` if it fits the model, else ``default`` or everything that fits."""
         room = self.engine.max_model_tokens - num_prompt
-        if room < 1:
+        if room < (0 if asked == 0 else 1):
             raise self._too_long(f"{num_prompt} tokens", prompt_field)
         if asked is None:
             # At least 1, so that the engine explains what it needs for a prompt that fills the KV cache.

@@ -131,6 +131,15 @@ class ServerState:
                 "given_tokens: this engine cannot continue a response; send the prompt alone", param="given_tokens"
             )
 
+    def check_features(self, request: ModelRequest) -> None:
+        missing = [each for each in request.sampling.features if each not in self.engine.capabilities.features]
+        if missing:
+            raise unsupported_by_engine(
+                f"this engine does not support {', '.join(missing)}; remove these settings, or serve the model with "
+                "--backend embedded",
+                param=missing[0],
+            )
+
     async def _memory_tags(self, request: web.Request) -> tuple[MemoryTag, ...]:
         tags = await self.read_control(request, read_memory_tags)
         known = self.engine.capabilities.memory_tags

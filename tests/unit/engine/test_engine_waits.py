@@ -60,10 +60,10 @@ def test_a_control_call_waits_for_one_batch_of_prompts_and_not_for_all_that_may_
         order = recorded(slow.engine)
         prefill = slow.engine._runner.prefill
 
-        def called_meanwhile(batch):
+        def called_meanwhile(*arguments):
             if not order:
                 slow.engine._loop.call(lambda: order.append("call"))
-            return prefill(batch)
+            return prefill(*arguments)
 
         slow.engine._runner.prefill = called_meanwhile
         slow.submit(request(tokens_of(200), max_new_tokens=2))

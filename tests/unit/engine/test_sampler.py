@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.records import SamplingParams
-from headwater.engine.sampler import SamplingBatch, sample, uniforms
+from headwater.engine.sampler import SamplingBatch, _draw, _Prefix, sample, uniforms
 
 CPU = torch.device("cpu")
 
@@ -111,3 +111,41 @@ def test_a_row_without_a_distribution_draws_with_logprob_nan():
                     assert (tokens >= 0).all()
                     assert (tokens < vocabulary).all()
                     assert logprobs.isnan().tolist() == [False, True]
+
+
+def completely_sorted(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor):
+    """``sample`` with every row of the batch sorted completely."""
+    cut = _Prefix.whole(logits.log_softmax(-1), batch)
+    return _draw(cut.put_into(logits), batch, positions)
+
+
+def test_truncation_has_the_same_bits_however_many_tokens_and_rows_are_sorted(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    wholly = []
+    whole = _Prefix.whole.__func__
+
+    def counted(cls, logprobs, batch):
+        wholly.append(len(logprobs))
+        return whole(cls, logprobs, batch)
+
+    for scale, rounded in [(0.1, False), (3.0, False), (8.0, False), (3.0, True)]:
+        for cut in [{"top_k": 5}, {"top_k": 2000}, {"top_p": 0.9}, {"top_p": 0.9999}, {"min_p": 0.05}]:
+            with case(scale, rounded, cut):
+                logits = torch.randn(8, 6000, generator=generator) * scale
+                logits = logits.round() if rounded else logits  # many tokens are equally likely
+                params = [SamplingParams(1, **(cut if row % 2 else {})) for row in range(8)]
+                positions = torch.arange(8)
+                batch = SamplingBatch.build(params, list(range(8)), CPU)
+                rows = torch.arange(1, 8, 2)
+                expected = completely_sorted(logits[rows], batch.of_rows(rows), positions[rows])
+                with monkeypatch.context() as patch:
+                    patch.setattr(_Prefix, "whole", classmethod(counted))
+                    wholly.clear()
+                    tokens, logprobs = sample(logits, batch, positions)
+                assert torch.equal(tokens[rows], expected[0])
+                assert torch.equal(logprobs[rows], expected[1])
+                others, _ = sample(logits[::2], SamplingBatch.build(params[::2], [0, 2, 4, 6], CPU), positions[::2])
+                assert torch.equal(tokens[::2], others)
+                assert sum(wholly) <= 4, "rows without truncation are never sorted"
+                if cut == {"top_k": 5} or (scale == 8.0 and cut == {"top_p": 0.9} and not rounded):
+                    assert sum(wholly) <= 1, "the most likely tokens are enough"

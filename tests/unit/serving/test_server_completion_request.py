@@ -5,7 +5,7 @@ from __future__ import annotations
 from serving.parts import NAME, assert_refused, limits, refusal
 from tiny import tokenizer
 
-from headwater.core.records import SamplingParams
+from headwater.core.records import Grammar, SamplingParams
 from headwater.serving.openai.completions import read_completion
 
 
@@ -36,7 +36,7 @@ def test_every_setting_arrives():
     assert [request.input_tokens for request in plan.requests] == [(7, 8, 9)] * 2
     assert plan.requests[0].sampling == SamplingParams(
         max_new_tokens=5, temperature=0.5, top_k=40, top_p=0.9, min_p=0.1, min_new_tokens=2, stop_token_ids=(3,),
-        stop_strings=("a", "b"), ignore_end=True,
+        stop_strings=("a", "b"), ignore_end=True, num_top_logprobs=1,
     )  # fmt: skip
     shape = plan.shape
     assert (shape.stream, shape.logprobs, shape.token_ids, shape.include_usage) == (True, True, True, True)
@@ -100,12 +100,20 @@ REFUSED = [
     ({"prompt": "hi", "stop": ["a", ""]}, "stop: contains an empty string"),
     ({"prompt": "hi", "stop": 5}, "stop[0] = 5: must be text"),
     ({"prompt": "hi", "stop_token_ids": [512]}, "stop_token_ids[0] = 512: no such token"),
-    ({"prompt": "hi", "logprobs": 5}, "logprobs = 5: only the log-prob of the sampled token is available"),
-    ({"prompt": "hi", "echo": True}, "echo = true: not supported: only sampled tokens have log-probs"),
+    ({"prompt": "hi", "logprobs": 21}, "logprobs = 21: must be <= 20"),
+    ({"prompt": "hi", "echo": "yes"}, 'echo = "yes": must be true or false'),
     ({"prompt": "hi", "suffix": "x"}, 'suffix = "x": not supported'),
     ({"prompt": "hi", "best_of": 4}, "best_of = 4: not supported"),
-    ({"prompt": "hi", "frequency_penalty": 0.5}, "frequency_penalty = 0.5: not supported"),
-    ({"prompt": "hi", "logit_bias": {"5": 1}}, 'logit_bias = {"5": 1}: not supported'),
+    ({"prompt": "hi", "frequency_penalty": 2.5}, "frequency_penalty = 2.5: must be <= 2"),
+    ({"prompt": "hi", "presence_penalty": -3}, "presence_penalty = -3: must be >= -2"),
+    ({"prompt": "hi", "repetition_penalty": 0}, "repetition_penalty = 0: must be > 0"),
+    ({"prompt": "hi", "logit_bias": {"512": 1}}, "logit_bias: '512' is not a token; ids are \"0\" to \"511\""),
+    ({"prompt": "hi", "logit_bias": {"x": 1}}, "logit_bias: 'x' is not a token"),
+    ({"prompt": "hi", "logit_bias": {"5": 101}}, "logit_bias.5 = 101: must be a number in [-100, 100]"),
+    ({"prompt": "hi", "response_format": {"type": "xml"}}, 'response_format.type = "xml": must be one of'),
+    ({"prompt": "hi", "response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
+    ({"prompt": "hi", "response_format": {"type": "json_object"}, "ignore_eos": True}, "grammar: needs the end token"),
+    ({"prompt": "hi", "response_format": {"type": "json_object"}, "min_tokens": 2}, "grammar: decides when the response"),
     ({"prompt": "hi", "stream_options": {"include_usage": True}}, "stream_options: requires stream = true"),
     ({"prompt": "hi", "stream": True, "stream_options": {"usage": 1}}, "stream_options.usage: no such field"),
     ({"prompt": "hi", "max_token": 5}, "max_token: no such field; did you mean max_tokens?"),
@@ -114,6 +122,34 @@ REFUSED = [
 
 def test_refusals_name_field_value_and_remedy():
     assert_refused(read, REFUSED)
+
+
+def test_settings_that_change_the_distribution_arrive():
+    (request,) = read(
+        {
+            "prompt": "hi", "logit_bias": {"5": -100, "7": 2.5}, "presence_penalty": 1, "frequency_penalty": -0.5,
+            "repetition_penalty": 1.2, "response_format": {"type": "json_object"},
+        }
+    ).requests  # fmt: skip
+    sampling = request.sampling
+    assert sampling.logit_bias == ((5, -100.0), (7, 2.5))
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -0.5, 1.2)
+    assert sampling.grammar == Grammar("json_schema", '{"type":"object"}')
+    assert sampling.features == ("logit_bias", "penalties", "grammar")
+
+
+def test_a_prompt_is_scored_only_if_its_logprobs_are_shown():
+    for body, max_new_tokens, scores, num_top in [
+        ({"echo": True, "max_tokens": 0, "logprobs": 3}, 0, True, 3),
+        ({"echo": True, "max_tokens": 1, "logprobs": 0}, 1, True, 0),
+        ({"echo": True, "max_tokens": 0}, 0, True, 0),
+        ({"echo": True}, 16, False, 0),
+        ({"logprobs": 2}, 16, False, 2),
+    ]:
+        sampling = read({"prompt": "hi", **body}).requests[0].sampling
+        found = sampling.max_new_tokens, sampling.prompt_logprobs, sampling.num_top_logprobs
+        assert found == (max_new_tokens, scores, num_top), body
+    assert read({"prompt": [5] * 64, "echo": True, "max_tokens": 0}).requests[0].sampling.max_new_tokens == 0
 
 
 def test_the_default_length_shrinks_to_the_room_there_is():

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from headwater.core.records import ModelResponse
+from headwater.core.records import ModelResponse, PromptScores
 from headwater.serving.openai.chat import ChatReply, read_chat
 from headwater.serving.openai.completions import CompletionReply, read_completion
 from headwater.serving.output import Piece, PieceMaker, TextRules, whole
@@ -124,7 +124,8 @@ def streamed(writer, plan) -> list[dict]:
     chunks = []
     for place, token in enumerate(EURO):
         ending = "length" if place == len(EURO) - 1 else None
-        chunks += writer.chunks(0, maker.piece([token], [-1.0], [3], ending), version=3)
+        top = [((token, -1.0), (80, -2.0))] if plan.requests[0].sampling.num_top_logprobs else ()
+        chunks += writer.chunks(0, maker.piece([token], [-1.0], [3], ending, top), version=3)
     return chunks
 
 
@@ -143,6 +144,47 @@ def test_chunks_with_tokens_leave_none_out():
     assert [token for choice in choices for token in choice["token_ids"]] == EURO
     assert [offset for choice in choices for offset in choice["logprobs"]["text_offset"]] == [0, 1, 1, 1, 2]
     assert ["prompt_token_ids" in choice for choice in choices] == [True, False, False, False, False]
+    tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
+    other = tokenizer().decode([80])
+    assert tops == [{text: -1.0, other: -2.0} for text in ["a", "\ufffd", "\ufffd", "\ufffd", "b"]]
+
+
+def test_an_echo_puts_the_prompt_before_the_completion():
+    plan = read_completion({"prompt": "€hi", "echo": True, "logprobs": 1, "max_tokens": 5}, limits(), NAME)
+    prompt = plan.requests[0].input_tokens
+    scores = PromptScores((-1.0,) * (len(prompt) - 1), (((70, -0.5),),) * (len(prompt) - 1))
+    maker = PieceMaker(tokenizer(), plan.shape.rules, with_offsets=True)
+    piece = maker.piece(EURO, [-0.25] * 5, [0] * 5, "length", [((70, -3.0),)] * 5, scores)
+    (choice,) = CompletionReply(plan, tokenizer()).whole([piece], 0)["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "€hia€b"
+    assert logprobs["token_logprobs"] == (None, *[-1.0] * (len(prompt) - 1), *[-0.25] * 5)
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][-1] == {tokenizer().decode([70]): -3.0, "b": -0.25}
+    assert logprobs["text_offset"][-5:] == (3, 4, 4, 4, 5)
+    assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == len(prompt) + 5
+    # In a stream, the first chunk contains the prompt.
+    writer, maker = CompletionReply(plan, tokenizer()), PieceMaker(tokenizer(), plan.shape.rules, with_offsets=True)
+    texts = []
+    for place, token in enumerate(EURO):
+        top, ending = [((70, -3.0),)], "length" if place == 4 else None
+        piece = maker.piece([token], [-0.25], [0], ending, top, None if place else scores)
+        texts += [chunk["choices"][0]["text"] for chunk in writer.chunks(0, piece, 0)]
+    assert "".join(texts) == "€hia€b"
+    assert texts[0] == "€hia"
+
+
+def test_a_chat_lists_the_alternatives_of_each_token():
+    body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
+    plan = read_chat(body, limits(), NAME)
+    maker = PieceMaker(tokenizer(), plan.shape.rules)
+    piece = maker.piece(EURO[:1], [-0.5], [0], "length", [((EURO[0], -0.5), (EURO[1], -1.5))])
+    (choice,) = ChatReply(plan, tokenizer()).whole([piece], 0)["choices"]
+    (entry,) = choice["logprobs"]["content"]
+    assert entry["top_logprobs"] == [
+        {"token": "a", "logprob": -0.5, "bytes": [97]},
+        {"token": "\ufffd", "logprob": -1.5, "bytes": None},
+    ]
 
 
 def test_chunks_of_a_chat():

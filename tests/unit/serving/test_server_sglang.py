@@ -5,7 +5,7 @@ from __future__ import annotations
 from serving.parts import assert_refused, limits, refusal
 from tiny import tokenizer
 
-from headwater.core.records import ModelResponse, SamplingParams
+from headwater.core.records import Grammar, ModelResponse, SamplingParams
 from headwater.serving.output import whole
 from headwater.serving.sglang.generate import GenerateReply, read_generate
 from headwater.serving.sglang.steering import AbortCall, PauseCall, UpdateFromDisk
@@ -27,7 +27,7 @@ def test_every_setting_arrives():
     sampling = {
         "max_new_tokens": 5, "temperature": 0, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "n": 2, "stop": "a",
         "stop_token_ids": [3], "min_new_tokens": 2, "ignore_eos": True, "sampling_seed": 7, "no_stop_trim": True,
-        "skip_special_tokens": False, "frequency_penalty": 0.0, "spaces_between_special_tokens": False,
+        "skip_special_tokens": False, "frequency_penalty": 0.5, "spaces_between_special_tokens": False,
     }  # fmt: skip
     body = {
         "input_ids": [7, 8], "sampling_params": sampling, "return_logprob": True, "stream": True, "rid": "mine",
@@ -38,13 +38,22 @@ def test_every_setting_arrives():
     assert first.request.input_tokens == (7, 8)
     assert first.request.sampling == SamplingParams(
         max_new_tokens=5, temperature=0.0, top_k=40, top_p=0.9, min_p=0.1, min_new_tokens=2, stop_token_ids=(3,),
-        stop_strings=("a",), ignore_end=True,
+        stop_strings=("a",), ignore_end=True, frequency_penalty=0.5,
     )  # fmt: skip
     assert (first.logprobs, first.token_texts, call.stream, call.is_list) == (True, True, True, True)
     assert (first.rules.keep_stop, first.rules.skip_special_tokens) == (True, False)
     assert (first.name, second.name) == ("mine_0", "mine_1")
     assert call.names == {"mine": (first.request.request_id, second.request.request_id)}
     assert [sample.request.rng_key for sample in read(body).samples] == [first.request.rng_key, second.request.rng_key]
+
+
+def test_grammars_arrive():
+    for given, grammar in [
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"json_schema": "{}"}, Grammar("json_schema", "{}")),
+        ({"regex": "", "json_schema": None}, None),
+    ]:
+        assert read({"text": "hi", "sampling_params": given}).samples[0].request.sampling.grammar == grammar
 
 
 def test_a_batch_may_differ_by_prompt():
@@ -104,7 +113,8 @@ REFUSED = [
     ({"text": "hi", "sampling_params": {"top_k": 0}}, "sampling_params.top_k = 0: must be >= 1, or -1"),
     ({"text": "hi", "sampling_params": {"max_tokens": 5}}, "did you mean max_new_tokens?"),
     ({"text": "hi", "sampling_params": {"max_new_tokens": 99}}, "sampling_params.max_new_tokens = 99: the prompt"),
-    ({"text": "hi", "sampling_params": {"regex": "a+"}}, "constrained decoding is not available"),
+    ({"text": "hi", "sampling_params": {"ebnf": "a"}}, "use json_schema or regex"),
+    ({"text": "hi", "sampling_params": {"regex": "a", "json_schema": "{}"}}, "both are given"),
     ({"text": "hi", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 8}}, "at most max_new_tokens = 8"),
     ({"text": "hi", "return_logprob": 1}, "return_logprob = 1: must be true or false"),
     (

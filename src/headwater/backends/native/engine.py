@@ -42,6 +42,7 @@ from headwater.core.protocols import (
     MemoryTag,
     UpdateMode,
     WeightUpdate,
+    check_features,
     whole_response,
 )
 from headwater.core.records import Delta, ModelRequest, ModelResponse
@@ -133,7 +134,9 @@ class NativeEngine:
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
         }
-        return replace(Capabilities(**values), streaming=False, rounds=False)
+        # Only tokens, log-probs and versions are sent between the two processes.
+        features = tuple(each for each in values["features"] if each not in ("top_logprobs", "prompt_logprobs"))
+        return replace(Capabilities(**values), streaming=False, rounds=False, features=features)
 
     @cached_property
     def limits(self) -> EngineLimits:
@@ -187,6 +190,8 @@ class NativeEngine:
 
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that is too long. The engine's process checks the rest."""
+        if request.sampling.features:
+            check_features(request, self.capabilities)
         num_tokens = len(request.input_tokens) + request.sampling.max_new_tokens
         if num_tokens > self.limits.max_request_tokens:
             raise RequestError(

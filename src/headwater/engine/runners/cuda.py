@@ -7,16 +7,21 @@ replayed, so Python does no work per token. Prompts differ in shape and are laun
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.core.errors import ModelError
 from headwater.engine.attention.cuda import CudaDecode, CudaPrefill
+from headwater.engine.guides import Guidance
 from headwater.engine.kernels.activation import silu_and_mul
 from headwater.engine.kernels.advance import advance
 from headwater.engine.kernels.linear import invariant_linear, split_linear, suggest_slices
@@ -25,12 +30,14 @@ from headwater.engine.kernels.rope import rope_and_store
 from headwater.engine.kernels.sampling import sample_tokens
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import FUSED, ModelSpec, can_fuse
-from headwater.engine.plans import PrefillBatch
+from headwater.engine.plans import NewRow, PrefillBatch
 from headwater.engine.rows import DecodeRows
 from headwater.engine.runners.decoder import HeadNorms, Projection, Rotary
-from headwater.engine.runners.fixed_rows import sample_in_blocks
+from headwater.engine.runners.fixed_rows import sample_cut_in_blocks
 from headwater.engine.runners.plain import Output, Runner
-from headwater.engine.sampler import SamplingBatch, SamplingNeeds, sample
+from headwater.engine.sampler import SamplingBatch, SamplingNeeds, put_rows, sample_cut
+
+T = TypeVar("T")
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _BUCKET_STEP = 64
@@ -115,7 +122,9 @@ class CudaRunner(Runner):
         self._deterministic = deterministic
         more = range(_BUCKETS[-1] + _BUCKET_STEP, rows.capacity + _BUCKET_STEP, _BUCKET_STEP)
         self._buckets: list[int] = [bucket for bucket in (*_BUCKETS, *more) if bucket < rows.capacity] + [rows.capacity]
-        self._graphs: dict[tuple[int, SamplingNeeds, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, SamplingNeeds, int, int], torch.cuda.CUDAGraph] = {}
+        self._logit_graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        """For guided steps: graphs that end with the logits, and where they write them."""
         self._graph_memory: Any = None
         self._stream = stream
         self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -151,36 +160,70 @@ class CudaRunner(Runner):
 
     def forget_addresses(self) -> None:
         self._graphs.clear()
+        self._logit_graphs.clear()
         self._graph_memory = None
 
     @torch.inference_mode()
-    def decode(self, num_rows: int, num_steps: int, needs: SamplingNeeds) -> Output:
-        graph = self._graph(num_rows, needs)
+    def decode(
+        self,
+        num_rows: int,
+        num_steps: int,
+        needs: SamplingNeeds,
+        cut_rows: NDArray[np.int64] | None = None,
+        guidance: Guidance | None = None,
+    ) -> Output:
+        num_cut = 0
+        if needs.truncates and cut_rows is not None and len(cut_rows):
+            num_cut = self._cut_bucket(len(cut_rows), num_rows)
+            self.rows.set_cut_rows(cut_rows, num_cut)
+        graph = self._graph(num_rows, needs, num_cut) if guidance is None else None
         self.rows.step.zero_()
         self.rows.refresh_slots(num_rows, self.cache.page_tokens)
+        if graph is None:
+            assert guidance is not None
+            return self._guided_step(num_rows, needs, guidance)
         for _ in range(num_steps):
             graph.replay()
         return self._read(num_steps, slice(0, num_rows))
 
-    def _graph(self, num_rows: int, needs: SamplingNeeds) -> torch.cuda.CUDAGraph:
+    def _cut_bucket(self, num_cut: int, num_rows: int) -> int:
+        """The number of truncated rows that a graph handles: a power of four, or all rows."""
+        bucket = 1
+        while bucket < num_cut:
+            bucket *= 4
+        return min(bucket, num_rows)
+
+    def _graph(self, num_rows: int, needs: SamplingNeeds, num_cut: int) -> torch.cuda.CUDAGraph:
         # The sampling kernel handles temperature and greedy rows, so only the other needs require another graph.
-        needs = SamplingNeeds(needs.truncates, True, True, needs.has_minimum)
+        needs = replace(needs, truncates=num_cut > 0, is_wide=num_cut > 0 and needs.is_wide, scales=True)
+        needs = replace(needs, has_greedy=True, is_guided=False)
         # This table moves when it grows. Graphs that read the old table are not used again.
         width = self.rows.early_stop_ids.shape[1] if needs.has_minimum else 0
-        graph = self._graphs.get((num_rows, needs, width))
-        if graph is None:
-            with self._idle_rows(num_rows):
-                self._decode_step(num_rows, needs)  # compiles kernels, which is not possible during a capture
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                # Other threads, for example a learner's, may use the device during the capture.
-                with torch.cuda.graph(
-                    graph, pool=self._graph_memory, stream=self._stream, capture_error_mode="thread_local"
-                ):
-                    self._decode_step(num_rows, needs)
-            self._graph_memory = graph.pool()
-            self._graphs[num_rows, needs, width] = graph
-        return graph
+        key = num_rows, needs, num_cut, width
+        if key not in self._graphs:
+            self._graphs[key], _ = self._capture(num_rows, lambda: self._decode_step(num_rows, needs, num_cut))
+        return self._graphs[key]
+
+    def _capture(self, num_rows: int, step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A graph of ``step``, and what ``step`` returned: tensors to which every replay writes."""
+        with self._idle_rows(num_rows):
+            step()  # compiles kernels, which is not possible during a capture
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, for example a learner's, may use the device during the capture.
+            with torch.cuda.graph(
+                graph, pool=self._graph_memory, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                made = step()
+        self._graph_memory = graph.pool()
+        return graph, made
+
+    def _decode_logits(self, num_rows: int) -> Tensor:
+        if num_rows not in self._logit_graphs:
+            self._logit_graphs[num_rows] = self._capture(num_rows, lambda: self._logits(self._decode_hidden(num_rows)))
+        graph, logits = self._logit_graphs[num_rows]
+        graph.replay()
+        return logits
 
     @contextmanager
     def _idle_rows(self, num_rows: int) -> Iterator[None]:
@@ -194,12 +237,13 @@ class CudaRunner(Runner):
             self.rows.alive[:num_rows] = alive
             self.rows.slots[:num_rows] = slots
 
-    def _decode_step(self, num_rows: int, needs: SamplingNeeds) -> None:
+    def _decode_step(self, num_rows: int, needs: SamplingNeeds, num_cut: int = 0) -> None:
         rows, first = self.rows, slice(0, num_rows)
         logits = self._logits(self._decode_hidden(num_rows))
         if needs.has_minimum:
             logits = rows.forbid_early_stops(logits, first)
-        tokens, logprobs = self._sample(logits, rows.sampling(first, needs), rows.num_generated[first])
+        settings = rows.sampling(first, needs, rows.cut_rows[:num_cut])
+        tokens, logprobs = self._sample(logits, settings, rows.num_generated[first])
         advance(
             tokens,
             logprobs,
@@ -235,10 +279,16 @@ class CudaRunner(Runner):
         tokens, logprobs = sample_tokens(logits, settings.keys, positions, settings.temperature)
         if settings.needs.truncates:
             # The kernel does not truncate. Rows without truncation keep its bits, whatever their neighbours need.
-            draw = sample_in_blocks if self._deterministic else sample
-            cuts, (cut_tokens, cut_logprobs) = settings.cuts, draw(logits, settings, positions)
-            tokens, logprobs = torch.where(cuts, cut_tokens, tokens), torch.where(cuts, cut_logprobs, logprobs)
+            draw = sample_cut_in_blocks if self._deterministic else partial(sample_cut, may_look=False)
+            rows = settings.truncated_rows()
+            if len(rows):
+                cut = draw(logits[rows], settings.of_rows(rows), positions[rows])
+                tokens, logprobs = put_rows((tokens, logprobs), rows, cut)
         return tokens, logprobs
+
+    def _cut_places(self, new_rows: Sequence[NewRow]) -> Tensor | None:
+        places = [place for place, each in enumerate(new_rows) if SamplingNeeds.of(each.sampling).truncates]
+        return self._uploaded(np.array(places, np.int64))
 
     def _read(self, num_steps: int, rows: Tensor | slice) -> Output:
         def fetch(values: Tensor) -> Tensor:

@@ -8,6 +8,10 @@ recomputation then agree bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,29 +21,53 @@ from headwater.engine.attention.cpu import BlockwiseAttention
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.plans import PrefillBatch
 from headwater.engine.runners.plain import Runner
-from headwater.engine.sampler import SamplingBatch, sample
+from headwater.engine.sampler import SamplingBatch, put_rows, sample_cut, sample_uncut
 
 NUM_ROWS = 64
+_NUM_CUT_ROWS = 16
+"""Rows per block of those that are truncated. Sorting is slow and often few rows need it."""
 _VOCABULARY_MULTIPLE = 256
 
 
-def padded(block: Tensor) -> Tensor:
-    """``block`` with rows of zeros added up to ``NUM_ROWS`` rows."""
-    missing = NUM_ROWS - block.shape[0]
+def padded(block: Tensor, num_rows: int = NUM_ROWS) -> Tensor:
+    """``block`` with rows of zeros added up to ``num_rows`` rows."""
+    missing = num_rows - block.shape[0]
     return F.pad(block, (0, 0) * (block.dim() - 1) + (0, missing)) if missing else block
 
 
 def sample_in_blocks(logits: Tensor, settings: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
     """``sample`` in blocks: a row's token and log-prob have the same bits whatever other rows there are."""
+    drawn = _in_blocks(sample_uncut, NUM_ROWS, logits, settings, positions)
+    if settings.needs.truncates:
+        rows = settings.truncated_rows()
+        if len(rows):
+            cut = sample_cut_in_blocks(logits[rows], settings.of_rows(rows), positions[rows])
+            drawn = put_rows(drawn, rows, cut)
+    return drawn
+
+
+def sample_cut_in_blocks(logits: Tensor, settings: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """``sample_cut`` in blocks. The whole vocabulary is sorted, because neighbours must not decide how much is."""
+    settings = replace(settings, needs=replace(settings.needs, is_wide=True))
+    return _in_blocks(partial(sample_cut, may_look=False), _NUM_CUT_ROWS, logits, settings, positions)
+
+
+def _in_blocks(
+    draw: Callable[[Tensor, SamplingBatch, Tensor], tuple[Tensor, Tensor]],
+    num_rows: int,
+    logits: Tensor,
+    settings: SamplingBatch,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
     missing = -logits.shape[1] % _VOCABULARY_MULTIPLE
     drawn = []
-    for start in range(0, len(logits), NUM_ROWS):
-        block = slice(start, start + NUM_ROWS)
+    for start in range(0, len(logits), num_rows):
+        block = slice(start, start + num_rows)
         rows = logits[block]
         if missing:
             rows = F.pad(rows, (0, missing), value=-torch.inf)  # tokens that are never sampled
-        part = settings.map(lambda column, block=block: padded(column[block]))  # type: ignore[misc]
-        tokens, logprobs = sample(padded(rows), part, padded(positions[block]))
+        part = settings.map(lambda column, block=block: padded(column[block], num_rows))  # type: ignore[misc]
+        tokens, logprobs = draw(padded(rows, num_rows), part, padded(positions[block], num_rows))
         drawn.append((tokens[: len(rows)], logprobs[: len(rows)]))
     tokens, logprobs = (torch.cat(each) for each in zip(*drawn, strict=True))
     return tokens, logprobs

@@ -6,8 +6,9 @@ rows. ``cuda`` and ``fixed_rows`` replace parts of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,16 @@ from torch import Tensor
 
 from headwater.engine.attention import PagedAttention, use_paged_attention
 from headwater.engine.attention.cpu import CpuDecode, CpuPrefill
+from headwater.engine.guides import Guidance
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec, can_fuse
-from headwater.engine.plans import PrefillBatch
+from headwater.engine.plans import NewRow, PrefillBatch
 from headwater.engine.rows import DecodeRows, upload
 from headwater.engine.runners.decoder import DecoderOps, FusedDecoder
-from headwater.engine.sampler import SamplingBatch, SamplingNeeds, sample
+from headwater.engine.sampler import SamplingBatch, SamplingNeeds, distribution, put_rows, sample
 
+_SCORED_VALUES = 2**24
+"""How many log-probs of prompts are in memory at the same time: positions times vocabulary."""
 _EARLY_END = 8
 """On a CPU a round ends early once one in this many rows has finished, to avoid computing finished rows."""
 
@@ -36,6 +40,8 @@ class Output:
     logprobs: Tensor
     alive: Tensor
     ready: Any = None
+    top: tuple[Tensor, Tensor] | None = None
+    """Tokens and log-probs of the alternatives, ``[guided rows, alternatives]``."""
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.bool_]]:
         if self.ready is not None:
@@ -81,7 +87,7 @@ class Runner:
         """Called before weights or cache move: discard everything that depends on their addresses."""
 
     @torch.inference_mode()
-    def prefill(self, batch: PrefillBatch) -> Output | None:
+    def prefill(self, batch: PrefillBatch, guidance: Guidance | None = None) -> Output | None:
         """Compute the chunks. Rows of complete prompts start and sample their first token."""
         input_ids, positions, slots = map(self._uploaded, (batch.input_ids, batch.positions, batch.slots))
         hidden = self._prefill_hidden(batch, input_ids, positions, slots)
@@ -95,14 +101,44 @@ class Runner:
         # The samples of a prompt share its last hidden state, so the head is applied once per prompt.
         last, member_of = np.unique(np.asarray(batch.new_row_tokens), return_inverse=True)
         logits = self._logits(hidden[self._uploaded(last)])
-        self._draw(logits[self._uploaded(member_of)], rows, batch.needs)
-        return self._read(1, rows)
+        settings = self.rows.sampling(rows, batch.needs, self._cut_places(batch.new_rows))
+        top = self._draw(logits[self._uploaded(member_of)], rows, settings, guidance)
+        return replace(self._read(1, rows), top=top)
 
     @torch.inference_mode()
-    def decode(self, num_rows: int, num_steps: int, needs: SamplingNeeds) -> Output:
-        """Generate up to ``num_steps`` tokens for each of the first ``num_rows`` rows."""
+    def score(self, batch: PrefillBatch, targets: NDArray[np.int64], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of ``targets``, which follow the tokens of ``batch``, and the most likely tokens at their places.
+
+        They are those of the model's own distribution, at temperature 1. Nothing is sampled.
+        """
+        input_ids, positions, slots = map(self._uploaded, (batch.input_ids, batch.positions, batch.slots))
+        hidden = self._prefill_hidden(batch, input_ids, positions, slots)
+        num_rows = max(1, _SCORED_VALUES // self.spec.vocab_size)
+        scored = []
+        for block, wanted in zip(hidden.split(num_rows), self._uploaded(targets).split(num_rows), strict=True):
+            logprobs = self._logits(block).float().log_softmax(dim=-1)
+            top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+            scored.append((logprobs.gather(-1, wanted[:, None])[:, 0], top.indices, top.values))
+        own, top_tokens, top_logprobs = (torch.cat(each).cpu() for each in zip(*scored, strict=True))
+        return own, top_tokens, top_logprobs
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        num_rows: int,
+        num_steps: int,
+        needs: SamplingNeeds,
+        cut_rows: NDArray[np.int64] | None = None,
+        guidance: Guidance | None = None,
+    ) -> Output:
+        """Generate up to ``num_steps`` tokens for each of the first ``num_rows`` rows.
+
+        ``cut_rows`` are the rows whose distribution is truncated. With ``guidance``, one token is generated.
+        """
         self.rows.step.zero_()
         self.rows.refresh_slots(num_rows, self.cache.page_tokens)
+        if guidance is not None:
+            return self._guided_step(num_rows, needs, guidance)
         num_alive = int(self.rows.alive[:num_rows].sum())
         num_made = 0
         while num_made < num_steps:
@@ -114,9 +150,16 @@ class Runner:
         return self._read(num_made, slice(0, num_rows))
 
     def _decode_step(self, num_rows: int, needs: SamplingNeeds) -> None:
-        rows = self.rows
-        hidden = self._decode_hidden(num_rows)
-        self._draw(self._logits(hidden), torch.arange(num_rows, device=rows.device), needs)
+        rows = torch.arange(num_rows, device=self.rows.device)
+        self._draw(self._logits(self._decode_hidden(num_rows)), rows, self.rows.sampling(rows, needs))
+
+    def _guided_step(self, num_rows: int, needs: SamplingNeeds, guidance: Guidance) -> Output:
+        rows = torch.arange(num_rows, device=self.rows.device)
+        top = self._draw(self._decode_logits(num_rows), rows, self.rows.sampling(rows, needs), guidance)
+        return replace(self._read(1, slice(0, num_rows)), top=top)
+
+    def _decode_logits(self, num_rows: int) -> Tensor:
+        return self._logits(self._decode_hidden(num_rows))
 
     def _prefill_hidden(self, batch: PrefillBatch, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         attention = CpuPrefill(self.cache, torch.from_numpy(batch.page_table), batch.query_lens, batch.context_lens)
@@ -145,13 +188,27 @@ class Runner:
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._ops.linear(hidden, self._head.weight, self._head.bias)
 
-    def _draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> None:
-        """Sample a token for each of ``rows`` and update the rows."""
-        if needs.has_minimum:
+    def _draw(
+        self, logits: Tensor, rows: Tensor, settings: SamplingBatch, guidance: Guidance | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Sample a token for each of ``rows`` and update the rows. Returns the alternatives of guided rows."""
+        if settings.needs.has_minimum:
             logits = self.rows.forbid_early_stops(logits, rows)
         positions = self.rows.num_generated[rows].to(torch.int64)
-        tokens, logprobs = self._sample(logits, self.rows.sampling(rows, needs), positions)
-        self.rows.advance(rows, tokens, logprobs, self.cache.page_tokens)
+        drawn, top = self._sample(logits, settings, positions), None
+        if guidance is not None:
+            guided = self._uploaded(guidance.rows)
+            own_logits, own_settings = guidance.adjust(logits[guided]), settings.of_rows(guided)
+            drawn = put_rows(drawn, guided, self._sample(own_logits, own_settings, positions[guided]))
+            if guidance.num_top:
+                likely = distribution(own_logits, own_settings).topk(guidance.num_top, dim=-1)
+                top = likely.indices.cpu(), likely.values.cpu()
+        self.rows.advance(rows, *drawn, self.cache.page_tokens)
+        return top
+
+    def _cut_places(self, new_rows: Sequence[NewRow]) -> Tensor | None:
+        """The places of rows whose distribution is truncated. ``None`` where looking them up costs nothing."""
+        return None
 
     def _sample(self, logits: Tensor, settings: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
         return sample(logits, settings, positions)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from headwater.core.records import Delta, ModelRequest, SamplingParams
-from headwater.serving.errors import ApiError
-from headwater.serving.fields import Fields, check_name
+from headwater.core.records import Delta, Grammar, ModelRequest, SamplingParams
+from headwater.serving.errors import ApiError, wrong
+from headwater.serving.fields import Fields, check_name, checked_integers
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.sampling import read_stops
 
@@ -70,13 +70,45 @@ def _read_sampling(values: Mapping[str, Any], limits: ModelLimits) -> SamplingPa
         "stop_token_ids": fields.integers("stop_token_ids"),
         "stop_strings": read_stops(fields, "stop_strings"),
         "ignore_end": fields.flag("ignore_end", False),
+        "logit_bias": _read_bias(fields, limits),
+        "presence_penalty": fields.number("presence_penalty", 0.0),
+        "frequency_penalty": fields.number("frequency_penalty", 0.0),
+        "repetition_penalty": fields.number("repetition_penalty", 1.0),
+        "grammar": _read_grammar(fields),
     }
+    fields.neutral("num_top_logprobs", [0], "this call returns the sampled tokens; use /v1/completions")
+    fields.neutral("prompt_logprobs", [False], "this call returns the sampled tokens; use /v1/completions")
     fields.done()
     limits.check_ids(read["stop_token_ids"], fields.name("stop_token_ids"))
     try:
         return SamplingParams(**read)
     except ValueError as error:  # the record checks its own values
         raise ApiError(f"sampling.{error}", param="sampling") from error
+
+
+def _read_bias(fields: Fields, limits: ModelLimits) -> tuple[tuple[int, float], ...]:
+    """A list of pairs of a token and a number."""
+    pairs, name = fields.raw("logit_bias") or [], fields.name("logit_bias")
+    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        raise ApiError(f"{name}: must be a list of [token, number]", param=name)
+    for place, (_, bias) in enumerate(pairs):
+        if not isinstance(bias, int | float) or isinstance(bias, bool):
+            raise wrong(f"{name}[{place}][1]", bias, "must be a number")
+    tokens = checked_integers([token for token, _ in pairs], name)
+    limits.check_ids(tokens, name)
+    return tuple((token, float(bias)) for token, (_, bias) in zip(tokens, pairs, strict=True))
+
+
+def _read_grammar(fields: Fields) -> Grammar | None:
+    values = fields.mapping("grammar")
+    if values is None:
+        return None
+    parts = Fields(values, fields.name("grammar"))
+    kind, text = parts.choice("kind", ("json_schema", "regex")), parts.text("text")
+    parts.done()
+    if kind is None or text is None:
+        raise ApiError(f"{fields.name('grammar')}: needs kind and text", param=fields.name("grammar"))
+    return Grammar(kind, text)
 
 
 def line_of(delta: Delta) -> dict[str, Any]:

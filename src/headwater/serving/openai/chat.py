@@ -9,6 +9,7 @@ from headwater.chat.messages import Message, read_messages
 from headwater.chat.render import RESERVED_ARGUMENTS, ChatError, encode_rendered, render_chat
 from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
+from headwater.core.records import MAX_TOP_LOGPROBS
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
 from headwater.serving.openai.plan import (
@@ -29,7 +30,6 @@ CHUNK_KIND = "chat.completion.chunk"
 
 _ONLY_TEXT = "the reply is text"
 _NO_TOOLS = "this server returns text and does not parse tool calls; describe tools in the messages"
-_NO_GRAMMAR = "constrained decoding is not available"
 
 
 def read_chat(body: Mapping[str, Any], limits: ModelLimits, served_name: str) -> Plan:
@@ -37,17 +37,25 @@ def read_chat(body: Mapping[str, Any], limits: ModelLimits, served_name: str) ->
     model = check_model(fields, served_name)
     sampling = SamplingFields.read(fields, limits)
     field, max_tokens = _max_tokens(fields)
-    shape = read_shape(fields, sampling.stops, logprobs=_logprobs(fields))
+    logprobs, num_top = _logprobs(fields)
+    shape = read_shape(fields, sampling.stops, logprobs=logprobs)
     messages = _messages(fields.raw("messages"), limits)
     template_args = _template_args(fields)
     _refuse_unsupported_chat(fields)
     fields.done()
     limits.check_count(sampling.num_samples, "n")
     tokens = _render(messages, template_args, limits)
-    params = sampling.params(limits.num_new_tokens(len(tokens), max_tokens, None, field, prompt_field="messages"))
+    num_new = limits.num_new_tokens(len(tokens), max_tokens, None, field, prompt_field="messages")
+    params = sampling.params(num_new, num_top_logprobs=num_top)
     return Plan.build(
         "chatcmpl", model, [(tokens, params)], num_samples=sampling.num_samples, seed=sampling.seed, shape=shape
     )
+
+
+def read_messages_as_tokens(fields: Fields, limits: ModelLimits) -> tuple[int, ...]:
+    """The rendered chat of a body that contains nothing but ``messages`` and arguments of the template."""
+    messages = _messages(fields.raw("messages"))
+    return _render(messages, _template_args(fields), limits)
 
 
 def _max_tokens(fields: Fields) -> tuple[str, int | None]:
@@ -61,12 +69,13 @@ def _max_tokens(fields: Fields) -> tuple[str, int | None]:
     return "max_tokens", older
 
 
-def _logprobs(fields: Fields) -> bool:
+def _logprobs(fields: Fields) -> tuple[bool, int]:
+    """Whether log-probs are requested, and how many alternatives."""
     wanted = fields.flag("logprobs", False)
-    count = fields.integer("top_logprobs", 0, minimum=0)
-    if count > 0:
-        raise wrong("top_logprobs", count, "only the log-prob of the sampled token is available; use 0")
-    return wanted
+    count = fields.integer("top_logprobs", 0, minimum=0, maximum=MAX_TOP_LOGPROBS)
+    if count and not wanted:
+        raise wrong("top_logprobs", count, "needs logprobs = true; set it, or remove top_logprobs")
+    return wanted, count
 
 
 def _messages(value: Any, limits: ModelLimits) -> list[Message]:
@@ -133,7 +142,6 @@ def _refuse_unsupported_chat(fields: Fields) -> None:
     fields.neutral("tool_choice", ["none", "auto"], _NO_TOOLS)
     fields.neutral("functions", [[]], _NO_TOOLS)
     fields.neutral("function_call", ["none", "auto"], _NO_TOOLS)
-    fields.neutral("response_format", [{"type": "text"}], _NO_GRAMMAR)
     fields.neutral("modalities", [["text"]], _ONLY_TEXT)
     fields.neutral("audio", [], _ONLY_TEXT)
     fields.neutral("prediction", [], "speculative decoding is not available")
@@ -142,7 +150,7 @@ def _refuse_unsupported_chat(fields: Fields) -> None:
     fields.neutral("verbosity", ["medium"], "request it in the messages")
     fields.neutral("store", [False], "replies are not stored")
     fields.neutral("service_tier", ["auto", "default"], "all requests have the same priority")
-    fields.ignored("parallel_tool_calls", "metadata", "prompt_cache_key", "safety_identifier")
+    fields.ignored("parallel_tool_calls", "prompt_cache_key", "safety_identifier")
     refuse_unsupported(fields)
 
 
@@ -212,8 +220,13 @@ class ChatReply:
         return choice
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        content = []
-        for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
-            text = token_text(self._tokenizer, token)
-            content.append({"token": text, "logprob": logprob, "bytes": token_bytes(text), "top_logprobs": []})
+        tops = piece.top_logprobs or ((),) * len(piece.tokens)
+        content = [
+            {**self._entry(token, logprob), "top_logprobs": [self._entry(*each) for each in top]}
+            for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True)
+        ]
         return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = token_text(self._tokenizer, token)
+        return {"token": text, "logprob": logprob, "bytes": token_bytes(text)}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headwater.core.protocols import Tokenizer
+from headwater.core.records import MAX_TOP_LOGPROBS, Alternatives
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, is_integer
 from headwater.serving.openai.plan import (
@@ -18,22 +19,27 @@ from headwater.serving.openai.plan import (
     refuse_unsupported,
     usage,
 )
-from headwater.serving.output import Piece, token_text
+from headwater.serving.output import Offsets, Piece, token_text
 from headwater.serving.prompt import ModelLimits
 
 KIND = "text_completion"
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
+LEAST_LOGPROB = -9999.0
+"""Sent instead of minus infinity, for a prompt token that the model considers impossible."""
 
 
 def read_completion(body: Mapping[str, Any], limits: ModelLimits, served_name: str) -> Plan:
     fields = Fields(body)
     model = check_model(fields, served_name)
     sampling = SamplingFields.read(fields, limits)
-    max_tokens = fields.optional_integer("max_tokens", minimum=1)
-    shape = read_shape(fields, sampling.stops, logprobs=_logprobs(fields))
+    echo = fields.flag("echo", False)
+    max_tokens = fields.optional_integer("max_tokens", minimum=0)
+    if max_tokens == 0 and not echo:
+        raise wrong("max_tokens", max_tokens, "must be >= 1, or 0 with echo = true to score the prompt")
+    num_top = fields.optional_integer("logprobs", minimum=0, maximum=MAX_TOP_LOGPROBS)
+    shape = read_shape(fields, sampling.stops, logprobs=num_top is not None, echo=echo)
     prompt = fields.raw("prompt")
-    fields.neutral("echo", [False], "only sampled tokens have log-probs; prepend the prompt in the client")
     fields.neutral("suffix", [""], "the model only continues text")
     fields.neutral("best_of", [1, sampling.num_samples], "request n samples and choose among them")
     refuse_unsupported(fields)
@@ -50,10 +56,18 @@ def read_completion(body: Mapping[str, Any], limits: ModelLimits, served_name: s
         )
         for place, tokens in enumerate(prompts)
     ]
+    params = [
+        sampling.params(
+            num_new,
+            num_top_logprobs=num_top or 0,
+            prompt_logprobs=echo and (num_top is not None or num_new == 0),
+        )
+        for num_new in num_new_tokens
+    ]
     return Plan.build(
         "cmpl",
         model,
-        [(tokens, sampling.params(num_new)) for tokens, num_new in zip(prompts, num_new_tokens, strict=True)],
+        list(zip(prompts, params, strict=True)),
         num_samples=sampling.num_samples,
         seed=sampling.seed,
         shape=shape,
@@ -79,13 +93,6 @@ def _prompts(prompt: Any, limits: ModelLimits) -> list[tuple[int, ...]]:
     ]
 
 
-def _logprobs(fields: Fields) -> bool:
-    count = fields.optional_integer("logprobs", minimum=0)
-    if count is not None and count > 1:
-        raise wrong("logprobs", count, "only the log-prob of the sampled token is available; use 1")
-    return count is not None
-
-
 class CompletionReply:
     """Formats the pieces of a plan as OpenAI does, complete or in chunks."""
 
@@ -107,7 +114,7 @@ class CompletionReply:
         first = place not in self._begun
         self._begun.add(place)
         shows = piece.text or piece.stop_reason or (piece.tokens and (shape.logprobs or shape.token_ids))
-        if not shows and not (first and shape.token_ids):
+        if not shows and not (first and (shape.token_ids or shape.echo)):
             return []
         return [self._chunk([self._choice(place, piece, first=first)], version)]
 
@@ -122,10 +129,11 @@ class CompletionReply:
 
     def _choice(self, place: int, piece: Piece, *, first: bool) -> dict[str, Any]:
         shape = self._plan.shape
+        prompt = self._prompt(place) if shape.echo else ""
         choice: dict[str, Any] = {
             "index": place,
-            "text": piece.text,
-            "logprobs": self._logprobs(piece) if shape.logprobs else None,
+            "text": prompt + piece.text if first else piece.text,
+            "logprobs": self._logprobs(place, piece, len(prompt), first=first) if shape.logprobs else None,
             "finish_reason": piece.stop_reason,
         }
         if shape.token_ids:
@@ -134,10 +142,43 @@ class CompletionReply:
             choice["token_ids"] = piece.tokens
         return choice
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _prompt(self, place: int) -> str:
+        tokens, skip = self._plan.requests[place].input_tokens, self._plan.shape.rules.skip_special_tokens
+        return self._tokenizer.decode(tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+    def _logprobs(self, place: int, piece: Piece, num_prompt_characters: int, *, first: bool) -> dict[str, Any]:
+        request, shape = self._plan.requests[place], self._plan.shape
+        tokens, offsets = piece.tokens, tuple(num_prompt_characters + offset for offset in piece.offsets)
+        logprobs: tuple[float | None, ...] = piece.logprobs
+        tops: tuple[Alternatives | None, ...] = piece.top_logprobs
+        if first and shape.echo and piece.prompt_scores is not None:
+            starts = Offsets(self._tokenizer, shape.rules.skip_special_tokens)
+            offsets = (*map(starts.next, request.input_tokens), *offsets)
+            tokens = (*request.input_tokens, *tokens)
+            # Nothing precedes the first token. JSON has no infinity.
+            scores = (max(each, LEAST_LOGPROB) for each in piece.prompt_scores.logprobs)
+            logprobs, tops = (None, *scores, *logprobs), (None, *piece.prompt_scores.top_logprobs, *tops)
         return {
-            "tokens": [token_text(self._tokenizer, token) for token in piece.tokens],
-            "token_logprobs": piece.logprobs,
-            "top_logprobs": None,
-            "text_offset": piece.offsets,
+            "tokens": [token_text(self._tokenizer, token) for token in tokens],
+            "token_logprobs": logprobs,
+            "top_logprobs": self._tops(tokens, logprobs, tops) if request.sampling.num_top_logprobs else None,
+            "text_offset": offsets,
         }
+
+    def _tops(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float | None],
+        tops: Sequence[Alternatives | None],
+    ) -> list[dict[str, float] | None]:
+        """The alternatives and the token itself, by their texts. Of tokens with the same text, the most likely one."""
+        named: list[dict[str, float] | None] = []
+        for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
+            if top is None or logprob is None:
+                named.append(None)
+                continue
+            by_text: dict[str, float] = {}
+            for each, its_logprob in (*top, (token, logprob)):
+                by_text.setdefault(token_text(self._tokenizer, each), logprob if each == token else its_logprob)
+            named.append(by_text)
+        return named

@@ -5,15 +5,22 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.records import Grammar, ModelRequest, SamplingParams
 from headwater.serving.errors import ApiError, shown, wrong
 from headwater.serving.fields import Fields
 from headwater.serving.output import TextRules
 from headwater.serving.prompt import ModelLimits
-from headwater.serving.sampling import read_min_p, read_stops, refuse_other_distributions, sample_keys
+from headwater.serving.sampling import (
+    GuideFields,
+    checked_params,
+    read_min_p,
+    read_response_format,
+    read_stops,
+    sample_keys,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,8 @@ class Shape:
     logprobs: bool
     token_ids: bool
     rules: TextRules
+    echo: bool = False
+    """The prompt is part of the text and of the log-probs."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,8 @@ class SamplingFields:
     ignore_eos: bool
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    guide: GuideFields
+    grammar: Grammar | None
 
     @classmethod
     def read(cls, fields: Fields, limits: ModelLimits) -> SamplingFields:
@@ -98,14 +109,18 @@ class SamplingFields:
             ignore_eos=fields.flag("ignore_eos", False),
             stops=read_stops(fields),
             stop_token_ids=fields.integers("stop_token_ids"),
+            guide=GuideFields.read(fields, limits),
+            grammar=read_response_format(fields),
         )
         limits.check_ids(read.stop_token_ids, fields.name("stop_token_ids"))
         return read
 
-    def params(self, max_new_tokens: int) -> SamplingParams:
+    def params(
+        self, max_new_tokens: int, *, num_top_logprobs: int = 0, prompt_logprobs: bool = False
+    ) -> SamplingParams:
         if self.min_tokens > max_new_tokens:
             raise wrong("min_tokens", self.min_tokens, f"must be at most the requested tokens, {max_new_tokens}")
-        return SamplingParams(
+        return checked_params(
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -115,10 +130,14 @@ class SamplingFields:
             stop_token_ids=self.stop_token_ids,
             stop_strings=self.stops,
             ignore_end=self.ignore_eos,
+            grammar=self.grammar,
+            num_top_logprobs=num_top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            **asdict(self.guide),
         )
 
 
-def read_shape(fields: Fields, stops: tuple[str, ...], *, logprobs: bool) -> Shape:
+def read_shape(fields: Fields, stops: tuple[str, ...], *, logprobs: bool, echo: bool = False) -> Shape:
     stream = fields.flag("stream", False)
     options = fields.mapping("stream_options")
     include_usage = False
@@ -136,7 +155,7 @@ def read_shape(fields: Fields, stops: tuple[str, ...], *, logprobs: bool) -> Sha
         skip_special_tokens=fields.flag("skip_special_tokens", True),
         keep_stop=fields.flag("include_stop_str_in_output", False),
     )
-    return Shape(stream, include_usage, logprobs, fields.flag("return_token_ids", False), rules)
+    return Shape(stream, include_usage, logprobs, fields.flag("return_token_ids", False), rules, echo)
 
 
 def check_model(fields: Fields, served_name: str) -> str:
@@ -157,10 +176,9 @@ def unknown_model(model: str, served_name: str) -> ApiError:
 
 def refuse_unsupported(fields: Fields) -> None:
     """Fields of both endpoints that are accepted only if they have no effect, and fields that are only labels."""
-    refuse_other_distributions(fields)
     fields.neutral("use_beam_search", [False], "responses are sampled")
     # The spacing of special tokens matters only for slow tokenizers, which are not used here.
-    fields.ignored("user", "spaces_between_special_tokens")
+    fields.ignored("user", "metadata", "spaces_between_special_tokens")
 
 
 def _top_k(fields: Fields) -> int:

@@ -12,6 +12,7 @@ from headwater.serving.generation import generate_all, reply, send_events, strea
 from headwater.serving.openai.chat import ChatReply, read_chat
 from headwater.serving.openai.completions import CompletionReply, read_completion
 from headwater.serving.openai.plan import Plan, unknown_model
+from headwater.serving.openai.tokens import detokenize, tokenize, tokenizer_info, version
 from headwater.serving.output import PieceMaker, whole
 from headwater.serving.state import STATE, ServerState
 
@@ -59,6 +60,7 @@ def _model(state: ServerState) -> dict[str, Any]:
 def _checked(state: ServerState, plan: Plan) -> Plan:
     """``plan``, if the engine can serve all its prompts."""
     for each in plan.requests[:: plan.num_samples]:
+        state.check_features(each)
         state.engine.check(each)
     return plan
 
@@ -86,7 +88,14 @@ async def _events(state: ServerState, plan: Plan, writer: Writer) -> AsyncGenera
         async for place, delta in deltas:
             num_tokens += len(delta.tokens)
             version = max(delta.versions, default=version)
-            piece = makers[place].piece(delta.tokens, delta.logprobs, delta.versions, delta.stop_reason)
+            piece = makers[place].piece(
+                delta.tokens,
+                delta.logprobs,
+                delta.versions,
+                delta.stop_reason,
+                delta.top_logprobs,
+                delta.prompt_scores,
+            )
             for chunk in writer.chunks(place, piece, version):
                 yield chunk
     if shape.include_usage:
@@ -98,4 +107,8 @@ ROUTES = [
     web.post("/v1/chat/completions", chat_completions),
     web.get("/v1/models", models),
     web.get("/v1/models/{model:.+}", model),  # a name may contain slashes
+    web.post("/tokenize", tokenize),
+    web.post("/detokenize", detokenize),
+    web.get("/tokenizer_info", tokenizer_info),
+    web.get("/version", version),
 ]

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from headwater.core.protocols import Tokenizer
-from headwater.core.records import ModelRequest, SamplingParams, StopReason
+from headwater.core.records import Grammar, ModelRequest, SamplingParams, StopReason
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, check_name, checked_text, is_integer
 from headwater.serving.output import Piece, TextRules, token_text
 from headwater.serving.prompt import ModelLimits
-from headwater.serving.sampling import read_min_p, read_stops, refuse_other_distributions, sample_keys
+from headwater.serving.sampling import GuideFields, checked_params, read_min_p, read_stops, sample_keys
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's default."""
 TOP_K_ALL = 1 << 30
 """SGLang's other value for keeping all tokens."""
 
-_NO_GRAMMAR = "constrained decoding is not available"
+_OTHER_GRAMMARS = "use json_schema or regex"
 _ABORTED = "the request was aborted by a control call"
 _ONLY_SAMPLED = "only the log-probs of sampled tokens are available"
 _ONLY_TEXT = "this server accepts text or token ids"
@@ -230,7 +230,7 @@ class SamplingFields:
         stops = read_stops(fields)
         stop_token_ids = fields.integers("stop_token_ids")
         limits.check_ids(stop_token_ids, fields.name("stop_token_ids"))
-        params = SamplingParams(
+        params = checked_params(
             max_new_tokens=max_new_tokens,
             temperature=fields.number("temperature", 1.0, minimum=0),
             top_k=_top_k(fields),
@@ -240,6 +240,8 @@ class SamplingFields:
             stop_token_ids=stop_token_ids,
             stop_strings=stops,
             ignore_end=fields.flag("ignore_eos", False),
+            grammar=_grammar(fields),
+            **asdict(GuideFields.read(fields, limits)),
         )
         rules = TextRules(
             stops=stops,
@@ -253,15 +255,21 @@ class SamplingFields:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    refuse_other_distributions(fields)
-    fields.neutral("json_schema", [""], _NO_GRAMMAR)
-    fields.neutral("regex", [""], _NO_GRAMMAR)
-    fields.neutral("ebnf", [""], _NO_GRAMMAR)
-    fields.neutral("structural_tag", [""], _NO_GRAMMAR)
+    fields.neutral("ebnf", [""], _OTHER_GRAMMARS)
+    fields.neutral("structural_tag", [""], _OTHER_GRAMMARS)
     fields.neutral("stop_regex", ["", []], "use stop, which accepts plain text")
     fields.neutral("custom_params", [{}], "they have no effect")
     # The spacing of special tokens and the interval of a stream do not change the generated tokens.
     fields.ignored("spaces_between_special_tokens", "stream_interval")
+
+
+def _grammar(fields: Fields) -> Grammar | None:
+    schema, regex = fields.text("json_schema"), fields.text("regex")
+    if schema and regex:
+        raise ApiError("json_schema, regex: both are given; give one of the two", param=fields.name("regex"))
+    if schema:
+        return Grammar("json_schema", schema)
+    return Grammar("regex", regex) if regex else None
 
 
 def _top_k(fields: Fields) -> int:

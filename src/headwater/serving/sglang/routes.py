@@ -49,6 +49,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
 def _read(body: Mapping[str, Any], state: ServerState) -> GenerateCall:
     call = read_generate(body, state.limits)
     for each in call.requests:
+        state.check_features(each)
         state.engine.check(each)
     return call
 
