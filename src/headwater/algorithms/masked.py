@@ -138,8 +138,8 @@ def aggregate(
         return masked_sum(token_losses, mask) / (totals.num_sequences * totals.width) * dp
     if mode in ("seq-mean-token-mean", ROW_MEAN):
         means = masked_sum(token_losses, mask, dim=-1) / (mask.sum(dim=-1) + EPSILON)
-        counts_all = mode == ROW_MEAN and totals.num_rows is not None
-        return means.sum() / (totals.num_rows if counts_all else totals.num_sequences) * dp
+        num_rows = totals.num_rows if mode == ROW_MEAN else None
+        return means.sum() / (totals.num_sequences if num_rows is None else num_rows) * dp
     raise UnknownName(f"unknown aggregation {mode!r}; {nearest(mode, list(get_args(Aggregation)))}")
 
 

@@ -33,7 +33,7 @@ def broken_rules(
     for name, hint in hints.items():
         for rule in _relations(hint):
             value, other = values.get(name), values.get(rule.argument)
-            if not (_is_number(value) and _is_number(other)) or value >= other:
+            if not isinstance(value, (int, float)) or not isinstance(other, (int, float)) or value >= other:
                 continue
             if name in arguments:
                 yield name, f"must be {rule.rule} = {other}; raise it, or lower {rule.argument}"
@@ -143,7 +143,3 @@ def _relations(hint: Any) -> list[NotBelow]:
     if get_origin(hint) is Union:
         return [rule for option in get_args(hint) for rule in _relations(option)]
     return [part for part in get_args(hint) if isinstance(part, NotBelow)] if get_origin(hint) is Annotated else []
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))

@@ -14,7 +14,7 @@ from headwater.algorithms.corrections import CorrectionFunction, CorrectionInput
 from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram, weight_metrics
 from headwater.algorithms.groups import piece_weights
 from headwater.algorithms.kl import KLController, penalize_rewards
-from headwater.algorithms.masked import masked_mean
+from headwater.algorithms.masked import keep, masked_mean
 from headwater.algorithms.normalize import normalize, normalize_rewards
 from headwater.algorithms.proximal import approximation_metrics, loglinear
 from headwater.algorithms.reward_shaping import overlong_penalty, scale_scores
@@ -115,10 +115,13 @@ class ExperienceMaker:
         lengths = torch.tensor([len(each.response_tokens) for each in batch.trajectories])
         extended = pad_trajectories(longer, self.pad_token_id).with_columns(meta_info=dict(data.meta_info))
         values = self.learner.compute(extended, ["values"])["values"]
-        width = data.batch["response_mask"].shape[1]
+        mask = data.batch["response_mask"]
         # A finished response of full width has no column after its last token, and needs none.
         after = values.gather(1, lengths.clamp(max=values.shape[1] - 1)[:, None])[:, 0]
-        return {"values": values[:, :width], "final_values": after.masked_fill(~_unfinished(batch), 0.0)}
+        return {
+            "values": keep(values[:, : mask.shape[1]], mask),
+            "final_values": after.masked_fill(~_unfinished(batch), 0.0),
+        }
 
     def _old_policy(
         self, data: DataProto, version: int, computed: Mapping[str, Tensor], metrics: dict[str, float]
