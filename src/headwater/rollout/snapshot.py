@@ -86,7 +86,7 @@ def _finished_to_json(finished: Finished) -> dict[str, Any]:
         "baseline": finished.group.baseline,
         "num_lost": finished.group.num_lost,
         "trajectories": [
-            {field.name: to_json_safe(getattr(each, field.name)) for field in fields(Trajectory)}
+            {part.name: to_json_safe(getattr(each, part.name)) for part in fields(Trajectory)}
             for each in finished.group.trajectories
         ],
     }
