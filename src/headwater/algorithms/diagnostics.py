@@ -89,7 +89,7 @@ def ratio_percentiles(log_ratio: Tensor, mask: Tensor, percentiles: Sequence[int
 
 def staleness_histogram(versions: Tensor, mask: Tensor, current_version: int) -> dict[int, int]:
     """The number of trained tokens by their lag in versions; tokens that were not sampled are not counted."""
-    lags, counts = (current_version - versions[(mask != 0) & (versions >= 0)]).unique(return_counts=True)
+    lags, counts = torch.unique(current_version - versions[(mask != 0) & (versions >= 0)], return_counts=True)
     return dict(zip(lags.tolist(), counts.tolist(), strict=True))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,11 +94,14 @@ Alternatives = tuple[tuple[int, float], ...]
 """The most likely tokens at one position with their log-probs, the most likely first."""
 
 
+GrammarKind: TypeAlias = Literal["json_schema", "regex"]
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What the text of a response must match."""
 
-    kind: Literal["json_schema", "regex"]
+    kind: GrammarKind
     text: str
     """A JSON schema as JSON, or a regular expression for the whole text."""
 

@@ -124,7 +124,7 @@ class KVCache:
         a source first and a target later, so the order matters.
         """
         num_slice = max(1, _PAGE_COPY_BYTES // (self.spec.kv_bytes_per_token * self.page_tokens))
-        for source, target in zip(sources.split(num_slice), targets.split(num_slice), strict=True):
+        for source, target in zip(torch.split(sources, num_slice), torch.split(targets, num_slice), strict=True):
             self._storage[:, :, target] = self._storage[:, :, source]
         if self.has_broken:
             self._broken[targets.numpy()] = self._broken[sources.numpy()]

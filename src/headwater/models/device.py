@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 
@@ -46,7 +45,7 @@ def resolve_dtype(name: str, device: str = "auto") -> torch.dtype:
         return auto_dtype(resolve_device(device))
     if name not in DTYPES:
         raise ModelError(f"model.dtype = {name}: unknown; use one of auto, {', '.join(DTYPES)}")
-    return DTYPES[cast(Dtype, name)]
+    return DTYPES[name]
 
 
 def auto_dtype(device: torch.device) -> torch.dtype:

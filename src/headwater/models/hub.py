@@ -33,7 +33,7 @@ def find_hub_model(model_id: str, key: str) -> Path | str:
 @cache
 def _ask(endpoint: str, model_id: str) -> str:
     """Why the hub does not give the model; empty if it does."""
-    from huggingface_hub.utils import build_hf_headers, get_session
+    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
     url = f"{endpoint}/{model_id}/resolve/main/config.json"
     try:

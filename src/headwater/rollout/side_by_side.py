@@ -66,8 +66,9 @@ class SideBySide:
         running: list[asyncio.Task[Group | Dropped]] = []
         try:
             async with self._starting() as start:
-                for each in flights if start is not None else ():
-                    start.expect(each)
+                if start is not None:
+                    for each in flights:
+                        start.expect(each)
                 running = [asyncio.create_task(self._run_one(each)) for each in flights]
             return await asyncio.gather(*running)
         finally:

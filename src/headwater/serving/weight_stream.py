@@ -138,7 +138,8 @@ class IncomingWeights:
         receiver, done = self._in_progress()
         receiver.finish()
         self._done = None
-        await self._wait(asyncio.shield(asyncio.wrap_future(done)))
+        ended: asyncio.Future[None] = asyncio.wrap_future(done)
+        await self._wait(asyncio.shield(ended))
 
     async def abandon(self, reason: str) -> None:
         receiver, done = self._in_progress()
