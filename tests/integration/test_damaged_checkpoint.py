@@ -14,7 +14,7 @@ from headwater.observe.manifest import damage, seal
 from headwater.observe.run_directory import RunDirectory
 
 PPO = [
-    "recipes/algorithms/ppo.yaml", *CUT_DOWN, "warm_start.num_steps=1", "algorithm.kl_in_reward=0.1",
+    "quickstart", "ppo", *CUT_DOWN, "warm_start.num_steps=1", "algorithm.kl_in_reward=0.1",
     "algorithm.kl_estimator=k1", "critic.num_warmup_steps=0", "eval.before=false", "eval.after=false",
     "trainer.checkpoint_every_steps=1",
 ]  # fmt: skip

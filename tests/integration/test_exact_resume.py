@@ -9,8 +9,10 @@ import torch
 from command import CUT_DOWN, metrics, same_weights, train_here, weights
 from safetensors.torch import load_file
 
+from headwater.config.builtin import split_arguments
+
 PPO = [
-    "[quickstart, ppo]", *CUT_DOWN, "warm_start.num_steps=2", "critic.num_warmup_steps=1",
+    "quickstart", "ppo", *CUT_DOWN, "warm_start.num_steps=2", "critic.num_warmup_steps=1",
     "algorithm.kl_in_reward=0.1", "algorithm.kl_estimator=k1",
     "algorithm.kl_target=0.01", "algorithm.kl_horizon=16",
 ]  # fmt: skip
@@ -20,8 +22,9 @@ LORA = ["quickstart-lora", *CUT_DOWN, "warm_start.num_steps=2"]
 def slowly_warmed_up(recipe: list[str], tmp_path) -> list[str]:
     """With a rate that still rises when the run is resumed. A recipe may say so of a run that is cut short."""
     file = tmp_path / "recipe.yaml"
-    file.write_text(f"extends: {recipe[0]}\nlearner: {{num_warmup_steps: 3}}\n")
-    return [str(file), *recipe[1:]]
+    names, settings = split_arguments(recipe)
+    file.write_text(f"extends: [{', '.join(names)}]\nlearner: {{num_warmup_steps: 3}}\n")
+    return [str(file), *settings]
 
 
 def trained(run, step: int, part: str) -> dict[str, torch.Tensor]:

@@ -33,11 +33,13 @@ def find_hub_model(model_id: str, key: str) -> Path | str:
 @cache
 def _ask(endpoint: str, model_id: str) -> str:
     """Why the hub does not give the model; empty if it does."""
-    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
+    from huggingface_hub import get_session, get_token
 
+    token = get_token()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
     url = f"{endpoint}/{model_id}/resolve/main/config.json"
     try:
-        answer = get_session().head(url, headers=build_hf_headers(), timeout=CONNECT_LIMIT_S)
+        answer = get_session().head(url, headers=headers, timeout=CONNECT_LIMIT_S)
     except Exception as error:  # noqa: BLE001  its type depends on the HTTP library that huggingface_hub uses
         return f"{endpoint} cannot be reached ({type(error).__name__}: {error})"
     if answer.status_code in _NO_SUCH_MODEL:
