@@ -90,6 +90,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 4096
 """The largest number of tokens that one request may bias."""
 
+GrammarKind = Literal["json_schema", "regex"]
+GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex")
+
 Alternatives = tuple[tuple[int, float], ...]
 """The most likely tokens at one position with their log-probs, the most likely first."""
 
@@ -98,7 +101,7 @@ Alternatives = tuple[tuple[int, float], ...]
 class Grammar:
     """What the text of a response must match."""
 
-    kind: Literal["json_schema", "regex"]
+    kind: GrammarKind
     text: str
     """A JSON schema as JSON, or a regular expression for the whole text."""
 

@@ -98,7 +98,8 @@ class Lanes:
 
     def cut_rows_of(self, lanes: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows of those ``lanes`` that truncate their distribution."""
-        return self.row[lanes[self.needs[lanes, _TRUNCATES]]]
+        rows: NDArray[np.int64] = self.row[lanes[self.needs[lanes, _TRUNCATES]]]
+        return rows
 
     def give_back(self, lane: int) -> None:
         self.sequence[lane] = None
