@@ -54,7 +54,7 @@ def read_chat(body: Mapping[str, Any], limits: ModelLimits, served_name: str) ->
 
 def read_messages_as_tokens(fields: Fields, limits: ModelLimits) -> tuple[int, ...]:
     """The rendered chat of a body that contains nothing but ``messages`` and arguments of the template."""
-    messages = _messages(fields.raw("messages"))
+    messages = _messages(fields.raw("messages"), limits)
     return _render(messages, _template_args(fields), limits)
 
 
