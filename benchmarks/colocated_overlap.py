@@ -36,6 +36,7 @@ from headwater.engine import engine as engine_module
 from headwater.engine.engine import Engine
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
+from headwater.learner.export import merged_weights, weight_shapes
 from headwater.learner.packed_module import PolicyModule
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.rollout.padding import pad_trajectories
@@ -165,10 +166,10 @@ class _Learner:
             torch.cuda.current_stream().synchronize()
 
     def export(self) -> Iterator[Bucket]:
-        return in_buckets((name, each.detach()) for name, each in self._model.named_parameters())
+        return in_buckets(merged_weights(self._model))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(each.shape) for name, each in self._model.named_parameters()}
+        return weight_shapes(self._model)
 
 
 def _training(learner: _Learner, seconds: float, device: torch.device) -> float:

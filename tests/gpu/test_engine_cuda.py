@@ -180,7 +180,7 @@ def test_rows_that_end_at_different_times_cross_the_buckets(overlap):
     asked = [request(tokens_of(3 + key % 7), key, max_new_tokens=1 + key * 7 % 90) for key in range(150)]
     with cuda(overlap=overlap, max_sequences=150) as engine:
         responses = engine.generate(asked)
-        buckets = {num_rows for num_rows, _, _ in engine._runner._graphs}
+        buckets = {num_rows for num_rows, *_ in engine._runner._graphs}
         assert_nothing_is_held(engine)
     assert len(buckets) > 4
     assert [len(each.output_tokens) for each in responses] == [1 + key * 7 % 90 for key in range(150)]

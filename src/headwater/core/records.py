@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,11 +90,11 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 4096
 """The largest number of tokens that one request may bias."""
 
+GrammarKind = Literal["json_schema", "regex"]
+GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex")
+
 Alternatives = tuple[tuple[int, float], ...]
 """The most likely tokens at one position with their log-probs, the most likely first."""
-
-
-GrammarKind: TypeAlias = Literal["json_schema", "regex"]
 
 
 @dataclass(frozen=True, slots=True)

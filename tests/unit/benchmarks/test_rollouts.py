@@ -77,6 +77,12 @@ def test_the_cost_of_stop_strings_is_recorded(record_of):
     assert record["share_looked_at"] < 0.5
 
 
+def test_filtered_sampling_is_timed_with_none_one_and_all_rows(record_of):
+    record = record_of("sampling_filters", "--rows", "4", "--vocabulary", "3000", "--runs", "2")
+    names = ["none", "top_k_one", "top_k_all", "top_p_one", "top_p_all", "sorted_completely"]
+    assert {name: len(times) for name, times in record["seconds"].items()} == dict.fromkeys(names, 2)
+
+
 def test_a_vllm_that_fails_is_told_with_its_words(script, tmp_path):
     side, shapes = script("vllm_side"), script("shapes")
     model = shapes.build_model("tiny", torch.device("cpu"), torch.float32)

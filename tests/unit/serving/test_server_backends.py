@@ -15,6 +15,7 @@ import tiny
 from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import save_file
 
+import headwater
 from headwater.backends.hf import HfEngine
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import RequestError
@@ -328,6 +329,49 @@ def test_hf_generates_in_every_api_and_streams_in_one_chunk(hf):
         status, whole = await calls.post("/generate", asked)
         (event,) = await calls.events("/generate", asked)
         assert (status, event["output_ids"]) == (200, whole["output_ids"])
+
+    run(hf, scenario)
+
+
+def test_hf_has_alternatives_and_refuses_scores_by_name(hf):
+    async def scenario(calls: Calls) -> None:
+        asked = {
+            "prompt": "12+30=",
+            "max_tokens": 3,
+            "logprobs": 2,
+            "logit_bias": {"42": 100},
+            "return_token_ids": True,
+        }
+        status, body = await calls.post("/v1/completions", asked)
+        assert status == 200
+        (choice,) = body["choices"]
+        assert choice["token_ids"] == [42] * 3
+        assert all(len(top) in (2, 3) for top in choice["logprobs"]["top_logprobs"])
+        status, body = await calls.post("/v1/completions", {**asked, "echo": True})
+        assert (status, body["error"]["code"]) == (501, "unsupported_by_engine")
+        assert "prompt_logprobs" in body["error"]["message"]
+
+    run(hf, scenario)
+
+
+def test_calls_about_tokens(hf):
+    async def scenario(calls: Calls) -> None:
+        status, body = await calls.post("/tokenize", {"prompt": "12+30=", "return_token_strs": True})
+        assert (status, body["count"], "".join(body["token_strs"])) == (200, len(body["tokens"]), "12+30=")
+        assert (await calls.post("/detokenize", {"tokens": body["tokens"]}))[1] == {"prompt": "12+30="}
+        assert (await calls.post("/detokenize", {"tokens": []}))[1] == {"prompt": ""}
+        status, body = await calls.post("/tokenize", {"messages": CHAT["messages"]})
+        assert (status, body["token_strs"]) == (200, None)
+        assert (await calls.get("/tokenizer_info"))[1]["eos_token"] == tiny.tokenizer().eos_token
+        assert (await calls.get("/version"))[1] == {"version": headwater.__version__}
+        for path, wrong in [
+            ("/tokenize", {}),
+            ("/tokenize", {"prompt": "a", "messages": []}),
+            ("/tokenize", {"prompt": 5}),
+            ("/detokenize", {"tokens": [512]}),
+            ("/detokenize", {"tokens": [1] * 5000}),
+        ]:
+            assert (await calls.post(path, wrong))[0] == 400, wrong
 
     run(hf, scenario)
 

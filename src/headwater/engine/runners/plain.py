@@ -115,9 +115,8 @@ class Runner:
         hidden = self._prefill_hidden(batch, input_ids, positions, slots)
         num_rows = max(1, _SCORED_VALUES // self.spec.vocab_size)
         scored = []
-        for block, wanted in zip(
-            torch.split(hidden, num_rows), torch.split(self._uploaded(targets), num_rows), strict=True
-        ):
+        blocks = torch.split(hidden, num_rows), torch.split(self._uploaded(targets), num_rows)
+        for block, wanted in zip(*blocks, strict=True):
             logprobs = self._logits(block).float().log_softmax(dim=-1)
             top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
             scored.append((logprobs.gather(-1, wanted[:, None])[:, 0], top.indices, top.values))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any
 
-from headwater.core.records import Delta, Grammar, GrammarKind, ModelRequest, SamplingParams
+from headwater.core.records import GRAMMAR_KINDS, Delta, Grammar, ModelRequest, SamplingParams
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, check_name, checked_integers
 from headwater.serving.prompt import ModelLimits
@@ -104,7 +104,7 @@ def _read_grammar(fields: Fields) -> Grammar | None:
     if values is None:
         return None
     parts = Fields(values, fields.name("grammar"))
-    kind, text = parts.choice("kind", get_args(GrammarKind)), parts.text("text")
+    kind, text = parts.choice("kind", GRAMMAR_KINDS), parts.text("text")
     parts.done()
     if kind is None or text is None:
         raise ApiError(f"{fields.name('grammar')}: needs kind and text", param=fields.name("grammar"))

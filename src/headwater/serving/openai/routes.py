@@ -77,7 +77,10 @@ async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: 
         versions = [version for piece in pieces for version in piece.versions]
         return writer.whole(pieces, max(versions, default=state.engine.get_version()))
 
-    return await state.write(build, sum(len(response.output_tokens) for response in responses))
+    num_tokens = sum(len(response.output_tokens) for response in responses)
+    if plan.shape.echo:
+        num_tokens += sum(len(each.input_tokens) for each in plan.requests)
+    return await state.write(build, num_tokens)
 
 
 async def _events(state: ServerState, plan: Plan, writer: Writer) -> AsyncGenerator[dict[str, Any], None]:

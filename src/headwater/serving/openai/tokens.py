@@ -50,7 +50,7 @@ def _tokenize(body: Mapping[str, Any], state: ServerState) -> dict[str, Any]:
         tokens = read_messages_as_tokens(fields, limits)
         fields.neutral("add_special_tokens", [False], "the chat template adds them")
     else:
-        text = fields.text("prompt") or ""
+        text = limits.short_text(fields.raw("prompt"), "prompt")
         tokens = tuple(state.tokenizer.encode(text, add_special_tokens=fields.flag("add_special_tokens", True)))
     fields.done()
     return {
@@ -66,6 +66,9 @@ def _detokenize(body: Mapping[str, Any], state: ServerState) -> dict[str, Any]:
     check_model(fields, state.options.served_name)
     tokens = fields.raw("tokens")
     fields.done()
+    most = state.limits.engine.max_model_tokens
+    if isinstance(tokens, list) and len(tokens) > most:
+        raise ApiError(f"tokens: {len(tokens)} tokens are more than the model supports ({most})", param="tokens")
     ids = () if tokens == [] else state.limits.tokens_of_ids(tokens, "tokens")
     text = state.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return {"prompt": text}
