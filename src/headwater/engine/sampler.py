@@ -18,8 +18,9 @@ from headwater.core.records import SamplingParams
 _CHUNK = 256
 NARROW = 1024
 """How many of the most likely tokens are sorted first. Truncation usually keeps fewer."""
-_ROUNDING = 1e-4
-"""More than the rounding error of the sum of ``NARROW`` probabilities in float32."""
+_ROUNDING = 2.0**-22
+_LEAST_TERMS = 16
+"""The sum of k probabilities in float32 is exact within (k + 16) times this error, in whatever order they are added."""
 
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed 64-bit number
 _MIX_1 = -4658895280553007687
@@ -269,7 +270,9 @@ class _Prefix:
     def is_enough(self, batch: SamplingBatch) -> Tensor:
         """Per row, whether a longer prefix would keep the same tokens, whatever its rounding errors."""
         is_short = (batch.top_k > 0) & (batch.top_k <= NARROW)
-        is_certain = (self.before - batch.top_p[:, None]).abs().amin(dim=-1) > _ROUNDING
+        rank = torch.arange(NARROW, device=self.before.device)
+        is_clear = (self.before - batch.top_p[:, None]).abs() > (rank + _LEAST_TERMS) * _ROUNDING
+        is_certain = is_clear.all(dim=-1)
         return is_short | ((batch.top_k == 0) & ~self.keep[:, -1] & (is_certain | (batch.top_p == 1)))
 
     def put_into(self, logprobs: Tensor) -> Tensor:
