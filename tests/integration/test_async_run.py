@@ -189,7 +189,7 @@ def checksums(run: Path) -> list[str]:
 def plain_loop() -> list[str]:
     """Training as one would write it down: a batch, its experience, an update, the next version."""
     with contextlib.chdir(ROOT):
-        config = load_config(Path(SYNC[0]), SYNC[1:]).config
+        config = load_config([SYNC[0]], SYNC[1:]).config
         rollout = build_rollout(config, config.model.path)
         try:
             training = build_training(LearnerSpec(config, config.model.path, config.model.path), rollout.tokenizer)

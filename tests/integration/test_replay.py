@@ -148,7 +148,7 @@ def test_what_cannot_be_repeated_is_refused(replay, recorded, settings, reason):
     run = copy_of(recorded, f"other{len(settings)}")
     text = (run / "config.yaml").read_text()
     text = text.replace("deterministic: true", "deterministic: false") if not settings else text
-    text = text.replace("update_mode: interrupt", "update_mode: in_flight") if settings else text
+    text = text.replace("update_mode: auto", "update_mode: in_flight") if settings else text
     (run / "config.yaml").write_text(text)
     result = replay(run)
     assert result.code == 2

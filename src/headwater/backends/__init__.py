@@ -55,7 +55,7 @@ def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = F
     if config.learner.offload_during_rollout and "kv_cache" not in can.memory_tags:
         problems.append(f"learner.offload_during_rollout = true: {backend} cannot release its KV cache; use false")
     # A backend with only one mode ignores the setting.
-    if len(can.update_modes) > 1 and mode not in can.update_modes:
+    if len(can.update_modes) > 1 and mode not in ("auto", *can.update_modes):
         problems.append(f"engine.update_mode = {mode}: {backend} only has {', '.join(can.update_modes)}")
     return problems
 

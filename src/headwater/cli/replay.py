@@ -50,7 +50,7 @@ def _check(config: Config, schedule: RecordedSchedule, path: Path) -> None:
             f"{path}: was made with engine.deterministic = false, so its results depend on how the engine batched "
             "requests; record a run with rollout.backend=embedded engine.deterministic=true"
         )
-    if schedule.has_mixed_responses and config.engine.update_mode == "in_flight":
+    if schedule.has_mixed_responses and config.engine.chosen_update_mode == "in_flight":
         raise RunError(
             f"{path}: was made with engine.update_mode = in_flight, where responses continue with keys and values "
             "of older weights, which cannot be reproduced; record a run with engine.update_mode=interrupt"

@@ -159,11 +159,18 @@ class EngineConfig:
     CPU."""
     prefix_cache: bool = True
     """Keep the pages of finished sequences, so that prompts with the same beginning are not computed again."""
-    update_mode: UpdateMode = "interrupt"
-    """What running requests do when new weights arrive: `interrupt` recomputes their KV cache, `in_flight` keeps it
-    and continues, `drain` finishes them first."""
+    update_mode: Literal["auto", UpdateMode] = "auto"
+    """What running requests do when new weights arrive: `in_flight` keeps their KV cache and continues, `interrupt`
+    recomputes it, `drain` finishes them first. `auto` is `in_flight`, which costs nothing, or `interrupt` with
+    `engine.deterministic`, so that the run can be replayed."""
     deterministic: bool = False
     """Make the tokens and log-probs of a request bitwise independent of other requests; slower."""
+
+    @property
+    def chosen_update_mode(self) -> UpdateMode:
+        if self.update_mode != "auto":
+            return self.update_mode
+        return "interrupt" if self.deterministic else "in_flight"
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ class Engine:
         future that has failed.
         """
         try:
-            return self._update_weights(update, mode or self.config.update_mode)
+            return self._update_weights(update, mode or self.config.chosen_update_mode)
         except Exception as error:  # noqa: BLE001  every refusal is reported by the future
             refused: Future[None] = Future()
             refused.set_exception(error)
@@ -386,7 +386,7 @@ class Engine:
 
     def status(self) -> EngineStatus:
         metrics = self.metrics()
-        settings = asdict(self.config)
+        settings = asdict(self.config) | {"update_mode": self.config.chosen_update_mode}
         if not self.config.memory_fraction:
             del settings["memory_fraction"]  # it was automatic; kv_cache_gib shows the result
         return EngineStatus(

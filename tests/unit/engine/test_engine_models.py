@@ -131,7 +131,7 @@ def test_a_least_number_of_tokens_is_part_of_the_distribution():
 
 
 def test_the_fused_decoder_agrees_with_transformers_own_layers(monkeypatch):
-    def unfused(model, spec, cache, rows, *, deterministic):
+    def unfused(model, spec, cache, rows, *, deterministic, stream):
         return Runner(model, spec, cache, rows, CpuOps(), fused=False)
 
     requests = [request(tokens_of(length), key) for key, length in enumerate(LENGTHS)]

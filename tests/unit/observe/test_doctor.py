@@ -353,6 +353,7 @@ REMEDIES = {
     "engine_call": "does not answer",
     "ranks": "rank_timeout_s",
     "run_lock": "another machine",
+    "first_requests": "first request",
     "rollout_thread": "to_thread",
     "rollouts": "eval.num_prompts",
 }

@@ -14,7 +14,7 @@ from rollout.held_engine import HeldEngine
 import headwater.rollout.flight as flight_module
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
-from headwater.core.records import Answer, DropKind
+from headwater.core.records import Answer, DropKind, ModelRequest, SamplingParams
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 from headwater.rollout.ledger import LedgerCounts
@@ -202,12 +202,14 @@ def test_an_engine_that_cannot_be_held_reaches_the_learner():
 
         def resume(self): ...
 
-    with executor_of(Scripted(ok), engine=Broken()) as executor:
+    class Asking:
+        async def arun_episode(self, engine, data):
+            await engine.agenerate(ModelRequest("r", (1,), SamplingParams(max_new_tokens=1), 0))
+
+    with executor_of(Asking(), engine=Broken()) as executor:
         with pytest.raises(RolloutFailed, match="the engine is gone"):
             executor.prepare_batch(Rows())
-        # Episodes that send no request have ended by then.
-        held = counts(executor)
-        assert (held.dispatched, held.buffered + held.in_flight) == (3, 3)
+        assert counts(executor) == LedgerCounts(3, 0, 0, buffered=0, in_flight=3)
 
 
 # Rewards

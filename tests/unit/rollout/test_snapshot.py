@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollout.executor_parts import Rows, draw_of
 from rollout.stale_parts import finished
 
-from headwater.core.records import Trajectory
+from headwater.core.records import MAX_REWARD, Trajectory
 from headwater.rollout.buffer import Finished
 from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import Group, PromptDraw
@@ -68,7 +68,7 @@ infos = st.recursive(
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(floats, min_size=1, max_size=6),
-    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(-MAX_REWARD, MAX_REWARD),
     st.dictionaries(st.text(max_size=4), infos, max_size=3),
     st.booleans(),
 )

@@ -104,7 +104,7 @@ def test_a_name_may_be_shared_and_is_free_when_the_last_has_ended():
 def test_settings_of_the_engine():
     config = read_engine_config(["engine.max_queue=7", "engine.update_mode=drain"])
     assert (config.max_queue, config.update_mode) == (7, "drain")
-    assert {**asdict(config), "max_queue": 65536, "update_mode": "interrupt"} == asdict(EngineConfig())
+    assert {**asdict(config), "max_queue": 65536, "update_mode": "auto"} == asdict(EngineConfig())
 
 
 def test_wrong_settings_are_told_all_at_once():
