@@ -270,7 +270,7 @@ def test_refusals_reach_the_client(client):
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
     with pytest.raises(openai.BadRequestError, match="did you mean min_tokens"):
         client.completions.create(**asked, extra_body={"min_token": 1})
-    with pytest.raises(openai.BadRequestError, match="suffix.*not supported"):
+    with pytest.raises(openai.BadRequestError, match=r"suffix.*not supported"):
         client.completions.create(**asked, suffix="d")
     with pytest.raises(openai.NotFoundError, match="this server serves 'tiny:qwen3'"):
         client.completions.create(model="gpt-17", prompt="abc")

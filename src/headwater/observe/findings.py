@@ -145,8 +145,8 @@ WAIT_REMEDIES = {
     "ranks": "the ranks execute one call together, and an update of a large batch may take long; if it never ends, the "
     "output of the other ranks says more; learner.rank_timeout_s limits a call",
     "run_lock": "another machine held this run; if its process has ended, the run continues after a minute",
-    "first_requests": "the first requests of a batch enter the engine together, and an episode has not sent its own yet: "
-    "a workflow that computes before its first request should do so quickly, or in asyncio.to_thread",
+    "first_requests": "the first requests of a batch enter the engine together, and an episode has not sent its own "
+    "yet: a workflow that computes before its first request should do so quickly, or in asyncio.to_thread",
     "rollout_thread": "an episode blocks the thread that runs all episodes: run slow code of a workflow, tool or "
     "reward in asyncio.to_thread",
 }
