@@ -160,9 +160,8 @@ class EngineConfig:
     prefix_cache: bool = True
     """Keep the pages of finished sequences, so that prompts with the same beginning are not computed again."""
     update_mode: Literal["auto", UpdateMode] = "auto"
-    """What running requests do when new weights arrive: `in_flight` keeps their KV cache and continues, `interrupt`
-    recomputes it, `drain` finishes them first. `auto` is `in_flight`, which costs nothing, or `interrupt` with
-    `engine.deterministic`, so that the run can be replayed."""
+    """What running requests do when new weights arrive: `in_flight` keeps their KV cache, `interrupt` recomputes it,
+    `drain` finishes them first. `auto` is `in_flight`, or `interrupt` with engine.deterministic."""
     deterministic: bool = False
     """Make the tokens and log-probs of a request bitwise independent of other requests; slower."""
 
