@@ -23,6 +23,7 @@ LONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the child in /proc")
 def test_a_run_continues_when_its_engine_is_killed(tmp_path, caplog):
     run = tmp_path / "killed"

@@ -116,6 +116,7 @@ def test_a_run_that_was_interrupted_and_resumed(replay, num_lost, tmp_path):
     assert f"The weights of all {num_steps} steps equal the recorded ones, bit for bit" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_run_in_which_tokens_were_masked_as_too_old(replay, tmp_path):
     """The first half of the first prompt's responses is of version 0, the second of version 3 or later."""
     run = tmp_path / "masked"

@@ -564,6 +564,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(server):
 # The command
 
 
+@pytest.mark.slow
 def test_the_hf_backend_serves_and_ctrl_c_stops_it():
     server = start("--backend", "hf", "--served-name", "mine")
     try:

@@ -313,6 +313,7 @@ def test_a_request_that_cannot_be_served_is_refused_as_in_this_process(served):
     assert len(generate(served, requests(1, 4))) == 1
 
 
+@pytest.mark.slow
 def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatch):
     loaded = load_config(
         None, ["rollout.placement=disaggregated", "engine.max_queue=77", "engine.kv_cache_gib=0.02", "run.seed=3"]
