@@ -33,8 +33,9 @@ def test_arguments_have_the_names_of_verl_too() -> None:
     assert_same(data.select(**keys), data.select(["ids"], ["uid"], []))
     assert_same(data.repeat(repeat_times=2), data.repeat(2))
     assert len(data.chunk(chunks=2)) == len(data.split(split_size=2)) == 2
-    assert_same(DataProto.concat(data=data.chunk(2)), data)
-    assert_same(DataProto.from_single_dict(data={"ids": data.batch["ids"]}), data.select(["ids"], [], []))
+    proto: Any = DataProto
+    assert_same(proto.concat(data=data.chunk(2)), data)
+    assert_same(proto.from_single_dict(data={"ids": data.batch["ids"]}), data.select(["ids"], [], []))
     renamed = data.rename(old_keys=["ids", "uid"], new_keys=["uid", "ids"])
     assert "ids" in renamed.non_tensor_batch
     assert sorted(renamed.batch.keys()) == ["reward", "uid"]
@@ -147,8 +148,8 @@ def test_the_other_batch_overrides(left: DataProto, right: DataProto) -> None:
     num_rows = min(len(left), len(right))
     left, right = left[:num_rows], right[:num_rows]
     both = left.union_or_override(right)
-    names = [list(right.batch.keys()), list(right.non_tensor_batch), list(right.meta_info)]
-    assert_same(both.select(*names), right)
+    tensors, objects, meta = list(right.batch.keys()), list(right.non_tensor_batch), list(right.meta_info)
+    assert_same(both.select(tensors, objects, meta), right)
     columns = {*left.batch.keys(), *left.non_tensor_batch, *right.batch.keys(), *right.non_tensor_batch}
     assert {*both.batch.keys(), *both.non_tensor_batch} == columns
 
