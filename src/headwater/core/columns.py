@@ -7,19 +7,39 @@ of dtype ``object``, whatever its rows hold: a column of equally long lists stay
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 ObjectArray: TypeAlias = npt.NDArray[np.object_]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 RowIndex: TypeAlias = slice | Sequence[int] | npt.NDArray[Any] | torch.Tensor
 """An index that selects a batch: positions, or a mask with one boolean per row."""
+
+
+def also_accepts(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a function accept further names of its keyword arguments: ``@also_accepts(repeat_times="times")``."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def renamed(*args: P.args, **kwargs: P.kwargs) -> T:
+            for other in names.keys() & kwargs.keys():
+                if names[other] in kwargs:
+                    raise TypeError(f"{function.__name__} got {names[other]} and {other}, which are the same argument")
+                kwargs[names[other]] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return renamed
+
+    return decorate
 
 
 def object_column(name: str, values: Any) -> ObjectArray:
@@ -132,29 +152,68 @@ def merge_equal(left: Mapping[str, Any], right: Mapping[str, Any], kind: str, re
     return {**left, **right}
 
 
+def merge_metrics(parts: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return a list of values for each metric of the parts: mappings, lists of mappings, or None.
+
+    A value that is a list counts as several values, so that the result does not depend on what was merged first.
+    """
+    merged: dict[str, list[Any]] = {}
+    for part in parts:
+        for metrics in [] if part is None else part if isinstance(part, (list, tuple)) else [part]:
+            if not isinstance(metrics, Mapping):
+                raise TypeError(
+                    f'meta_info["metrics"] is a {type(metrics).__name__}; must be a mapping or a list of them'
+                )
+            for name, value in metrics.items():
+                merged.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+    return merged
+
+
 def values_equal(left: Any, right: Any) -> bool:
     """Return whether both values have the same type and content. NaN equals NaN.
 
-    Containers, arrays and dataclasses are compared element by element. The device of a tensor is ignored.
+    Containers, arrays and dataclasses are compared element by element, also if they contain themselves. The device of a
+    tensor is ignored.
     """
-    if left is right:
-        return True
+    pairs = [(left, right)]
+    # A pair of containers is compared once: a container that contains itself would never end. The values are kept, so
+    # that no other object gets the id of one that was freed.
+    compared: dict[tuple[int, int], tuple[Any, Any]] = {}
+    while pairs:
+        pair = pairs.pop()
+        if pair[0] is pair[1] or compared.get((id(pair[0]), id(pair[1]))) is not None:
+            continue
+        inner = _inner_pairs(*pair)
+        if inner is None:
+            return False
+        if inner:
+            compared[id(pair[0]), id(pair[1])] = pair
+            pairs += inner
+    return True
+
+
+def _inner_pairs(left: Any, right: Any) -> list[tuple[Any, Any]] | None:
+    """Return the pairs of values that must be equal for both to be equal; None if they are different."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return _tensors_equal(left, right)
+        return [] if _tensors_equal(left, right) else None
     if type(left) is not type(right):
-        return False
+        return None
     if isinstance(left, np.ndarray):
-        return _arrays_equal(left, right)
+        if left.dtype == right.dtype == object and left.shape == right.shape:
+            return list(zip(left.flat, right.flat, strict=True))
+        return [] if _arrays_equal(left, right) else None
     if isinstance(left, Mapping):
-        return left.keys() == right.keys() and all(values_equal(left[key], right[key]) for key in left)
+        return [(left[key], right[key]) for key in left] if left.keys() == right.keys() else None
     if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(values_equal, left, right))
+        return list(zip(left, right, strict=True)) if len(left) == len(right) else None
     if dataclasses.is_dataclass(left) and not isinstance(left, type):
-        names = [field.name for field in dataclasses.fields(left)]
-        return all(values_equal(getattr(left, name), getattr(right, name)) for name in names)
+        return [(getattr(left, field.name), getattr(right, field.name)) for field in dataclasses.fields(left)]
     if isinstance(left, (float, complex, np.inexact)) and left != left:
-        return bool(right != right)
-    return bool(left == right)
+        return [] if right != right else None
+    try:
+        return [] if left == right else None
+    except RecursionError:  # the comparison of a type that is not known here, which contains itself
+        return None
 
 
 def _tensors_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -171,8 +230,6 @@ def _tensors_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 def _arrays_equal(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    if left.dtype == object:
-        return all(map(values_equal, left.flat, right.flat))
     return np.array_equal(left, right, equal_nan=left.dtype.kind in "fcmM")
 
 

@@ -6,6 +6,7 @@ This module imports torch; the other modules of ``headwater.core`` do not need i
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from headwater.core.batch_file import StoredBatch, read_batch, write_batch
 from headwater.core.columns import (
     ObjectArray,
     RowIndex,
+    also_accepts,
     check_joinable,
     check_known,
     check_names,
@@ -30,11 +32,13 @@ from headwater.core.columns import (
     epoch_order,
     is_row_number,
     merge_equal,
+    merge_metrics,
     object_column,
     row_number,
     row_positions,
     values_equal,
 )
+from headwater.core.verl_operations import AUTO_PADDING_KEY, VerlOperations
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 ObjectValues: TypeAlias = Sequence[Any] | npt.NDArray[Any]
@@ -51,7 +55,7 @@ class DataProtoItem:
     meta_info: dict[str, Any]
 
 
-class DataProto:
+class DataProto(VerlOperations):
     """A batch of rows: tensor columns, object columns, and metadata about the batch as a whole.
 
         data = DataProto.from_dict(
@@ -73,7 +77,7 @@ class DataProto:
     Operations return new DataProtos and do not modify this one, except ``pop``. A new DataProto may share memory with
     the old one, as slices of tensors do, so do not write into tensors in place. After changing ``batch`` or
     ``non_tensor_batch`` directly, call ``check_consistency``. Every operation except ``pad_to_divisor`` accepts a
-    batch of 0 rows.
+    batch of 0 rows. Code written for verl finds verl's names for operations and arguments.
     """
 
     batch: TensorDict
@@ -112,23 +116,39 @@ class DataProto:
 
     @classmethod
     def from_dict(
-        cls, tensors: Tensors | None = None, non_tensors: Objects | None = None, meta_info: Meta | None = None
+        cls,
+        tensors: Tensors | None = None,
+        non_tensors: Objects | None = None,
+        meta_info: Meta | None = None,
+        auto_padding: bool = False,
     ) -> DataProto:
-        """Build a batch from columns, which must all have the same number of rows."""
-        return cls._of(tensors or {}, non_tensors or {}, meta_info or {}, None)
+        """Build a batch from columns, which must all have the same number of rows.
+
+        With ``auto_padding``, ``chunk`` accepts a number of rows that the chunks cannot share equally.
+        """
+        padding = {AUTO_PADDING_KEY: True} if auto_padding else {}
+        return cls._of(tensors or {}, non_tensors or {}, {**(meta_info or {}), **padding}, None)
 
     @classmethod
+    @also_accepts(data="columns")
     def from_single_dict(
-        cls, columns: Mapping[str, torch.Tensor | ObjectValues], meta_info: Meta | None = None
+        cls,
+        columns: Mapping[str, torch.Tensor | ObjectValues],
+        meta_info: Meta | None = None,
+        auto_padding: bool = False,
     ) -> DataProto:
         """Build a batch from mixed columns, as a collate function returns them. Non-tensors become objects."""
         tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
         others = {name: column for name, column in columns.items() if not isinstance(column, torch.Tensor)}
-        return cls._of(tensors, others, meta_info or {}, None)
+        return cls.from_dict(tensors, others, meta_info, auto_padding)
 
     @classmethod
+    @also_accepts(data="parts")
     def concat(cls, parts: Sequence[DataProto]) -> DataProto:
-        """Concatenate the rows of all parts. Parts have the same columns; their ``meta_info`` must not conflict."""
+        """Concatenate the rows of all parts. Parts have the same columns; their ``meta_info`` must not conflict.
+
+        Only ``meta_info["metrics"]`` may differ: the result has a list of the values of all parts for each metric.
+        """
         if not parts:
             raise ValueError("concat got no parts, so the columns are unknown; pass at least one DataProto")
         first = parts[0]
@@ -136,7 +156,10 @@ class DataProto:
         for number, part in enumerate(parts):
             check_joinable(first._columns(), part._columns(), f"part {number}")
             remedy = f"make part {number} agree with the parts before it, or drop the key with select(meta_keys=...)"
-            meta_info = merge_equal(meta_info, part.meta_info, "concat: meta_info", remedy)
+            entries = {key: value for key, value in part.meta_info.items() if key != "metrics"}
+            meta_info = merge_equal(meta_info, entries, "concat: meta_info", remedy)
+        if any(part.meta_info.get("metrics") is not None for part in parts):
+            meta_info["metrics"] = merge_metrics([part.meta_info.get("metrics") for part in parts])
         tensors = {name: torch.cat([part.batch[name] for part in parts]) for name in first._tensors()}
         arrays = {
             name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in first.non_tensor_batch
@@ -194,6 +217,7 @@ class DataProto:
             len(self) if len(self) or self._columns() else None,
         )
 
+    @also_accepts(non_tensor_batch_keys="non_tensor_keys", meta_info_keys="meta_keys")
     def select(
         self,
         batch_keys: Sequence[str] | None = None,
@@ -214,6 +238,7 @@ class DataProto:
             arrays, meta_info = copy.deepcopy((arrays, meta_info))
         return self._of(tensors, arrays, meta_info, len(self))
 
+    @also_accepts(non_tensor_batch_keys="non_tensor_keys", meta_info_keys="meta_keys")
     def pop(
         self, batch_keys: Sequence[str] = (), non_tensor_keys: Sequence[str] = (), meta_keys: Sequence[str] = ()
     ) -> DataProto:
@@ -242,33 +267,45 @@ class DataProto:
             len(self),
         )
 
-    def rename(self, old: str, new: str) -> DataProto:
-        """Rename a column of either kind."""
+    @also_accepts(old_keys="old", new_keys="new")
+    def rename(self, old: str | Sequence[str], new: str | Sequence[str]) -> DataProto:
+        """Rename one column of either kind, or several at once."""
+        olds, news = ([names] if isinstance(names, str) else list(names) for names in (old, new))
         columns = self._columns()
-        check_known([old], columns, "rename")
-        if new in columns and new != old:
-            raise ValueError(f"rename {old!r} to {new!r}: column {new!r} already exists; pop it first")
-        tensors = {new if name == old else name: tensor for name, tensor in self.batch.items()}
-        arrays = {new if name == old else name: array for name, array in self.non_tensor_batch.items()}
+        check_known(olds, columns, "rename")
+        if len(olds) != len(news) or len(set(olds)) != len(olds):
+            raise ValueError(f"rename {olds} to {news}: give one new name for each column")
+        names = {**{name: name for name in columns}, **dict(zip(olds, news, strict=True))}
+        if taken := [name for name in news if list(names.values()).count(name) > 1]:
+            raise ValueError(f"rename {old!r} to {new!r}: column {taken[0]!r} already exists; pop it first")
+        tensors = {names[name]: tensor for name, tensor in self.batch.items()}
+        arrays = {names[name]: array for name, array in self.non_tensor_batch.items()}
         return self._of(tensors, arrays, self.meta_info, len(self))
 
+    @also_accepts(repeat_times="times")
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
         """Repeat every row: ``a a b b`` if interleaved, else ``a b a b``. Objects are shared, not copied."""
         _check_positive("times", times)
         rows = torch.arange(len(self))
         return self._take(rows.repeat_interleave(times) if interleave else rows.repeat(times))
 
+    @also_accepts(chunks="num_chunks")
     def chunk(self, num_chunks: int) -> list[DataProto]:
-        """Split into ``num_chunks`` parts with the same number of rows."""
+        """Split into ``num_chunks`` parts with the same number of rows.
+
+        With ``auto_padding`` (see ``from_dict``), the first parts have one row more where the number does not divide.
+        """
         _check_positive("num_chunks", num_chunks)
         size, remainder = divmod(len(self), num_chunks)
-        if remainder:
+        if remainder and not self.is_padding_enabled():
             raise ValueError(
                 f"num_chunks = {num_chunks}: does not divide {len(self)} rows; "
                 f"call pad_to_divisor({num_chunks}) first and unpad the result, or use split"
             )
-        return [self[start * size : (start + 1) * size] for start in range(num_chunks)]
+        starts = [part * size + min(part, remainder) for part in range(num_chunks + 1)]
+        return [self[start:stop] for start, stop in itertools.pairwise(starts)]
 
+    @also_accepts(split_size="size")
     def split(self, size: int) -> list[DataProto]:
         """Split into parts of ``size`` rows; the last may be shorter. A batch of 0 rows gives one empty part."""
         _check_positive("size", size)
@@ -284,6 +321,7 @@ class DataProto:
             )
         return self._take(positions)
 
+    @also_accepts(size_divisor="divisor")
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
         """Repeat rows from the start until ``divisor`` divides their number. Returns the batch and the number added."""
         _check_positive("divisor", divisor)
