@@ -39,11 +39,6 @@ def split_placeholders(messages: Sequence[Message], kinds: Sequence[str]) -> lis
     ]
 
 
-def count_parts(messages: Sequence[Message], kind: str) -> int:
-    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
-    return sum(part.get("type") == kind for content in contents for part in content)
-
-
 def without_nones(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Drop keys whose value is None. Parquet adds them to rows that lack a key, and chat templates would see them."""
     return {key: value for key, value in mapping.items() if value is not None}

@@ -30,6 +30,11 @@ def looks_like_folder(path: str) -> bool:
     return path.startswith((".", "/", "~")) or separators > 1 or (path != "" and Path(path).is_dir())
 
 
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether ``datasets.save_to_disk`` wrote the folder: one dataset, or one for each split."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
 def with_absolute_paths(config: Config) -> Config:
     """The same config with every relative path joined to the working directory."""
     for key, setting in settings(Config).items():
@@ -62,6 +67,8 @@ def _extension(text: str) -> str:
 def _source(text: str) -> str:
     if is_file(text):
         return text if "://" in text else _path(text)
+    if is_saved_dataset(Path(text).expanduser()):
+        return _path(text)
     return _extension(text)
 
 

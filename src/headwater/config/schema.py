@@ -54,8 +54,8 @@ class WarmStartConfig:
 @dataclass(frozen=True)
 class DataConfig:
     train: Annotated[tuple[str, ...], NotEmpty("name a task or at least one file")] = ("arithmetic",)
-    """Training prompts: tasks (see headwater/data/tasks, or reasoning_gym:<name>) or .parquet, .json or .jsonl
-    files."""
+    """Training prompts: tasks (see headwater/data/tasks, or reasoning_gym:<name>), .parquet, .json or .jsonl files, or
+    folders that datasets.save_to_disk wrote."""
     eval: tuple[str, ...] = ()
     """Held-out prompts, given like data.train; empty means the held-out split of the same task."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
@@ -66,8 +66,14 @@ class DataConfig:
     """Number of training rows that a task generates; files are used in full."""
     num_eval_rows: Annotated[int, AtLeast(1)] = 256
     """Number of evaluation rows that a task generates; files are used in full."""
+    max_train_rows: Annotated[int, AtLeast(0, "use 0 for all rows")] = 0
+    """Use at most this many rows of data.train: a random choice with data.shuffle, else the first ones; 0 uses all."""
+    max_eval_rows: Annotated[int, AtLeast(0, "use 0 for all rows")] = 0
+    """Use at most this many rows of data.eval, chosen like data.max_train_rows; 0 uses all."""
     prompt_key: Annotated[str, NotEmpty()] = "prompt"
     """Column with the chat (a list of messages) or a plain string."""
+    data_source_key: Annotated[str, NotEmpty()] = "data_source"
+    """Column with the name that chooses the scorer; a row without it has the name of its file or task."""
     image_key: Annotated[str, NotEmpty()] = "images"
     """Column with the images for <image> placeholders."""
     video_key: Annotated[str, NotEmpty()] = "videos"

@@ -280,6 +280,14 @@ class ModelResponse:
                 f"{len(self.output_versions)} versions; the three must be equally long"
             )
 
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:

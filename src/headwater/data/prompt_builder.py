@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headwater.chat.messages import Message, count_parts, read_messages, split_placeholders, without_nones
+from headwater.chat.messages import Message, read_messages, split_placeholders, without_nones
 from headwater.chat.render import (
     RESERVED_ARGUMENTS,
     ChatError,
@@ -21,13 +20,10 @@ from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
+from headwater.data.media import load_image, load_video, place_media, take_inline_media
 from headwater.data.row_store import PlacedRow
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-
-COLUMNS = ("data_source", "ground_truth", "reward_model", "extra_info", "tools_kwargs")
+COLUMNS = ("ground_truth", "reward_model", "extra_info", "tools_kwargs")
 """The columns with a fixed name that become fields of the prompt."""
 
 
@@ -64,7 +60,7 @@ class PromptBuilder:
             messages=tuple(messages),
             text=text,
             tokens=tokens,
-            data_source=_data_source(row, placed),
+            data_source=_data_source(row, self.config.data_source_key, placed),
             ground_truth=_ground_truth(row, place),
             extra_info=extra_info,
             tools_kwargs=_tools_kwargs(row, extra_info, place),
@@ -75,7 +71,7 @@ class PromptBuilder:
     def _other_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Columns that no other field of the prompt holds. A plain string is kept, because its message hides it."""
         config = self.config
-        read = {*COLUMNS, config.prompt_key, config.image_key, config.video_key}
+        read = {*COLUMNS, config.data_source_key, config.prompt_key, config.image_key, config.video_key}
         others = {key: value for key, value in row.items() if key not in read}
         plain = row[config.prompt_key]
         return {**others, "prompt": plain} if isinstance(plain, str) else others
@@ -100,14 +96,8 @@ class PromptBuilder:
         keys = {"image": self.config.image_key, "video": self.config.video_key}
         kinds = [kind for kind, key in keys.items() if key in placed.row]
         with_parts = split_placeholders(messages, kinds) if kinds else messages
-        values = {kind: _as_list(placed.row.get(key)) for kind, key in keys.items()}
-        for kind, key in keys.items():
-            num_parts, num_values = count_parts(with_parts, kind), len(values[kind])
-            if num_parts != num_values:
-                raise DataError(
-                    f"{placed.place}: {self.config.prompt_key} has {num_parts} <{kind}> and {key} holds {num_values}; "
-                    f"write one <{kind}> per {kind}, and name their column in data.{kind}_key"
-                )
+        with_parts, inline = take_inline_media(with_parts, f"{placed.place}: {self.config.prompt_key}")
+        values = {kind: place_media(inline[kind], placed, keys[kind], kind, self.config.prompt_key) for kind in keys}
         if not any(values.values()):
             return messages, {}
         if self.processor is None:
@@ -115,12 +105,13 @@ class PromptBuilder:
                 f"{placed.place}: the row has images or videos, but no processor was loaded; "
                 "use a vision model, or remove the column"
             )
-        multi_modal: dict[str, tuple[Any, ...]] = {}
-        for kind, load in (("image", _load_image), ("video", _load_video)):
-            if values[kind]:
-                where = f"{placed.place}: {keys[kind]}"
-                loaded = [load(item, f"{where}[{i}]", placed.folder) for i, item in enumerate(values[kind])]
-                multi_modal[f"{kind}s"] = tuple(loaded)
+        loaders: tuple[tuple[str, Callable[[Any, str, Path | None], Any]], ...]
+        loaders = (("image", load_image), ("video", load_video))
+        multi_modal = {
+            f"{kind}s": tuple(load(value, where, placed.folder) for value, where in values[kind])
+            for kind, load in loaders
+            if values[kind]
+        }
         return with_parts, multi_modal
 
     def _render(self, messages: list[Message], place: str) -> str:
@@ -156,12 +147,12 @@ def _mapping(row: Mapping[str, Any], key: str, place: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _data_source(row: Mapping[str, Any], placed: PlacedRow) -> str:
-    value = row.get("data_source")
+def _data_source(row: Mapping[str, Any], key: str, placed: PlacedRow) -> str:
+    value = row.get(key)
     if value is None:
         return placed.source_name
     if not isinstance(value, str) or not value:
-        raise DataError(f"{placed.place}: data_source = {value!r}; must be the name of a scorer, or be left out")
+        raise DataError(f"{placed.place}: {key} = {value!r}; must be the name of a scorer, or be left out")
     return value
 
 
@@ -174,51 +165,3 @@ def _tools_kwargs(row: Mapping[str, Any], extra_info: Mapping[str, Any], place: 
     nested = without_nones(_mapping(extra_info, "tools_kwargs", f"{place}: extra_info"))
     merged = {**nested, **without_nones(_mapping(row, "tools_kwargs", place))}
     return {tool: without_nones(value) if isinstance(value, Mapping) else value for tool, value in merged.items()}
-
-
-def _as_list(value: Any) -> list[Any]:
-    """The items of a media column. A column with a single image need not wrap it in a list."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _load_image(value: Any, where: str, folder: Path | None) -> Image:
-    """An RGB image from a path, encoded bytes, ``{"bytes": ...}``, ``{"path": ...}`` or a Pillow image."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError(f"{where}: images need Pillow; pip install headwater[vision]") from error
-    try:
-        opened = value if isinstance(value, Image.Image) else Image.open(_image_stream(value, where, folder))
-        return opened.convert("RGB")
-    except OSError as error:
-        raise DataError(f"{where}: not a readable image ({error}); fix or remove it") from error
-
-
-def _load_video(value: Any, where: str, folder: Path | None) -> Any:
-    """A list of frames becomes a list of images. A path is checked. Anything else is passed to the processor."""
-    if isinstance(value, (list, tuple)):
-        return [_load_image(frame, f"{where} frame {number}", folder) for number, frame in enumerate(value)]
-    return str(_existing_file(value, where, folder)) if isinstance(value, str) else value
-
-
-def _image_stream(value: Any, where: str, folder: Path | None) -> io.BytesIO | Path:
-    if isinstance(value, Mapping):
-        # The layout of datasets.Image: where both are given, the path is only the name of the original file.
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes):
-        return io.BytesIO(value)
-    if isinstance(value, (str, Path)):
-        return _existing_file(str(value), where, folder)
-    hint = "give a path, {'bytes': ...}, {'path': ...} or a Pillow image"
-    raise DataError(f"{where}: a {type(value).__name__} is not an image; {hint}")
-
-
-def _existing_file(name: str, where: str, folder: Path | None) -> Path:
-    tried: Sequence[Path] = [start / Path(name).expanduser() for start in (folder, Path()) if start is not None]
-    for path in tried:
-        if path.is_file():
-            return path
-    looked = " and ".join(str(path) for path in tried)
-    raise DataError(f"{where}: no such file: {looked}; relative paths start at the data file's folder")

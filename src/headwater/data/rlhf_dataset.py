@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -53,6 +54,7 @@ class RLHFDataset:
         self._starts = [0, *itertools.accumulate(len(store) for store in self._stores)]
         self.longest_prompt = config.max_prompt_tokens
         """Tokens of the longest prompt. If prompts are cut and not measured: the length they may have."""
+        self._chosen = _choose_rows(self._starts[-1], config, split, seed)
         self._kept = self._check_lengths()
 
     def __len__(self) -> int:
@@ -74,7 +76,7 @@ class RLHFDataset:
     @property
     def num_filtered(self) -> int:
         """Rows left out because their prompt is longer than ``data.max_prompt_tokens``."""
-        return self._starts[-1] - len(self._kept)
+        return len(self._chosen) - len(self._kept)
 
     def _read_row(self, number: int) -> PlacedRow:
         """Row ``number``, counted over all sources."""
@@ -90,22 +92,24 @@ class RLHFDataset:
 
     def _check_lengths(self) -> Sequence[int]:
         """The numbers of the rows to use."""
-        num_rows, limit, overlong = self._starts[-1], self._config.max_prompt_tokens, self._config.truncation
+        num_rows, limit, overlong = len(self._chosen), self._config.max_prompt_tokens, self._config.truncation
         if overlong not in ("filter", "error"):
-            return range(num_rows)
+            return self._chosen
         num_workers = choose_num_workers(self._config.num_filter_workers, num_rows)
-        lengths = measure_lengths(self._read_row, num_rows, self._builder, num_workers)
-        kept = [number for number, length in enumerate(lengths) if length <= limit]
+        lengths = measure_lengths(
+            lambda place: self._read_row(self._chosen[place]), num_rows, self._builder, num_workers
+        )
+        kept = [number for number, length in zip(self._chosen, lengths, strict=True) if length <= limit]
         if overlong == "error" and len(kept) < num_rows:
             first = next(number for number, length in enumerate(lengths) if length > limit)
             count = f"{num_rows - len(kept)} of {num_rows} rows are too long"
-            raise self._too_long(self._read_row(first), lengths[first], f"stops the run ({count})")
+            raise self._too_long(self._read_row(self._chosen[first]), lengths[first], f"stops the run ({count})")
         if not kept:
             raise DataError(
                 f"{_names(self._stores)}: all {num_rows} rows are longer than data.max_prompt_tokens = {limit} "
                 f"(the shortest has {min(lengths)}); raise it, or set data.truncation to left, right or middle"
             )
-        self.longest_prompt = max(lengths[number] for number in kept)
+        self.longest_prompt = max(length for length in lengths if length <= limit)
         return kept
 
     def _too_long(self, placed: PlacedRow, length: int, what: str) -> DataError:
@@ -113,6 +117,14 @@ class RLHFDataset:
             f"{placed.place}: prompt of {length} tokens, data.max_prompt_tokens = {self._config.max_prompt_tokens}, "
             f"data.truncation = {self._config.truncation}: {what}; raise max_prompt_tokens, or set truncation to filter"
         )
+
+
+def _choose_rows(num_rows: int, config: DataConfig, split: Split, seed: int) -> Sequence[int]:
+    """The rows that ``data.max_train_rows`` or ``data.max_eval_rows`` leaves, in the order of the sources."""
+    limit = config.max_train_rows if split == "train" else config.max_eval_rows
+    if not 0 < limit < num_rows:
+        return range(num_rows)
+    return sorted(random.Random(f"{seed}/{split}").sample(range(num_rows), limit)) if config.shuffle else range(limit)
 
 
 def cut_tokens(tokens: tuple[int, ...], limit: int, cut: Literal["left", "right", "middle"]) -> tuple[int, ...]:

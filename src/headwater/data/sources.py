@@ -1,6 +1,7 @@
 """The sources that ``data.train`` and ``data.eval`` may name, and how each is opened.
 
 data/*.parquet, rows.jsonl, rows.json    files
+data/saved                               a folder that datasets.Dataset.save_to_disk wrote
 arithmetic, reasoning_gym:chain_sum      a built-in task; some tasks take an argument after the colon
 my_package.tasks:rows, tasks.py:rows     a custom task: rows(split, num_rows, seed, **options)
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwater.config.paths import is_saved_dataset
 from headwater.core.errors import DataError
 from headwater.core.registry import blaming, load_object, nearest
 from headwater.data.row_store import JsonlRows, JsonRows, ListRows, ParquetRows, RowStore, SupportsRows, check_file
@@ -53,6 +55,9 @@ def parse_source(text: str) -> FileSource | TaskSource:
         return TaskSource(label=text, name=text, task=TASKS.resolve(name), argument=argument if colon else None)
     if "://" in text:
         raise DataError(f"data source {text!r}: not read over the network; download it and name the file")
+    folder = Path(text).expanduser()
+    if folder.is_dir() and is_saved_dataset(folder):
+        return FileSource((_one_split(folder),))
     if colon:
         module, _, function = text.rpartition(":")
         with blaming(f"data source {text!r}"):
@@ -85,7 +90,7 @@ def open_source(
         return [_open_object(source)]
     parsed = parse_source(source)
     if isinstance(parsed, FileSource):
-        return [FILE_KINDS[path.suffix](path) for path in parsed.paths]
+        return [_open_saved(path) if path.is_dir() else FILE_KINDS[path.suffix](path) for path in parsed.paths]
     options = _options_of(parsed, task_args, labels)
     rows = run_task(
         parsed.task,
@@ -128,6 +133,27 @@ def _open_object(source: SupportsRows) -> RowStore:
         raise DataError(f"data source of type {type(source).__name__}: holds several splits; {hint}")
     name = getattr(getattr(source, "info", None), "dataset_name", None) or "dataset"
     return ListRows(source, name=str(name), label=f"dataset {name!r}" if name != "dataset" else "dataset object")
+
+
+def _one_split(folder: Path) -> Path:
+    """The folder itself, unless it holds several splits, of which ``data.train`` must name one."""
+    if not (folder / "dataset_dict.json").is_file():
+        return folder
+    splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+    hint = f"name one, for example {str(folder / splits[0])!r}" if splits else "write it again with save_to_disk"
+    raise DataError(f"data source {str(folder)!r}: holds the splits {', '.join(splits) or 'none'}; {hint}")
+
+
+def _open_saved(folder: Path) -> RowStore:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"{folder}: reading it needs the package datasets; pip install datasets") from error
+    try:
+        rows = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{folder}: not a readable dataset ({error}); write it again with save_to_disk") from error
+    return ListRows(rows, name=folder.name, label=str(folder))
 
 
 def _find_files(text: str) -> tuple[Path, ...]:

@@ -1,0 +1,111 @@
+"""What datasets for verl and AReaL contain: media inside messages, saved datasets, a limit on rows, other columns."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+
+import datasets
+import pytest
+from test_multimodal_rows import build, color_of, picture, png
+
+from headwater.config.paths import with_absolute_paths
+from headwater.config.schema import Config, DataConfig
+from headwater.core.errors import DataError
+from headwater.core.records import ModelResponse
+from headwater.data.rlhf_dataset import RLHFDataset
+
+
+def data_url(color):
+    return f"data:image/png;base64,{base64.b64encode(png(color)).decode()}"
+
+
+def chat(*parts):
+    return [{"role": "user", "content": list(parts)}]
+
+
+def test_images_inside_messages(tokenizer, processor, tmp_path):
+    (tmp_path / "a blue.png").write_bytes(png("blue"))
+    path = tmp_path / "a blue.png"
+    ways = [
+        {"type": "image_url", "image_url": {"url": data_url("blue"), "detail": "low"}},
+        {"type": "image_url", "image_url": data_url("blue")},
+        {"type": "input_image", "image_url": data_url("blue")},
+        {"type": "image_url", "image_url": {"url": path.as_uri()}},
+        {"type": "image", "image": path.as_uri()},
+        {"type": "image", "image": picture("blue")},
+        {"type": "image", "image": {"bytes": png("blue")}},
+        {"type": "image", "path": str(path)},
+        {"type": "image", "url": data_url("blue")},
+        {"type": "image", "base64": base64.b64encode(png("blue")).decode()},
+    ]
+    rows = [{"prompt": chat(way, {"type": "text", "text": "?"})} for way in ways]
+    for prompt in build(rows, tokenizer, processor):
+        assert prompt.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "?"}]
+        assert [color_of(image) for image in prompt.multi_modal["images"]] == [(0, 0, 255)]
+        assert prompt.text == "[user]<image>?<|end|>[assistant]"
+
+
+def test_images_of_messages_and_of_the_column_keep_the_order_of_the_prompt(tokenizer, processor):
+    inline = {"type": "image_url", "image_url": {"url": data_url("blue")}}
+    row = {"prompt": chat({"type": "image"}, inline, {"type": "image"}), "images": [picture("red"), data_url("lime")]}
+    images = build([row], tokenizer, processor)[0].multi_modal["images"]
+    assert [color_of(image) for image in images] == [(255, 0, 0), (0, 0, 255), (0, 255, 0)]
+
+
+def test_what_is_not_supported_is_refused_with_its_place(tokenizer, processor):
+    url = "https://example.org/a.png"
+    for part, message in (
+        ({"type": "image_url", "image_url": {"url": url}}, "is not read over the network"),
+        ({"type": "image_url", "image_url": {"url": "file://host/a.png"}}, "is not read over the network"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "is not a data URL in base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,a"}}, "base64 text .* is damaged"),
+        ({"type": "image_url"}, "without a URL"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "a video in a data URL"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, "'input_audio' is not supported"),
+    ):
+        rows = [{"prompt": chat({"type": "text", "text": "Hi"}, part)}]
+        with pytest.raises(DataError, match=rf"dataset object, row 0: prompt\[0\]\.content\[1\]: .*{message}"):
+            build(rows, tokenizer, processor)
+    with pytest.raises(DataError, match="no processor was loaded"):
+        build([{"prompt": chat({"type": "image_url", "image_url": data_url("red")})}], tokenizer, None)
+
+
+def test_saved_datasets(tokenizer, tmp_path, monkeypatch):
+    rows = datasets.Dataset.from_list([{"prompt": "One?", "source": "digits"}, {"prompt": "Two?", "source": None}])
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "both"))
+    for folder in ("one", "both/train"):
+        dataset = build(str(tmp_path / folder), tokenizer, None, data_source_key="source")
+        assert [prompt.messages[0]["content"] for prompt in dataset] == ["One?", "Two?"]
+        assert [prompt.data_source for prompt in dataset] == ["digits", folder.rpartition("/")[2]]
+        assert "source" not in dataset[0].columns
+    with pytest.raises(DataError, match=r"holds the splits test, train; name one, for example '.*both/test'"):
+        build(str(tmp_path / "both"), tokenizer, None)
+    monkeypatch.chdir(tmp_path)
+    config = with_absolute_paths(dataclasses.replace(Config(), data=DataConfig(train=("one",), eval=("arithmetic",))))
+    assert config.data.train == (str(tmp_path / "one"),)
+    assert config.data.eval == ("arithmetic",)
+
+
+def test_a_limit_on_rows(tokenizer):
+    rows = [{"prompt": f"number {number}" + " long" * 40 * (number == 1)} for number in range(20)]
+
+    def numbers(split="train", seed=0, **settings):
+        dataset = RLHFDataset([rows], DataConfig(**settings), tokenizer, split=split, seed=seed)
+        return [int(prompt.messages[0]["content"].split()[1]) for prompt in dataset], dataset.num_filtered
+
+    assert numbers(max_train_rows=5, shuffle=False, truncation="left") == ([0, 1, 2, 3, 4], 0)
+    assert numbers(max_train_rows=5, shuffle=False, max_prompt_tokens=40) == ([0, 2, 3, 4], 1)
+    assert numbers(max_train_rows=5, split="eval")[0] == list(range(20))
+    assert numbers(max_eval_rows=3, split="eval", shuffle=False)[0] == [0, 1, 2]
+    assert len(numbers(max_train_rows=50)[0]) == 20
+    chosen, _ = numbers(max_train_rows=5)
+    assert len(chosen) == 5
+    assert chosen == sorted(set(chosen)) == numbers(max_train_rows=5)[0]
+    assert chosen not in (list(range(5)), numbers(max_train_rows=5, seed=1)[0])
+
+
+def test_lengths_of_a_response():
+    response = ModelResponse((1, 2, 3), (4,), (-0.5,), (0,), "stop")
+    assert (response.input_len, response.output_len) == (3, 1)
