@@ -95,6 +95,8 @@ class PromptBuilder:
     ) -> tuple[list[Message], dict[str, tuple[Any, ...]]]:
         keys = {"image": self.config.image_key, "video": self.config.video_key}
         kinds = [kind for kind, key in keys.items() if key in placed.row]
+        if not kinds and all(isinstance(message["content"], str) for message in messages):
+            return messages, {}
         with_parts = split_placeholders(messages, kinds) if kinds else messages
         with_parts, inline = take_inline_media(with_parts, f"{placed.place}: {self.config.prompt_key}")
         values = {kind: place_media(inline[kind], placed, keys[kind], kind, self.config.prompt_key) for kind in keys}
