@@ -54,10 +54,12 @@ def write_batch(path: str | os.PathLike[str], batch: StoredBatch, allow_pickle: 
         "num_rows": batch.num_rows,
         "tensors": list(batch.tensors),
         "arrays": [
-            [name, [encoder.encode(value, f"column {name!r} row {row}") for row, value in enumerate(column)]]
+            [name, [encoder.encode_top(value, f"column {name!r} row {row}") for row, value in enumerate(column)]]
             for name, column in batch.arrays.items()
         ],
-        "meta_info": [[key, encoder.encode(value, f"meta_info[{key!r}]")] for key, value in batch.meta_info.items()],
+        "meta_info": [
+            [key, encoder.encode_top(value, f"meta_info[{key!r}]")] for key, value in batch.meta_info.items()
+        ],
     }
     entries = {f"column/{name}": compact(tensor).cpu() for name, tensor in batch.tensors.items()}
     for name, tensor in entries.items():
@@ -107,6 +109,15 @@ class _Encoder:
     def __init__(self, allow_pickle: bool) -> None:
         self.allow_pickle = allow_pickle
         self.blob = bytearray()
+
+    def encode_top(self, value: Any, where: str) -> Any:
+        """Encode the value of one row or of one entry of ``meta_info``."""
+        try:
+            return self.encode(value, where)
+        except RecursionError as error:
+            raise ValueError(
+                f"{where} contains itself, or is nested too deeply to be stored; drop it before saving"
+            ) from error
 
     def encode(self, value: Any, where: str) -> Any:
         # Compare exact types: a subclass may hold more than its base class, and np.float64 is a float.

@@ -209,6 +209,15 @@ def test_values_that_contain_themselves_are_compared() -> None:
     assert not values_equal(own, other)
 
 
+def test_a_value_that_contains_itself_cannot_be_saved(tmp_path: Path) -> None:
+    for kind in ("list", "dict", "array"):
+        with pytest.raises(ValueError, match=r"column 'loop' row 0 contains itself"):
+            DataProto.from_dict(non_tensors={"loop": [circular(kind)]}).save(tmp_path / "batch")
+        with pytest.raises(ValueError, match=r"meta_info\['loop'\] contains itself"):
+            DataProto(meta_info={"loop": circular(kind)}).save_to_disk(tmp_path / "batch")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_and_descriptions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = example()
     data.save_to_disk(tmp_path / "batch")
