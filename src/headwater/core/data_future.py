@@ -59,7 +59,7 @@ class DataProtoFuture:
         future: Future[Any] = source if isinstance(source, Future) else source.future()
         label = f"part {number} of {len(self.futures)} of a DataProtoFuture"
         limit_s = max(0.0, end - time.monotonic())
-        part = wait_for_future(future, lambda: label, kind="data future", hard_limit_s=limit_s)
+        part = wait_for_future(future, lambda: label, kind="data_future", hard_limit_s=limit_s)
         if not isinstance(part, DataProto):
             raise TypeError(f"{label} is a {type(part).__name__}; every part must be a DataProto")
         return part

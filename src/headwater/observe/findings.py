@@ -147,6 +147,8 @@ WAIT_REMEDIES = {
     "run_lock": "another machine held this run; if its process has ended, the run continues after a minute",
     "first_requests": "the first requests of a batch enter the engine together, and an episode has not sent its own "
     "yet: a workflow that computes before its first request should do so quickly, or in asyncio.to_thread",
+    "data_future": "a DataProtoFuture waits for the worker that computes its rows: the worker's output says more, and "
+    "timeout_s of DataProtoFuture.get allows more time",
     "rollout_thread": "an episode blocks the thread that runs all episodes: run slow code of a workflow, tool or "
     "reward in asyncio.to_thread",
 }

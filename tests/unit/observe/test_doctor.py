@@ -354,6 +354,7 @@ REMEDIES = {
     "ranks": "rank_timeout_s",
     "run_lock": "another machine",
     "first_requests": "first request",
+    "data_future": "DataProtoFuture",
     "rollout_thread": "to_thread",
     "rollouts": "eval.num_prompts",
 }
