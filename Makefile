@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
-# Their pins must not change our packages, so they have an environment of their own.
+# Their pins must not change our packages, so they are installed into a separate environment.
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 WORKERS ?= 2

@@ -89,7 +89,7 @@ class WeightsCall:
 
 
 async def in_own_thread(work: Callable[[], T]) -> T:
-    """Run a call that may block, such as one to the engine, in a thread of its own.
+    """Run a call that may block, such as one to the engine, in a separate thread.
 
     Calls that block hold up no others, as they would in a pool of threads, and the process can end while they do. A
     client that disconnects does not end its call.

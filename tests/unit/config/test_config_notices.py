@@ -1,4 +1,4 @@
-"""What has no effect although someone asked for it is said; what nobody asked for is not."""
+"""What has no effect although someone asked for it is reported; other settings are not."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ _PLAIN = (
 
 CHAT_TEMPLATES = {"chatml": _CHATML_HEAD + _BODY, "plain": _PLAIN}
 """Templates for models without one, by name: ``chatml`` marks roles with <|im_start|> and <|im_end|>, ``plain`` writes
-the text of each message on lines of its own, without roles."""
+the text of each message on separate lines, without roles."""
 
 
 def set_template(owner: Any, name: str) -> None:
