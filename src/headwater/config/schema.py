@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, PlainName, Within
+from headwater.config.rollout_schema import RewardConfig, RolloutConfig, SandboxConfig, ToolsConfig
+from headwater.config.rollout_schema import WeightTransfer as WeightTransfer
 from headwater.core.protocols import UpdateMode as UpdateMode
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -93,57 +95,6 @@ class DataConfig:
     """Visit the rows in a new random order in every epoch; false keeps the file order."""
 
 
-WeightTransfer = Literal["shared_memory", "file"]
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    backend: Annotated[str, Extension("headwater.backends")] = "embedded"
-    """Inference engine that generates responses."""
-    workflow: Annotated[str, Extension("headwater.workflows")] = "rlvr"
-    """How one episode runs, from prompt to scored trajectory."""
-    workflow_args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the workflow, which is a class or a function."""
-    num_samples_per_prompt: Annotated[int, AtLeast(1)] = 8
-    """Responses sampled for each prompt. They form a group, which advantages compare."""
-    max_new_tokens: Annotated[int, AtLeast(1)] = 256
-    """Longest response in tokens. All turns of an episode share it, together with the text between them."""
-    temperature: Annotated[float, MoreThan(0, "training needs randomness; greedy decoding is for eval.temperature")] = (
-        1.0
-    )
-    """Sampling temperature; the learner applies the same one."""
-    top_k: Annotated[int, AtLeast(0, "use 0 to keep all tokens")] = 0
-    """Sample from the k most likely tokens; 0 keeps all."""
-    top_p: Annotated[float, MoreThan(0, "use 1.0 to keep all tokens"), Within(0, 1)] = 1.0
-    """Sample from the most likely tokens that together have this probability; 1.0 keeps all."""
-    max_staleness: Annotated[int, AtLeast(0, "use 0 for synchronous training")] = 0
-    """How many policy versions old a trained token may be; 0 means synchronous training."""
-    on_stale: Literal["mask", "drop", "wait"] = "mask"
-    """What to do with tokens older than max_staleness: `mask` removes them from the loss, `drop` discards the group
-    and retries its prompt once, `wait` delays the update until no group can become stale."""
-    max_concurrent_groups: Annotated[int, AtLeast(0, "use 0 for as many as max_staleness allows")] = 0
-    """Prompt groups that may run at the same time; 0 means as many as max_staleness allows."""
-    placement: Literal["colocated", "disaggregated"] = "colocated"
-    """Where generation runs: `colocated` shares the process and device of the learner, `disaggregated` uses a
-    separate process."""
-    device: Annotated[str, NotEmpty("use auto, cpu, cuda or cuda:N")] = "auto"
-    """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
-    the learner's device if there is none."""
-    weight_transfer: WeightTransfer = "shared_memory"
-    """How new weights are sent to a disaggregated engine: in pieces through shared memory, or through a file."""
-    episode_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
-    """Time limit for the episodes of one prompt, including rewards and tools; exceeding it is a failure."""
-    timeout_s: Annotated[float, MoreThan(0)] = 1800.0
-    """Time limit for one batch of rollouts; exceeding it stops the run."""
-    on_failure: Literal["stop", "drop"] = "stop"
-    """What to do if an episode or its reward fails: `stop` ends the run with the cause, `drop` discards the group,
-    counts it and draws another prompt."""
-    max_retries: Annotated[int, AtLeast(0)] = 0
-    """How often a failed group is retried before on_failure applies."""
-    allow_partial_groups: bool = False
-    """With on_failure=drop, keep a group without its failed samples if at least two are left."""
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     max_sequences: Annotated[int, AtLeast(0, "use 0 for 256 on a CPU and 1024 on a GPU")] = 0
@@ -176,38 +127,6 @@ class EngineConfig:
         if self.update_mode != "auto":
             return self.update_mode
         return "interrupt" if self.deterministic else "in_flight"
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    manager: Annotated[str, Extension("headwater.rewards.managers")] = "naive"
-    """How responses are passed to the scorer."""
-    function: str = ""
-    """Name of a scorer, or your own compute_score as 'file.py:function'; empty chooses by the row's data_source."""
-    function_args: Mapping[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments of the scoring function."""
-    timeout_s: Annotated[float, MoreThan(0)] = 60.0
-    """Time limit for scoring one response; exceeding it is a failure."""
-    max_concurrent: Annotated[int, AtLeast(1)] = 8
-    """Scoring calls that run at the same time, each in a separate thread; async functions have no limit."""
-    model: str = ""
-    """Reward model (a transformers sequence classifier with one label): a folder or hub id; empty means none."""
-    model_weight: float = 1.0
-    """Weight of the reward model's score, which is added to the reward."""
-    overlong_tokens: Annotated[int, AtLeast(0, "use 0 for no penalty")] = 0
-    """Number of tokens before rollout.max_new_tokens over which a length penalty grows (DAPO); 0 means no penalty."""
-    overlong_penalty: Annotated[float, AtLeast(0)] = 1.0
-    """Penalty of a response that uses all its tokens."""
-    overlong_counts: Literal["response", "trained"] = "response"
-    """Tokens that the length penalty counts: all tokens of the `response`, or only the `trained` ones, as in AReaL."""
-    bias: float = 0.0
-    """Added to every score, before it is scaled."""
-    scale: Annotated[float, MoreThan(0)] = 1.0
-    """Factor of every score, before it is clipped."""
-    clip: Annotated[float, AtLeast(0, "use 0 for no limit")] = 0.0
-    """Largest absolute value of a score after bias and scale; 0 means no limit."""
-    zero_unfinished: bool = False
-    """Set the score of responses that reached their length limit to 0, after normalisation."""
 
 
 OldLogprobs = Literal["rollout", "recompute", "loglinear", "metrics"]
@@ -417,7 +336,9 @@ class Config:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -1,0 +1,130 @@
+"""The settings of rollouts: episodes, tools, rewards and the sandbox. ``schema.py`` has all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, Within
+
+WeightTransfer = Literal["shared_memory", "file"]
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    backend: Annotated[str, Extension("headwater.backends")] = "embedded"
+    """Inference engine that generates responses."""
+    workflow: Annotated[str, Extension("headwater.workflows")] = "rlvr"
+    """How one episode runs, from prompt to scored trajectory."""
+    workflow_args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the workflow, which is a class or a function."""
+    num_samples_per_prompt: Annotated[int, AtLeast(1)] = 8
+    """Responses sampled for each prompt. They form a group, which advantages compare."""
+    max_new_tokens: Annotated[int, AtLeast(1)] = 256
+    """Longest response in tokens. All turns of an episode share it, together with the text between them."""
+    temperature: Annotated[float, MoreThan(0, "training needs randomness; greedy decoding is for eval.temperature")] = (
+        1.0
+    )
+    """Sampling temperature; the learner applies the same one."""
+    top_k: Annotated[int, AtLeast(0, "use 0 to keep all tokens")] = 0
+    """Sample from the k most likely tokens; 0 keeps all."""
+    top_p: Annotated[float, MoreThan(0, "use 1.0 to keep all tokens"), Within(0, 1)] = 1.0
+    """Sample from the most likely tokens that together have this probability; 1.0 keeps all."""
+    max_staleness: Annotated[int, AtLeast(0, "use 0 for synchronous training")] = 0
+    """How many policy versions old a trained token may be; 0 means synchronous training."""
+    on_stale: Literal["mask", "drop", "wait"] = "mask"
+    """What to do with tokens older than max_staleness: `mask` removes them from the loss, `drop` discards the group
+    and retries its prompt once, `wait` delays the update until no group can become stale."""
+    max_concurrent_groups: Annotated[int, AtLeast(0, "use 0 for as many as max_staleness allows")] = 0
+    """Prompt groups that may run at the same time; 0 means as many as max_staleness allows."""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """Where generation runs: `colocated` shares the process and device of the learner, `disaggregated` uses a
+    separate process."""
+    device: Annotated[str, NotEmpty("use auto, cpu, cuda or cuda:N")] = "auto"
+    """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
+    the learner's device if there is none."""
+    weight_transfer: WeightTransfer = "shared_memory"
+    """How new weights are sent to a disaggregated engine: in pieces through shared memory, or through a file."""
+    episode_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
+    """Time limit for the episodes of one prompt, including rewards and tools; exceeding it is a failure."""
+    timeout_s: Annotated[float, MoreThan(0)] = 1800.0
+    """Time limit for one batch of rollouts; exceeding it stops the run."""
+    on_failure: Literal["stop", "drop"] = "stop"
+    """What to do if an episode or its reward fails: `stop` ends the run with the cause, `drop` discards the group,
+    counts it and draws another prompt."""
+    max_retries: Annotated[int, AtLeast(0)] = 0
+    """How often a failed group is retried before on_failure applies."""
+    allow_partial_groups: bool = False
+    """With on_failure=drop, keep a group without its failed samples if at least two are left."""
+
+
+@dataclass(frozen=True)
+class ToolsConfig:
+    use: tuple[str, ...] = ()
+    """Tools that the model may call: names of built-in tools, or your own as 'file.py:Class' or 'file.py:function'."""
+    config: str = ""
+    """Path of a YAML file that lists tools with their settings, also in verl's format; in addition to tools.use."""
+    parser: str = "auto"
+    """Format in which the model writes tool calls (see headwater/chat/parsers); `auto` chooses it from the chat template."""
+    timeout_s: Annotated[float, MoreThan(0)] = 30.0
+    """Time limit for one call; exceeding it ends the call, and the model is told."""
+    max_concurrent: Annotated[int, AtLeast(1)] = 256
+    """Calls of one tool that run at the same time, over all episodes; others wait."""
+    max_result_tokens: Annotated[int, AtLeast(1)] = 512
+    """Longest result of one call in tokens; longer ones are cut."""
+    truncation: Literal["left", "right", "middle"] = "middle"
+    """Where a long result is cut."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    manager: Annotated[str, Extension("headwater.rewards.managers")] = "naive"
+    """How responses are passed to the scorer."""
+    function: str = ""
+    """Name of a scorer, or your own compute_score as 'file.py:function'; empty chooses by the row's data_source."""
+    function_args: Mapping[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments of the scoring function."""
+    timeout_s: Annotated[float, MoreThan(0)] = 60.0
+    """Time limit for scoring one response; exceeding it is a failure."""
+    max_concurrent: Annotated[int, AtLeast(1)] = 8
+    """Scoring calls that run at the same time, each in a separate thread; async functions have no limit."""
+    model: str = ""
+    """Reward model (a transformers sequence classifier with one label): a folder or hub id; empty means none."""
+    model_weight: float = 1.0
+    """Weight of the reward model's score, which is added to the reward."""
+    overlong_tokens: Annotated[int, AtLeast(0, "use 0 for no penalty")] = 0
+    """Number of tokens before rollout.max_new_tokens over which a length penalty grows (DAPO); 0 means no penalty."""
+    overlong_penalty: Annotated[float, AtLeast(0)] = 1.0
+    """Penalty of a response that uses all its tokens."""
+    overlong_counts: Literal["response", "trained"] = "response"
+    """Tokens that the length penalty counts: all tokens of the `response`, or only the `trained` ones, as in AReaL."""
+    bias: float = 0.0
+    """Added to every score, before it is scaled."""
+    scale: Annotated[float, MoreThan(0)] = 1.0
+    """Factor of every score, before it is clipped."""
+    clip: Annotated[float, AtLeast(0, "use 0 for no limit")] = 0.0
+    """Largest absolute value of a score after bias and scale; 0 means no limit."""
+    zero_unfinished: bool = False
+    """Set the score of responses that reached their length limit to 0, after normalisation."""
+
+
+@dataclass(frozen=True)
+class SandboxConfig:
+    isolation: Literal["auto", "bubblewrap", "namespaces", "unprotected"] = "auto"
+    """What separates the code of a model from this machine: `bubblewrap`, or user `namespaces` without it. `auto` takes
+    the first that works and refuses to run code if none does. `unprotected` runs code with your own rights."""
+    memory_mib: Annotated[int, AtLeast(16)] = 512
+    """Largest memory of one run of code."""
+    cpu_s: Annotated[float, MoreThan(0)] = 10.0
+    """Processor time of one run of code."""
+    timeout_s: Annotated[float, MoreThan(0)] = 20.0
+    """Time limit of one run of code."""
+    max_processes: Annotated[int, AtLeast(1)] = 32
+    """Processes and threads of one run of code."""
+    max_file_mib: Annotated[int, AtLeast(1)] = 64
+    """Size of all files that one run of code writes."""
+    max_output_kib: Annotated[int, AtLeast(1)] = 256
+    """Output that is kept of one run of code; the run ends when it writes much more."""
+    max_concurrent: Annotated[int, AtLeast(0, "use 0 for the number of cores")] = 0
+    """Runs of code at the same time; others wait. 0 means the number of cores."""
