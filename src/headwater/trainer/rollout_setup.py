@@ -9,7 +9,6 @@ from typing import Any
 
 from headwater.backends import BACKENDS, BackendContext, missing_capabilities
 from headwater.backends.native.engine import NativeEngine
-from headwater.config.arguments import with_arguments
 from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
@@ -32,7 +31,7 @@ from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
-from headwater.workflows import WORKFLOWS, EpisodeRunner, WorkflowContext, make_runner
+from headwater.workflows import EpisodeRunner, WorkflowContext, bind_workflow
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 
@@ -145,9 +144,7 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
     check_prompt = _prompt_check(config, reward)
     if eval_data is not None:
         check_prompt(eval_data[0])
-    make_workflow = with_arguments(
-        WORKFLOWS, config.rollout.workflow, config.rollout.workflow_args, "rollout.workflow_args"
-    )
+    make_workflow = bind_workflow(config.rollout.workflow, config.rollout.workflow_args)
     filters = _filters(config)
     train_sampling, eval_sampling = make_sampling(config)
 
@@ -189,8 +186,8 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         return ReplayedRollouts(engine, groups, tasks, schedule, max_staleness=max_staleness, timeout_s=timeout_s)
 
     def workflow(sampling: SamplingParams) -> EpisodeRunner:
-        context = WorkflowContext(tokenizer, reward, sampling, config.data.chat_template_args)
-        return make_runner(config.rollout.workflow, make_workflow, context)
+        template_args, longest = config.data.chat_template_args, config.data.max_prompt_tokens
+        return make_workflow(WorkflowContext(tokenizer, reward, sampling, template_args, longest))
 
     advantage = read_declared(AdvantageTraits, config.algorithm.advantage)
     needs_greedy = advantage is not None and advantage.traits.needs_greedy_baseline

@@ -56,6 +56,8 @@ class WorkflowContext:
     """``max_new_tokens`` limits everything after the prompt: all replies and the messages between them."""
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     """``data.chat_template_args``: arguments for the chat template, the same as for prompts."""
+    max_prompt_tokens: int = 0
+    """``data.max_prompt_tokens``: prompts that a workflow renders itself may be as long."""
 
 
 class RolloutWorkflow(Protocol):
