@@ -48,13 +48,15 @@ class DropKind(StrEnum):
     """The workflow returned None."""
     FILTERED = "filtered"
     """All samples have the same reward, so there is nothing to learn (``algorithm.filter_groups``)."""
+    REFUSED = "refused"
+    """``rollout.should_accept`` returned false."""
     STALE = "stale"
     """The group is older than ``rollout.max_staleness`` allows."""
 
     @property
     def is_failure(self) -> bool:
-        """Whether something went wrong. Filtered and stale groups are an expected part of training."""
-        return self not in (DropKind.FILTERED, DropKind.STALE)
+        """Whether something went wrong. Filtered, refused and stale groups are an expected part of training."""
+        return self not in (DropKind.FILTERED, DropKind.REFUSED, DropKind.STALE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,18 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """How long a group took."""
+
+    total_s: float
+    """From the start of its episodes to the last reward."""
+    queue_s: tuple[float, ...]
+    """Per request, how long it waited for a place in the engine."""
+    generate_s: tuple[float, ...]
+    """Per request, the time from its place in the engine to its last token."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutBatch:
     """The input of one training step, and the groups that were dropped while it was collected."""
 
@@ -151,6 +163,8 @@ class RolloutBatch:
     dropped: tuple[Dropped, ...] = ()
     num_masked_tokens: int = 0
     """Sampled tokens that were removed from the loss because they are too old."""
+    times: tuple[GroupTimes, ...] = ()
+    """Of the groups that this process has run, without those that a checkpoint restored."""
 
     @property
     def trajectories(self) -> Sequence[Trajectory]:
@@ -218,6 +232,7 @@ def too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFail
     kinds = {each.kind for each in dropped}
     remedies = [
         (DropKind.FILTERED in kinds, _FILTERED_REMEDY),
+        (DropKind.REFUSED in kinds, _REFUSED_REMEDY),
         (DropKind.STALE in kinds, _STALE_REMEDY),
         (any(kind.is_failure for kind in kinds), _FAILED_REMEDY),
     ]
@@ -232,5 +247,6 @@ _FILTERED_REMEDY = (
     "if all responses to a prompt get the same reward, use prompts of another difficulty, raise "
     "algorithm.max_filter_rounds, or set algorithm.filter_groups=false"
 )
+_REFUSED_REMEDY = "if rollout.should_accept refuses too many groups, make it accept more of them, or remove it"
 _STALE_REMEDY = "if groups are too old, raise rollout.max_staleness or set rollout.on_stale=mask"
 _FAILED_REMEDY = "if a failure is temporary, raise rollout.max_retries"

@@ -307,12 +307,13 @@ class Episode:
             name, key = f"{name}/{turn}", derive_key(key, "turn", turn)
         sampling = self.context.sampling
         limit = self.room if max_tokens is None else min(self.room, max_tokens)
-        return ModelRequest(
-            request_id=name,
-            input_tokens=self.tokens,
-            sampling=replace(sampling, max_new_tokens=limit, stop_strings=(*sampling.stop_strings, *stop)),
-            rng_key=key,
+        sampling = replace(
+            sampling,
+            max_new_tokens=limit,
+            min_new_tokens=min(sampling.min_new_tokens, limit),
+            stop_strings=(*sampling.stop_strings, *stop),
         )
+        return ModelRequest(request_id=name, input_tokens=self.tokens, sampling=sampling, rng_key=key)
 
     def _append_response(self, response: ModelResponse) -> None:
         if not (self._chat and is_model_turn(self._chat[-1])):
