@@ -83,6 +83,9 @@ class Episode:
         self._name = f"{data.prompt.uid}#{data.sample}"
         self._num_requests = 0
         self._num_branches = 0
+        self._template_args = context.chat_template_args
+        if data.prompt.tool_schemas:  # some templates write the tools anew in every turn, so each rendering needs them
+            self._template_args = {**context.chat_template_args, "tools": list(data.prompt.tool_schemas)}
         self._start(data.prompt.messages, data.prompt.tokens)
 
     def _start(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
@@ -268,12 +271,6 @@ class Episode:
             return encode_rendered(tokenizer, render_chat(tokenizer, messages, self._template_args))
         except ChatError as error:
             raise RolloutFailed(f"episode {self._name}: the chat template refuses the messages ({error})") from error
-
-    @property
-    def _template_args(self) -> Mapping[str, Any]:
-        """Some templates write the tools anew in every turn, so each rendering needs them."""
-        given, schemas = self.context.chat_template_args, self.prompt.tool_schemas
-        return {**given, "tools": list(schemas)} if schemas else given
 
     def _check_can_reply(self) -> None:
         if self.prompt.multi_modal:
