@@ -61,12 +61,15 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class ToolsConfig:
-    use: tuple[str, ...] = ()
+    use: tuple[Annotated[str, Extension("headwater.tools")], ...] = ()
     """Tools that the model may call: names of built-in tools, or your own as 'file.py:Class' or 'file.py:function'."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the tools in tools.use, by the name that is written there, for example tools.args.search.corpus."""
     config: str = ""
     """Path of a YAML file that lists tools with their settings, also in verl's format; in addition to tools.use."""
     parser: str = "auto"
-    """Format in which the model writes tool calls (see headwater/chat/parsers); `auto` chooses it from the chat template."""
+    """Format in which the model writes tool calls (see headwater/chat/parsers); `auto` chooses it from the chat
+    template."""
     timeout_s: Annotated[float, MoreThan(0)] = 30.0
     """Time limit for one call; exceeding it ends the call, and the model is told."""
     max_concurrent: Annotated[int, AtLeast(1)] = 256
