@@ -154,7 +154,7 @@ def _build(
     processor = load_processor(model_path, config.model.chat_template)
     toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer)
     if toolbox is not None:
-        after_failure.callback(toolbox.close_now)
+        after_failure.callback(toolbox.close_unused)
     parser = make_parser(config.tools.parser, tokenizer) if toolbox is not None else None
     offered = toolbox.offered if toolbox is not None else None
     eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, processor, offered)

@@ -197,9 +197,7 @@ class Episode:
         self._check_only_text(messages, "tell() was given")
         parsed = {"tool_calls": list(tool_calls)} if tool_calls else {}
         chat = [*self._chat[:-1], {**parsed, **MODEL_TURN}, *messages]
-        tokens = tokens_until_next_turn(
-            self.context.tokenizer, chat, self.response.output_tokens, self._template_args
-        )
+        tokens = tokens_until_next_turn(self.context.tokenizer, chat, self.response.output_tokens, self._template_args)
         if self.room < len(tokens) + max(1, self.context.sampling.min_new_tokens):
             self.stop_reason = "length"
             return False

@@ -107,7 +107,9 @@ class ToolAgentWorkflow:
         tool_rewards_per_turn: bool = False,
     ) -> None:
         if context.tools is None or context.parser is None:
-            raise ConfigError(["rollout.workflow = tool_agent: needs tools; name some in tools.use, or in tools.config"])
+            raise ConfigError(
+                ["rollout.workflow = tool_agent: needs tools; name some in tools.use, or in tools.config"]
+            )
         _check(max_user_turns, user, tool_reward_weight, tool_rewards_per_turn)
         self._tools = context.tools
         self._parser = context.parser
