@@ -74,6 +74,8 @@ class Prompt:
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_schemas: tuple[Mapping[str, Any], ...] = ()
+    """The tools that the prompt offers to the model, as OpenAI function schemas."""
     multi_modal: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """``images`` and ``videos`` in the order of their placeholders."""
     columns: Mapping[str, Any] = field(default_factory=dict)

@@ -228,16 +228,25 @@ def _why_nothing_runs(evidence: Evidence) -> str:
 
 def _why_groups_are_slow(evidence: Evidence) -> str:
     oldest = evidence.status.oldest_groups if evidence.status else ()
-    if oldest and all(_waits_outside(each) for each in oldest):
+    if not oldest or not all(_waits_outside(each) for each in oldest):
+        return ""
+    busy = {stage for group in oldest for stage in ("calling_tools", "scoring", "working") if group.stages.get(stage)}
+    if busy == {"calling_tools"}:
         return (
-            "the oldest groups wait for a reward or a tool, not for the engine: make it faster or raise its "
-            "concurrency; lower reward.timeout_s so that a call that hangs fails; see reward.manager"
+            "the oldest groups wait for a tool, not for the engine: make it faster or raise tools.max_concurrent; "
+            "lower tools.timeout_s so that a call that hangs fails"
         )
-    return ""
+    what = "a reward" if busy == {"scoring"} else "a reward or a tool"
+    return (
+        f"the oldest groups wait for {what}, not for the engine: make it faster or raise its concurrency; lower "
+        "reward.timeout_s so that a call that hangs fails; see reward.manager"
+    )
 
 
 def _waits_outside(group: RunningGroup) -> bool:
-    return group.num_waiting > 0 and group.num_generating == 0
+    stages = group.stages
+    is_waiting = stages.get("calling_tools", 0) + stages.get("scoring", 0) + stages.get("working", 0) > 0
+    return is_waiting and stages.get("generating", 0) == 0
 
 
 # Drops

@@ -185,6 +185,7 @@ class WorkflowExecutor:
             "capacity": self._capacity(),
             "drops": self.ledger.drops(),
             "oldest": self._flights.oldest(3),
+            "episodes": self._flights.stages(),
         }
 
     # Checkpoints

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from headwater.core.errors import RolloutFailed
 from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, Trajectory
+from headwater.core.tool_calls import ToolFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,41 @@ class RolloutBatch:
         if any(group.baseline is None for group in self.groups):
             return None
         return torch.tensor([group.baseline for group in self.groups for _ in group.trajectories])
+
+
+def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over trajectories of what their workflow noted in ``info`` about turns and tools; see docs/agents.md."""
+    infos = [each.info for each in trajectories]
+    metrics: dict[str, float] = {}
+    if turns := [info["num_turns"] for info in infos if isinstance(info.get("num_turns"), int)]:
+        metrics["episode/turns"] = statistics.fmean(turns)
+    noted = [info for info in infos if info.keys() >= _TOOL_NOTES]
+    if not noted:
+        return metrics
+    num_calls = sum(info["num_tool_calls"] for info in noted)
+    failures = _mean_counts(noted, "tool_failures")
+    metrics["tools/calls"] = num_calls / len(noted)
+    metrics["tools/failed_fraction"] = sum(failures.values()) * len(noted) / max(1, num_calls)
+    metrics |= {f"tools/failures/{kind}": failures.get(kind, 0.0) for kind in get_args(ToolFailure)}
+    metrics |= {f"tools/calls/{name}": count for name, count in _mean_counts(noted, "tool_calls").items()}
+    metrics |= {f"tools/rewards/{name}": reward for name, reward in _mean_counts(noted, "tool_rewards").items()}
+    for name in sorted({name for info in noted for name in info["tool_metrics"]}):
+        known = [info["tool_metrics"][name] for info in noted if name in info["tool_metrics"]]
+        metrics[f"tools/{name}"] = statistics.fmean(known)
+    ends = Counter(info["ended_by"] for info in noted)
+    metrics |= {f"episode/ended_by/{reason}": count / len(noted) for reason, count in sorted(ends.items())}
+    metrics["time/tools_per_episode_s"] = statistics.fmean(info["tool_s"] for info in noted)
+    return metrics
+
+
+_TOOL_NOTES = {"num_tool_calls", "tool_calls", "tool_failures", "tool_rewards", "tool_metrics", "tool_s", "ended_by"}
+"""What the workflow ``tool_agent`` notes. Another workflow may note the same, all of it."""
+
+
+def _mean_counts(infos: Sequence[Mapping[str, Any]], key: str) -> dict[str, float]:
+    """The mapping ``key`` of each info, added up and divided by their number."""
+    names = sorted({name for info in infos for name in info[key]})
+    return {name: sum(info[key].get(name, 0.0) for info in infos) / len(infos) for name in names}
 
 
 def too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFailed:

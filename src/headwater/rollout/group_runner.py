@@ -77,7 +77,7 @@ class GroupRunner:
     async def _run(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Group | Dropped:
         prompt = flight.dispatch.draw.prompt
         for num_left in reversed(range(self._max_retries + 1)):
-            flight.num_done = 0
+            flight.episodes.clear()
             try:
                 return self._accepted(await self._run_once(flight, engine_of))
             except (RewardFailed, RolloutFailed) as error:
@@ -123,8 +123,11 @@ class GroupRunner:
     async def _episode(
         self, workflow: EpisodeRunner, flight: Flight, engine: EpisodeEngine, data: EpisodeInput
     ) -> object:
+        state = flight.episodes[data.sample] = data.state
+        state.rest("working")
         try:
             result: object = self._checked(await workflow.run(engine, data), flight, data)
+            state.rest("done")
         except (SystemExit, KeyboardInterrupt) as error:
             # Otherwise these would silently end the thread that runs all episodes.
             raise RolloutFailed(f"{self._where(data.prompt)} raised {type(error).__name__}") from error
@@ -132,10 +135,10 @@ class GroupRunner:
             if not self._allow_partial_groups:
                 raise
             result = _Lost(self._named(data.prompt, error))
+            state.rest("failed")
         finally:
             if flight.start is not None:
                 flight.start.announce(flight, data.sample)
-        flight.num_done += 1
         return result
 
     def _where(self, prompt: Prompt) -> str:

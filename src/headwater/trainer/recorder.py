@@ -23,7 +23,7 @@ from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import MetricsRecord, RunDirectory, Tracker
 from headwater.observe.spans import Spans, StageClock
 from headwater.observe.trace import Trace
-from headwater.rollout.group import GroupTimes, RolloutBatch
+from headwater.rollout.group import GroupTimes, RolloutBatch, episode_metrics
 from headwater.rollout.snapshot import Books
 from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.warm_start import WarmStartResult
@@ -172,6 +172,7 @@ def step_metrics(
         "groups/informative_fraction": informative / len(batch.groups),
         "groups/dropped": sum(count for kind, count in drops.items() if kind.is_failure),
         **{name: drops[kind] for kind, name in DROP_METRICS.items()},
+        **episode_metrics(batch.trajectories),
         "groups/lost_samples": sum(group.num_lost for group in batch.groups),
         "staleness/masked_tokens": batch.num_masked_tokens,
         "rollouts/buffered": books.counts.buffered,

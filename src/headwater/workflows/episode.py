@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headwater.chat.render import (
     MODEL_TURN,
@@ -28,7 +29,7 @@ from headwater.chat.render import (
     tokens_until_next_turn,
 )
 from headwater.core.errors import RolloutFailed
-from headwater.core.protocols import EpisodeEngine, EpisodeInput, RewardManager, Tokenizer
+from headwater.core.protocols import EpisodeEngine, EpisodeInput, EpisodeStage, RewardManager, Tokenizer
 from headwater.core.randomness import derive_key
 from headwater.core.records import (
     NOT_SAMPLED,
@@ -40,6 +41,10 @@ from headwater.core.records import (
     StopReason,
     Trajectory,
 )
+
+if TYPE_CHECKING:
+    from headwater.chat.parsers import ToolCallParser
+    from headwater.tools.toolbox import Toolbox
 
 Message = Mapping[str, Any]
 EpisodeResult = Trajectory | list[Trajectory] | None
@@ -56,6 +61,10 @@ class WorkflowContext:
     """``max_new_tokens`` limits everything after the prompt: all replies and the messages between them."""
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     """``data.chat_template_args``: arguments for the chat template, the same as for prompts."""
+    tools: Toolbox | None = None
+    """The tools of the run; None if it has none."""
+    parser: ToolCallParser | None = None
+    """Finds tool calls in the model's messages; None if the run has no tools."""
     max_prompt_tokens: int = 0
     """``data.max_prompt_tokens``: prompts that a workflow renders itself may be as long."""
 
@@ -76,6 +85,9 @@ class Episode:
         self._name = f"{data.prompt.uid}#{data.sample}"
         self._num_requests = 0
         self._num_branches = 0
+        self._template_args = context.chat_template_args
+        if data.prompt.tool_schemas:  # some templates write the tools anew in every turn, so each rendering needs them
+            self._template_args = {**context.chat_template_args, "tools": list(data.prompt.tool_schemas)}
         self._start(data.prompt.messages, data.prompt.tokens)
 
     def _start(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
@@ -187,9 +199,7 @@ class Episode:
         self._check_only_text(messages, "tell() was given")
         parsed = {"tool_calls": list(tool_calls)} if tool_calls else {}
         chat = [*self._chat[:-1], {**parsed, **MODEL_TURN}, *messages]
-        tokens = tokens_until_next_turn(
-            self.context.tokenizer, chat, self.response.output_tokens, self.context.chat_template_args
-        )
+        tokens = tokens_until_next_turn(self.context.tokenizer, chat, self.response.output_tokens, self._template_args)
         if self.room < len(tokens) + max(1, self.context.sampling.min_new_tokens):
             self.stop_reason = "length"
             return False
@@ -200,7 +210,12 @@ class Episode:
 
     async def score(self) -> Score:
         """Score the episode so far with the run's reward manager."""
-        return await self.context.reward.score(self)
+        with self.doing("scoring", "scoring"):
+            return await self.context.reward.score(self)
+
+    def doing(self, what: str, stage: EpisodeStage = "working") -> AbstractContextManager[None]:
+        """State what happens inside this block, for ``headwater doctor``: ``with episode.doing("calling search"):``."""
+        return self.data.state.doing(what, stage)
 
     def finish(
         self, score: Score | float, *, turn_scores: Sequence[float] | None = None, info: Mapping[str, Any] | None = None
@@ -253,7 +268,7 @@ class Episode:
         self._check_only_text(messages, "branch() was given")
         tokenizer = self.context.tokenizer
         try:
-            return encode_rendered(tokenizer, render_chat(tokenizer, messages, self.context.chat_template_args))
+            return encode_rendered(tokenizer, render_chat(tokenizer, messages, self._template_args))
         except ChatError as error:
             raise RolloutFailed(f"episode {self._name}: the chat template refuses the messages ({error})") from error
 
