@@ -60,11 +60,10 @@ def _adapter(name: str, arguments: Mapping[str, Any]) -> Callable[[WorkflowConte
     """How to run a class that was written for verl or AReaL; None for other workflows."""
     # Imported here, because most runs do not need adapters.
     from headwater.workflows.adapters.areal_workflow import ArealWorkflow, is_areal_workflow
-    from headwater.workflows.adapters.stand_ins import importable
     from headwater.workflows.adapters.verl_loop import VerlWorkflow, is_agent_loop
 
     setting = f"rollout.workflow = {name}"
-    with blaming(setting), importable():
+    with blaming(setting):
         thing = WORKFLOWS.resolve(name)
     kinds = ((is_agent_loop, VerlWorkflow), (is_areal_workflow, ArealWorkflow))
     made = next((made for is_kind, made in kinds if is_kind(thing)), None)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -196,6 +197,26 @@ def import_from_string(path: str) -> Any:
     """The object that ``package.module.name`` names."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+__all__ = [
+    "AsyncRewardWrapper",
+    "GenerationHyperparameters",
+    "InferenceEngine",
+    "ModelRequest",
+    "ModelResponse",
+    "RolloutWorkflow",
+    "apply_chat_template",
+    "atrace_session_phase",
+    "concat_padded_tensors",
+    "import_from_string",
+    "load_hf_tokenizer",
+    "logging",
+    "session_context",
+    "stats_tracker",
+    "trace_session",
+    "workflow_context",
+]
 
 
 class _Stats:

@@ -10,10 +10,10 @@ from typing import Any
 from headwater.core.errors import ConfigError, InvalidTrajectory, RolloutFailed
 from headwater.core.records import Answer, Prompt, SamplingParams, Trajectory
 from headwater.core.registry import blaming, is_path, load_object
+from headwater.core.stand_ins import importable
 from headwater.workflows.adapters import areal
 from headwater.workflows.adapters.binding import bind, construct, constructor_parameters, with_token_lists
 from headwater.workflows.adapters.journal import Claim, Journal, current_journal, open_journal
-from headwater.workflows.adapters.stand_ins import importable
 from headwater.workflows.episode import Episode, EpisodeResult, WorkflowContext
 
 _REWARD_ARGUMENTS = ("prompt", "completion", "completions", "prompt_ids", "completion_ids")
@@ -171,7 +171,7 @@ def _reward_function(path: str) -> Callable[..., Any]:
     setting = f"rollout.workflow_args.reward_fn = {path}"
     if not is_path(path):
         path = ":".join(path.rpartition(".")[::2])
-    with blaming(setting), importable():
+    with blaming(setting):
         function: Callable[..., Any] = load_object(path)
     return function
 

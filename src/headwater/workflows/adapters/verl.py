@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from headwater.chat.parsers import PARSERS
+from headwater.chat.parsers import ToolCallParser, make_parser
 from headwater.chat.render import encode_rendered, render_chat
 from headwater.core.errors import RolloutFailed
 from headwater.core.protocols import Tokenizer
@@ -218,18 +218,19 @@ class FunctionCall:
 class ToolParser:
     """Finds tool calls in the tokens of a response, with one of Headwater's parsers."""
 
-    parser: Any
+    parser: ToolCallParser
     tokenizer: Tokenizer
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Tokenizer) -> ToolParser:
-        return cls(PARSERS.resolve(name)(), tokenizer)
+        return cls(make_parser(name, tokenizer, "multi_turn.format"), tokenizer)
 
     async def extract_tool_calls(
         self, responses_ids: Sequence[int], tools: Any = None
     ) -> tuple[str, list[FunctionCall]]:
         """The text without calls, and the calls. Calls that cannot be read are left out."""
-        parsed = self.parser.parse(self.tokenizer.decode(list(responses_ids), skip_special_tokens=False))
+        schemas = [each.model_dump() if hasattr(each, "model_dump") else each for each in tools or ()]
+        parsed = self.parser.parse(self.tokenizer.decode(list(responses_ids), skip_special_tokens=False), schemas)
         calls = [each for each in parsed.calls if isinstance(each, ToolCall)]
         return parsed.content, [
             FunctionCall(each.name, json.dumps(dict(each.arguments), ensure_ascii=False)) for each in calls

@@ -10,9 +10,9 @@ from typing import Any
 from headwater.core.errors import InvalidTrajectory, RolloutFailed
 from headwater.core.records import Answer, SamplingParams, Trajectory
 from headwater.core.registry import nearest
+from headwater.core.stand_ins import importable
 from headwater.workflows.adapters.binding import bind, construct, with_token_lists
 from headwater.workflows.adapters.journal import Claim, Journal, open_journal
-from headwater.workflows.adapters.stand_ins import importable
 from headwater.workflows.adapters.verl import LLMServerClient, TokenOutput
 from headwater.workflows.episode import Episode, EpisodeResult, WorkflowContext
 

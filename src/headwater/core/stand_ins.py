@@ -1,14 +1,14 @@
 """Makes a file for verl or AReaL importable without these packages.
 
 Inside ``importable()``, ``import verl...`` and ``import areal...`` find modules with Headwater's versions of the names
-that rollout classes use. Afterwards these modules are gone again. A package that is installed is never replaced.
+that rollout classes and tools use. Afterwards these modules are gone again. A package that is installed is never
+replaced. The names themselves are defined in other folders and loaded only when a file imports them.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +18,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from headwater.core.registry import nearest
-
 _VERL = "headwater.workflows.adapters.verl"
 _AREAL = "headwater.workflows.adapters.areal"
+_TOOLS = "headwater.tools.base"
 
 _LOOP = ("AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "register")
 _API = (
@@ -35,6 +34,8 @@ MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         _VERL, (*_LOOP, "AsyncLLMServerManager", "LLMServerClient", "TokenOutput"),
     ),
     "verl.experimental.agent_loop.tool_parser": (_VERL, ("FunctionCall", "ToolParser")),
+    "verl.tools.base_tool": (_TOOLS, ("BaseTool", "OpenAIFunctionToolSchema=ToolSchema", "ToolResponse")),
+    "verl.tools.schemas": (_TOOLS, ("OpenAIFunctionToolSchema=ToolSchema", "ToolResponse")),
     "verl.utils.profiler": (_VERL, ("simple_timer",)),
     "verl.utils.ray_utils": (_VERL, ("get_event_loop",)),
     "verl.utils.rollout_trace": (_VERL, ("rollout_trace_op",)),
@@ -54,7 +55,7 @@ MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "areal.utils.hf_utils": (_AREAL, ("apply_chat_template", "load_hf_tokenizer")),
     "areal.utils.perf_tracer": (_AREAL, ("atrace_session_phase", "session_context", "trace_session")),
 }  # fmt: skip
-"""Each module, and where the names that it offers come from."""
+"""Each module, where the names that it offers come from, and these names; ``theirs=ours`` if ours is another one."""
 
 _lock = threading.RLock()
 
@@ -77,13 +78,10 @@ class _Finder(MetaPathFinder, Loader):
         if fullname.partition(".")[0] not in self._roots:
             return None
         if fullname not in self._known:
-            parent, _, name = fullname.rpartition(".")
-            if name in MODULES.get(parent, ("", ()))[1]:
-                return None  # from package import name: an attribute
             root = fullname.partition(".")[0]
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}. {root} is not installed, and Headwater provides only its names for "
-                f"rollout classes; {nearest(fullname, sorted(self._known))}",
+                f"No module named {fullname!r}: {root} is not installed, and Headwater provides only the modules that "
+                f"rollout classes and tools need: {', '.join(name for name in MODULES if name.startswith(root))}",
                 name=fullname,
             )
         return ModuleSpec(fullname, self, is_package=True)
@@ -97,7 +95,8 @@ class _Finder(MetaPathFinder, Loader):
         if source:
             found = importlib.import_module(source)
             for name in names:
-                setattr(module, name, logging if name == "logging" else getattr(found, name))
+                theirs, _, ours = name.partition("=")
+                setattr(module, theirs, getattr(found, ours or theirs))
 
 
 @contextmanager
