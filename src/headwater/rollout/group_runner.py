@@ -10,7 +10,15 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from headwater.core.errors import HeadwaterError, InvalidTrajectory, RewardFailed, RewardTimedOut, RolloutFailed
+from headwater.core.errors import (
+    AgentFailed,
+    AgentTimedOut,
+    HeadwaterError,
+    InvalidTrajectory,
+    RewardFailed,
+    RewardTimedOut,
+    RolloutFailed,
+)
 from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.randomness import derive_key
 from headwater.core.records import DropKind, Prompt, Trajectory
@@ -204,6 +212,8 @@ def _kind_of(error: RewardFailed | RolloutFailed, flight: Flight) -> DropKind:
         return DropKind.TIMED_OUT
     if isinstance(error, RewardFailed):
         return DropKind.REWARD_TIMED_OUT if isinstance(error, RewardTimedOut) else DropKind.REWARD_FAILED
+    if isinstance(error, AgentFailed):
+        return DropKind.AGENT_TIMED_OUT if isinstance(error, AgentTimedOut) else DropKind.AGENT_FAILED
     if isinstance(error, InvalidTrajectory):
         return DropKind.INVALID
     is_engine = any(error is each for each in flight.engine_errors)

@@ -192,7 +192,13 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         return ReplayedRollouts(engine, groups, tasks, schedule, max_staleness=max_staleness, timeout_s=timeout_s)
 
     def workflow(sampling: SamplingParams) -> EpisodeRunner:
-        context = WorkflowContext(tokenizer, reward, sampling, config.data.chat_template_args)
+        context = WorkflowContext(
+            tokenizer,
+            reward,
+            sampling,
+            config.data.chat_template_args,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+        )
         return make_runner(config.rollout.workflow, make_workflow, context)
 
     advantage = read_declared(AdvantageTraits, config.algorithm.advantage)
