@@ -16,8 +16,10 @@ from headwater.config.declared import WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.paths import is_file, with_absolute_paths
 from headwater.config.schema import Config
-from headwater.config.traits import BackendTraits
+from headwater.config.traits import BackendTraits, WorkflowTraits
 from headwater.config.tree import DEFAULT, show
+from headwater.core.records import wrong_stop
+from headwater.core.registry import is_path
 
 Layers = Mapping[str, int]
 """The layer that decided each given key; a key that is missing has its default."""
@@ -267,6 +269,26 @@ def lengths_are_measured(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def shortest_reply_fits(config: Config, layers: Layers) -> Iterator[Clash]:
+    limit = config.rollout.max_new_tokens
+    if config.rollout.min_new_tokens > limit:
+        yield Clash(
+            ("rollout.min_new_tokens", "rollout.max_new_tokens"),
+            f"a reply has at most rollout.max_new_tokens = {limit} tokens; use at most {limit}",
+        )
+
+
+def stop_texts_can_be_found(config: Config, layers: Layers) -> Iterator[Clash]:
+    if (fault := wrong_stop(config.rollout.stop)) is not None:
+        yield Clash(("rollout.stop",), f"rollout.stop{fault}")
+
+
+def should_accept_is_a_path(config: Config, layers: Layers) -> Iterator[Clash]:
+    name = config.rollout.should_accept
+    if name and not is_path(name):
+        yield Clash(("rollout.should_accept",), "write it as 'path/to/file.py:function' or 'package.module:function'")
+
+
 def partial_groups_are_kept(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.rollout.allow_partial_groups and config.rollout.on_failure == "stop":
         yield Clash(
@@ -275,7 +297,29 @@ def partial_groups_are_kept(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def tools_are_called(config: Config, layers: Layers) -> Iterator[Clash]:
+    workflow = config.rollout.workflow
+    named = [key for key in ("tools.use", "tools.config") if value_at(config, key)]
+    try:
+        declared = read_declared(WorkflowTraits, workflow)
+    except WrongDeclaration as error:
+        yield Clash(("rollout.workflow",), str(error))
+        return
+    uses_tools = declared is not None and declared.traits.uses_tools
+    if not named:
+        why = "tools.use and tools.config name no tools; name some"
+        yield from unread(given_in("tools", layers), ("tools.use", "tools.config"), why, layers)
+        if uses_tools:
+            yield Clash(("rollout.workflow", "tools.use"), "needs tools; name some in tools.use or tools.config")
+    elif not uses_tools and not is_path(workflow):
+        yield Clash(
+            (named[0], "rollout.workflow"),
+            f"rollout.workflow = {workflow} calls no tools; use rollout.workflow=tool_agent, or remove this",
+        )
+
+
 CHECKS: tuple[Check, ...] = (
+    tools_are_called,
     minibatches_divide_prompts,
     sequence_fits_microbatch,
     periods_end_within_run,
@@ -294,6 +338,9 @@ CHECKS: tuple[Check, ...] = (
     colocated_engine_has_the_learners_device,
     offloading_learner_takes_turns,
     partial_groups_are_kept,
+    shortest_reply_fits,
+    stop_texts_can_be_found,
+    should_accept_is_a_path,
 )
 
 

@@ -91,6 +91,7 @@ _EXACT: Mapping[str, Callable[[str], str]] = {
     "data.eval": _source,
     "data.dataset": _extension,
     "reward.function": _extension,
+    "rollout.should_accept": _extension,
 }
 
 

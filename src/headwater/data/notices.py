@@ -28,8 +28,9 @@ def data_notices(
     prompts = [dataset[row] for row in range(0, len(dataset), every)[:_NUM_ROWS]]
     notices = list(_template_arguments(config.data.chat_template_args, template))
     notices += _missing_tools(prompts)
+    notices += _template_without_tools(prompts, template)
     if not is_path(config.rollout.workflow):  # a custom workflow may read all of a row
-        notices += _unread_tools(prompts, config.rollout.workflow)
+        notices += _unread_tools(prompts, config)
         notices += _unread_columns(prompts, reads_column)
     return notices
 
@@ -55,14 +56,27 @@ def _missing_tools(prompts: Sequence[Prompt]) -> Iterator[Notice]:
             return
 
 
-def _unread_tools(prompts: Sequence[Prompt], workflow: str) -> Iterator[Notice]:
-    tools = sorted({name for prompt in prompts for name in prompt.tools_kwargs})
-    if tools:
+def _template_without_tools(prompts: Sequence[Prompt], template: Any) -> Iterator[Notice]:
+    if template and any(prompt.tool_schemas for prompt in prompts) and not re.search(r"\btools\b", str(template)):
         yield Notice(
-            "tools_kwargs of the rows",
-            f"has no effect (tools: {', '.join(tools)}), because rollout.workflow = {workflow} calls no tools; name a "
-            "workflow of your own that reads episode.prompt.tools_kwargs",
+            "the chat template",
+            "does not mention tools, so the model is not told about those of tools.use and tools.config; describe them "
+            "in data.system_prompt, or set model.chat_template to a template that does",
         )
+
+
+def _unread_tools(prompts: Sequence[Prompt], config: Config) -> Iterator[Notice]:
+    offered = {str(schema["function"]["name"]) for prompt in prompts for schema in prompt.tool_schemas}
+    tools = sorted({name for prompt in prompts for name in prompt.tools_kwargs} - offered)
+    if not tools:
+        return
+    remedy = "the run has no such tools; name them in tools.use or tools.config"
+    if not offered:
+        remedy = (
+            f"rollout.workflow = {config.rollout.workflow} calls no tools; set rollout.workflow=tool_agent and name the "
+            "tools in tools.use or tools.config"
+        )
+    yield Notice("tools_kwargs of the rows", f"has no effect (tools: {', '.join(tools)}), because {remedy}")
 
 
 def _unread_columns(prompts: Sequence[Prompt], reads_column: Callable[[str], bool]) -> Iterator[Notice]:

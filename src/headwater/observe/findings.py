@@ -261,6 +261,7 @@ DROP_REMEDIES = {
     DropKind.REWARD_TIMED_OUT: "make the reward faster, or raise reward.timeout_s",
     DropKind.TIMED_OUT: "raise rollout.episode_timeout_s, or make rewards, tools and responses shorter",
     DropKind.REJECTED: "the workflow returns None for these: check its conditions",
+    DropKind.REFUSED: "rollout.should_accept returns false for them: check its condition, or change the prompts",
     DropKind.FILTERED: "the prompts have become too easy or too hard: change their difficulty, or turn the filter off",
     DropKind.STALE: "use rollout.on_stale=mask, raise rollout.max_staleness, or lower rollout.max_new_tokens",
 }

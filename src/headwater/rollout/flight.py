@@ -15,7 +15,7 @@ from headwater.core.errors import RolloutFailed, WaitTimeout
 from headwater.core.protocols import EpisodeEngine, EpisodeStage, EpisodeState, InferenceEngine
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.core.waits import named_wait
-from headwater.rollout.group import PromptDraw
+from headwater.rollout.group import GroupTimes, PromptDraw
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +149,9 @@ class Flight:
     """What each episode is doing, by its sample. Episodes that have not started are missing."""
     requests: dict[tuple[int, int], VersionRuns] = field(default_factory=dict)
     """See ``Requests``."""
+    queue_s: list[float] = field(default_factory=list)
+    generate_s: list[float] = field(default_factory=list)
+    """Per answered request, as the engine measured it."""
     task: asyncio.Task[Any] | None = None
     has_timed_out: bool = False
     engine_errors: list[RolloutFailed] = field(default_factory=list)
@@ -159,6 +162,10 @@ class Flight:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
+
+    @property
+    def times(self) -> GroupTimes:
+        return GroupTimes(self.seconds, tuple(self.queue_s), tuple(self.generate_s))
 
     @property
     def newest_version(self) -> int:
@@ -240,6 +247,8 @@ class WatchedEngine:
         # Only answered requests are numbered: whether a request fails may depend on how busy the engine is.
         flight.requests[self.sample, self.num_requests] = version_runs(response.output_versions)
         self.num_requests += 1
+        flight.queue_s.append(response.queue_s)
+        flight.generate_s.append(response.generate_s)
         return response
 
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import statistics
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -22,6 +22,7 @@ from headwater.core.errors import (
 from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.randomness import derive_key
 from headwater.core.records import DropKind, Prompt, Trajectory
+from headwater.rollout.filters import REASONS, GroupFilter
 from headwater.rollout.flight import Flight
 from headwater.rollout.group import Dropped, Group, TrajectoryLimits
 from headwater.workflows import EpisodeRunner
@@ -40,10 +41,10 @@ GREEDY = -1
 class GroupRunner:
     """Runs ``num_samples`` episodes per prompt, concurrently.
 
-    The whole group is dropped if the workflow rejects an episode (``None``), if ``should_accept`` refuses the group,
-    or, with ``on_failure="drop"``, if an episode fails. A group that fails is first retried ``max_retries`` times. With
-    ``allow_partial_groups``, a group continues without the samples that failed, as long as two or more are left.
-    ``greedy`` runs one more episode per prompt, for its reward.
+    The whole group is dropped if the workflow rejects an episode (``None``), if one of ``filters`` does not keep the
+    group, or, with ``on_failure="drop"``, if an episode fails. A group that fails is first retried ``max_retries``
+    times. With ``allow_partial_groups``, a group continues without the samples that failed, as long as two or more are
+    left. ``greedy`` runs one more episode per prompt, for its reward.
     """
 
     def __init__(
@@ -55,17 +56,18 @@ class GroupRunner:
         max_retries: int = 0,
         allow_partial_groups: bool = False,
         greedy: EpisodeRunner | None = None,
-        should_accept: Callable[[Group], bool] | None = None,
+        filters: Mapping[DropKind, GroupFilter] | None = None,
         limits: TrajectoryLimits | None = None,
     ) -> None:
-        """Without ``limits``, only the type of what a workflow returns is checked."""
+        """Without ``limits``, only the type of what a workflow returns is checked. ``filters`` are asked in order; a
+        group that one of them does not keep is dropped with its kind."""
         self._workflow = workflow
         self._num_samples = num_samples
         self._on_failure = on_failure
         self._max_retries = max_retries
         self._allow_partial_groups = allow_partial_groups
         self._greedy = greedy
-        self._should_accept = should_accept
+        self._filters = filters or {}
         self._limits = limits
 
     @property
@@ -151,9 +153,10 @@ class GroupRunner:
         return f"workflow {self._workflow.name} on row {prompt.uid}"
 
     def _accepted(self, group: Group | Dropped) -> Group | Dropped:
-        if isinstance(group, Group) and self._should_accept is not None and not self._should_accept(group):
-            message = "all samples have the same reward (algorithm.filter_groups)"
-            return Dropped(group.prompt.uid, DropKind.FILTERED, message)
+        if isinstance(group, Group):
+            for kind, keeps in self._filters.items():
+                if not keeps(group):
+                    return Dropped(group.prompt.uid, kind, REASONS[kind])
         return group
 
     def _to_group(self, prompt: Prompt, results: Sequence[object]) -> Group | Dropped:

@@ -15,7 +15,7 @@ from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag
-from headwater.core.records import Prompt, SamplingParams
+from headwater.core.records import DropKind, Prompt, SamplingParams
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.data.rlhf_dataset import RLHFDataset
@@ -25,7 +25,8 @@ from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
 from headwater.rollout.executor import WorkflowExecutor
-from headwater.rollout.group import Group, TrajectoryLimits
+from headwater.rollout.filters import GroupFilter, load_should_accept, scores_differ
+from headwater.rollout.group import TrajectoryLimits
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
@@ -147,16 +148,12 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
     make_workflow = with_arguments(
         WORKFLOWS, config.rollout.workflow, config.rollout.workflow_args, "rollout.workflow_args"
     )
-    train_sampling = SamplingParams(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_k=config.rollout.top_k,
-        top_p=config.rollout.top_p,
-    )
-    eval_sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=config.eval.temperature)
+    filters = _filters(config)
+    train_sampling, eval_sampling = make_sampling(config)
 
     # Created last, after everything that can fail because of wrong settings: it has threads and may be a process.
     engine = make_engine(BackendContext(config, model_path, tokenizer, spans), replays=schedule is not None)
+    check_stop_tokens(config, engine)
     tasks = AsyncTaskRunner()
     admission = make_admission(config)
     limits = TrajectoryLimits(
@@ -203,12 +200,12 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
 
     advantage = read_declared(AdvantageTraits, config.algorithm.advantage)
     needs_greedy = advantage is not None and advantage.traits.needs_greedy_baseline
-    greedy = replace(train_sampling, temperature=0.0, top_k=0, top_p=1.0) if needs_greedy else None
+    greedy = replace(train_sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0) if needs_greedy else None
     train_groups = group_runner(
         train_sampling,
         config.rollout.num_samples_per_prompt,
         greedy=workflow(greedy) if greedy else None,
-        should_accept=_scores_differ if config.algorithm.filter_groups else None,
+        filters=filters,
     )
     parts = RolloutParts(
         tokenizer=tokenizer,
@@ -254,12 +251,49 @@ def make_admission(config: Config) -> Admission:
         # A deterministic engine gives the same result for any batch composition, so it does not need waves.
         in_waves=rollout.max_staleness == 0 and not config.engine.deterministic,
         holds_engine=rollout.placement == "colocated",
-        max_rounds=config.algorithm.max_filter_rounds if config.algorithm.filter_groups else None,
+        max_rounds=config.algorithm.max_filter_rounds if _filters_groups(config) else None,
     )
 
 
-def _scores_differ(group: Group) -> bool:
-    return len(set(group.episode_rewards())) > 1
+def make_sampling(config: Config) -> tuple[SamplingParams, SamplingParams]:
+    """The sampling settings of training and of evaluation. Both end replies alike; evaluation does not truncate."""
+    rollout = config.rollout
+    evaluation = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=config.eval.temperature,
+        min_new_tokens=rollout.min_new_tokens,
+        stop_token_ids=rollout.stop_token_ids,
+        stop_strings=rollout.stop,
+    )
+    training = replace(
+        evaluation, temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p
+    )
+    return training, evaluation
+
+
+def check_stop_tokens(config: Config, engine: InferenceEngine) -> None:
+    """Refuse stop tokens that the model does not have. Otherwise a run would find out at its first rollout."""
+    size = engine.limits.vocab_size
+    wrong = [token for token in config.rollout.stop_token_ids if token >= size]
+    if wrong:
+        engine.close()
+        raise ConfigError(
+            [f"rollout.stop_token_ids: {wrong[0]} is not in the vocabulary of the model, 0..{size - 1}; remove it"]
+        )
+
+
+def _filters_groups(config: Config) -> bool:
+    return config.algorithm.filter_groups or bool(config.rollout.should_accept)
+
+
+def _filters(config: Config) -> dict[DropKind, GroupFilter]:
+    """What decides whether a complete group is trained on, in this order."""
+    filters: dict[DropKind, GroupFilter] = {}
+    if config.algorithm.filter_groups:
+        filters[DropKind.FILTERED] = scores_differ
+    if config.rollout.should_accept:
+        filters[DropKind.REFUSED] = load_should_accept(config.rollout.should_accept)
+    return filters
 
 
 def describe(dataset: PromptDataset | None, kind: str) -> str:

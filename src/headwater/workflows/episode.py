@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headwater.chat.render import (
     MODEL_TURN,
@@ -28,7 +29,7 @@ from headwater.chat.render import (
     tokens_until_next_turn,
 )
 from headwater.core.errors import RolloutFailed
-from headwater.core.protocols import EpisodeEngine, EpisodeInput, RewardManager, Tokenizer
+from headwater.core.protocols import EpisodeEngine, EpisodeInput, EpisodeStage, RewardManager, Tokenizer
 from headwater.core.randomness import derive_key
 from headwater.core.records import (
     NOT_SAMPLED,
@@ -40,6 +41,10 @@ from headwater.core.records import (
     StopReason,
     Trajectory,
 )
+
+if TYPE_CHECKING:
+    from headwater.chat.parsers import ToolCallParser
+    from headwater.tools.toolbox import Toolbox
 
 Message = Mapping[str, Any]
 EpisodeResult = Trajectory | list[Trajectory] | None
@@ -59,6 +64,10 @@ class WorkflowContext:
     max_prompt_tokens: int = 0
     """``data.max_prompt_tokens``: how long the prompt of a branch with new messages may be without using up room. 0
     means as long as the episode's own prompt."""
+    tools: Toolbox | None = None
+    """The tools of the run; None if it has none."""
+    parser: ToolCallParser | None = None
+    """Finds tool calls in the model's messages; None if the run has no tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,9 @@ class Episode:
         self._name = f"{data.prompt.uid}#{data.sample}"
         self._num_requests = 0
         self._num_branches = 0
-        self._template_args = context.chat_template_args
+        # Some templates write the tools anew in every turn, so each rendering needs them.
+        tools = {"tools": list(data.prompt.tool_schemas)} if data.prompt.tool_schemas else {}
+        self._template_args = {**context.chat_template_args, **tools}
         self._start(data.prompt.messages, data.prompt.tokens)
 
     def _start(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
@@ -209,9 +220,7 @@ class Episode:
         self._check_only_text(messages, "tell() was given")
         parsed = {"tool_calls": list(tool_calls)} if tool_calls else {}
         chat = [*self._chat[:-1], {**parsed, **MODEL_TURN}, *messages]
-        tokens = tokens_until_next_turn(
-            self.context.tokenizer, chat, self.response.output_tokens, self._template_args
-        )
+        tokens = tokens_until_next_turn(self.context.tokenizer, chat, self.response.output_tokens, self._template_args)
         if self.room < len(tokens) + max(1, self.context.sampling.min_new_tokens):
             self.stop_reason = "length"
             return False
@@ -222,7 +231,12 @@ class Episode:
 
     async def score(self) -> Score:
         """Score the episode so far with the run's reward manager."""
-        return await self.context.reward.score(self)
+        with self.doing("scoring", "scoring"):
+            return await self.context.reward.score(self)
+
+    def doing(self, what: str, stage: EpisodeStage = "working") -> AbstractContextManager[None]:
+        """State what happens inside this block, for ``headwater doctor``: ``with episode.doing("calling search"):``."""
+        return self.data.state.doing(what, stage)
 
     def finish(
         self, score: Score | float, *, turn_scores: Sequence[float] | None = None, info: Mapping[str, Any] | None = None
@@ -276,7 +290,7 @@ class Episode:
         piece._name = f"{self._name}.{label}"
         piece._num_requests = piece._num_branches = 0
         if messages is not None:
-            piece._template_args = {**self.context.chat_template_args, **(template_args or {})}
+            piece._template_args = {**self._template_args, **(template_args or {})}
             piece._start(messages, piece._render(messages))
         elif turn is not None:
             piece._cut(turn)
@@ -298,7 +312,11 @@ class Episode:
             self._start(self._chat[:end], self._tokens[: self._prompt_length])
             return
         last = self._turns[turn - 1]
-        self._chat, self._replies, self._turns = self._chat[: last.chat_length], self._replies[:turn], self._turns[:turn]
+        self._chat, self._replies, self._turns = (
+            self._chat[: last.chat_length],
+            self._replies[:turn],
+            self._turns[:turn],
+        )
         self._tokens, self._loss_mask = self._tokens[: last.end], self._loss_mask[: last.end]
         self._logprobs, self._versions = self._logprobs[: last.end], self._versions[: last.end]
         self._turn_start, self._turn_end, self._text = last.start, last.end, last.text
@@ -346,12 +364,13 @@ class Episode:
             name, key = f"{name}/{turn}", derive_key(key, "turn", turn)
         sampling = self.context.sampling
         limit = self.room if max_tokens is None else min(self.room, max_tokens)
-        return ModelRequest(
-            request_id=name,
-            input_tokens=self.tokens,
-            sampling=replace(sampling, max_new_tokens=limit, stop_strings=(*sampling.stop_strings, *stop)),
-            rng_key=key,
+        sampling = replace(
+            sampling,
+            max_new_tokens=limit,
+            min_new_tokens=min(sampling.min_new_tokens, limit),
+            stop_strings=(*sampling.stop_strings, *stop),
         )
+        return ModelRequest(request_id=name, input_tokens=self.tokens, sampling=sampling, rng_key=key)
 
     def _append_response(self, response: ModelResponse) -> None:
         if not (self._chat and is_model_turn(self._chat[-1])):

@@ -169,7 +169,6 @@ class Session:
             self._tasks.discard(task)
 
 
-
 def episode_ended() -> ApiError:
     return ApiError("this episode has ended; its address no longer answers", status=410, code="episode_ended")
 

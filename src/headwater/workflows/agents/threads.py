@@ -32,7 +32,9 @@ class AgentThreads:
     async def run(self, invitation: Invitation, timeout_s: float) -> AgentEnd:
         function, arguments = self._prepare(invitation)
         if inspect.iscoroutinefunction(function):
-            ended = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_outcome_of(function, arguments), self._own_loop()))
+            ended = asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(_outcome_of(function, arguments), self._own_loop())
+            )
         else:
             ended = asyncio.get_running_loop().create_future()
             start = threading.Thread(target=_in_thread, args=(function, arguments, ended), daemon=True)
