@@ -8,6 +8,7 @@ import logging
 import statistics
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 from headwater.core.errors import (
@@ -133,6 +134,8 @@ class GroupRunner:
     ) -> object:
         state = flight.episodes[data.sample] = data.state
         state.rest("working")
+        if flight.start is not None:
+            state.begin_late = partial(flight.start.announce, flight, data.sample)
         try:
             result: object = self._checked(await workflow.run(engine, data), flight, data)
             state.rest("done")

@@ -154,10 +154,8 @@ def _replaced(fields: Fields, sampling: SamplingParams) -> list[str]:
             replaced.append(f"{name} = {given:g}")
     if (top_k := max(0, fields.integer("top_k", sampling.top_k))) != sampling.top_k:
         replaced.append(f"top_k = {top_k}")
-    for name in ("seed", "reasoning_effort", "verbosity", "min_tokens"):
-        if (given := fields.raw(name)) is not None:
-            replaced.append(f"{name} = {given!r}")
-    return replaced
+    others = {name: fields.raw(name) for name in ("seed", "reasoning_effort", "verbosity", "min_tokens")}
+    return [*replaced, *(f"{name} = {given!r}" for name, given in others.items() if given is not None)]
 
 
 def _refuse_untrainable(fields: Fields) -> None:

@@ -13,6 +13,7 @@ It reads pickled messages from its standard input, each after its length: ``("ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -28,6 +29,7 @@ import struct
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,6 +74,7 @@ class Server:
         self._wake = wake
         self._selector.register(wake, selectors.EVENT_READ)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
 
     def run(self) -> None:
@@ -108,6 +111,7 @@ class Server:
         return bool(data)
 
     def _fork(self, number: int, call: dict[str, Any]) -> None:
+        call["parent"] = os.getpid()
         result, result_end = os.pipe()
         output, output_end = os.pipe()
         try:
@@ -176,18 +180,14 @@ def _has_more(pipe: int) -> bool:
 
 def _kill(pid: int) -> None:
     """End an agent and everything that it has started."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _lead_group(pid: int) -> None:
     """Called by both processes, so that the group exists whoever comes first."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another program already
         os.setpgid(pid, pid)
-    except (ProcessLookupError, PermissionError):
-        pass  # it has ended, or has already become another program
 
 
 # In the agent's process
@@ -199,7 +199,8 @@ def _become_agent(
     status = 1
     try:
         _lead_group(0)
-        _die_with_parent()
+        _die_with_parent(call["parent"])
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for pipe in inherited:
@@ -210,7 +211,7 @@ def _become_agent(
         if call["argv"]:
             _become_command(call["argv"], call["stdin"])
         status = _run_agent(agent, agent_args, call, result)
-    except BaseException:  # nothing may return into the server's loop
+    except BaseException:  # noqa: BLE001  nothing may return into the server's loop
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -218,12 +219,12 @@ def _become_agent(
         os._exit(status)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     """Linux ends the agent if this program is killed. Elsewhere the agent notices that its address is gone."""
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        pass
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _become_command(argv: list[str], text: str) -> NoReturn:
@@ -234,7 +235,7 @@ def _become_command(argv: list[str], text: str) -> NoReturn:
     try:
         os.execvp(argv[0], argv)
     except OSError as error:
-        print(f"{argv[0]}: {error.strerror}", flush=True)
+        os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
         os._exit(127)
 
 
@@ -247,7 +248,7 @@ def _run_agent(agent: Any, agent_args: dict[str, Any], call: dict[str, Any], res
         ended: dict[str, Any] = {"outcome": "returned", "value": value}
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  an agent may raise anything
         trace = "".join(traceback.format_exception(error))[-_TRACE_KEPT:]
         ended = {"outcome": "raised", "error": f"{type(error).__name__}: {error}", "trace": trace}
     body = json.dumps(ended).encode()
@@ -323,15 +324,15 @@ def problem_of(agent: Any, agent_args: dict[str, Any], offered: list[str]) -> st
 
 
 def plain(value: Any) -> Any:
-    """A result as JSON: None, a number, or a mapping."""
-    if isinstance(value, dict):
+    """A value as JSON. What JSON cannot express becomes text."""
+    if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
-    if hasattr(value, "item"):  # a number of numpy or torch
-        return value.item()
+    if hasattr(value, "tolist"):  # numpy and torch
+        return plain(value.tolist())
     if hasattr(value, "__float__"):
         return float(value)
     return f"<{type(value).__name__}>"
@@ -350,7 +351,7 @@ def main() -> None:
             problem = problem_of(agent, settings["agent_args"], settings["offered"])
             if problem:
                 raise TypeError(problem)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  importing an agent may raise anything
         send(sink, {"failed": f"{type(error).__name__}: {error}"})
         return
     gc.collect()

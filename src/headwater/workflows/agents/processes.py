@@ -104,7 +104,7 @@ class ForkServer:
         finally:
             if not ended.done():
                 self._send("kill", number)
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError, AgentFailed):
                     await asyncio.wait_for(asyncio.shield(ended), _END_LIMIT_S)
 
     def _message(self, invitation: Invitation) -> dict[str, Any]:
@@ -120,13 +120,15 @@ class ForkServer:
         }
 
     def _send(self, *message: Any) -> None:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
         body = pickle.dumps(message)
         with contextlib.suppress(ConnectionError):  # the reader tells all callers
             self._process.stdin.write(fork_server.LENGTH.pack(len(body)) + body)
 
     async def _receive(self) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
+        assert self._process.stdout is not None
         try:
             (length,) = fork_server.LENGTH.unpack(await self._process.stdout.readexactly(fork_server.LENGTH.size))
             message: dict[str, Any] = json.loads(await self._process.stdout.readexactly(length))
@@ -150,6 +152,9 @@ class ForkServer:
                     ended.set_exception(AgentFailed(reason))
                     ended.exception()  # perhaps nothing waits for it any more
             self._running.clear()
+            assert self._process is not None
+            with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+                await asyncio.wait_for(self._process.wait(), _END_LIMIT_S)
 
     def _kill(self) -> None:
         """End the fork server. Its agents end with it."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from headwater.core.records import Prompt
-from headwater.data.json_safe import json_safe
 from headwater.workflows.agents.conversation import text_of
+from headwater.workflows.agents.fork_server import plain
 
 Outcome = Literal["returned", "raised", "exited", "killed", "timed_out"]
 
@@ -63,7 +63,7 @@ class Invitation:
         return filled
 
     def row_as_json(self) -> Any:
-        return json_safe(self._row())
+        return plain(self._row())
 
     def _row(self) -> dict[str, Any]:
         prompt = self.prompt

@@ -93,7 +93,7 @@ class Session:
         self._num_running += call.num_choices
         try:
             for _ in range(call.num_choices):
-                drafts.append(self._open(call))
+                drafts.append(self._open(call))  # noqa: PERF401  those that are open are closed if one fails
             replies = (self._generate(draft, call) for draft in drafts)
             responses = await self._until_closed(_all(replies))
             parser = self._rules.parser() if call.parses_calls else None

@@ -144,6 +144,9 @@ class Transcript:
         """The newest reply."""
         return self._replies[-1] if self._replies else None
 
+    def completion_ids(self) -> set[str]:
+        return {node.completion_id for node in self._replies}
+
     def leaves(self) -> list[Node]:
         """The last reply of every piece, in an order that does not depend on the order of calls."""
         leaves = [node for node in self._replies if node.episode is not None]
