@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -280,6 +280,8 @@ class EpisodeState:
         self._rest: EpisodeStage = "pending"
         self._open: list[tuple[EpisodeStage, str, float]] = []
         """Each open activity, and when it began."""
+        self.begin_late: Callable[[], None] = lambda: None
+        """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
 
     @contextmanager
     def doing(self, what: str, stage: EpisodeStage = "working") -> Iterator[None]:

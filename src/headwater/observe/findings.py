@@ -255,6 +255,8 @@ DROP_REMEDIES = {
     DropKind.FAILED: "the message names the cause; run the workflow on that row by itself",
     DropKind.INVALID: "the workflow returns something that cannot be trained on; the message says what to correct",
     DropKind.ENGINE_FAILED: "the engine fails on these requests; see the last log lines",
+    DropKind.AGENT_FAILED: "the message has the agent's own error; run the agent on that row against headwater serve",
+    DropKind.AGENT_TIMED_OUT: "raise rollout.workflow_args.timeout_s, or make the agent give up earlier",
     DropKind.REWARD_FAILED: "call the reward function on that row by itself: it raises or returns no number",
     DropKind.REWARD_TIMED_OUT: "make the reward faster, or raise reward.timeout_s",
     DropKind.TIMED_OUT: "raise rollout.episode_timeout_s, or make rewards, tools and responses shorter",

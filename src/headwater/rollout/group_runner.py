@@ -8,9 +8,18 @@ import logging
 import statistics
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
-from headwater.core.errors import HeadwaterError, InvalidTrajectory, RewardFailed, RewardTimedOut, RolloutFailed
+from headwater.core.errors import (
+    AgentFailed,
+    AgentTimedOut,
+    HeadwaterError,
+    InvalidTrajectory,
+    RewardFailed,
+    RewardTimedOut,
+    RolloutFailed,
+)
 from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.randomness import derive_key
 from headwater.core.records import DropKind, Prompt, Trajectory
@@ -125,6 +134,8 @@ class GroupRunner:
     ) -> object:
         state = flight.episodes[data.sample] = data.state
         state.rest("working")
+        if flight.start is not None:
+            state.begin_late = partial(flight.start.announce, flight, data.sample)
         try:
             result: object = self._checked(await workflow.run(engine, data), flight, data)
             state.rest("done")
@@ -207,6 +218,8 @@ def _kind_of(error: RewardFailed | RolloutFailed, flight: Flight) -> DropKind:
         return DropKind.TIMED_OUT
     if isinstance(error, RewardFailed):
         return DropKind.REWARD_TIMED_OUT if isinstance(error, RewardTimedOut) else DropKind.REWARD_FAILED
+    if isinstance(error, AgentFailed):
+        return DropKind.AGENT_TIMED_OUT if isinstance(error, AgentTimedOut) else DropKind.AGENT_FAILED
     if isinstance(error, InvalidTrajectory):
         return DropKind.INVALID
     is_engine = any(error is each for each in flight.engine_errors)

@@ -214,9 +214,9 @@ def _build(
             reward,
             sampling,
             config.data.chat_template_args,
+            max_prompt_tokens=config.data.max_prompt_tokens,
             tools=toolbox,
             parser=parser,
-            max_prompt_tokens=config.data.max_prompt_tokens,
         )
         return make_workflow(context)
 

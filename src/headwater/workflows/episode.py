@@ -61,12 +61,26 @@ class WorkflowContext:
     """``max_new_tokens`` limits everything after the prompt: all replies and the messages between them."""
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     """``data.chat_template_args``: arguments for the chat template, the same as for prompts."""
+    max_prompt_tokens: int = 0
+    """``data.max_prompt_tokens``: how long the prompt of a branch with new messages may be without using up room. 0
+    means as long as the episode's own prompt."""
     tools: Toolbox | None = None
     """The tools of the run; None if it has none."""
     parser: ToolCallParser | None = None
     """Finds tool calls in the model's messages; None if the run has no tools."""
-    max_prompt_tokens: int = 0
-    """``data.max_prompt_tokens``: prompts that a workflow renders itself may be as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Where a reply is in its episode, for branches that start after it."""
+
+    chat_length: int
+    """Messages up to and including the reply."""
+    start: int
+    end: int
+    """The reply's tokens are those from ``start`` up to ``end``, which is not included."""
+    text: str
+    stop_reason: StopReason
 
 
 class RolloutWorkflow(Protocol):
@@ -85,9 +99,9 @@ class Episode:
         self._name = f"{data.prompt.uid}#{data.sample}"
         self._num_requests = 0
         self._num_branches = 0
-        self._template_args = context.chat_template_args
-        if data.prompt.tool_schemas:  # some templates write the tools anew in every turn, so each rendering needs them
-            self._template_args = {**context.chat_template_args, "tools": list(data.prompt.tool_schemas)}
+        # Some templates write the tools anew in every turn, so each rendering needs them.
+        tools = {"tools": list(data.prompt.tool_schemas)} if data.prompt.tool_schemas else {}
+        self._template_args = {**context.chat_template_args, **tools}
         self._start(data.prompt.messages, data.prompt.tokens)
 
     def _start(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
@@ -97,6 +111,7 @@ class Episode:
         """Why the last reply ended; ``length`` after ``tell`` found no room."""
         self._chat: list[Message] = list(messages)
         self._replies: list[Message] = []
+        self._turns: list[_Turn] = []
         self._text = ""
         self._prompt_length = self._turn_start = self._turn_end = len(tokens)
         self._tokens: list[int] = []
@@ -108,6 +123,11 @@ class Episode:
     @property
     def prompt(self) -> Prompt:
         return self.data.prompt
+
+    @property
+    def name(self) -> str:
+        """Names this piece in messages and request ids."""
+        return self._name
 
     @property
     def sample(self) -> int:
@@ -123,10 +143,11 @@ class Episode:
     def room(self) -> int:
         """Tokens that still fit, for replies and messages together.
 
-        The prompt of a branch with new messages may be longer than the episode's prompt; the excess uses up room.
+        The prompt of a branch with new messages may be longer than the episode's prompt and than
+        ``data.max_prompt_tokens``; the excess uses up room.
         """
         sampling = self.context.sampling
-        excess = max(0, self._prompt_length - len(self.prompt.tokens))
+        excess = max(0, self._prompt_length - max(len(self.prompt.tokens), self.context.max_prompt_tokens))
         return sampling.max_new_tokens - excess - (len(self._tokens) - self._prompt_length)
 
     @property
@@ -243,26 +264,65 @@ class Episode:
             messages=self.messages,
         )
 
-    def branch(self, messages: Sequence[Message] | None = None) -> Episode:
+    def branch(
+        self,
+        messages: Sequence[Message] | None = None,
+        *,
+        turn: int | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        label: str | None = None,
+    ) -> Episode:
         """Another piece of the same episode, with separate randomness.
 
         It starts as a copy of this piece, or as a new conversation from ``messages`` (for example a summary that
         replaces a long history). Finish every piece that should be trained and return them as a list; copied replies
         are trained in each piece that holds them. Groups are compared over episodes: all pieces of an episode together
         have the weight of one trajectory.
+
+        ``turn`` copies this piece as it was after that many replies. ``template_args``, with ``messages``, are further
+        arguments for the chat template, such as ``tools``. The randomness of a piece depends on its ``label``, which
+        must be unique; by default it is the number of branches so far.
         """
-        number, self._num_branches = self._num_branches, self._num_branches + 1
-        piece = copy.copy(self)
-        piece.data = replace(self.data, rng_key=derive_key(self.data.rng_key, "branch", number))
-        piece._name = f"{self._name}.{number}"
+        if label is None:
+            label, self._num_branches = str(self._num_branches), self._num_branches + 1
+        piece = self.copy()
+        piece.data = replace(self.data, rng_key=derive_key(self.data.rng_key, "branch", label))
+        piece._name = f"{self._name}.{label}"
         piece._num_requests = piece._num_branches = 0
         if messages is not None:
-            piece._start(messages, self._render(messages))
-            return piece
-        piece._chat, piece._replies = list(self._chat), list(self._replies)
+            piece._template_args = {**self._template_args, **(template_args or {})}
+            piece._start(messages, piece._render(messages))
+        elif turn is not None:
+            piece._cut(turn)
+        return piece
+
+    def copy(self) -> Episode:
+        """The same piece as a separate object. The next reply of both has the same randomness, so discard one."""
+        piece = copy.copy(self)
+        piece._chat, piece._replies, piece._turns = list(self._chat), list(self._replies), list(self._turns)
         piece._tokens, piece._loss_mask = list(self._tokens), list(self._loss_mask)
         piece._logprobs, piece._versions = list(self._logprobs), list(self._versions)
         return piece
+
+    def _cut(self, turn: int) -> None:
+        """Remove everything after the reply with this number, counted from 1, or after the prompt."""
+        if turn == 0:
+            is_first = [is_model_turn(each) for each in self._chat]
+            end = is_first.index(True) if True in is_first else len(self._chat)
+            self._start(self._chat[:end], self._tokens[: self._prompt_length])
+            return
+        last = self._turns[turn - 1]
+        self._chat, self._replies, self._turns = (
+            self._chat[: last.chat_length],
+            self._replies[:turn],
+            self._turns[:turn],
+        )
+        self._tokens, self._loss_mask = self._tokens[: last.end], self._loss_mask[: last.end]
+        self._logprobs, self._versions = self._logprobs[: last.end], self._versions[: last.end]
+        self._turn_start, self._turn_end, self._text = last.start, last.end, last.text
+        start, self.stop_reason = last.start, last.stop_reason
+        written = (tuple(each[start:]) for each in (self._tokens, self._logprobs, self._versions))
+        self.response = ModelResponse(tuple(self._tokens[:start]), *written, self.stop_reason)
 
     def _render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         self._check_only_text(messages, "branch() was given")
@@ -317,6 +377,8 @@ class Episode:
             self._turn_start = len(self._tokens)
             self._chat.append(MODEL_TURN)
             self._replies.append({})
+        else:
+            self._turns.pop()
         self._tokens += response.output_tokens
         self._loss_mask += [1] * len(response.output_tokens)
         self._logprobs += response.output_logprobs
@@ -325,6 +387,7 @@ class Episode:
         self._text = self.context.tokenizer.decode(self._tokens[self._turn_start :], skip_special_tokens=True)
         self._replies[-1] = {"role": "assistant", "content": self._text}
         self.response, self.stop_reason = response, response.stop_reason
+        self._turns.append(_Turn(len(self._chat), self._turn_start, self._turn_end, self._text, self.stop_reason))
 
     def _append_given(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
