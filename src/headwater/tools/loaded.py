@@ -37,7 +37,10 @@ class LoadedTool:
         self.name = schema.name
         self.limits = limits
         self._tokenizer = tokenizer
-        self._calls = Slots(self.name, limits.max_concurrent)
+        # A tool may know a lower limit, for example that of the sandbox.
+        self._calls = Slots(
+            self.name, min(limits.max_concurrent, getattr(tool, "max_concurrent", limits.max_concurrent))
+        )
         # Separate slots: a tool whose calls are all blocked must still be released.
         self._releases = Slots(f"{self.name} (release)", limits.max_concurrent)
         self._background: set[asyncio.Task[None]] = set()

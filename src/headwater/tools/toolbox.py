@@ -88,7 +88,11 @@ class Toolbox:
 
     def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
         """The OpenAI function schemas of the tools of a row, in the order of the settings."""
-        return [loaded.schema.as_dict() for loaded in self._selected(prompt.extra_info, prompt.uid).values()]
+        return self.schemas_of(prompt.extra_info, prompt.uid)
+
+    def schemas_of(self, extra_info: Mapping[str, Any], uid: str) -> list[dict[str, Any]]:
+        """As ``schemas``, for a row that is not rendered yet."""
+        return [loaded.schema.as_dict() for loaded in self._selected(extra_info, uid).values()]
 
     def check_row(self, prompt: Prompt) -> None:
         """Raise ``DataError`` if a row names tools or arguments that do not exist."""
