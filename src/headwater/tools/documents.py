@@ -16,7 +16,7 @@ class Document:
 
 
 def read_document(value: Any) -> Document | None:
-    """A document from text or a mapping; None if it is none. Search-R1's ``contents`` have the title in the first line."""
+    """A document from text or a mapping; None if it is none. Search-R1 begins ``contents`` with the title."""
     if isinstance(value, str):
         return Document(value)
     if not isinstance(value, Mapping):

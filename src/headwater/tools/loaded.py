@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
-from headwater.tools.base import BaseTool
+from headwater.tools.base import BaseTool, ToolUnavailable
 from headwater.tools.running import Slots, call_method
 from headwater.tools.schema import ToolSchema
 from headwater.tools.truncate import Side, truncate
+
+logger = logging.getLogger(__name__)
 
 METHODS = ("create", "execute", "calc_reward", "release")
 
@@ -44,6 +47,8 @@ class LoadedTool:
         # Separate slots: a tool whose calls are all blocked must still be released.
         self._releases = Slots(f"{self.name} (release)", limits.max_concurrent)
         self._background: set[asyncio.Task[None]] = set()
+        self._is_available = True
+        self._has_blocked = False
 
     def has_own(self, method: str) -> bool:
         """Whether the tool defines a method itself. Those that do nothing are not called."""
@@ -54,11 +59,30 @@ class LoadedTool:
         """Call a method in a slot. With ``on_late`` it is never interrupted, and a late result is passed on."""
         is_interrupted = on_late is None
         return await self._calls.run(
-            lambda: call_method(call, interrupt=is_interrupted), self.limits.timeout_s, on_late
+            lambda: call_method(call, self._note_blocked, interrupt=is_interrupted), self.limits.timeout_s, on_late
         )
 
     async def run_release(self, call: Callable[[], Any]) -> None:
-        await self._releases.run(lambda: call_method(call, interrupt=False), self.limits.timeout_s)
+        await self._releases.run(lambda: call_method(call, self._note_blocked, interrupt=False), self.limits.timeout_s)
+
+    def note_unavailable(self, error: ToolUnavailable) -> None:
+        """Log the first of several calls that fail one after the other."""
+        if self._is_available:
+            logger.warning("tool %s is unavailable: %s", self.name, error)
+        self._is_available = False
+
+    def note_available(self) -> None:
+        if not self._is_available:
+            logger.warning("tool %s is available again", self.name)
+        self._is_available = True
+
+    def _note_blocked(self, seconds: float) -> None:
+        if not self._has_blocked:
+            logger.warning(
+                "tool %s blocked the event loop of all episodes for %.1f s; make its methods plain functions, which run "
+                "in threads, or await what takes long", self.name, seconds,
+            )  # fmt: skip
+        self._has_blocked = True
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

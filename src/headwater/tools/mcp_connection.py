@@ -79,7 +79,11 @@ class Connection:
 
     async def started(self, limit_s: float) -> Connection:
         """This connection after its handshake; ``ToolUnavailable`` if the server does not start."""
-        done, _ = await asyncio.wait({self._ready}, timeout=limit_s)
+        try:
+            done, _ = await asyncio.wait({self._ready}, timeout=limit_s)
+        except asyncio.CancelledError:
+            self._holder.cancel()
+            raise
         if not done:
             await self.close()
             raise ToolUnavailable(f"MCP server {self._address.name} did not answer within {limit_s:g} s")
@@ -155,7 +159,6 @@ class RestartedServer:
         self._num_restarts = 0
         self._connection: Connection | None = None
         self._starting: asyncio.Task[Connection] | None = None
-        self._has_failed = False
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         connection = await self._connected()
@@ -169,6 +172,7 @@ class RestartedServer:
     async def close(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
+            await asyncio.wait({self._starting}, timeout=_CLOSE_LIMIT_S)
         if self._connection is not None:
             await self._connection.close()
         self._connection = self._starting = None

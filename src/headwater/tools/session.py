@@ -110,13 +110,15 @@ class ToolSession:
         name, timeout_s = loaded.name, loaded.limits.timeout_s
         try:
             arguments = loaded.schema.check(call.arguments)
-            return read_result(await self._instances[name].execute(arguments))
+            result = read_result(await self._instances[name].execute(arguments))
+            loaded.note_available()
+            return result
         except WrongArguments as error:
             return _failure("bad_arguments", f"{name}: {error}")
         except CallTimedOut:
             return _failure("timed_out", f"{name} did not finish within {timeout_s:g} s")
         except ToolUnavailable as error:
-            logger.warning("tool %s is unavailable: %s", name, error)
+            loaded.note_unavailable(error)
             return _failure("unavailable", f"{name} is not available: {error}")
         except BadResult as error:
             logger.warning("tool %s %s", name, error)
