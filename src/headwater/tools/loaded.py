@@ -12,7 +12,7 @@ from typing import Any
 from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
 from headwater.tools.base import BaseTool, ToolUnavailable
-from headwater.tools.running import Slots, call_method
+from headwater.tools.running import CallTimedOut, Slots, call_method, has_succeeded
 from headwater.tools.schema import ToolSchema
 from headwater.tools.truncate import Side, truncate
 
@@ -45,8 +45,8 @@ class LoadedTool:
             self.name, min(limits.max_concurrent, getattr(tool, "max_concurrent", limits.max_concurrent))
         )
         # Separate slots: a tool whose calls are all blocked must still be released.
-        self._releases = Slots(f"{self.name} (release)", limits.max_concurrent)
-        self._background: set[asyncio.Task[None]] = set()
+        self._releases = Slots(f"{self.name} (release)", limits.max_concurrent, is_patient=True)
+        self._background: set[asyncio.Task[Any]] = set()
         self._is_available = True
         self._has_blocked = False
 
@@ -63,7 +63,17 @@ class LoadedTool:
         )
 
     async def run_release(self, call: Callable[[], Any]) -> None:
-        await self._releases.run(lambda: call_method(call, self._note_blocked, interrupt=False), self.limits.timeout_s)
+        """Call ``release``. If all slots are blocked, it is called as soon as one is free, and ``CallTimedOut`` is raised
+        before that."""
+        timeout_s = self.limits.timeout_s
+        work = asyncio.ensure_future(
+            self._releases.run(lambda: call_method(call, self._note_blocked, interrupt=False), timeout_s)
+        )
+        self._keep(work)
+        done, _ = await asyncio.wait({work}, timeout=2 * timeout_s)
+        if not done:
+            raise CallTimedOut
+        work.result()
 
     def note_unavailable(self, error: ToolUnavailable) -> None:
         """Log the first of several calls that fail one after the other."""
@@ -85,9 +95,13 @@ class LoadedTool:
         self._has_blocked = True
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+        self._keep(asyncio.ensure_future(work))
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        """Hold a reference to a task until it has ended, and take note of its error."""
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        task.add_done_callback(has_succeeded)
 
     def truncated(self, text: str) -> str:
         return truncate(text, self.limits.max_result_tokens, self.limits.truncation, self._tokenizer)

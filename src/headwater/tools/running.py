@@ -40,11 +40,15 @@ class CallTimedOut(Exception):
 
 
 class Slots:
-    """At most ``limit`` calls of one tool at the same time; others wait in order."""
+    """At most ``limit`` calls of one tool at the same time; others wait in order.
 
-    def __init__(self, name: str, limit: int) -> None:
+    When all slots are blocked, calls fail with ``ToolUnavailable``, or wait if ``is_patient``.
+    """
+
+    def __init__(self, name: str, limit: int, *, is_patient: bool = False) -> None:
         self.name = name
         self.limit = limit
+        self._is_patient = is_patient
         self.num_running = 0
         self.num_blocked = 0
         """Calls that did not end although they were cancelled. They are among the running ones."""
@@ -76,7 +80,7 @@ class Slots:
         raise CallTimedOut
 
     async def _acquire(self) -> None:
-        if self.num_blocked >= self.limit:
+        if self.num_blocked >= self.limit and not self._is_patient:
             raise self._all_blocked()
         if self.num_running < self.limit:
             self.num_running += 1
@@ -120,7 +124,7 @@ class Slots:
             "tool %s: a call did not end %.0f s after it was cancelled; it keeps one of the %d slots until it ends",
             self.name, GRACE_S, self.limit,
         )  # fmt: skip
-        if self.num_blocked >= self.limit:
+        if self.num_blocked >= self.limit and not self._is_patient:
             while self._waiting:
                 waiter = self._waiting.popleft()
                 if not waiter.done():
