@@ -73,8 +73,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class ToolsConfig:
-    use: tuple[str, ...] = ()
+    use: tuple[Annotated[str, Extension("headwater.tools")], ...] = ()
     """Tools that the model may call: names of built-in tools, or your own as 'file.py:Class' or 'file.py:function'."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the tools in tools.use, by the name that is written there, for example tools.args.search.corpus."""
     config: str = ""
     """Path of a YAML file that lists tools with their settings, also in verl's format; in addition to tools.use."""
     parser: str = "auto"

@@ -30,7 +30,7 @@ def data_notices(
     notices += _missing_tools(prompts)
     notices += _template_without_tools(prompts, template)
     if not is_path(config.rollout.workflow):  # a custom workflow may read all of a row
-        notices += _unread_tools(prompts, config)
+        notices += _unread_tools(prompts, config.rollout.workflow)
         notices += _unread_columns(prompts, reads_column)
     return notices
 
@@ -65,18 +65,14 @@ def _template_without_tools(prompts: Sequence[Prompt], template: Any) -> Iterato
         )
 
 
-def _unread_tools(prompts: Sequence[Prompt], config: Config) -> Iterator[Notice]:
-    offered = {str(schema["function"]["name"]) for prompt in prompts for schema in prompt.tool_schemas}
-    tools = sorted({name for prompt in prompts for name in prompt.tools_kwargs} - offered)
-    if not tools:
-        return
-    remedy = "the run has no such tools; name them in tools.use or tools.config"
-    if not offered:
-        remedy = (
-            f"rollout.workflow = {config.rollout.workflow} calls no tools; set rollout.workflow=tool_agent and name the "
-            "tools in tools.use or tools.config"
+def _unread_tools(prompts: Sequence[Prompt], workflow: str) -> Iterator[Notice]:
+    tools = sorted({name for prompt in prompts for name in prompt.tools_kwargs})
+    if tools and not any(prompt.tool_schemas for prompt in prompts):
+        yield Notice(
+            "tools_kwargs of the rows",
+            f"has no effect (tools: {', '.join(tools)}), because rollout.workflow = {workflow} calls no tools; set "
+            "rollout.workflow=tool_agent and name the tools in tools.use or tools.config",
         )
-    yield Notice("tools_kwargs of the rows", f"has no effect (tools: {', '.join(tools)}), because {remedy}")
 
 
 def _unread_columns(prompts: Sequence[Prompt], reads_column: Callable[[str], bool]) -> Iterator[Notice]:

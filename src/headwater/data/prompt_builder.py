@@ -58,7 +58,7 @@ class PromptBuilder:
         messages, multi_modal = self._with_media(messages, placed)
         extra_info = _mapping(row, "extra_info", place)
         tools_kwargs = _tools_kwargs(row, extra_info, place)
-        schemas = tuple(self.tools(extra_info, tools_kwargs)) if self.tools is not None else ()
+        schemas = self._tool_schemas(extra_info, tools_kwargs, place)
         if isinstance(row[self.config.prompt_key], str) and self._is_plain:
             text = row[self.config.prompt_key]
             tokens = self._plain_tokens(text, place, schemas)
@@ -80,6 +80,14 @@ class PromptBuilder:
             multi_modal=multi_modal,
             columns=self._other_columns(row),
         )
+
+    def _tool_schemas(
+        self, extra_info: Mapping[str, Any], tools_kwargs: Mapping[str, Any], place: str
+    ) -> tuple[Mapping[str, Any], ...]:
+        try:
+            return tuple(self.tools(extra_info, tools_kwargs)) if self.tools is not None else ()
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
 
     def _other_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Columns that no other field of the prompt holds. A plain string is kept, because its message hides it."""

@@ -233,8 +233,8 @@ def _why_groups_are_slow(evidence: Evidence) -> str:
     busy = {stage for group in oldest for stage in ("calling_tools", "scoring", "working") if group.stages.get(stage)}
     if busy == {"calling_tools"}:
         return (
-            "the oldest groups wait for a tool, not for the engine: make it faster or raise tools.max_concurrent; lower "
-            "tools.timeout_s so that a call that hangs fails"
+            "the oldest groups wait for a tool, not for the engine: make it faster or raise tools.max_concurrent; "
+            "lower tools.timeout_s so that a call that hangs fails"
         )
     what = "a reward" if busy == {"scoring"} else "a reward or a tool"
     return (

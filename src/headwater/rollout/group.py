@@ -197,7 +197,7 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if turns := [info["num_turns"] for info in infos if isinstance(info.get("num_turns"), int)]:
         metrics["episode/turns"] = statistics.fmean(turns)
-    noted = [info for info in infos if _TOOL_NOTES <= info.keys()]
+    noted = [info for info in infos if info.keys() >= _TOOL_NOTES]
     if not noted:
         return metrics
     num_calls = sum(info["num_tool_calls"] for info in noted)

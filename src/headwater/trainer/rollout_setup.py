@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.backends import BACKENDS, BackendContext, missing_capabilities
 from headwater.backends.native.engine import NativeEngine
+from headwater.chat.parsers import make_parser
 from headwater.config.arguments import with_arguments
 from headwater.config.declared import read_declared
 from headwater.config.schema import Config
@@ -18,6 +19,7 @@ from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine
 from headwater.core.records import DropKind, Prompt, SamplingParams
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import PromptDataset, load_dataset
+from headwater.data.prompt_builder import ToolsOfRow
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
@@ -32,6 +34,7 @@ from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
+from headwater.tools.toolbox import Toolbox
 from headwater.workflows import WORKFLOWS, EpisodeRunner, WorkflowContext, make_runner
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
@@ -52,8 +55,10 @@ class RolloutParts:
     tasks: AsyncTaskRunner
     """The event loop that runs all episodes."""
     trace: Trace | None
+    tools_of_row: ToolsOfRow | None
+    """The tools that prompts offer to the model; None if the run has none."""
     check_prompt: Callable[[Prompt], None]
-    """Raise ``RewardFailed`` for a prompt that the reward function cannot score."""
+    """Raise an error for a prompt that the reward function cannot score, or that names tools that do not exist."""
     reads_column: Callable[[str], bool]
     """Whether the reward function takes a column of the data. True if that is not known."""
 
@@ -133,16 +138,30 @@ def check_requests_fit(config: Config, limits: EngineLimits, longest_prompt: int
 
 def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | None = None) -> RolloutParts:
     """With ``schedule``, the rollouts of a recorded run are replayed. Otherwise new ones are generated."""
-    config = with_dtype(config)
+    with ExitStack() as after_failure:
+        parts = _build(with_dtype(config), model_path, schedule, after_failure)
+        after_failure.pop_all()
+    return parts
+
+
+def _build(
+    config: Config, model_path: str, schedule: RecordedSchedule | None, after_failure: ExitStack
+) -> RolloutParts:
+    """``after_failure`` closes what was made before something fails."""
     trace = Trace() if config.trainer.trace else None
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
     processor = load_processor(model_path, config.model.chat_template)
-    eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, processor)
+    toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer)
+    if toolbox is not None:
+        after_failure.callback(toolbox.close_unused)
+    parser = make_parser(config.tools.parser, tokenizer) if toolbox is not None else None
+    offered = toolbox.offered if toolbox is not None else None
+    eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, processor, offered)
     with blaming(f"reward.manager = {config.reward.manager}"):
         make_reward = REWARD_MANAGERS.resolve(config.reward.manager)
     reward = make_reward(config.reward, spans)
-    check_prompt = _prompt_check(config, reward)
+    check_prompt = _prompt_check(config, reward, toolbox)
     if eval_data is not None:
         check_prompt(eval_data[0])
     make_workflow = with_arguments(
@@ -153,8 +172,12 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
 
     # Created last, after everything that can fail because of wrong settings: it has threads and may be a process.
     engine = make_engine(BackendContext(config, model_path, tokenizer, spans), replays=schedule is not None)
+    after_failure.callback(engine.close)
     check_stop_tokens(config, engine)
     tasks = AsyncTaskRunner()
+    after_failure.callback(tasks.close)
+    if toolbox is not None:
+        tasks.at_end(toolbox.close)
     admission = make_admission(config)
     limits = TrajectoryLimits(
         vocab_size=engine.limits.vocab_size,
@@ -190,11 +213,15 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
 
     def workflow(sampling: SamplingParams) -> EpisodeRunner:
         context = WorkflowContext(
+<<<<<<< HEAD
             tokenizer,
             reward,
             sampling,
             config.data.chat_template_args,
             max_prompt_tokens=config.data.max_prompt_tokens,
+=======
+            tokenizer, reward, sampling, config.data.chat_template_args, tools=toolbox, parser=parser
+>>>>>>> AGENT
         )
         return make_runner(config.rollout.workflow, make_workflow, context)
 
@@ -217,26 +244,30 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         eval_data=eval_data,
         tasks=tasks,
         trace=trace,
+        tools_of_row=offered,
         check_prompt=check_prompt,
         reads_column=getattr(reward, "reads_column", lambda name: True),
     )
     if eval_data is not None and (config.eval.before or config.eval.after or config.eval.every_steps):
-        try:
-            parts.check_prompts(config, eval_data, "data.eval")
-        except ConfigError:
-            parts.close()
-            raise
+        parts.check_prompts(config, eval_data, "data.eval")
     return parts
 
 
-def _prompt_check(config: Config, reward: object) -> Callable[[Prompt], None]:
+def _prompt_check(config: Config, reward: object, toolbox: Toolbox | None) -> Callable[[Prompt], None]:
     """Reward managers may have a method ``check_row``, which finds a wrong signature before anything is generated.
 
     A custom workflow need not use the scorers, so they are then checked only if ``reward.function`` names one.
     """
-    check: Callable[[Prompt], None] | None = getattr(reward, "check_row", None)
-    if check is None or (is_path(config.rollout.workflow) and not config.reward.function):
-        return lambda prompt: None
+    check_reward: Callable[[Prompt], None] | None = getattr(reward, "check_row", None)
+    if is_path(config.rollout.workflow) and not config.reward.function:
+        check_reward = None
+
+    def check(prompt: Prompt) -> None:
+        if check_reward is not None:
+            check_reward(prompt)
+        if toolbox is not None:
+            toolbox.check_row(prompt)
+
     return check
 
 
@@ -276,7 +307,6 @@ def check_stop_tokens(config: Config, engine: InferenceEngine) -> None:
     size = engine.limits.vocab_size
     wrong = [token for token in config.rollout.stop_token_ids if token >= size]
     if wrong:
-        engine.close()
         raise ConfigError(
             [f"rollout.stop_token_ids: {wrong[0]} is not in the vocabulary of the model, 0..{size - 1}; remove it"]
         )

@@ -20,7 +20,7 @@ from headwater.core.errors import ConfigError, RolloutFailed
 from headwater.core.records import Score, Trajectory
 from headwater.core.registry import blaming, load_object
 from headwater.core.tool_calls import MalformedCall, ParsedReply, ToolCall, ToolResult
-from headwater.tools.toolbox import ToolSession
+from headwater.tools.session import ToolSession
 from headwater.workflows import WORKFLOWS, Episode, WorkflowContext
 
 Call = ToolCall | MalformedCall

@@ -79,7 +79,10 @@ def _call(first: int, operation: str, second: int) -> list[dict[str, str]]:
     arguments = {"expression": f"{first}{operation}{second}"}
     result = str({"+": first + second, "-": first - second, "*": first * second}[operation])
     return [
-        {"role": "assistant", "content": f"<tool_call>{json.dumps({'name': NAME, 'arguments': arguments})}</tool_call>"},
+        {
+            "role": "assistant",
+            "content": f"<tool_call>{json.dumps({'name': NAME, 'arguments': arguments})}</tool_call>",
+        },
         {"role": "tool", "content": result},
         {"role": "assistant", "content": result},
     ]
