@@ -176,7 +176,13 @@ def _fit(
         # Without a checkpoint, a warm start is repeated and makes the reference again.
         reference_path = str(run.reference) if run and checkpoint and run.reference.exists() else config.model.path
         spec = LearnerSpec(config, model_path, reference_path)
-        training = build_training(spec, rollout.tokenizer, make_learner, check_prompts=rollout.check_prompts)
+        training = build_training(
+            spec,
+            rollout.tokenizer,
+            make_learner,
+            check_prompts=rollout.check_prompts,
+            tools=rollout.tools_of_row,
+        )
         if run is None:
             run = RunDirectory.create(Path(config.run.root), config.run.name)
             lock.enter_context(RunLock(run.lock_file))
