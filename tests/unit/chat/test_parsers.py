@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from chat.written_calls import SCHEMAS, WRITERS
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from headwater.chat.call_events import ArgumentText, CallBegun, CallDone, ContentText
@@ -240,7 +240,7 @@ def messages(draw) -> str:
     return text
 
 
-@settings(max_examples=250)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(messages(), st.integers(0, 2**32))
 @example('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}', 0)
 def test_every_split_gives_the_same_result(text, seed):
@@ -261,7 +261,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), JSON, max_size=3))
 def test_any_arguments_survive(arguments):
     reserved = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
