@@ -275,6 +275,7 @@ def test_any_arguments_survive(arguments):
         assert call.arguments == arguments, name
 
 
+SPECIAL = SimpleNamespace(content="<|user|>", special=True)
 TEMPLATES = {
     "hermes": "...<tool_call>\\n{{ call | tojson }}\\n</tool_call>...",
     "qwen3_coder": "...<tool_call>\\n<function={{ name }}>...",
@@ -291,7 +292,7 @@ def test_the_format_is_chosen_from_the_template():
     for name, template in TEMPLATES.items():
         assert choose_parser(SimpleNamespace(chat_template=template)) == name
     assert choose_parser(SimpleNamespace(chat_template={"default": "x", "tool_use": TEMPLATES["kimi"]})) == "kimi"
-    made = make_parser("auto", SimpleNamespace(chat_template=TEMPLATES["glm"], all_special_tokens=["<|user|>"]))
+    made = make_parser("auto", SimpleNamespace(chat_template=TEMPLATES["glm"], added_tokens_decoder={7: SPECIAL}))
     assert made.parse("Hi.<|user|>").content == "Hi."
 
 
