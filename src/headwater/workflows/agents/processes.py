@@ -56,6 +56,17 @@ class ForkServer:
             starting = servers[key] = loop.create_task(cls(settings)._start())
         return await asyncio.shield(starting)
 
+    @classmethod
+    def running(cls) -> list[ForkServer]:
+        """The fork servers of the running event loop."""
+        started = _servers.get(asyncio.get_running_loop(), {}).values()
+        return [each.result() for each in started if each.done() and not each.exception() and each.result().is_alive]
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     @property
     def is_alive(self) -> bool:
         return self._reader is not None and not self._reader.done()
