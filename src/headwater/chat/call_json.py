@@ -12,6 +12,7 @@ MAX_DEPTH = 64
 """Deeper values are refused: templates and JSON writers descend into them recursively."""
 _MAX_DIGITS = 1000
 _OPENING = {"{": "}", "[": "]"}
+_NAME = re.compile(r"[\w./:-]+")
 _IN_STRING = re.compile(r'["\\]')
 _STRUCTURE = re.compile(r'["{}\[\]]')
 
@@ -49,6 +50,14 @@ def check_characters(text: str, what: str) -> None:
         raise BadCall(f"{what} contains half of a surrogate pair, which is not a character; remove it") from None
 
 
+def checked_name(name: str) -> str:
+    """``name``, if it can be the name of a tool."""
+    if _NAME.fullmatch(name) is None:
+        shown = name if len(name) <= 40 else f"{name[:40]}..."
+        raise BadCall(f"{shown!r} is not the name of a tool")
+    return name
+
+
 def read_call(value: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, dict[str, Any]]:
     """Name and arguments of a call object. ``keys`` are the names that the arguments may have."""
     if not isinstance(value, dict):
@@ -56,6 +65,7 @@ def read_call(value: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
     name = value.get("name")
     if not isinstance(name, str) or not name:
         raise BadCall('the call has no "name"; write the name of a tool')
+    checked_name(name)
     given = [key for key in keys if key in value]
     if len(given) > 1:
         raise BadCall(f"the call has both {given[0]!r} and {given[1]!r}; write only one", name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headwater.chat.call_draft import CallDraft
-from headwater.chat.call_json import BadCall, JsonExtent, load_json, read_call
+from headwater.chat.call_json import BadCall, JsonExtent, checked_name, load_json, read_arguments, read_call
 from headwater.chat.reader import Reader, Steps
 
 
@@ -15,6 +15,30 @@ def read_call_object(reader: Reader, draft: CallDraft, keys: Sequence[str] = ("a
     yield from pass_call(reader, draft, keys)
     yield from reader.until()
     settle(draft, reader.text_from(start), keys)
+
+
+def read_named_call(reader: Reader, draft: CallDraft, name: str, *, ending: str | None = None) -> Steps[None]:
+    """Read the arguments of a call whose name came before. Raises ``BadCall``.
+
+    With ``ending``, only that text may follow them up to the fence of ``reader``.
+    """
+    checked_name(name)
+    yield from reader.skip_spaces()
+    if not (yield from reader.has_more()):
+        raise BadCall("the call has no arguments; write {} for none", name)
+    start, is_object = reader.place, reader.peeked == "{"
+    if is_object:
+        draft.begin(name)
+    yield from pass_json(reader, draft.argument_text if is_object else None)
+    try:
+        value = load_json(reader.text_from(start), "the text of the arguments")
+    except BadCall as error:
+        raise BadCall(str(error), name) from None
+    if ending is not None:
+        rest, _ = yield from reader.until()
+        if rest.strip().removeprefix(ending):
+            raise BadCall("other text follows the arguments; write only one JSON object", name)
+    draft.complete(name, read_arguments(value, name))
 
 
 def settle(draft: CallDraft, text: str, keys: Sequence[str] = ("arguments",)) -> None:

@@ -110,6 +110,13 @@ class Reader:
                 return found
             yield
 
+    def accept_after_spaces(self, literal: str) -> Steps[None]:
+        """Read ``literal`` and spaces before it. Read nothing if it does not follow."""
+        place = self._place
+        yield from self.skip_spaces()
+        if not (yield from self.accept(literal)):
+            self._place = place
+
     def until(self, *ends: str) -> Steps[tuple[str, str]]:
         """Read up to and including the first of ``ends``. Return the text before it, and the end.
 

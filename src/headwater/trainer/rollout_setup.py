@@ -213,15 +213,13 @@ def _build(
 
     def workflow(sampling: SamplingParams) -> EpisodeRunner:
         context = WorkflowContext(
-<<<<<<< HEAD
             tokenizer,
             reward,
             sampling,
             config.data.chat_template_args,
             max_prompt_tokens=config.data.max_prompt_tokens,
-=======
-            tokenizer, reward, sampling, config.data.chat_template_args, tools=toolbox, parser=parser
->>>>>>> AGENT
+            tools=toolbox,
+            parser=parser,
         )
         return make_runner(config.rollout.workflow, make_workflow, context)
 

@@ -38,8 +38,8 @@ def warm_start(
 ) -> WarmStartResult:
     """Maximise the likelihood of each row's ``extra_info["demonstration"]``.
 
-    ``template_args`` are ``data.chat_template_args``. ``sampled_reward`` measures the present policy. It is called every
-    few steps if ``until_reward`` is set.
+    ``template_args`` are ``data.chat_template_args``. ``sampled_reward`` measures the present policy; it is called
+    every few steps if ``until_reward`` is set.
     """
     sampler = ShufflingSampler(len(dataset), seed)
     step, loss = 0, 0.0

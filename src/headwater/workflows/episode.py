@@ -99,9 +99,9 @@ class Episode:
         self._name = f"{data.prompt.uid}#{data.sample}"
         self._num_requests = 0
         self._num_branches = 0
-        self._template_args = context.chat_template_args
-        if data.prompt.tool_schemas:  # some templates write the tools anew in every turn, so each rendering needs them
-            self._template_args = {**context.chat_template_args, "tools": list(data.prompt.tool_schemas)}
+        # Some templates write the tools anew in every turn, so each rendering needs them.
+        tools = {"tools": list(data.prompt.tool_schemas)} if data.prompt.tool_schemas else {}
+        self._template_args = {**context.chat_template_args, **tools}
         self._start(data.prompt.messages, data.prompt.tokens)
 
     def _start(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:

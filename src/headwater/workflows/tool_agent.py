@@ -136,7 +136,9 @@ class ToolAgentWorkflow:
         while True:
             await episode.reply(self._limits.turn_tokens or None)
             record.turn_rewards.append(0.0)
-            reply = self._parser.parse(episode.raw_text)
+            reply = self._parser.parse(
+                episode.raw_text, episode.prompt.tool_schemas, salt=f"{episode.sample}/{episode.num_turns}"
+            )
             is_last = episode.num_turns >= self._limits.assistant_turns
             if reply.calls:
                 if episode.room < 1:  # the model could not read the results
