@@ -20,7 +20,7 @@ from headwater.core.records import MAX_REWARD, Prompt, Score, is_reward
 from headwater.core.registry import blaming
 from headwater.observe.spans import Spans
 from headwater.rewards.managers import REWARD_MANAGERS
-from headwater.rewards.scorers import SCORERS
+from headwater.rewards.scorers import SCORERS, scorer_of
 from headwater.rewards.signature import Signature, defined_at, read_signature
 
 ScoreFunction = Callable[..., Any]
@@ -127,9 +127,8 @@ _DEFAULT_FUNCTION = "compute_score"
 
 
 def _built_in(prompt: Prompt) -> tuple[str, ScoreFunction]:
-    # "reasoning_gym:leg_counting" and "openai/gsm8k" name the scorers reasoning_gym and gsm8k.
-    name = prompt.data_source.partition(":")[0].rpartition("/")[2]
     try:
+        name = scorer_of(prompt.data_source)
         return name, SCORERS.resolve(name)
     except UnknownName as error:
         # A row without data_source has the name of its file or task, which is also the first part of its uid.
