@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from headwater.config.rollout_schema import SandboxConfig
@@ -17,10 +18,9 @@ from headwater.rewards.scorers import SCORERS
 
 @SCORERS.register(
     ScorerTraits(
-        data_sources=("codecontests", "apps", "codeforces", "taco", "humaneval", "openai_humaneval", "openai/humaneval",
-                      "evalplus/*", "humanevalplus", "mbpp", "mbppplus", "google-research-datasets/mbpp", "leetcode",
-                      "leetcode*", "livecodebench*", "livecodebench", "deepmind/code_contests", "primeintellect",
-                      "taco-verified", "kodcode", "lcbv5")
+        data_sources=("codecontests", "apps", "codeforces", "taco", "taco-verified", "deepmind/code_contests",
+                      "humaneval*", "openai_humaneval", "mbpp*", "leetcode*", "livecodebench*", "lcbv5", "kodcode*",
+                      "primeintellect")
     )
 )  # fmt: skip
 def code(
@@ -55,10 +55,24 @@ def code(
     }
 
 
-@lru_cache(maxsize=1)
+_judges: dict[tuple[int, SandboxConfig], Judge] = {}
+"""The judges by process and settings. A forked process makes its own."""
+_judges_lock = threading.Lock()
+
+
 def _judge(config: SandboxConfig) -> Judge:
-    """The judge of this process: a scoring function runs one program at a time."""
-    return Judge(replace(config, max_concurrent=1))
+    key = os.getpid(), config
+    with _judges_lock:
+        if key not in _judges:
+            _judges[key] = Judge(replace(config, max_concurrent=1))  # programs run one at a time
+        return _judges[key]
+
+
+def end_judge() -> None:
+    """End the sandboxes of this process. They also end when this process does."""
+    with _judges_lock:
+        while _judges:
+            _judges.popitem()[1].close()
 
 
 def _first(cases: Cases, count: int) -> Cases:

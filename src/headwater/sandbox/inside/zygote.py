@@ -22,8 +22,8 @@ from headwater.sandbox.inside.cell import Cell
 from headwater.sandbox.inside.place import NAMESPACES, Place, mount_proc, prepare_folder, prepare_nested
 
 _PRELOADED = (
-    "bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
-    "linecache", "math", "operator", "random", "re", "statistics", "string", "threading", "time", "traceback", "typing",
+    "ast", "bisect", "collections", "copy", "ctypes", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
+    "linecache", "math", "operator", "pickle", "random", "re", "statistics", "string", "threading", "time", "traceback", "typing",
 )  # fmt: skip
 """Modules that programs often import."""
 
