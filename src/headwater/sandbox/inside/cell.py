@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -11,10 +12,12 @@ from typing import Any, NoReturn
 
 from headwater.sandbox.inside import frames, linux
 from headwater.sandbox.inside.confine import Bounds, confine
+from headwater.sandbox.inside.examined import serve_calls
+from headwater.sandbox.inside.examiner import run_tests
 from headwater.sandbox.inside.meter import Meter, virtual_bytes
 from headwater.sandbox.inside.place import Place
 from headwater.sandbox.inside.runner import run_program, run_session
-from headwater.sandbox.inside.supervisor import Ending, Output, OwnerLeft, Supervisor
+from headwater.sandbox.inside.supervisor import Ending, Output, OwnerLeft, Supervisor, kill_all
 
 
 class Cell:
@@ -35,6 +38,8 @@ class Cell:
         except (OwnerLeft, BrokenPipeError, ConnectionResetError):
             pass
         finally:
+            if not self._is_alone:
+                kill_all(Meter(self._is_alone))
             os._exit(0)
 
     def _serve(self, request: dict[str, Any]) -> None:
@@ -50,21 +55,45 @@ class Cell:
         except OSError as error:
             frames.write(self._control, {"error": f"{type(error).__name__}: {error}"})
             return
-        if request["kind"] == "session":
-            self._run_session(place)
-        else:
-            self._run_program(place, request)
+        {"run": self._run_program, "tests": self._run_tests, "session": self._run_session}[request["kind"]](
+            place, request
+        )
 
     def _run_program(self, place: Place, request: dict[str, Any]) -> None:
         path = place.write("main.py", request["code"].encode("utf-8", "surrogatepass"))
         stdin = _open_input(place, request["stdin"])
         began = time.monotonic()
         child = self._fork(stdin, (), lambda: run_program(path))
-        supervisor = self._supervise(child)
-        ending = supervisor.wait_for_exit()
+        ending = self._supervise(child).wait_for_exit()
         self._report(ending, time.monotonic() - began)
 
-    def _run_session(self, place: Place) -> None:
+    def _run_tests(self, place: Place, request: dict[str, Any]) -> None:
+        """Run a program and the tests that judge it in two processes.
+
+        The program is forked before the tests are read from the owner, so they are not in its memory. The process of
+        the tests is secret: the program cannot read, trace or write to it. It can only answer calls, or end it, and
+        then the tests have failed.
+        """
+        path = place.write("main.py", request["code"].encode("utf-8", "surrogatepass"))
+        calls_from, calls_to = os.pipe()
+        answers_from, answers_to = os.pipe()
+        nowhere = os.open("/dev/null", os.O_RDWR)
+        began = time.monotonic()
+        self._fork(nowhere, (calls_from, answers_to), lambda: serve_calls(path, calls_from, answers_to), stdout=nowhere)
+        os.close(calls_from)
+        os.close(answers_to)
+        message = frames.read(self._control)
+        if message is None:
+            raise OwnerLeft
+        tests = message["tests"]
+        keep = (calls_to, answers_from)
+        child = self._fork(nowhere, keep, lambda: run_tests(tests, calls_to, answers_from), is_secret=True)
+        os.close(calls_to)
+        os.close(answers_from)
+        ending = self._supervise(child).wait_for_exit()
+        self._report(ending, time.monotonic() - began)
+
+    def _run_session(self, place: Place, request: dict[str, Any]) -> None:
         code_from, code_to = os.pipe()
         done_from, done_to = os.pipe()
         stdin = _open_input(place, "")
@@ -74,28 +103,32 @@ class Cell:
         os.close(done_to)
         lives = True
         while lives and (message := frames.read(self._control)) is not None:
-            self._bounds = Bounds(**message["bounds"])
             supervisor.thaw()
             began = time.monotonic()
-            try:
+            with contextlib.suppress(BrokenPipeError):  # the program has ended, which the supervisor finds out
                 frames.write(code_to, {"code": message["code"]})
-            except BrokenPipeError:
-                pass  # the program has ended, which the supervisor finds out
             ending, lives = supervisor.wait_for_piece(done_from)
             supervisor.freeze()
             self._report(ending, time.monotonic() - began, lives=lives)
 
-    def _fork(self, stdin: int, keep: tuple[int, ...], run: Callable[[], None]) -> int:
-        bounds = self._bounds
+    def _fork(
+        self,
+        stdin: int,
+        keep: tuple[int, ...],
+        run: Callable[[], None],
+        stdout: int | None = None,
+        is_secret: bool = False,
+    ) -> int:
+        """Fork a process that gives up everything but ``keep`` and then runs foreign code."""
         virtual = virtual_bytes(os.getpid())
         child = os.fork()
         if child:
-            os.close(stdin)
             return child
         try:
-            for place, descriptor in enumerate((stdin, *self._output.writers)):
+            out, err = self._output.writers
+            for place, descriptor in enumerate((stdin, out if stdout is None else stdout, err)):
                 os.dup2(descriptor, place)
-            confine(bounds, keep, virtual)
+            confine(self._bounds, keep, virtual, is_secret)
             run()
         finally:
             os._exit(1)

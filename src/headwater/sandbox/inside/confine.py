@@ -27,8 +27,11 @@ class Bounds:
     max_output_bytes: int
 
 
-def confine(bounds: Bounds, keep: tuple[int, ...], own_virtual_bytes: int) -> None:
-    """Close inherited descriptors but 0, 1, 2 and ``keep``, set limits, and give up all privileges."""
+def confine(bounds: Bounds, keep: tuple[int, ...], own_virtual_bytes: int, is_secret: bool) -> None:
+    """Close inherited descriptors but 0, 1, 2 and ``keep``, set limits, and give up all privileges.
+
+    Other processes of the same user cannot read or trace a process that is secret.
+    """
     os.setsid()
     _close_all_but(keep)
     _limit(bounds, own_virtual_bytes)
@@ -36,8 +39,9 @@ def confine(bounds: Bounds, keep: tuple[int, ...], own_virtual_bytes: int) -> No
         signal.signal(number, signal.SIG_DFL)
     if not linux.is_supported():
         return
+    linux.die_with_parent(signal.SIGKILL)
     linux.drop_capabilities()
-    linux.set_dumpable(True)
+    linux.set_dumpable(not is_secret)
     linux.forbid_new_privileges()
     seccomp.install()
 

@@ -192,12 +192,8 @@ class Supervisor:
 
     def end_all(self) -> None:
         """Kill all processes of the program and read the rest of its output."""
-        while processes := self._meter.processes():
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, signal.SIGKILL)
-            self._has_exited()
-            time.sleep(0)
+        self._has_exited()
+        kill_all(self._meter)
         while self._output.read():
             pass
 
@@ -232,6 +228,16 @@ class Supervisor:
         if self._output.ends_with_memory_error():
             return Ending("out_of_memory", exit_code, f"more than {self._bounds.memory_bytes >> 20} MiB of memory")
         return Ending("failed", exit_code)
+
+
+def kill_all(meter: Meter) -> None:
+    """Kill all processes that the meter sees, and collect them."""
+    while processes := meter.processes():
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
 
 
 def _signal_name(number: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from headwater.sandbox.inside import frames, linux
 from headwater.sandbox.inside.cell import Cell
-from headwater.sandbox.inside.place import NAMESPACES, Place, mount_proc, prepare_folder, prepare_nested
+from headwater.sandbox.inside.place import NAMESPACES, Place, prepare_folder, prepare_nested
 
 _PRELOADED = (
     "ast", "bisect", "collections", "copy", "ctypes", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
