@@ -22,6 +22,8 @@ MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_PR_GET_TID_ADDRESS = 40
+_CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x00200000, 0x01000000
 _CAPABILITY_VERSION = 0x20080522
 _SIGCHLD = 17
 
@@ -52,14 +54,16 @@ def _syscall(name: str, *arguments: object) -> int:
 
 
 def fork_into(namespaces: int) -> int:
-    """Fork into new namespaces. Return 0 in the child, as ``os.fork`` does.
-
-    The C library does not know about this fork, so the child should do little before it calls ``os.fork`` itself.
-    """
-    ctypes.pythonapi.PyOS_BeforeFork()
+    """Fork into new namespaces. Return 0 in the child, as ``os.fork`` does."""
     zero = ctypes.c_long(0)
+    # The C library keeps the thread's number at this place; the kernel updates it in the child, as for fork().
+    place = ctypes.c_long(0)
+    knows_place = _libc.prctl(ctypes.c_int(_PR_GET_TID_ADDRESS), ctypes.byref(place), zero, zero, zero) == 0
+    flags = ctypes.c_long(namespaces | _SIGCHLD | (_CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID if knows_place else 0))
+    last = (place, zero) if platform.machine() == "x86_64" else (zero, place)
+    ctypes.pythonapi.PyOS_BeforeFork()
     try:
-        child = _syscall("clone", ctypes.c_long(namespaces | _SIGCHLD), zero, zero, zero, zero)
+        child = _syscall("clone", flags, zero, zero, *last)
     except OSError:
         ctypes.pythonapi.PyOS_AfterFork_Parent()
         raise
