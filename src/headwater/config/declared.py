@@ -25,11 +25,18 @@ from headwater.config import constraints
 from headwater.config.arguments import broken_rules
 from headwater.config.constraints import Constraint
 from headwater.config.convert import allowed
-from headwater.config.traits import AdvantageTraits, BackendTraits, CorrectionTraits, LossTraits, Switch
+from headwater.config.traits import (
+    AdvantageTraits,
+    BackendTraits,
+    CorrectionTraits,
+    LossTraits,
+    ScorerTraits,
+    Switch,
+)
 from headwater.config.tree import show
 from headwater.core.registry import PACKAGE_ROOT, is_path, nearest
 
-T = TypeVar("T", AdvantageTraits, LossTraits, CorrectionTraits, BackendTraits)
+T = TypeVar("T", AdvantageTraits, LossTraits, CorrectionTraits, BackendTraits, ScorerTraits)
 
 _SIMPLE = {"float": float, "int": int, "bool": bool, "str": str}
 _SEQUENCES: dict[str, type] = {"Sequence": Sequence, "list": list, "tuple": tuple}

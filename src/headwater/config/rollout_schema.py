@@ -80,7 +80,8 @@ class ToolsConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     manager: Annotated[str, Extension("headwater.rewards.managers")] = "naive"
-    """How responses are passed to the scorer: `naive` one per call, `batch` many per call; `prime` and `dapo` as in verl."""
+    """How responses are passed to the scorer: `naive` one per call, `batch` many per call, `prime` and `dapo` as in
+    verl."""
     function: str = ""
     """Name of a scorer, or your own compute_score as 'file.py:function'; empty chooses by the row's data_source."""
     function_args: Mapping[str, Any] = field(default_factory=dict)

@@ -10,14 +10,16 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import RewardFailed, UnknownName
-from headwater.core.protocols import ScorableEpisode
 from headwater.core.records import MAX_REWARD, Prompt, Score, is_reward
 from headwater.core.registry import blaming
-from headwater.rewards.scorers import SCORERS
+from headwater.rewards.scorers import SCORERS, is_quick, scorer_of
 from headwater.rewards.signature import Signature, defined_at, read_signature
+
+if TYPE_CHECKING:
+    from headwater.core.protocols import ScorableEpisode  # slow to import
 
 ScoreFunction = Callable[..., Any]
 
@@ -56,7 +58,7 @@ class ScoringFunction:
             settings,
             read_signature(function, settings, setting),
             is_async=inspect.iscoroutinefunction(function),
-            is_quick=getattr(function, "is_quick", False),
+            is_quick=is_quick(path),
         )
 
     @classmethod
@@ -79,9 +81,8 @@ class ScoringFunction:
     @classmethod
     def of_row(cls, prompt: Prompt, settings: Mapping[str, Any]) -> ScoringFunction:
         """The built-in scorer that the row's ``data_source`` names."""
-        # "reasoning_gym:leg_counting" and "openai/gsm8k" name the scorers reasoning_gym and gsm8k.
-        name = prompt.data_source.partition(":")[0].rpartition("/")[2]
         try:
+            name = scorer_of(prompt.data_source)
             return cls.of(SCORERS.resolve(name), name, settings, f"scorer {name}")
         except UnknownName as error:
             # A row without data_source has the name of its file or task, which is also the first part of its uid.

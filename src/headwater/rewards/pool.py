@@ -6,7 +6,7 @@
     pool.close()
 
 Workers start when there is work for them. Short calls travel in batches of about five milliseconds of work. A call that
-takes too long, or ends its worker, fails alone: the worker's process group is killed, and its other calls run elsewhere.
+takes too long, or ends its worker, fails alone: the worker's process group is killed, and its other calls move.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class WorkerPool:
         self._begin(worker)
 
     def _cancel(self, call: Call) -> None:
-        """A call whose reply nothing needs. An async one is cancelled; a plain one ends by itself, or at its deadline."""
+        """Nothing needs the reply. An async call is cancelled; a plain one ends by itself, or at its deadline."""
         worker = next((each for each in self._workers if call.id in each.calls), None)
         if worker is None or not worker.is_async or call.is_cancelled or self._loop is None:
             return

@@ -143,7 +143,7 @@ class Scoring:
             return read_result(await self._in_process(function, call), count)
         except TimeoutError:
             return TIMED_OUT
-        except Exception as error:  # a custom function may raise anything; it becomes a counted failure
+        except Exception as error:  # noqa: BLE001  a custom function may raise anything; it is a counted failure
             return failure_of(error, function.function)
 
     async def _in_process(self, function: ScoringFunction, call: partial[Any]) -> Any:

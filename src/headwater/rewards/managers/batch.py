@@ -42,8 +42,9 @@ class BatchRewardManager(Scoring):
         function = super()._function(part, prompt)
         if not function.signature.is_batched:
             raise RewardFailed(
-                f"reward.manager = batch: {function.place} scores one response per call; name a function of lists, such "
-                "as compute_score(data_sources, solution_strs, ground_truths, extra_infos), or use reward.manager=naive",
+                f"reward.manager = batch: {function.place} scores one response per call; name a function of lists, "
+                "such as compute_score(data_sources, solution_strs, ground_truths, extra_infos), or use "
+                "reward.manager=naive",
                 cause="bad_arguments",
             )
         return function
