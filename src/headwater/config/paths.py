@@ -46,7 +46,12 @@ def with_absolute_paths(config: Config) -> Config:
             config = _with(config, key, made)
     task_args = _renamed(_folders(config.data.task_args), _source)
     corrections_args = _renamed(config.algorithm.corrections_args, _extension)
+    functions = {
+        name: {key: _each(value, _extension) if key == "function" else value for key, value in part.items()}
+        for name, part in config.reward.functions.items()
+    }
     config = replace(config, data=replace(config.data, task_args=task_args))
+    config = replace(config, reward=replace(config.reward, functions=functions))
     return replace(config, algorithm=replace(config.algorithm, corrections_args=corrections_args))
 
 

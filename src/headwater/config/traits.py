@@ -96,3 +96,5 @@ class ScorerTraits(Traits):
 
     data_sources: tuple[str, ...] = ()
     """The data sources whose rows it scores, besides its own name; ``*`` stands for any text."""
+    is_quick: bool = False
+    """It takes microseconds on any text, so it is called directly and not in a worker process."""

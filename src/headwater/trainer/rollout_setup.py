@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag
+from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag, RewardManager
 from headwater.core.records import Prompt, SamplingParams
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import PromptDataset, load_dataset
@@ -24,6 +24,7 @@ from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
+from headwater.rewards.scoring import Scoring
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import Group, TrajectoryLimits
 from headwater.rollout.group_runner import GroupRunner
@@ -55,6 +56,7 @@ class RolloutParts:
     """Raise ``RewardFailed`` for a prompt that the reward function cannot score."""
     reads_column: Callable[[str], bool]
     """Whether the reward function takes a column of the data. True if that is not known."""
+    reward: RewardManager
 
     def sleep_cache(self) -> None:
         """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
@@ -80,10 +82,10 @@ class RolloutParts:
         check_requests_fit(config, self.engine.limits, longest, key)
 
     def close(self) -> None:
-        try:
-            self.tasks.close()
-        finally:
-            self.engine.close()
+        with ExitStack() as stack:
+            stack.callback(self.engine.close)
+            stack.callback(getattr(self.reward, "close", lambda: None))
+            stack.callback(self.tasks.close)
 
 
 def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceEngine:
@@ -157,6 +159,8 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
 
     # Created last, after everything that can fail because of wrong settings: it has threads and may be a process.
     engine = make_engine(BackendContext(config, model_path, tokenizer, spans), replays=schedule is not None)
+    if isinstance(reward, Scoring):
+        reward.start()
     tasks = AsyncTaskRunner()
     admission = make_admission(config)
     limits = TrajectoryLimits(
@@ -216,6 +220,7 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         trace=trace,
         check_prompt=check_prompt,
         reads_column=getattr(reward, "reads_column", lambda name: True),
+        reward=reward,
     )
     if eval_data is not None and (config.eval.before or config.eval.after or config.eval.every_steps):
         try:

@@ -11,12 +11,23 @@ The data sources of a scorer are declared where it is registered:
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from headwater.config.declared import read_declared
 from headwater.config.traits import ScorerTraits
 from headwater.core.errors import UnknownName
-from headwater.core.registry import Registry, nearest
+from headwater.core.registry import Registry, is_path, nearest
 
 SCORERS = Registry("scorer", "headwater.rewards.scorers")
+
+
+def _traits_of(scorer: str) -> ScorerTraits:
+    from headwater.config.declared import read_declared  # slow to import, and reward workers do not need it
+
+    declared = read_declared(ScorerTraits, scorer)
+    return declared.traits if declared is not None else ScorerTraits()
+
+
+def is_quick(name: str) -> bool:
+    """Whether ``name`` is a built-in scorer that takes microseconds, so that it is called directly."""
+    return bool(name) and not is_path(name) and _traits_of(name).is_quick
 
 
 @lru_cache(maxsize=1)
@@ -24,8 +35,7 @@ def declared_sources() -> dict[str, str]:
     """The scorer of each declared data source, in lower case."""
     found: dict[str, str] = {}
     for scorer in SCORERS.names():
-        declared = read_declared(ScorerTraits, scorer)
-        for source in declared.traits.data_sources if declared is not None else ():
+        for source in _traits_of(scorer).data_sources:
             if found.setdefault(source.lower(), scorer) != scorer:
                 raise ValueError(f"data source {source!r} is declared by two scorers, {scorer} and {found[source]}")
     return found

@@ -15,7 +15,7 @@ _MARKED = re.compile(r"####\s*(" + _NUMBER + ")")
 _ANY = re.compile(_NUMBER)
 
 
-@SCORERS.register(ScorerTraits(data_sources=("openai/gsm8k", "openai/grade-school-math")))
+@SCORERS.register(ScorerTraits(data_sources=("openai/gsm8k", "openai/grade-school-math"), is_quick=True))
 def gsm8k(
     data_source: str,
     solution_str: str,
