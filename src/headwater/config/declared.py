@@ -25,11 +25,19 @@ from headwater.config import constraints
 from headwater.config.arguments import broken_rules
 from headwater.config.constraints import Constraint
 from headwater.config.convert import allowed
-from headwater.config.traits import AdvantageTraits, BackendTraits, CorrectionTraits, LossTraits, Switch, WorkflowTraits
+from headwater.config.traits import (
+    AdvantageTraits,
+    BackendTraits,
+    CorrectionTraits,
+    LossTraits,
+    ScorerTraits,
+    Switch,
+    WorkflowTraits,
+)
 from headwater.config.tree import show
 from headwater.core.registry import PACKAGE_ROOT, is_path, nearest
 
-T = TypeVar("T", AdvantageTraits, LossTraits, CorrectionTraits, WorkflowTraits, BackendTraits)
+T = TypeVar("T", AdvantageTraits, LossTraits, CorrectionTraits, WorkflowTraits, BackendTraits, ScorerTraits)
 
 _SIMPLE = {"float": float, "int": int, "bool": bool, "str": str}
 _SEQUENCES: dict[str, type] = {"Sequence": Sequence, "list": list, "tuple": tuple}

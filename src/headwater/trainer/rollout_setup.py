@@ -14,7 +14,7 @@ from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag
+from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag, RewardManager
 from headwater.core.records import DropKind, Prompt, SamplingParams
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import PromptDataset, load_dataset
@@ -25,6 +25,7 @@ from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
+from headwater.rewards.scoring import Scoring
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.filters import GroupFilter, load_should_accept, scores_differ
 from headwater.rollout.group import TrajectoryLimits
@@ -60,6 +61,7 @@ class RolloutParts:
     """Raise an error for a prompt that the reward function cannot score, or that names tools that do not exist."""
     reads_column: Callable[[str], bool]
     """Whether the reward function takes a column of the data. True if that is not known."""
+    reward: RewardManager
 
     def sleep_cache(self) -> None:
         """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
@@ -85,10 +87,10 @@ class RolloutParts:
         check_requests_fit(config, self.engine.limits, longest, key)
 
     def close(self) -> None:
-        try:
-            self.tasks.close()
-        finally:
-            self.engine.close()
+        with ExitStack() as stack:
+            stack.callback(self.engine.close)
+            stack.callback(getattr(self.reward, "close", lambda: None))
+            stack.callback(self.tasks.close)
 
 
 def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceEngine:
@@ -171,6 +173,9 @@ def _build(
     engine = make_engine(BackendContext(config, model_path, tokenizer, spans), replays=schedule is not None)
     after_failure.callback(engine.close)
     check_stop_tokens(config, engine)
+    if isinstance(reward, Scoring):
+        after_failure.callback(reward.close)
+        reward.start()
     tasks = AsyncTaskRunner()
     after_failure.callback(tasks.close)
     if toolbox is not None:
@@ -242,6 +247,7 @@ def _build(
         tools_of_row=offered,
         check_prompt=check_prompt,
         reads_column=getattr(reward, "reads_column", lambda name: True),
+        reward=reward,
     )
     if eval_data is not None and (config.eval.before or config.eval.after or config.eval.every_steps):
         parts.check_prompts(config, eval_data, "data.eval")
