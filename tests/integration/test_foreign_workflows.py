@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pyarrow.parquet as pq
@@ -41,17 +42,19 @@ def test_a_workflow_for_areal_trains_bit_for_bit_as_rlvr(plain, tmp_path):
 
 
 def test_a_reward_function_for_areal_is_used(tmp_path):
-    settings = [AREAL, f"rollout.workflow_args.reward_fn={FOREIGN}/areal_answer.py:length_reward"]
+    settings = [AREAL, f"rollout.workflow_args.reward_fn={FOREIGN}/areal_reward.py:length_reward"]
     rows, _ = trained(tmp_path, "reward", *settings)
     for row in rows:
         assert row["reward"] % 1 == pytest.approx(len(row["response"]) / 100, abs=0.2), "the text has special tokens"
+    infos = pq.read_table(tmp_path / "reward" / "rollouts" / "step_000001.parquet")["info"].to_pylist()
+    assert os.getpid() not in {json.loads(each)["process"] for each in infos}, "in a worker"
 
 
 def test_wrong_arguments_are_named_before_a_run_begins(tmp_path):
     cases = {
         f"{AREAL} rollout.workflow_args.max_turn=2": "rollout.workflow_args.max_turn = 2: no such argument",
         f"{AREAL} rollout.workflow_args.gconfig.top_q=1": "rollout.workflow_args.gconfig",
-        f"{AREAL} rollout.workflow_args.reward_fn={FOREIGN}/areal_answer.py:nothing": "has no 'nothing'",
+        f"{AREAL} rollout.workflow_args.reward_fn={FOREIGN}/areal_reward.py:nothing": "has no 'nothing'",
         f"rollout.workflow={FOREIGN}/accept.py:broken": "broken",
         "rollout.min_new_tokens=4": "algorithm.old_logprobs=recompute",
         "rollout.min_p=0.1": "algorithm.old_logprobs=recompute",
