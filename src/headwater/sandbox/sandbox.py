@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headwater.config.rollout_schema import SandboxConfig
+from headwater.sandbox.cell_link import CellLost
 from headwater.sandbox.launch import Kind
 from headwater.sandbox.outcome import Limits, Outcome
 from headwater.sandbox.pool import CellPool, Ticket
-from headwater.sandbox.session import Session, make_outcome
-from headwater.sandbox.zygote_process import CellLost
+from headwater.sandbox.request import Request
+from headwater.sandbox.session import Session
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,28 @@ class Sandbox:
         """Run programs side by side and return their outcomes in the same order."""
         return list(self._pool.threads().map(lambda each: self._run(each, Ticket()), programs))
 
+    def run_tests(
+        self, code: str, tests: str, files: Mapping[str, str | bytes] | None = None, limits: Limits | None = None
+    ) -> Outcome:
+        """Run tests against a program that may try to cheat. The status is `ok` only if the tests came to their end.
+
+            outcome = sandbox.run_tests("def add(a, b): return a + b", "assert add(2, 2) == 4")
+
+        The program and the tests run in two processes. Names that the tests use but do not define are functions of the
+        program; calling one sends the arguments to the program's process and returns the value that it sends back.
+        ``solution.name`` is the same, ``solution.value("name")`` a global value. This is why the result holds:
+
+        - Only plain values come back, so no ``__eq__`` of the program is ever called. Other objects are handles, which
+          are equal only to themselves. Built-in functions are never taken from the program.
+        - The result is the exit status of the tests' process, which the supervising process of the cell collects. A
+          program that exits, kills the tests or breaks the connection makes them fail.
+        - The tests' process cannot be traced or read by the program, and the program was forked before the tests
+          arrived, so it cannot look expected values up. The tests import nothing from the program's folder.
+
+        Standard output is that of the tests; what the program prints is discarded. Standard error is of both.
+        """
+        return self._run(Program(code, files=files or {}, limits=limits), Ticket(), tests)
+
     def session(self, limits: Limits | None = None) -> Session:
         """A session, whose runs share variables and files. Use it with ``async with``."""
         return Session(self._pool, self.config, limits)
@@ -90,15 +113,18 @@ class Sandbox:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _run(self, program: Program, ticket: Ticket) -> Outcome:
+    def _run(self, program: Program, ticket: Ticket, tests: str | None = None) -> Outcome:
         bounds = (program.limits or Limits()).bounds(self.config)
-        request = {"kind": "run", "code": program.code, "stdin": program.stdin}
+        request = Request(program.code, program.stdin, program.files)
         with self._pool.turn():
-            cell = self._pool.open(request, bounds, program.files)
+            cell = self._pool.open("run" if tests is None else "tests", bounds, request)
             try:
                 ticket.hold(cell)
-                return make_outcome(cell.receive(bounds))
+                if tests is not None:
+                    cell.link.send({"tests": tests})
+                return cell.link.wait_for_exit(bounds.timeout_s)
             except CellLost as error:
                 return Outcome("killed", "", "", None, 0.0, detail=str(error))
             finally:
+                ticket.release()
                 cell.close()

@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 import types
+from functools import cache
 from typing import Any
 
 from headwater.sandbox.inside import frames
@@ -23,38 +24,41 @@ _OWN_PACKAGE = "headwater"
 
 def run_program(path: str) -> None:
     """Execute a file as ``__main__`` and end this process with the exit status that the interpreter would have."""
-    _become_script(path)
+    become_script(path)
     status = 1
     try:
-        status = _execute(_read(path), path, _new_main(path))
+        status = execute(read(path), path, new_main(path))
     finally:
-        _end(status)
+        end(status)
 
 
-def run_session(code_from: int, done_to: int, path: str) -> None:
-    """Execute one piece of code after the other in the same ``__main__``, until no more come."""
-    _become_script(path, line_buffering=True)
-    names = _new_main(path)
+def run_session(link: int, path: str) -> None:
+    """Execute one piece of code after the other in the same ``__main__``, until no more come.
+
+    The code itself can reach the connection too. What it writes there is only ever taken for its own result.
+    """
+    become_script(path, line_buffering=True)
+    names = new_main(path)
     while True:
         try:
-            message = frames.read(code_from)
+            message = frames.read(link)
         except KeyboardInterrupt:  # the time limit came just after the end of the previous piece
             continue
         if message is None:
-            _end(0)
+            end(0)
             return
-        status = _execute(message["code"], path, names, shows_value=True)
+        status = execute(message["code"], path, names, shows_value=True)
         _flush()
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        os.write(done_to, b"%d\n" % (status & 0xFF))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        frames.write(link, {"number": message["number"], "exit_code": status})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _become_script(path: str, line_buffering: bool = False) -> None:
-    """Make the interpreter look as if it had just started."""
+def become_script(path: str, line_buffering: bool = False) -> None:
+    """Make the interpreter look as if it had just started. Modules beside a script can be imported."""
     sys.argv = [path]
-    sys.path.insert(0, os.path.dirname(path))
+    if folder := os.path.dirname(path):
+        sys.path.insert(0, folder)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for name, descriptor, errors in (("stdout", 1, "surrogateescape"), ("stderr", 2, "backslashreplace")):
         stream = io.TextIOWrapper(
@@ -65,25 +69,35 @@ def _become_script(path: str, line_buffering: bool = False) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    for name in [name for name in sys.modules if name.partition(".")[0] == _OWN_PACKAGE]:
+    for name in _own_modules():
         del sys.modules[name]
-    gc.unfreeze()
     gc.enable()
 
 
-def _new_main(path: str) -> dict[str, Any]:
+@cache
+def _own_modules() -> tuple[str, ...]:
+    """Modules of this folder. The zygote finds them once: looking at all names would copy many pages."""
+    return tuple(name for name in sys.modules if name.partition(".")[0] == _OWN_PACKAGE)
+
+
+def warm_up() -> None:
+    """In the zygote: compute what programs would else compute for themselves."""
+    _own_modules()
+
+
+def new_main(path: str) -> dict[str, Any]:
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     return main.__dict__
 
 
-def _read(path: str) -> bytes:
+def read(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read()
 
 
-def _execute(source: str | bytes, path: str, names: dict[str, Any], shows_value: bool = False) -> int:
+def execute(source: str | bytes, path: str, names: dict[str, Any], shows_value: bool = False) -> int:
     """Execute source code and return its exit status. An exception is printed without the frames of this file."""
     try:
         tree = compile(source, path, "exec", flags=ast.PyCF_ONLY_AST, dont_inherit=True)
@@ -133,7 +147,7 @@ def _exit_status(code: object) -> int:
     return 1
 
 
-def _end(status: int) -> None:
+def end(status: int) -> None:
     """Wait for threads, call what atexit registered, flush, and end."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
