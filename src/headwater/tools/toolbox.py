@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -26,13 +26,11 @@ from headwater.core.waits import wait_for_future
 from headwater.tools.config import read_entries
 from headwater.tools.loaded import LoadedTool
 from headwater.tools.making import ToolMaker
+from headwater.tools.offered import OfferedTools
 from headwater.tools.session import ToolSession
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-SELECTION = "tool_selection"
-"""Entry of a row's ``extra_info`` with the names of its tools."""
 
 _CHECK_LIMIT_S = 120.0
 """Limit for asking all services whether they work, before a run."""
@@ -55,6 +53,9 @@ class Toolbox:
         self._maker = ToolMaker(config, sandbox, tokenizer)
         made = run_apart(self._maker.make(read_entries(config, tools)), "starting the tools")
         self._tools = _by_name(made)
+        self._is_closed = False
+        self.offered = OfferedTools({name: loaded.schema.as_dict() for name, loaded in self._tools.items()})
+        """Which tools a row offers to the model. Prompts are rendered with it, also in other processes."""
 
     @classmethod
     def from_config(cls, config: ToolsConfig, sandbox: SandboxConfig, tokenizer: Tokenizer) -> Toolbox | None:
@@ -88,16 +89,12 @@ class Toolbox:
 
     def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
         """The OpenAI function schemas of the tools of a row, in the order of the settings."""
-        return self.schemas_of(prompt.extra_info, prompt.uid)
-
-    def schemas_of(self, extra_info: Mapping[str, Any], uid: str) -> list[dict[str, Any]]:
-        """As ``schemas``, for a row that is not rendered yet."""
-        return [loaded.schema.as_dict() for loaded in self._selected(extra_info, uid).values()]
+        return [dict(self.offered.schemas[name]) for name in self._selected(prompt)]
 
     def check_row(self, prompt: Prompt) -> None:
         """Raise ``DataError`` if a row names tools or arguments that do not exist."""
         place = f"row {prompt.uid}"
-        self._selected(prompt.extra_info, prompt.uid)
+        self._selected(prompt)
         for name, kwargs in prompt.tools_kwargs.items():
             if name not in self._tools:
                 raise DataError(
@@ -110,28 +107,30 @@ class Toolbox:
     async def open(self, prompt: Prompt) -> AsyncIterator[ToolSession]:
         """The tools of one episode. Leaving the block releases them, also after an error or a cancellation."""
         self.check_row(prompt)
-        session = ToolSession(self._selected(prompt.extra_info, prompt.uid), prompt, self.counts)
+        session = ToolSession(self._selected(prompt), prompt, self.counts)
         try:
             yield session
         finally:
             await _to_its_end(session.release())
 
     async def close(self) -> None:
-        """End the services of all tools. Call it on the event loop of the sessions."""
+        """End the services of all tools. Call it on the event loop of the sessions. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for loaded in self._tools.values():
             await loaded.end_background(_CLOSE_LIMIT_S)
         await self._maker.close(_CLOSE_LIMIT_S)
 
-    def _selected(self, extra_info: Mapping[str, Any], uid: str) -> dict[str, LoadedTool]:
-        selection = extra_info.get(SELECTION)
-        if selection is None:
-            return self._tools
-        if not isinstance(selection, Sequence) or isinstance(selection, str):
-            raise DataError(f"row {uid}: extra_info.{SELECTION} = {selection!r}: must be a list of tool names")
-        for name in selection:
-            if name not in self._tools:
-                raise DataError(f"row {uid}: extra_info.{SELECTION} has {name!r}; {nearest(str(name), self.names)}")
-        return {name: loaded for name, loaded in self._tools.items() if name in selection}
+    def close_unused(self) -> None:
+        """End the services of tools that no session has used, from any thread."""
+        run_apart(self.close(), "ending the tools")
+
+    def _selected(self, prompt: Prompt) -> dict[str, LoadedTool]:
+        try:
+            return {name: self._tools[name] for name in self.offered.select(prompt.extra_info)}
+        except DataError as error:
+            raise DataError(f"row {prompt.uid}: {error}") from error
 
 
 def _by_name(made: Sequence[tuple[LoadedTool, str]]) -> dict[str, LoadedTool]:
