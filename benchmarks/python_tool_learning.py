@@ -85,7 +85,6 @@ def _value(expression: str) -> int:
 def settings(folder: Path, args: object) -> list[str]:
     given = {
         "run.root": folder,
-        "run.name": NAME,
         "model.path": args.model,
         "data.train": folder / "train.jsonl",
         "data.eval": folder / "eval.jsonl",
@@ -122,15 +121,17 @@ def main() -> None:
         for split, count in (("train", 8192), ("eval", args.eval_prompts)):
             lines = (json.dumps(row) for row in rows(split, count, seed=0))
             (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(f"run: {{name: {NAME}}}\n")
         given = settings(folder, args)
-        config = load_config([], given).config
+        config = load_config(str(recipe), given).config
         parts = build_rollout(config, config.model.path)
         try:
             base = evaluate(parts.eval_rollouts, parts.eval_data, args.eval_prompts, seed=0)
         finally:
             parts.close()
         print(f"held-out reward of the model as it is: {base.reward_mean:.3f}", flush=True)
-        if code := headwater_main(["train", *given]):
+        if code := headwater_main(["train", str(recipe), *given]):
             raise SystemExit(code)
         records = [json.loads(line) for line in (folder / NAME / "metrics.jsonl").read_text().splitlines()]
     evaluations = [each for each in records if each["kind"] == "eval"]

@@ -20,7 +20,7 @@ from headwater.data.tasks import (
 )
 
 NAME = "calculator"
-DEMONSTRATIONS = ("right", "any_factors")
+DEMONSTRATIONS = ("right", "any_factor")
 GUESSED_SHARE = 0.25
 MAX_DRAWS_PER_ROW = 200
 
@@ -31,9 +31,10 @@ def calculator(
 ) -> list[TaskRow]:
     """``num_rows`` different products of two numbers with ``num_digits`` digits each.
 
-    A demonstration calls the tool ``calculator`` and repeats its result. With ``demonstrations="any_factors"``, a call
-    may also multiply a number by itself, and one demonstration in four answers with a random number instead of a call. The warm start then shows only the format of calls and answers. That it pays to call the
-    tool, and with what, must be learned from the reward.
+    A demonstration calls the tool ``calculator`` and repeats its result. With ``demonstrations="any_factor"``, every
+    second call multiplies the first number by itself, and one demonstration in four answers with a random number
+    instead of a call. The warm start then shows only the format of calls and answers. That it pays to call the tool,
+    and with what, must be learned from the reward.
     """
     whole_number(NAME, "num_digits", num_digits, 1)
     one_of(NAME, "demonstrations", demonstrations, DEMONSTRATIONS)
@@ -67,11 +68,11 @@ def _row(
         demonstration=None,
     )
     shown = _call(first, second)
-    if demonstrations == "any_factors":
+    if demonstrations == "any_factor":
         is_guess = generator.random() < GUESSED_SHARE
-        one, other = generator.choice([(first, second), (first, first), (second, second)]).tolist()
+        factor = int(generator.choice([first, second]))
         guess = "".join(map(str, generator.integers(1, 10, size=len(str(first * second)))))
-        shown = [{"role": "assistant", "content": guess}] if is_guess else _call(one, other)
+        shown = [{"role": "assistant", "content": guess}] if is_guess else _call(first, factor)
     row["extra_info"]["demonstration"] = shown
     return row
 
