@@ -95,7 +95,8 @@ class _Writer:
     def call(self, shape: CallShape, function: Mapping[str, Any], number: int) -> str:
         """Add the rule of one function. Return its name."""
         name = str(function["name"])
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        # A tool has the arguments of its schema and no others, unless the schema says so.
+        schema = {"type": "object", "additionalProperties": False, **(function.get("parameters") or {})}
         if shape.arguments is None:
             self.rules.append(f"arguments_{number}: {_json_rule(schema)}")
             arguments = f"arguments_{number}"
