@@ -621,6 +621,7 @@ def test_bad_arguments_are_told():
         (["tiny:qwen3", "--max-body-mib", "0"], "--max-body-mib = 0.0: must be > 0"),
         (["tiny:gpt", "--host", "0.0.0.0", "--port", "0"], "without an API key"),
         (["tiny:qwen3", "--port", "0", "--backend", "hff"], "did you mean 'hf'?"),
+        (["tiny:qwen3", "--port", "0", "--tool-parser", "hermez"], "--tool-parser = hermez: unknown tool-call parser"),
         (["tiny:qwen3", "--port", "0", "--backend", "headwater.core.records:Score"], "it has no method load"),
     ):
         result = headwater("serve", *arguments)
