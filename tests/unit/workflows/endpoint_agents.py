@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -51,7 +52,11 @@ class Counting:
     def run(self, data, **others):
         self.calls += 1
         ask(others["base_url"], others["api_key"], data["messages"])
-        return {"reward": self.calls + self.bonus, "told": data["ground_truth"], "environment": os.environ["OPENAI_MODEL"]}
+        return {
+            "reward": self.calls + self.bonus,
+            "told": data["ground_truth"],
+            "environment": os.environ["OPENAI_MODEL"],
+        }
 
 
 def raises(base_url, api_key):
@@ -61,7 +66,7 @@ def raises(base_url, api_key):
 
 def exits(base_url, api_key):
     ask(base_url, api_key)
-    print("giving up")
+    sys.stdout.write("giving up\n")
     sys.exit(3)
 
 
@@ -90,8 +95,11 @@ def late(base_url, api_key, file):
     return 1.0
 
 
-def hangs_forever(base_url, api_key):
-    time.sleep(600)
+def sometimes_hangs(base_url, api_key, data):
+    if "hang" in data:
+        time.sleep(600)
+    ask(base_url, api_key)
+    return 1.0
 
 
 def rewards_text(base_url, api_key):
@@ -112,7 +120,7 @@ def stubborn(base_url, api_key):
         try:
             messages += [ask(base_url, api_key, messages), {"role": "user", "content": "More."}]
         except RuntimeError:
-            return None
+            return
 
 
 def posts_its_reward(base_url, api_key):
@@ -181,3 +189,25 @@ def meddles(base_url, api_key):
         codes.append([status, reply["error"]["code"]])
     ask(base_url, api_key)
     return {"reward": 1.0, "codes": codes}
+
+
+def rewards_each(base_url, api_key, branches=False):
+    """A reward for each completion, by its id."""
+    _, first = post(base_url, api_key, {"messages": ASK})
+    said = [*ASK, first["choices"][0]["message"], {"role": "user", "content": "Again."}]
+    _, second = post(base_url, api_key, {"messages": said})
+    rewards = {first["id"]: 0.25, second["id"]: 0.5}
+    if branches:
+        _, other = post(base_url, api_key, {"messages": [{"role": "user", "content": "A part"}]})
+        post(base_url, api_key, {"messages": [{"role": "user", "content": "Without a reward"}]})
+        rewards[other["id"]] = 2.0
+    return rewards
+
+
+async def answers_async(base_url, api_key, messages):
+    await asyncio.to_thread(ask, base_url, api_key, messages)
+    return 0.25
+
+
+async def sleeps(base_url, api_key):
+    await asyncio.sleep(600)

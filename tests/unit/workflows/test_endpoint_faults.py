@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny
 from endpoint_agents import post
 from endpoint_parts import KeyedEngine, context, episode
 
@@ -25,6 +27,17 @@ def is_alive(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def children_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
+
+def until(is_so: Callable[[], object], limit_s: float = 60.0) -> None:
+    ends = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < ends, "it did not happen"
+        time.sleep(0.02)
 
 
 async def failure(agent: str, kind: type[Exception], engine=None, **settings) -> str:
@@ -67,19 +80,15 @@ def test_cancelling_an_episode_kills_its_agent_and_the_end_of_the_loop_all_other
         agents = [
             asyncio.create_task(episode("never_ends", KeyedEngine(), agent_args={"pids": str(pids)})) for _ in range(3)
         ]
-        while not pids.exists() or len(pids.read_text().splitlines()) < 3:
-            await asyncio.sleep(0.05)
+        await asyncio.to_thread(until, lambda: pids.exists() and len(pids.read_text().splitlines()) == 3)
         agents[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await agents[0]
 
     asyncio.run(run())
-    ends = time.monotonic() + 30
     started = [int(pid) for pid in pids.read_text().split()]
-    while any(map(is_alive, started)) and time.monotonic() < ends:
-        time.sleep(0.05)
     assert len(started) == 6
-    assert not any(map(is_alive, started))
+    until(lambda: not any(map(is_alive, started)))
 
 
 def test_an_agent_that_runs_out_of_room_or_turns_ends_a_normal_episode():
@@ -103,8 +112,8 @@ def test_refused_calls_are_counted_and_do_no_harm():
     async def run() -> None:
         (one,) = await episode("meddles", KeyedEngine())
         assert one.info["codes"] == [
-            [401, "invalid_api_key"], [401, "invalid_api_key"], [404, "unknown_episode"], [400, "bad_request"],
-            [400, "bad_request"], [400, "unsupported"], [400, "unsupported"], [404, "unknown_path"],
+            [401, "invalid_api_key"], [401, "invalid_api_key"], [404, "unknown_episode"], [400, None],
+            [400, None], [400, "unsupported"], [400, "unsupported"], [404, "unknown_path"],
             [400, "bad_messages"],
         ]  # fmt: skip
         assert one.info["agent_calls"] == {"answered": 1, "bad_request": 2, "unsupported": 2, "bad_messages": 1}
@@ -202,14 +211,15 @@ def test_a_command_is_an_agent(tmp_path):
 
 def test_a_fork_server_that_dies_is_replaced():
     async def run() -> None:
-        await episode("twice", KeyedEngine())
-        (server,) = ForkServer.running()
-        hanging = asyncio.create_task(episode("hangs_forever", KeyedEngine(), timeout_s=60))
-        await asyncio.sleep(0.2)
+        loop = asyncio.get_running_loop()
+        hanging = asyncio.create_task(failure("sometimes_hangs", AgentFailed, prompt=tiny.prompt(columns={"hang": 1})))
+        await asyncio.to_thread(until, lambda: ForkServer.running(loop))
+        (server,) = ForkServer.running(loop)
+        await asyncio.to_thread(until, lambda: children_of(server.pid))
         os.kill(server.pid, signal.SIGKILL)
-        (one,) = await episode("twice", KeyedEngine())
-        assert one.reward == 0.5
-        hanging.cancel()
+        assert "the process that runs agents ended" in await hanging
+        (one,) = await episode("sometimes_hangs", KeyedEngine())
+        assert one.reward == 1.0
 
     asyncio.run(run())
 
@@ -219,7 +229,7 @@ def test_wrong_settings_are_named():
     for settings, words in [
         ({}, "neither is given"),
         ({"agent": "a.py:b", "command": "x"}, "both are given"),
-        ({"agent": f"{__file__}s:a"}, "no such file; did you mean"),
+        ({"agent": f"{Path(__file__).with_name('test_endpoint_fault.py')}:a"}, "no such file; did you mean"),
         ({"agent": "solve"}, "write it as"),
         ({"command": "x", "run_in": "thread"}, "a command runs in a process"),
         ({"command": "x", "python": "py"}, "is for agents in processes"),

@@ -24,6 +24,8 @@ START_LIMIT_S = 300.0
 _END_LIMIT_S = 10.0
 """How long a killed process may take to end."""
 
+_ENDED = "the process that runs agents ended; see its last messages above"
+
 
 class AgentProcesses:
     """Starts the fork server with the first episode, and again if it has died."""
@@ -45,6 +47,7 @@ class ForkServer:
         self._numbers = itertools.count()
         self._running: dict[int, asyncio.Future[AgentEnd]] = {}
         self._reader: asyncio.Task[None] | None = None
+        self.is_alive = False
 
     @classmethod
     async def here(cls, settings: AgentSettings) -> ForkServer:
@@ -57,19 +60,15 @@ class ForkServer:
         return await asyncio.shield(starting)
 
     @classmethod
-    def running(cls) -> list[ForkServer]:
-        """The fork servers of the running event loop."""
-        started = _servers.get(asyncio.get_running_loop(), {}).values()
+    def running(cls, loop: asyncio.AbstractEventLoop) -> list[ForkServer]:
+        """The fork servers of an event loop."""
+        started = list(_servers.get(loop, {}).values())
         return [each.result() for each in started if each.done() and not each.exception() and each.result().is_alive]
 
     @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self._reader is not None and not self._reader.done()
 
     async def _start(self) -> ForkServer:
         settings = self._settings
@@ -99,11 +98,14 @@ class ForkServer:
         if "failed" in first:
             self._kill()
             raise ConfigError([f"rollout.workflow_args.agent = {settings.agent}: {first['failed']}"])
+        self.is_alive = True
         self._reader = asyncio.get_running_loop().create_task(self._read())
         return self
 
     async def call(self, invitation: Invitation, timeout_s: float) -> AgentEnd:
         """Run the agent for one episode. It is killed after ``timeout_s``, and if this call is cancelled."""
+        if not self.is_alive:  # it ended after ``here`` returned it
+            raise AgentFailed(_ENDED)
         number = next(self._numbers)
         ended = self._running[number] = asyncio.get_running_loop().create_future()
         self._send("call", number, self._message(invitation))
@@ -144,7 +146,7 @@ class ForkServer:
             (length,) = fork_server.LENGTH.unpack(await self._process.stdout.readexactly(fork_server.LENGTH.size))
             message: dict[str, Any] = json.loads(await self._process.stdout.readexactly(length))
         except asyncio.IncompleteReadError:
-            return {"failed": "the process that runs agents ended; see its last messages above"}
+            return {"failed": _ENDED}
         return message
 
     async def _read(self) -> None:
@@ -157,6 +159,7 @@ class ForkServer:
                     ended.set_result(_end(message))
             reason = message["failed"]
         finally:
+            self.is_alive = False
             self._kill()
             for ended in self._running.values():
                 if not ended.done():
