@@ -16,7 +16,7 @@ def test_every_format_is_listed():
 
 
 def test_its_code_prints_what_it_shows(capsys):
-    examples = re.findall(r"```python\n(.*?)```\n\n((?:    .*\n)+)", TEXT, flags=re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```\n\n((?:    [^\n]*\n)+)", TEXT, flags=re.DOTALL)
     assert len(examples) == 2
     for code, printed in examples:
         exec(compile(code, "docs/tool-calls.md", "exec"), {"__name__": "docs"})
