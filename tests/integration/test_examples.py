@@ -29,6 +29,8 @@ EXAMPLES = {
         "rollout.workflow=endpoint", "rollout.workflow_args.agent=examples/openai_async_agent.py:check_twice",
         "rollout.workflow_args.run_in=thread", "rollout.max_new_tokens=24",
     ],
+    "verl_agent_loop.py": ["rollout.workflow=examples/verl_agent_loop.py:CheckTwice", "rollout.max_new_tokens=32"],
+    "areal_workflow.py": ["rollout.workflow=examples/areal_workflow.py:Retry", "rollout.max_new_tokens=32"],
 }  # fmt: skip
 
 IN_OTHER_ENVIRONMENTS = {"openai_agents_sdk.py"}
@@ -84,9 +86,25 @@ def _async_agent_was_used(rows) -> None:
         assert "Sure?" in row["response"]
 
 
+def _loop_was_used(rows) -> None:
+    for row in rows:
+        assert re.fullmatch("0+1+0+1+", "".join(map(str, row["loss_mask"])))
+        info = json.loads(row["info"])
+        assert info["num_turns"] == 3
+        assert info["loop_metrics"]["generate_sequences"] > 0
+
+
+def _areal_workflow_was_used(rows) -> None:
+    for row in rows:
+        assert re.fullmatch("0+1+(0+1+)?", "".join(map(str, row["loss_mask"])))
+        assert json.loads(row["info"])["num_turns"] == 1 + ("10" in "".join(map(str, row["loss_mask"])))
+
+
 CHECKS = {
     "openai_agent.py": _agent_was_used,
     "openai_async_agent.py": _async_agent_was_used,
+    "verl_agent_loop.py": _loop_was_used,
+    "areal_workflow.py": _areal_workflow_was_used,
     "custom_reward.py": _reward_was_used,
     "custom_dataset.py": _dataset_was_used,
     "custom_workflow.py": _workflow_was_used,

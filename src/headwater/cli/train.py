@@ -156,6 +156,7 @@ def _fit(
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.observe.run_lock import RunLock
+    from headwater.trainer.experience import logprob_sources
     from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout, describe
@@ -206,6 +207,7 @@ def _fit(
             _announce(run, config, display)
         run.write_config(to_yaml(with_absolute_paths(config)))
         display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
+        display.say(logprob_sources(config))
         for notice in notices:
             display.say(f"Note: {notice}")
         if not has_template(rollout.tokenizer):

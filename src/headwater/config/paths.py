@@ -49,9 +49,14 @@ def with_absolute_paths(config: Config) -> Config:
     tools_args = _renamed(_folders(config.tools.args, "corpus"), _extension)
     workflow_args = {name: _agent(name, value) for name, value in config.rollout.workflow_args.items()}
     corrections_args = _renamed(config.algorithm.corrections_args, _extension)
+    functions = {
+        name: {key: _each(value, _extension) if key == "function" else value for key, value in part.items()}
+        for name, part in config.reward.functions.items()
+    }
     config = replace(config, data=replace(config.data, task_args=task_args))
     config = replace(config, tools=replace(config.tools, args=tools_args))
     config = replace(config, rollout=replace(config.rollout, workflow_args=workflow_args))
+    config = replace(config, reward=replace(config.reward, functions=functions))
     return replace(config, algorithm=replace(config.algorithm, corrections_args=corrections_args))
 
 

@@ -95,15 +95,32 @@ class ToolsConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     manager: Annotated[str, Extension("headwater.rewards.managers")] = "naive"
-    """How responses are passed to the scorer."""
+    """How responses are passed to the scorer: `naive` one per call, `batch` many per call, `prime` and `dapo` as in
+    verl."""
     function: str = ""
     """Name of a scorer, or your own compute_score as 'file.py:function'; empty chooses by the row's data_source."""
     function_args: Mapping[str, Any] = field(default_factory=dict)
     """Extra keyword arguments of the scoring function."""
+    functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Several functions whose weighted sum is the reward, instead of reward.function: by name, each with `function`
+    (empty chooses by data_source), `weight` (default 1) and `args`. Each is also a metric."""
+    where: Literal["processes", "threads", "event_loop"] = "processes"
+    """Where scoring functions run: in worker `processes`, in `threads` of this process, or on its `event_loop`, which a
+    plain function blocks. Built-in scorers that take microseconds are always called directly."""
+    workers: Annotated[int, AtLeast(0, "use 0 for the number of cores")] = 0
+    """Scoring calls that run at the same time, each in a worker process or thread; 0 means the number of cores."""
+    max_concurrent: Annotated[int, AtLeast(1)] = 256
+    """Calls of async scoring functions that run at the same time."""
+    batch_size: Annotated[int, AtLeast(1)] = 256
+    """With reward.manager=batch: the most responses in one call."""
+    batch_wait_s: Annotated[float, AtLeast(0)] = 0.05
+    """With reward.manager=batch: how long a call waits for more responses."""
     timeout_s: Annotated[float, MoreThan(0)] = 60.0
-    """Time limit for scoring one response; exceeding it is a failure."""
-    max_concurrent: Annotated[int, AtLeast(1)] = 8
-    """Scoring calls that run at the same time, each in a separate thread; async functions have no limit."""
+    """Time limit for one scoring call; exceeding it is a failure, and a worker process is then killed and replaced."""
+    max_retries: Annotated[int, AtLeast(0)] = 0
+    """How often a failed scoring call is repeated before it counts as a failure of its episode."""
+    max_failed_share: Annotated[float, Within(0, 1, "use 1 to never stop")] = 0.5
+    """The run stops if more than this share of the last 256 scoring calls failed, also with rollout.on_failure=drop."""
     model: str = ""
     """Reward model (a transformers sequence classifier with one label): a folder or hub id; empty means none."""
     model_weight: float = 1.0

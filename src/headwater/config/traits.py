@@ -1,4 +1,4 @@
-"""Traits: what the checks must know about an algorithm or a backend, stated where it is registered.
+"""Traits: what must be known about an extension before it is imported, stated where it is registered.
 
     @ADVANTAGES.register(AdvantageTraits(needs_values=True, whitens="whitened"))
     def my_advantage(inputs: AdvantageInputs, *, gamma: Annotated[float, Within(0, 1)] = 1.0, ...): ...
@@ -96,3 +96,15 @@ class BackendTraits(Traits):
 
     engine_settings: tuple[str, ...] = ()
     """The settings of the section ``engine`` that it reads; empty means all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerTraits(Traits):
+    key: ClassVar[str] = "reward.function"
+    package: ClassVar[str] = "headwater.rewards.scorers"
+    kind: ClassVar[str] = "scorer"
+
+    data_sources: tuple[str, ...] = ()
+    """The data sources whose rows it scores, besides its own name; ``*`` stands for any text."""
+    is_quick: bool = False
+    """It takes microseconds on any text, so it is called directly and not in a worker process."""

@@ -225,15 +225,7 @@ class InferenceEngine(EpisodeEngine, Protocol):
 
 async def whole_response(engine: EpisodeEngine, request: ModelRequest) -> AsyncGenerator[Delta, None]:
     """``astream`` for an engine without streaming: the complete response as one delta."""
-    response = await engine.agenerate(request)
-    yield Delta(
-        response.output_tokens,
-        response.output_logprobs,
-        response.output_versions,
-        response.stop_reason,
-        response.output_top_logprobs,
-        response.prompt_scores,
-    )
+    yield Delta.of(await engine.agenerate(request))
 
 
 class RoundSink(Protocol):

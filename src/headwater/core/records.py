@@ -310,6 +310,18 @@ class Delta:
     prompt_scores: PromptScores | None = None
     """In the first delta, if requested."""
 
+    @classmethod
+    def of(cls, response: ModelResponse) -> Delta:
+        """A complete response as one delta."""
+        return cls(
+            response.output_tokens,
+            response.output_logprobs,
+            response.output_versions,
+            response.stop_reason,
+            response.output_top_logprobs,
+            response.prompt_scores,
+        )
+
 
 MAX_REWARD = 1e15
 """The largest absolute reward. Squares and sums of larger ones would overflow in float32."""

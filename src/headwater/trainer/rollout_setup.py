@@ -10,12 +10,11 @@ from typing import Any
 from headwater.backends import BACKENDS, BackendContext, missing_capabilities
 from headwater.backends.native.engine import NativeEngine
 from headwater.chat.parsers import make_parser
-from headwater.config.arguments import with_arguments
 from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag
+from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag, RewardManager
 from headwater.core.records import DropKind, Prompt, SamplingParams
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import PromptDataset, load_dataset
@@ -26,6 +25,7 @@ from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
+from headwater.rewards.scoring import Scoring
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.filters import GroupFilter, load_should_accept, scores_differ
 from headwater.rollout.group import TrajectoryLimits
@@ -35,7 +35,7 @@ from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
 from headwater.tools.toolbox import Toolbox
-from headwater.workflows import WORKFLOWS, EpisodeRunner, WorkflowContext, make_runner
+from headwater.workflows import EpisodeRunner, WorkflowContext, bind_workflow
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 
@@ -61,6 +61,7 @@ class RolloutParts:
     """Raise an error for a prompt that the reward function cannot score, or that names tools that do not exist."""
     reads_column: Callable[[str], bool]
     """Whether the reward function takes a column of the data. True if that is not known."""
+    reward: RewardManager
 
     def sleep_cache(self) -> None:
         """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
@@ -86,10 +87,10 @@ class RolloutParts:
         check_requests_fit(config, self.engine.limits, longest, key)
 
     def close(self) -> None:
-        try:
-            self.tasks.close()
-        finally:
-            self.engine.close()
+        with ExitStack() as stack:
+            stack.callback(self.engine.close)
+            stack.callback(getattr(self.reward, "close", lambda: None))
+            stack.callback(self.tasks.close)
 
 
 def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceEngine:
@@ -164,9 +165,7 @@ def _build(
     check_prompt = _prompt_check(config, reward, toolbox)
     if eval_data is not None:
         check_prompt(eval_data[0])
-    make_workflow = with_arguments(
-        WORKFLOWS, config.rollout.workflow, config.rollout.workflow_args, "rollout.workflow_args"
-    )
+    make_workflow = bind_workflow(config.rollout.workflow, config.rollout.workflow_args)
     filters = _filters(config)
     train_sampling, eval_sampling = make_sampling(config)
 
@@ -174,6 +173,9 @@ def _build(
     engine = make_engine(BackendContext(config, model_path, tokenizer, spans), replays=schedule is not None)
     after_failure.callback(engine.close)
     check_stop_tokens(config, engine)
+    if isinstance(reward, Scoring):
+        after_failure.callback(reward.close)
+        reward.start()
     tasks = AsyncTaskRunner()
     after_failure.callback(tasks.close)
     if toolbox is not None:
@@ -221,7 +223,7 @@ def _build(
             tools=toolbox,
             parser=parser,
         )
-        return make_runner(config.rollout.workflow, make_workflow, context)
+        return make_workflow(context)
 
     advantage = read_declared(AdvantageTraits, config.algorithm.advantage)
     needs_greedy = advantage is not None and advantage.traits.needs_greedy_baseline
@@ -245,6 +247,7 @@ def _build(
         tools_of_row=offered,
         check_prompt=check_prompt,
         reads_column=getattr(reward, "reads_column", lambda name: True),
+        reward=reward,
     )
     if eval_data is not None and (config.eval.before or config.eval.after or config.eval.every_steps):
         parts.check_prompts(config, eval_data, "data.eval")

@@ -1,0 +1,7 @@
+"""Runs code of a model, isolated from this machine: ``Sandbox``. See docs/sandbox.md."""
+
+from headwater.sandbox.outcome import Limits, Outcome, SandboxUnavailable
+from headwater.sandbox.sandbox import Program, Sandbox
+from headwater.sandbox.session import Session
+
+__all__ = ["Limits", "Outcome", "Program", "Sandbox", "SandboxUnavailable", "Session"]

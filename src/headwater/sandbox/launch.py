@@ -1,0 +1,106 @@
+"""The command that starts a zygote, for every kind of isolation."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from headwater.config.rollout_schema import SandboxConfig
+from headwater.sandbox.inside.zygote import Settings
+from headwater.sandbox.view import INSIDE, INSIDE_AT, make_view, package_paths, python
+
+Kind = Literal["bubblewrap", "bubblewrap-single", "namespaces", "unprotected"]
+
+_NOBODY = 65534
+_CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID")
+"""What a zygote that root starts needs until it becomes another user."""
+_BOOT = """\
+import sys, types
+for name, path in (("headwater", []), ("headwater.sandbox", []), ("headwater.sandbox.inside", [sys.argv[1]])):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = path
+from headwater.sandbox.inside.{module} import main
+main(sys.argv[2:])
+"""
+"""The package itself is not visible inside, so its names are made by hand."""
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MPLBACKEND": "Agg",
+    "USER": "user",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command with its environment."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def make_launch(kind: Kind, config: SandboxConfig, control: int, owner: int) -> Launch:
+    """The command that starts a zygote with these descriptors."""
+    is_root = os.geteuid() == 0
+    drops_root = is_root and kind in ("bubblewrap", "namespaces") and _has_privileges()
+    settings = Settings(
+        control=control,
+        owner=owner,
+        mode={"bubblewrap": "nested", "namespaces": "nested", "bubblewrap-single": "single", "unprotected": "plain"}[
+            kind
+        ],
+        paths=package_paths(),
+        preload=(),
+        user_id=_NOBODY if drops_root else -1,
+    )
+    boot = (python(), "-I", "-S", "-c", _BOOT.format(module="zygote"))
+    told = json.dumps(asdict(settings))
+    if kind == "unprotected":
+        command: tuple[str, ...] = (*boot, str(INSIDE), told)
+    else:
+        command = (*boot, INSIDE_AT, told)
+    if kind == "namespaces":
+        view = json.dumps(asdict(make_view()))
+        has_privileges = "privileged" if drops_root else "unprivileged"
+        enclose = (*boot[:-1], _BOOT.format(module="enclose"), str(INSIDE))
+        command = (*enclose, view, has_privileges, *command)
+    elif kind != "unprotected":
+        command = (*_bubblewrap(kind, config, keeps_root=drops_root), *command)
+    return Launch(command, dict(_ENVIRONMENT))
+
+
+def _has_privileges() -> bool:
+    """Whether root may really do everything here; in many containers it may not."""
+    with open("/proc/self/status") as file:
+        effective = next(line for line in file if line.startswith("CapEff:"))
+    return bool(int(effective.split()[1], 16) & (1 << 21))  # CAP_SYS_ADMIN
+
+
+def _bubblewrap(kind: Kind, config: SandboxConfig, keeps_root: bool) -> tuple[str, ...]:
+    program = shutil.which("bwrap") or "bwrap"
+    words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if keeps_root:
+        for capability in _CAPABILITIES:
+            words += ["--cap-add", capability]
+    else:
+        words += ["--unshare-user"]
+    if kind == "bubblewrap-single":
+        words += ["--uid", "1000", "--gid", "1000"]
+    words += ["--as-pid-1", "--hostname", "sandbox", "--chdir", "/"]
+    view = make_view()
+    for path in view.folders:
+        words += ["--perms", "0755", "--dir", path]
+    for source, path in view.binds:
+        words += ["--ro-bind", source, path]
+    for target, path in view.links:
+        words += ["--symlink", target, path]
+    words += ["--dev", "/dev", "--proc", "/proc"]
+    if kind == "bubblewrap-single":
+        size = str(config.max_file_mib << 20)
+        words += ["--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"]
+    return (*words, "--remount-ro", "/dev", "--remount-ro", "/", "--")

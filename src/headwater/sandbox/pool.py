@@ -1,0 +1,186 @@
+"""Cells for programs and sessions, at most so many at work at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from headwater.config.rollout_schema import SandboxConfig
+from headwater.core.waits import named_wait, wait_until
+from headwater.sandbox.cell_link import CellLink, CellLost
+from headwater.sandbox.inside.confine import Bounds
+from headwater.sandbox.isolation import choose
+from headwater.sandbox.launch import Kind
+from headwater.sandbox.outcome import SandboxUnavailable
+from headwater.sandbox.request import Request
+from headwater.sandbox.zygote_process import ZygoteLost, ZygoteProcess
+
+T = TypeVar("T")
+_ATTEMPTS = 2
+_QUEUE_LIMIT_S = 3600.0
+"""How long a program may wait for its turn."""
+
+
+class Ticket:
+    """Lets another thread end the work of this one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cell: OpenCell | None = None
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            if self._cell is not None:
+                self._cell.link.cancel()
+
+    def hold(self, cell: OpenCell) -> None:
+        with self._lock:
+            self._cell = cell
+            if self._is_cancelled:
+                cell.link.cancel()
+
+    def release(self) -> None:
+        with self._lock:
+            self._cell = None
+
+
+class OpenCell:
+    """A cell with a program or session in it."""
+
+    def __init__(self, link: CellLink, zygote: ZygoteProcess | None, scratch: str | None) -> None:
+        self.link = link
+        self._zygote = zygote
+        """A zygote that serves only this cell."""
+        self._scratch = scratch
+
+    def close(self) -> None:
+        """End everything in the cell."""
+        self.link.close()
+        if self._zygote is not None:
+            self._zygote.close()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+class CellPool:
+    """Makes cells. The isolation is chosen and tested when the first one is needed."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._config = config
+        self.max_concurrent = config.max_concurrent or os.cpu_count() or 1
+        self._zygote: ZygoteProcess | None = None
+        self._zygote_lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._turns = threading.Condition()
+        self._num_running = 0
+        self._num_waiting = 0
+        self._is_closed = False
+
+    def start(self) -> Kind:
+        """Make sure that a zygote runs, and return what isolates it."""
+        return self._ready_zygote().kind
+
+    def open(self, kind: str, bounds: Bounds, request: Request) -> OpenCell:
+        """Make a cell and send it the program. A zygote that has died is replaced."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._open(kind, bounds, request)
+            except (ZygoteLost, CellLost) as error:
+                self._forget_zygote()
+                reason = str(error)
+        raise SandboxUnavailable(f"the sandbox no longer works on this machine: {reason}")
+
+    def _open(self, kind: str, bounds: Bounds, request: Request) -> OpenCell:
+        zygote = self._ready_zygote()
+        is_single = zygote.kind == "bubblewrap-single"
+        if is_single:
+            with self._zygote_lock:
+                self._zygote = None
+        scratch = tempfile.mkdtemp(prefix="headwater-sandbox-") if zygote.kind == "unprotected" else None
+        scratch_bytes = bounds.max_file_bytes + request.num_bytes + (1 << 20)
+        cell = OpenCell(zygote.make_cell(kind, bounds, scratch_bytes, scratch), zygote if is_single else None, scratch)
+        try:
+            cell.link.send(request.message())
+        except CellLost:
+            cell.close()
+            raise
+        return cell
+
+    def _ready_zygote(self) -> ZygoteProcess:
+        with self._zygote_lock:
+            if self._is_closed:
+                raise SandboxUnavailable("this sandbox was closed")
+            if self._zygote is None or not self._zygote.is_alive:
+                if self._zygote is not None:
+                    self._zygote.close()
+                self._zygote = choose(self._config)
+            return self._zygote
+
+    def _forget_zygote(self) -> None:
+        with self._zygote_lock:
+            if self._zygote is not None:
+                self._zygote.close()
+            self._zygote = None
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until fewer than ``max_concurrent`` programs run."""
+        with self._turns:
+            self._num_waiting += 1
+            try:
+                wait_until(
+                    self._turns,
+                    lambda: self._num_running < self.max_concurrent,
+                    lambda: f"a program waits for its turn in the sandbox; {self._num_running} run",
+                    kind="sandbox",
+                    hard_limit_s=_QUEUE_LIMIT_S,
+                )
+            finally:
+                self._num_waiting -= 1
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._num_running -= 1
+                self._turns.notify()
+
+    async def in_thread(self, work: Callable[[Ticket], T]) -> T:
+        """Do blocking work in a thread of this pool. Cancelling it ends the cell that the work holds."""
+        ticket = Ticket()
+        future = asyncio.wrap_future(self.threads().submit(work, ticket))
+        try:
+            return await named_wait(
+                future, lambda: "a program runs in the sandbox or waits for its turn", kind="sandbox",
+                hard_limit_s=2 * _QUEUE_LIMIT_S,
+            )  # fmt: skip
+        except BaseException:
+            ticket.cancel()
+            raise
+
+    def threads(self) -> ThreadPoolExecutor:
+        with self._zygote_lock:
+            if self._is_closed:
+                raise SandboxUnavailable("this sandbox was closed")
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="sandbox")
+            return self._threads
+
+    def close(self) -> None:
+        with self._zygote_lock:
+            self._is_closed = True
+            zygote, self._zygote = self._zygote, None
+            threads, self._threads = self._threads, None
+        if zygote is not None:
+            zygote.close()
+        if threads is not None:
+            threads.shutdown(wait=True, cancel_futures=True)
