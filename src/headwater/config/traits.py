@@ -1,4 +1,4 @@
-"""Traits: what the checks must know about an algorithm or a backend, stated where it is registered.
+"""Traits: what must be known about an extension before it is imported, stated where it is registered.
 
     @ADVANTAGES.register(AdvantageTraits(needs_values=True, whitens="whitened"))
     def my_advantage(inputs: AdvantageInputs, *, gamma: Annotated[float, Within(0, 1)] = 1.0, ...): ...
@@ -79,6 +79,16 @@ class CorrectionTraits(Traits):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkflowTraits(Traits):
+    key: ClassVar[str] = "rollout.workflow"
+    package: ClassVar[str] = "headwater.workflows"
+    kind: ClassVar[str] = "workflow"
+
+    uses_tools: bool = False
+    """It calls the tools of ``tools.use`` and ``tools.config``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendTraits(Traits):
     key: ClassVar[str] = "rollout.backend"
     package: ClassVar[str] = "headwater.backends"
@@ -86,3 +96,15 @@ class BackendTraits(Traits):
 
     engine_settings: tuple[str, ...] = ()
     """The settings of the section ``engine`` that it reads; empty means all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerTraits(Traits):
+    key: ClassVar[str] = "reward.function"
+    package: ClassVar[str] = "headwater.rewards.scorers"
+    kind: ClassVar[str] = "scorer"
+
+    data_sources: tuple[str, ...] = ()
+    """The data sources whose rows it scores, besides its own name; ``*`` stands for any text."""
+    is_quick: bool = False
+    """It takes microseconds on any text, so it is called directly and not in a worker process."""

@@ -58,13 +58,29 @@ class TransferLost(WeightsError):
 class RewardFailed(HeadwaterError):
     """A reward could not be computed. A failure is never converted to a number."""
 
+    def __init__(self, message: str = "", *, cause: str = "raised") -> None:
+        super().__init__(message)
+        self.cause = cause
+        """One word, by which failures are counted: ``reward/failures/<cause>``."""
+
 
 class RewardTimedOut(RewardFailed):
     """A reward function took longer than ``reward.timeout_s``."""
 
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message, cause="timed_out")
+
 
 class RolloutFailed(HeadwaterError):
     """A rollout could not be completed."""
+
+
+class AgentFailed(RolloutFailed):
+    """An agent that talks to the model through an endpoint raised, ended with an error, or gave no result."""
+
+
+class AgentTimedOut(AgentFailed):
+    """An agent did not end within its time limit."""
 
 
 class InvalidTrajectory(RolloutFailed):
@@ -89,6 +105,10 @@ class LogitsBroken(RolloutFailed):
 
 class RunError(HeadwaterError):
     """A run directory that cannot be used or resumed."""
+
+
+class RewardsUnreliable(RunError):
+    """Too many scoring calls failed (``reward.max_failed_share``), so the run stops."""
 
 
 class DiskFull(RunError):

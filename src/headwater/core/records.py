@@ -38,6 +38,10 @@ class DropKind(StrEnum):
     """The workflow returned something that is not a trajectory, or one that cannot be trained on."""
     ENGINE_FAILED = "engine_failed"
     """The engine could not answer a request."""
+    AGENT_FAILED = "agent_failed"
+    """An agent of the workflow ``endpoint`` raised, ended with an error, was killed, or never called the model."""
+    AGENT_TIMED_OUT = "agent_timed_out"
+    """An agent of the workflow ``endpoint`` did not end within its time limit."""
     REWARD_FAILED = "reward_failed"
     """The reward raised an error or returned something that is not a number."""
     REWARD_TIMED_OUT = "reward_timed_out"
@@ -48,13 +52,15 @@ class DropKind(StrEnum):
     """The workflow returned None."""
     FILTERED = "filtered"
     """All samples have the same reward, so there is nothing to learn (``algorithm.filter_groups``)."""
+    REFUSED = "refused"
+    """``rollout.should_accept`` returned false."""
     STALE = "stale"
     """The group is older than ``rollout.max_staleness`` allows."""
 
     @property
     def is_failure(self) -> bool:
-        """Whether something went wrong. Filtered and stale groups are an expected part of training."""
-        return self not in (DropKind.FILTERED, DropKind.STALE)
+        """Whether something went wrong. Filtered, refused and stale groups are an expected part of training."""
+        return self not in (DropKind.FILTERED, DropKind.REFUSED, DropKind.STALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class Prompt:
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_schemas: tuple[Mapping[str, Any], ...] = ()
+    """The tools that the prompt offers to the model, as OpenAI function schemas."""
     multi_modal: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """``images`` and ``videos`` in the order of their placeholders."""
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -90,8 +98,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 4096
 """The largest number of tokens that one request may bias."""
 
-GrammarKind = Literal["json_schema", "regex"]
-GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex")
+GrammarKind = Literal["json_schema", "regex", "lark"]
+GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "lark")
 
 Alternatives = tuple[tuple[int, float], ...]
 """The most likely tokens at one position with their log-probs, the most likely first."""
@@ -103,7 +111,7 @@ class Grammar:
 
     kind: GrammarKind
     text: str
-    """A JSON schema as JSON, or a regular expression for the whole text."""
+    """A JSON schema as JSON, a regular expression for the whole text, or a grammar in the Lark syntax of llguidance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +309,18 @@ class Delta:
     """Per token, its alternatives; empty unless requested."""
     prompt_scores: PromptScores | None = None
     """In the first delta, if requested."""
+
+    @classmethod
+    def of(cls, response: ModelResponse) -> Delta:
+        """A complete response as one delta."""
+        return cls(
+            response.output_tokens,
+            response.output_logprobs,
+            response.output_versions,
+            response.stop_reason,
+            response.output_top_logprobs,
+            response.prompt_scores,
+        )
 
 
 MAX_REWARD = 1e15

@@ -2,15 +2,16 @@
 
 A function receives what it names. These signatures work, and so does any selection of their names:
 
-    def compute_score(data_source, solution_str, ground_truth, extra_info, **settings)     # one response
-    def reward(prompts, completions, **columns)                                            # lists of one response
+    def compute_score(data_source, solution_str, ground_truth, extra_info, **settings)              # one response
+    def compute_score(data_sources, solution_strs, ground_truths, extra_infos, **settings)          # lists
+    def reward(prompts, completions, **columns)                                                     # lists
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headwater.core.errors import RewardFailed
@@ -20,7 +21,8 @@ from headwater.core.registry import nearest
 ROW_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What a function with ``**settings`` receives."""
 BATCH_NAMES = ("prompts", "completions")
-"""A function that names one of these works on lists, and returns a list."""
+PLURALS = {name: f"{name}s" for name in ROW_NAMES}
+"""A function that names one of ``BATCH_NAMES`` or of these works on lists, and returns a list."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Signature:
     takes_rest: bool = False
     """Whether it receives all other columns of the row, too."""
     is_batched: bool = False
-    """Whether values are lists of one, and the result as well."""
+    """Whether values are lists, and the result as well."""
+    plural: Mapping[str, str] = field(default_factory=dict)
+    """The names under which it receives lists, where they differ: ``solution_str`` as ``solution_strs``."""
     where: str = ""
     """The setting, and where the function is defined."""
 
@@ -47,7 +51,8 @@ class Signature:
             known = [*ROW_NAMES, "messages", *BATCH_NAMES, *prompt.columns]
             raise RewardFailed(
                 f"{self.where}: nothing provides its parameter {missing[0]!r} for row {prompt.uid}; "
-                f"{nearest(missing[0], known)}; rename it, give it a default, or set reward.function_args.{missing[0]}"
+                f"{nearest(missing[0], known)}; rename it, give it a default, or set reward.function_args.{missing[0]}",
+                cause="bad_arguments",
             )
 
 
@@ -67,18 +72,21 @@ def read_signature(function: Callable[..., Any], settings: Mapping[str, Any], se
     if unknown:
         hint = nearest(unknown[0], list(named))
         raise RewardFailed(f"reward.function_args.{unknown[0]}: {where} has no such parameter; {hint}")
-    is_batched = not named.keys().isdisjoint(BATCH_NAMES)
+    is_plural = not named.keys().isdisjoint(PLURALS.values())
+    is_batched = is_plural or not named.keys().isdisjoint(BATCH_NAMES)
+    plural = {name: many for name, many in PLURALS.items() if many in named or (is_plural and takes_rest)}
     provided = {*ROW_NAMES, "messages", *BATCH_NAMES}
-    names = {name for name in named if name in provided}
-    if takes_rest:
+    names = {name for name in named if name in provided} | plural.keys()
+    if takes_rest and not is_plural:
         names |= {*(BATCH_NAMES if is_batched else ROW_NAMES)}
-    columns = named.keys() - provided - settings.keys()
+    columns = named.keys() - provided - settings.keys() - {*plural.values()}
     return Signature(
         names=frozenset(names - settings.keys()),
         columns=frozenset(columns),
         required=tuple(name for name in named if name in columns and named[name].default is inspect.Parameter.empty),
-        takes_rest=takes_rest and is_batched,
+        takes_rest=takes_rest and is_batched and not is_plural,
         is_batched=is_batched,
+        plural=plural,
         where=where,
     )
 

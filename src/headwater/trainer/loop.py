@@ -277,6 +277,7 @@ class Trainer:
             self._parts.tokenizer,
             self._training.train_data,
             seed=config.run.seed,
+            template_args=config.data.chat_template_args,
             sampled_reward=sampled_reward,
             display=self._display,
         )

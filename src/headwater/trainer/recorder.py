@@ -23,7 +23,7 @@ from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import MetricsRecord, RunDirectory, Tracker
 from headwater.observe.spans import Spans, StageClock
 from headwater.observe.trace import Trace
-from headwater.rollout.group import RolloutBatch
+from headwater.rollout.group import GroupTimes, RolloutBatch, episode_metrics
 from headwater.rollout.snapshot import Books
 from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.warm_start import WarmStartResult
@@ -134,9 +134,11 @@ class Recorder:
         return record
 
 
-DROP_METRICS = {DropKind.FILTERED: "groups/filtered", DropKind.STALE: "staleness/dropped_groups"} | {
-    kind: f"groups/dropped_{kind.value}" for kind in DropKind if kind.is_failure
-}
+DROP_METRICS = {
+    DropKind.FILTERED: "groups/filtered",
+    DropKind.REFUSED: "groups/refused",
+    DropKind.STALE: "staleness/dropped_groups",
+} | {kind: f"groups/dropped_{kind.value}" for kind in DropKind if kind.is_failure}
 """The metric that counts the groups of a step which were dropped for a kind of reason."""
 
 
@@ -170,15 +172,32 @@ def step_metrics(
         "groups/informative_fraction": informative / len(batch.groups),
         "groups/dropped": sum(count for kind, count in drops.items() if kind.is_failure),
         **{name: drops[kind] for kind, name in DROP_METRICS.items()},
+        **episode_metrics(batch.trajectories),
         "groups/lost_samples": sum(group.num_lost for group in batch.groups),
         "staleness/masked_tokens": batch.num_masked_tokens,
         "rollouts/buffered": books.counts.buffered,
         "rollouts/in_flight": books.counts.in_flight,
         **{f"rollouts/{name}": count for name, count in started.items()},
+        **time_metrics(batch.times),
         **update,
         **{f"time/{name}_s": value for name, value in {**seconds, **stages}.items()},
         "time/step_s": step_s,
         "throughput/generated_tokens_per_s": sum(lengths) / step_s,
+    }
+
+
+def time_metrics(times: Sequence[GroupTimes]) -> dict[str, float]:
+    """``rollout/group_s``, ``rollout/queue_s`` and ``rollout/generate_s``: the mean, the shortest and the longest."""
+    values = {
+        "group_s": [each.total_s for each in times],
+        "queue_s": [value for each in times for value in each.queue_s],
+        "generate_s": [value for each in times for value in each.generate_s],
+    }
+    return {
+        f"rollout/{name}/{statistic}": compute(of)
+        for name, of in values.items()
+        if of
+        for statistic, compute in (("mean", statistics.fmean), ("min", min), ("max", max))
     }
 
 

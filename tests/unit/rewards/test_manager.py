@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import tiny
@@ -58,7 +59,8 @@ def score(tmp_path):
     def call(name: str, text: str = "46", **settings):
         path = f"{file}:{name}" if name else ""
         manager = NaiveRewardManager(RewardConfig(function=path, **settings), Spans())
-        return asyncio.run(manager.score(Answer(tiny.prompt(uid="row7"), text)))
+        with closing(manager):
+            return asyncio.run(manager.score(Answer(tiny.prompt(uid="row7"), text)))
 
     return call
 
@@ -97,14 +99,13 @@ def test_a_hanging_function_is_cut_off(score):
 def test_waiting_in_the_queue_does_not_count_as_time(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text("import time\ndef compute_score(**row):\n    time.sleep(0.05)\n    return 1.0\n")
-    manager = NaiveRewardManager(
-        RewardConfig(function=f"{file}:compute_score", timeout_s=1.2, max_concurrent=1), Spans()
-    )
+    manager = NaiveRewardManager(RewardConfig(function=f"{file}:compute_score", timeout_s=1.2, workers=1), Spans())
 
     async def many():
         return await asyncio.gather(*(manager.score(Answer(tiny.prompt(), "x")) for _ in range(30)))
 
-    assert [score.value for score in asyncio.run(many())] == [1.0] * 30
+    with closing(manager):
+        assert [score.value for score in asyncio.run(many())] == [1.0] * 30
 
 
 def test_a_hanging_function_does_not_hold_up_the_end_of_the_process(tmp_path):
@@ -216,7 +217,8 @@ def test_a_function_receives_what_it_names(signatures):
     chat = tiny.prompt(columns={"level": 3})
 
     def value(name: str, prompt=plain, **settings):
-        return asyncio.run(signatures(name, **settings).score(Answer(prompt, "46")))
+        with closing(signatures(name, **settings)) as manager:
+            return asyncio.run(manager.score(Answer(prompt, "46")))
 
     for name, prompt, expected in [
         ("nothing_but_text", plain, 1.0),
@@ -257,7 +259,8 @@ def test_a_file_without_a_function_name_provides_compute_score(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def compute_score(solution_str): return 0.5\n")
     manager = NaiveRewardManager(RewardConfig(function=str(file)), Spans())
-    assert asyncio.run(manager.score(Answer(tiny.prompt(), "x"))).value == 0.5
+    with closing(manager):
+        assert asyncio.run(manager.score(Answer(tiny.prompt(), "x"))).value == 0.5
     other = tmp_path / "other.py"
     other.write_text("def judge(solution_str): return 0.5\n")
     with pytest.raises(

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from headwater.config.traits import ScorerTraits
 from headwater.rewards.scorers import SCORERS
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MAX_EXPRESSION_CHARACTERS = 200
 
 
-@SCORERS.register
+@SCORERS.register(ScorerTraits(is_quick=True))
 def countdown(
     data_source: str,
     solution_str: str,

@@ -1,0 +1,197 @@
+"""A scoring function: how it is found, what it receives, and how its result becomes a score.
+
+Both the process that trains and the reward workers use this file, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from headwater.core.errors import RewardFailed, UnknownName
+from headwater.core.records import MAX_REWARD, Prompt, Score, is_reward
+from headwater.core.registry import blaming
+from headwater.rewards.scorers import SCORERS, is_quick, scorer_of
+from headwater.rewards.signature import Signature, defined_at, read_signature
+
+if TYPE_CHECKING:
+    from headwater.core.protocols import ScorableEpisode  # slow to import
+
+ScoreFunction = Callable[..., Any]
+
+_DEFAULT_FUNCTION = "compute_score"
+
+
+@dataclass(frozen=True, eq=False)
+class ScoringFunction:
+    """A function, its settings, and the arguments that it takes."""
+
+    function: ScoreFunction
+    path: str
+    """What ``SCORERS.resolve`` finds it by, in a worker as well; empty for an object that only this process has."""
+    settings: Mapping[str, Any]
+    """Keyword arguments that are the same for every response."""
+    signature: Signature
+    is_async: bool
+    is_quick: bool
+    """It takes microseconds, so it is called directly."""
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__qualname__", type(self.function).__name__)
+
+    @property
+    def place(self) -> str:
+        """Its name, and where it is defined."""
+        return f"{self.name}{defined_at(self.function)}"
+
+    @classmethod
+    def of(cls, function: ScoreFunction, path: str, settings: Mapping[str, Any], setting: str) -> ScoringFunction:
+        """``setting`` names the function in messages."""
+        return cls(
+            function,
+            path,
+            settings,
+            read_signature(function, settings, setting),
+            is_async=inspect.iscoroutinefunction(function),
+            is_quick=is_quick(path),
+        )
+
+    @classmethod
+    def named(cls, name: str, settings: Mapping[str, Any], key: str) -> ScoringFunction:
+        """The function that the setting ``key`` names. A file without the name of a function provides compute_score."""
+        setting = f"{key} = {name}"
+        path = f"{name}:{_DEFAULT_FUNCTION}" if name.endswith(".py") else name
+        with blaming(setting):
+            try:
+                found = SCORERS.resolve(path)
+            except UnknownName as error:
+                if path == name:
+                    raise
+                raise UnknownName(f"{error}; name the function as {name}:function") from error
+        if inspect.isclass(found) or not callable(found):
+            what = "is a class" if inspect.isclass(found) else "not callable"
+            raise RewardFailed(f"{setting}: {what}; name a function")
+        return cls.of(found, path, settings, setting)
+
+    @classmethod
+    def of_row(cls, prompt: Prompt, settings: Mapping[str, Any]) -> ScoringFunction:
+        """The built-in scorer that the row's ``data_source`` names."""
+        try:
+            name = scorer_of(prompt.data_source)
+            return cls.of(SCORERS.resolve(name), name, settings, f"scorer {name}")
+        except UnknownName as error:
+            # A row without data_source has the name of its file or task, which is also the first part of its uid.
+            is_default = prompt.uid.partition("/")[0].partition("#")[0] == prompt.data_source
+            origin = ", the name of its file or task, which is the default for rows without one" if is_default else ""
+            raise RewardFailed(
+                f"row {prompt.uid}: no built-in scorer for data_source {prompt.data_source!r}{origin} ({error}); "
+                "add a data_source to the rows that names a scorer, or set reward.function to your own compute_score",
+                cause="no_scorer",
+            ) from error
+
+    def arguments(self, episode: ScorableEpisode) -> dict[str, Any]:
+        """What the function takes of one episode, by the names of single values."""
+        prompt, signature = episode.prompt, self.signature
+        values: dict[str, Any] = {
+            "data_source": prompt.data_source,
+            "solution_str": episode.text,
+            "ground_truth": prompt.ground_truth,
+            "extra_info": prompt.extra_info,
+        }
+        if "messages" in signature.names:
+            values["messages"] = [dict(message) for message in episode.messages]
+        if not signature.names.isdisjoint(("prompts", "completions")):
+            values["prompts"], values["completions"] = _as_conversation(episode)
+        taken = {name: value for name, value in values.items() if name in signature.names}
+        if signature.columns or signature.takes_rest:
+            signature.check_row(prompt)
+            rest = prompt.columns.keys() - {*values, "prompt"} if signature.takes_rest else frozenset()
+            wanted = signature.columns | rest
+            taken |= {name: value for name, value in prompt.columns.items() if name in wanted}
+        return taken
+
+    def one_call(self, episodes: Sequence[ScorableEpisode]) -> dict[str, Any]:
+        """The arguments of one call. A function of lists receives one entry per episode."""
+        if not self.signature.is_batched:
+            (episode,) = episodes
+            return self.arguments(episode)
+        rows = [self.arguments(episode) for episode in episodes]
+        plural, names = self.signature.plural, dict.fromkeys(name for row in rows for name in row)
+        return {plural.get(name, name): [row.get(name) for row in rows] for name in names}
+
+
+def _as_conversation(episode: ScorableEpisode) -> tuple[Any, Any]:
+    """Prompt and completion: text if the row's prompt is plain text, otherwise lists of messages."""
+    plain = episode.prompt.columns.get("prompt")
+    if isinstance(plain, str):
+        return plain, episode.text
+    messages = [dict(message) for message in episode.messages]
+    start = len(episode.prompt.messages)
+    return messages[:start], messages[start:]
+
+
+def read_result(result: Any, count: int | None) -> list[Score]:
+    """The scores in what a function returned: one, or with ``count`` a list of that many. Raises ``BadValue``."""
+    if count is None:
+        return [to_score(result)]
+    wanted = "one completion; return a list with one number" if count == 1 else f"{count} responses; return as many"
+    try:
+        values = list(result) if not isinstance(result, (str, bytes, Mapping)) else None
+    except TypeError:
+        values = None
+    if values is None or len(values) != count:
+        shown = repr(result) if values is None else f"{len(values)} values"
+        raise BadValue(f"returned {shown} for {wanted}")
+    return [to_score(value) for value in values]
+
+
+class BadValue(Exception):
+    """What a function returned instead of a score, in words that follow its name."""
+
+
+def to_score(result: Any) -> Score:
+    """A score from a function's result: a finite number, or a dict with a finite number under ``score``."""
+    info: Mapping[str, Any] = {}
+    value = result
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise BadValue(f"returned a dict without 'score'; its keys are {sorted(map(str, result))}")
+        value = result["score"]
+        info = {str(key): entry for key, entry in result.items() if key != "score"}
+    if not isinstance(value, (Real, bool)):
+        raise BadValue(f"returned {value!r}; return a finite number, or a dict with one under 'score'")
+    if not is_reward(value):
+        raise BadValue(f"returned {value!r}; return a finite number within ±{MAX_REWARD:g}")
+    return Score(float(value), info)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no score. It can be sent between processes."""
+
+    cause: str
+    """One word, by which failures are counted."""
+    text: str
+    """The rest of a sentence that begins with the function and the row."""
+
+
+def failure_of(error: BaseException, function: ScoreFunction) -> Failure:
+    """Describe an error that a function raised."""
+    if isinstance(error, BadValue):
+        return Failure("bad_value", str(error))
+    if isinstance(error, RewardFailed):
+        return Failure(error.cause, f"failed: {error}")
+    return Failure("raised", f"raised {type(error).__name__}: {error}{_raised_at(error, function)}")
+
+
+def _raised_at(error: BaseException, function: ScoreFunction) -> str:
+    """Where an error was raised: the last line of the function's own file, or else the last line of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    own = [each for each in frames if code is not None and each.filename == code.co_filename]
+    return f" at {each.filename}:{each.lineno}" if (each := next(reversed(own or frames), None)) else ""

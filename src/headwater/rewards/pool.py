@@ -1,0 +1,331 @@
+"""Reward workers: processes that call scoring functions, so that neither their work nor their faults reach the engine.
+
+    pool = WorkerPool(num_workers=2)                                        # for plain functions
+    pool = WorkerPool(num_workers=1, max_concurrent=256)                    # for async functions
+    reply = await pool.call(function, arguments, None, timeout_s=60.0)      # scores, or a ``Failure``
+    pool.close()
+
+Workers start when there is work for them. Short calls travel in batches of about five milliseconds of work. A call that
+takes too long, or ends its worker, fails alone: the worker's process group is killed, and its other calls move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from headwater.core.errors import HeadwaterError
+from headwater.rewards.functions import Failure, ScoringFunction
+from headwater.rewards.worker import Message, frame
+from headwater.rewards.worker_process import Call, Reply, WorkerProcess
+
+_BATCH_S = 0.005
+"""Work that is sent to a worker at once. Longer batches would keep calls behind a slow one."""
+_MAX_BATCH = 64
+_START_LIMIT_S = 300.0
+"""Limit for starting a worker and importing a function there."""
+_CANCEL_LIMIT_S = 5.0
+"""How long an async function may take to end after it was cancelled. Then its event loop must be blocked."""
+_READ_BYTES = 2**18
+TIMED_OUT = Failure("timed_out", "did not end within its time limit")
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How long the calls of one function take: the longest of the recent ones, forgotten by a tenth with every call."""
+
+    seconds: float = _BATCH_S
+
+    def note(self, seconds: float) -> None:
+        self.seconds = max(seconds, 0.9 * self.seconds)
+
+
+class WorkerPool:
+    """Starts, supervises and replaces the workers. All calls come from one event loop at a time."""
+
+    def __init__(self, num_workers: int, max_concurrent: int = 0) -> None:
+        """``max_concurrent`` is the number of async calls that a worker runs at once; 0 is for plain functions."""
+        self.num_replaced = 0
+        """Workers that died, or were killed because of a call."""
+        self._num_workers = num_workers
+        self._max_concurrent = max_concurrent
+        self._keys: dict[ScoringFunction, str] = {}
+        self._loads: dict[str, Message] = {}
+        self._paces: dict[str, _Pace] = {}
+        self._waiting: deque[Call] = deque()
+        self._workers: list[WorkerProcess] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ids = itertools.count()
+        self._is_flushing = False
+        self._is_closed = False
+        weakref.finalize(self, _end_all, self._workers)  # for managers that nothing closes
+
+    @property
+    def pids(self) -> list[int]:
+        return [each.process.pid for each in self._workers]
+
+    async def call(
+        self, function: ScoringFunction, arguments: Mapping[str, Any], count: int | None, timeout_s: float
+    ) -> Reply:
+        """Call ``function`` in a worker. The time limit begins when the call does, not while it waits."""
+        loop = self._attach()
+        try:
+            content = pickle.dumps(dict(arguments), pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # noqa: BLE001  pickling calls code of the values
+            text = f"takes values that cannot be sent to a worker process ({error}); set reward.where=threads"
+            return Failure("bad_arguments", text)
+        call = Call(next(self._ids), self._key(function), content, count, timeout_s, loop.create_future())
+        self._waiting.append(call)
+        self._flush_soon()
+        try:
+            return await call.reply
+        except asyncio.CancelledError:
+            self._cancel(call)
+            raise
+
+    def start(self, function: ScoringFunction) -> None:
+        """Start a worker and load a function there, before there is a call."""
+        self._send(self._start_worker(), [], self._key(function))
+
+    def close(self) -> None:
+        """Kill all workers. Calls that still wait get no answer: their event loop has ended, or they were cancelled."""
+        self._is_closed = True
+        for worker in list(self._workers):
+            self._end(worker)
+
+    # Sending
+
+    def _key(self, function: ScoringFunction) -> str:
+        if function not in self._keys:
+            self._keys[function] = key = str(len(self._keys))
+            self._loads[key] = ("load", key, function.path, dict(function.settings))
+            self._paces[key] = _Pace()
+        return self._keys[function]
+
+    def _attach(self) -> asyncio.AbstractEventLoop:
+        """Use the running event loop. Workers that still run calls of an earlier one are ended."""
+        loop = asyncio.get_running_loop()
+        if self._is_closed:
+            raise HeadwaterError("the reward workers are closed, because the run has ended")
+        if loop is self._loop:
+            return loop
+        if self._loop is not None and not self._loop.is_closed():
+            raise HeadwaterError("a reward manager is used by two event loops at once; make one for each")
+        self._loop, self._is_flushing = loop, False
+        self._waiting.clear()
+        for worker in list(self._workers):
+            if worker.calls:
+                self._end(worker)
+            else:
+                self._watch_connection(worker, loop)
+        return loop
+
+    def _watch_connection(self, worker: WorkerProcess, loop: asyncio.AbstractEventLoop) -> None:
+        loop.add_reader(worker.connection, self._read, worker)
+        if worker.unsent:
+            loop.add_writer(worker.connection, self._write, worker)
+
+    def _flush_soon(self) -> None:
+        """Send once per round of the event loop, so that calls which arrive together travel together."""
+        if not self._is_flushing and self._loop is not None:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        while self._waiting:
+            try:
+                worker = self._free_worker()
+            except OSError as error:
+                self._waiting.popleft().settle(Failure("worker_died", f"found no worker: it cannot start ({error})"))
+                continue
+            if worker is None:
+                return
+            self._send(worker, self._take_batch(worker))
+
+    def _free_worker(self) -> WorkerProcess | None:
+        """The worker that gets the next calls; None if all are busy."""
+        least = min(self._workers, key=lambda each: len(each.calls), default=None)
+        if least is not None and not least.calls:
+            return least
+        if len(self._workers) < self._num_workers:
+            return self._start_worker()
+        return least if least is not None and len(least.calls) < self._max_concurrent else None
+
+    def _start_worker(self) -> WorkerProcess:
+        worker = WorkerProcess.start(is_async=self._max_concurrent > 0)
+        self._workers.append(worker)
+        if self._loop is not None:
+            self._watch_connection(worker, self._loop)
+        return worker
+
+    def _take_batch(self, worker: WorkerProcess) -> list[Call]:
+        """The next calls: a fair share of those that wait, and not more than a few milliseconds of work."""
+        if self._max_concurrent:
+            limit = self._max_concurrent - len(worker.calls)
+        else:
+            limit = min(_MAX_BATCH, math.ceil(len(self._waiting) / self._num_workers))
+        batch: list[Call] = []
+        seconds = 0.0
+        while self._waiting and len(batch) < limit and (seconds < _BATCH_S or self._max_concurrent):
+            call = self._waiting.popleft()
+            if not call.reply.done():
+                batch.append(call)
+                seconds += self._paces[call.key].seconds
+        return batch
+
+    def _send(self, worker: WorkerProcess, calls: Sequence[Call], *keys: str) -> None:
+        messages: list[Message] = []
+        for key in dict.fromkeys([*keys, *(call.key for call in calls)]):
+            if key not in worker.loaded:
+                worker.loaded[key] = False
+                messages.append(self._loads[key])
+        for call in calls:
+            worker.calls[call.id] = call
+            messages.append(("call", call.id, call.key, call.arguments, call.count))
+        if messages:
+            self._post(worker, messages)
+        self._begin(worker)
+
+    def _post(self, worker: WorkerProcess, messages: list[Message]) -> None:
+        is_first = not worker.unsent
+        worker.unsent += frame(messages)
+        if is_first:
+            self._write(worker)
+
+    def _write(self, worker: WorkerProcess) -> None:
+        with suppress(BlockingIOError, ConnectionError):  # a lost connection is noticed by reading
+            del worker.unsent[: worker.connection.send(worker.unsent)]
+        if self._loop is not None:
+            if worker.unsent:
+                self._loop.add_writer(worker.connection, self._write, worker)
+            else:
+                self._loop.remove_writer(worker.connection)
+
+    # Receiving
+
+    def _read(self, worker: WorkerProcess) -> None:
+        try:
+            received = worker.connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            received = b""
+        if not received:
+            self._on_death(worker)
+            return
+        try:
+            for message in worker.frames.add(received):
+                self._take(worker, message)
+        except Exception as error:  # noqa: BLE001  unpickling calls code of the values
+            self._fail_first(worker, Failure("bad_value", f"returned values that cannot be read here: {error}"))
+            return
+        self._begin(worker)
+        if self._waiting:
+            self._flush()
+
+    def _take(self, worker: WorkerProcess, message: Message) -> None:
+        if message[0] == "done":
+            _, number, reply, seconds = message
+            if (call := worker.calls.pop(number, None)) is not None:
+                self._paces[call.key].note(seconds)
+                call.settle(reply)
+            return
+        _, key, failure = message
+        worker.loaded[key] = True
+        if failure is None:
+            return
+        del worker.loaded[key]  # the next call tries again
+        for call in [each for each in worker.calls.values() if each.key == key]:
+            del worker.calls[call.id]
+            call.settle(failure)
+
+    # Time limits and deaths
+
+    def _begin(self, worker: WorkerProcess) -> None:
+        """Give a deadline to calls that run now, and look at the deadlines later."""
+        if self._loop is None or not worker.calls:
+            return
+        now = self._loop.time()
+        for call in worker.running():
+            if math.isinf(call.deadline):
+                call.deadline = now + call.timeout_s
+        first = min((call.deadline for call in worker.running()), default=now + _START_LIMIT_S)
+        if worker.watch is None or worker.watch.when() > first:
+            if worker.watch is not None:
+                worker.watch.cancel()
+            worker.watch = self._loop.call_at(first, self._look, worker)
+
+    def _look(self, worker: WorkerProcess) -> None:
+        assert self._loop is not None
+        worker.watch, now = None, self._loop.time()
+        running = worker.running()
+        overdue = [call for call in running if call.deadline <= now]
+        if worker.calls and not running:
+            text = f"was not loaded by a reward worker within {_START_LIMIT_S:g} s"
+            self._fail_first(worker, Failure("not_loaded", text))
+            return
+        if overdue and (not worker.is_async or any(call.is_cancelled for call in overdue)):
+            self._fail_first(worker, TIMED_OUT, *overdue)
+            return
+        for call in overdue:
+            call.settle(TIMED_OUT)
+            self._cancel(call)
+        self._begin(worker)
+
+    def _cancel(self, call: Call) -> None:
+        """Nothing needs the reply. An async call is cancelled; a plain one ends by itself, or at its deadline."""
+        worker = next((each for each in self._workers if call.id in each.calls), None)
+        if worker is None or not worker.is_async or call.is_cancelled or self._loop is None:
+            return
+        call.is_cancelled = True
+        call.deadline = self._loop.time() + _CANCEL_LIMIT_S
+        self._post(worker, [("cancel", call.id)])
+
+    def _on_death(self, worker: WorkerProcess) -> None:
+        first = next(iter(worker.calls.values()), None)
+        how = self._end(worker)
+        if first is not None:
+            self._replace(worker, Failure("worker_died", f"ended its worker process, which {how}"), [first])
+
+    def _fail_first(self, worker: WorkerProcess, failure: Failure, *calls: Call) -> None:
+        """End a worker because of ``calls``, by default of the first one that it has."""
+        self._end(worker)
+        self._replace(worker, failure, calls or list(worker.calls.values())[:1])
+
+    def _replace(self, worker: WorkerProcess, failure: Failure, failed: Sequence[Call]) -> None:
+        """Let ``failed`` calls fail, and run the other calls of a worker that has ended elsewhere."""
+        self.num_replaced += 1
+        for call in failed:
+            del worker.calls[call.id]
+            call.settle(failure)
+        others = [each for each in worker.calls.values() if not each.reply.done()]
+        for call in others:
+            call.deadline = math.inf
+        self._waiting.extendleft(reversed(others))
+        self._flush_soon()
+
+    def _end(self, worker: WorkerProcess) -> str:
+        self._workers.remove(worker)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(worker.connection)
+            self._loop.remove_writer(worker.connection)
+        return worker.end()
+
+
+def _end_all(workers: list[WorkerProcess]) -> None:
+    while workers:
+        workers.pop().end()

@@ -1,0 +1,178 @@
+"""Running a program against unit tests in the sandbox."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from headwater.config.rollout_schema import SandboxConfig
+from headwater.core.errors import HeadwaterError, RewardFailed
+from headwater.rewards.programs.cases import CallCases, Cases, CheckCases, OutputCases
+from headwater.rewards.programs.compare import same_output, same_value
+from headwater.rewards.programs.inside import load_program, run_checks
+from headwater.sandbox import Limits, Outcome, Sandbox
+
+End = Literal["passed", "wrong", "error", "timed_out", "out_of_memory", "too_much_output", "killed"]
+"""How the tests of a program ended. All but the first mean that the program is wrong, not that the reward failed."""
+
+_RESULT_KIB = 2048
+"""Room for the results, which contain what functions returned."""
+_NOT_LOADED = "the program ended with an error when it was loaded"
+
+
+@dataclass(frozen=True)
+class Report:
+    """How many tests a program passed, and how the first failure came about."""
+
+    num_passed: int
+    num_tests: int
+    end: End
+    detail: str = ""
+
+    @property
+    def share(self) -> float:
+        return self.num_passed / self.num_tests
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How tests are run."""
+
+    stops_early: bool = True
+    """End at the first failure."""
+    test_timeout_s: float = 10.0
+    """Time limit of one test."""
+    time_limit_s: float = 40.0
+    """Time limit of all tests of one program; tests after it count as failed."""
+
+
+class Judge:
+    """Runs programs in one sandbox."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._sandbox = Sandbox(config)
+
+    def judge(self, code: str, cases: Cases, rules: Rules) -> Report:
+        """Run the tests. A sandbox that does not work is ``RewardFailed``; whatever the program does is a report."""
+        deadline = time.monotonic() + rules.time_limit_s
+        ends: list[tuple[End, str]] = []
+        try:
+            for end in self._ends(code, cases, rules, deadline):
+                ends.append(end)
+                if rules.stops_early and end[0] != "passed":
+                    break
+        except RewardFailed:
+            raise
+        except HeadwaterError as error:
+            raise RewardFailed(f"unit tests cannot run: {error}") from error
+        passed = sum(end == "passed" for end, _ in ends)
+        end, detail = next((each for each in ends if each[0] != "passed"), ("passed", ""))
+        return Report(passed, len(cases), end, detail)
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def _ends(self, code: str, cases: Cases, rules: Rules, deadline: float) -> Iterator[tuple[End, str]]:
+        """How each test ends. Without ``stops_early``, every test is a separate run, so that one cannot end others."""
+        if isinstance(cases, OutputCases):
+            for given, expected in zip(cases.inputs, cases.outputs, strict=True):
+                limits = _limits(rules.test_timeout_s, deadline, len(expected))
+                yield _late() if limits is None else self._prints(code, given, expected, limits)
+            return
+        for part in [cases] if rules.stops_early else _split(cases):
+            limits = _limits(rules.test_timeout_s * len(part), deadline, _RESULT_KIB << 10)
+            yield from [_late()] if limits is None else self._calls(code, part, rules, limits)
+
+    def _prints(self, code: str, given: str, expected: str, limits: Limits) -> tuple[End, str]:
+        outcome = self._sandbox.run(code, stdin=given, limits=limits)
+        if not outcome.is_ok:
+            return _bad_end(outcome)
+        return ("passed", "") if same_output(outcome.stdout, expected) else ("wrong", "the output differs")
+
+    def _calls(self, code: str, cases: CallCases | CheckCases, rules: Rules, limits: Limits) -> list[tuple[End, str]]:
+        job: dict[str, Any] = {"entry": cases.entry, "prompt": "", "stops_early": rules.stops_early}
+        if isinstance(cases, CallCases):
+            job |= {"calls": cases.arguments}
+        else:
+            job |= {"prompt": cases.prompt, "setup": cases.setup, "tests": cases.tests}
+        secret = secrets.token_hex(16)
+        program = f"{_source(load_program)}\nload_program({job['prompt']!r}, {code!r}, {cases.entry!r})\n"
+        outcome = self._sandbox.run_tests(program, _tests(job, secret), limits=limits)
+        results = _results(outcome, secret)
+        if results is None:
+            return [_bad_end(outcome) if not outcome.is_ok else ("error", "the tests did not come to their end")]
+        return [_end_of(result, cases, place, outcome) for place, result in enumerate(results)]
+
+
+@cache
+def _source(function: Callable[..., Any]) -> str:
+    return f"from __future__ import annotations\n\n{inspect.getsource(function)}"
+
+
+def _tests(job: dict[str, Any], secret: str) -> str:
+    """The code of the tests' process. Its last line has a secret mark, because tests may print."""
+    return (
+        f"{_source(run_checks)}\nimport json\n"
+        f"results = run_checks(json.loads({json.dumps(job)!r}), solution)\n"
+        f"print('\\n{secret}', json.dumps(results, default=lambda value: sorted(value)))\n"
+    )
+
+
+def _results(outcome: Outcome, secret: str) -> list[dict[str, Any]] | None:
+    """What the tests' process reported; None if it did not come to its end."""
+    marked = [line for line in outcome.stdout.splitlines() if line.startswith(secret)]
+    if not marked or not outcome.is_ok:
+        return None
+    results: list[dict[str, Any]] = json.loads(marked[-1].removeprefix(secret))
+    if refused := next((result["cannot_send"] for result in results if "cannot_send" in result), ""):
+        raise RewardFailed(f"the row's tests pass a value that cannot be sent to the program: {refused}")
+    return results
+
+
+def _end_of(result: dict[str, Any], cases: CallCases | CheckCases, place: int, outcome: Outcome) -> tuple[End, str]:
+    """How one test ended."""
+    if "error" in result:
+        error = result["error"]
+        if _NOT_LOADED in error:  # the program's own error says more
+            return "error", _last_line(outcome.stderr) or error
+        return ("wrong" if result["is_wrong"] else "error"), error
+    if isinstance(cases, CallCases) and not same_value(result["value"], cases.returns[place]):
+        return "wrong", "the returned value differs"
+    return "passed", ""
+
+
+def _limits(timeout_s: float, deadline: float, output_bytes: int) -> Limits | None:
+    """The limits of the next run; None if no time is left."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        return None
+    return Limits(timeout_s=min(timeout_s, left_s), max_output_kib=256 + 2 * (output_bytes >> 10))
+
+
+def _late() -> tuple[End, str]:
+    return "timed_out", "no time was left for this test"
+
+
+def _split(cases: CallCases | CheckCases) -> list[CallCases | CheckCases]:
+    if isinstance(cases, CheckCases):
+        return [CheckCases((test,), cases.setup, cases.entry, cases.prompt) for test in cases.tests]
+    return [
+        CallCases(cases.entry, (arguments,), (returned,))
+        for arguments, returned in zip(cases.arguments, cases.returns, strict=True)
+    ]
+
+
+def _bad_end(outcome: Outcome) -> tuple[End, str]:
+    """How a run ended that did not end well; an exception is the last line of its traceback."""
+    status: End = "error" if outcome.status in ("ok", "failed") else outcome.status
+    return status, outcome.detail or _last_line(outcome.stderr)
+
+
+def _last_line(text: str) -> str:
+    return next(iter(reversed(text.strip().splitlines())), "")[:300]

@@ -1,0 +1,88 @@
+"""Programs, judged by unit tests in the sandbox: APPS, TACO, CodeContests, Codeforces, MBPP, HumanEval, LeetCode."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from headwater.config.rollout_schema import SandboxConfig
+from headwater.config.traits import ScorerTraits
+from headwater.rewards.programs.cases import CallCases, Cases, CheckCases, OutputCases, read_cases
+from headwater.rewards.programs.judge import Judge, Rules
+from headwater.rewards.programs.response import find_program
+from headwater.rewards.scorers import SCORERS
+
+
+@SCORERS.register(
+    ScorerTraits(
+        data_sources=("codecontests", "apps", "codeforces", "taco", "taco-verified", "deepmind/code_contests",
+                      "humaneval*", "openai_humaneval", "mbpp*", "leetcode*", "livecodebench*", "lcbv5", "kodcode*",
+                      "primeintellect")
+    )
+)  # fmt: skip
+def code(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any],
+    *,
+    continuous: bool = False,
+    max_tests: int = 0,
+    test_timeout_s: float = 10.0,
+    time_limit_s: float = 40.0,
+    sandbox: SandboxConfig | None = None,
+) -> dict[str, Any]:
+    """1.0 if the program passes all unit tests of the row; ``continuous`` gives the share of tests that it passes.
+
+    ``max_tests`` limits the tests of a row; 0 runs all. ``time_limit_s`` must be less than ``reward.timeout_s``: a slow
+    program is a wrong one, but a scoring function that takes too long has failed.
+    """
+    cases = _first(read_cases(ground_truth, extra_info), max_tests)
+    rules = Rules(stops_early=not continuous, test_timeout_s=test_timeout_s, time_limit_s=time_limit_s)
+    program = find_program(solution_str)
+    report = _judge(sandbox or SandboxConfig()).judge(program, cases, rules)
+    passed_all = float(report.num_passed == report.num_tests)
+    return {
+        "score": report.share if continuous else passed_all,
+        "acc": passed_all,
+        "passed_share": report.share,
+        "timed_out": float(report.end == "timed_out"),
+        "verdict": report.end,
+        "detail": report.detail,
+    }
+
+
+_judges: dict[tuple[int, SandboxConfig], Judge] = {}
+"""The judges by process and settings. A forked process makes its own."""
+_judges_lock = threading.Lock()
+
+
+def _judge(config: SandboxConfig) -> Judge:
+    key = os.getpid(), config
+    with _judges_lock:
+        if key not in _judges:
+            _judges[key] = Judge(replace(config, max_concurrent=1))  # programs run one at a time
+        return _judges[key]
+
+
+def end_judge() -> None:
+    """End the sandboxes of this process. They also end when this process does."""
+    with _judges_lock:
+        while _judges:
+            _judges.popitem()[1].close()
+
+
+def _first(cases: Cases, count: int) -> Cases:
+    """The first tests of a row."""
+    if not count:
+        return cases
+    match cases:
+        case OutputCases():
+            return OutputCases(cases.inputs[:count], cases.outputs[:count])
+        case CallCases():
+            return replace(cases, arguments=cases.arguments[:count], returns=cases.returns[:count])
+        case CheckCases():
+            return replace(cases, tests=cases.tests[:count])

@@ -1,0 +1,114 @@
+"""A worker process, seen from the process that trains."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from headwater.core.records import Score
+from headwater.rewards.functions import Failure
+from headwater.rewards.worker import Frames
+
+_END_LIMIT_S = 1.0
+_START = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from headwater.rewards.worker import main
+main(int(sys.argv[2]), int(sys.argv[3]), is_async=sys.argv[4] == "async")
+"""
+
+Reply = list[Score] | Failure
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of a function, from its request to its reply."""
+
+    id: int
+    key: str
+    """The function."""
+    arguments: bytes
+    count: int | None
+    timeout_s: float
+    reply: asyncio.Future[Reply]
+    deadline: float = math.inf
+    """When the call has taken too long; known once it runs."""
+    is_cancelled: bool = False
+    """Whether its worker was told to cancel it."""
+
+    def settle(self, reply: Reply) -> None:
+        if not self.reply.done():
+            self.reply.set_result(reply)
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """This process's side of a worker."""
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    lifeline: int
+    """The worker is killed when this descriptor closes."""
+    is_async: bool
+    calls: dict[int, Call] = field(default_factory=dict)
+    """Sent and not answered, oldest first. A worker for plain functions runs the first of them."""
+    loaded: dict[str, bool] = field(default_factory=dict)
+    """Functions that it was told to load, and whether it has done so."""
+    frames: Frames = field(default_factory=Frames)
+    unsent: bytearray = field(default_factory=bytearray)
+    watch: asyncio.TimerHandle | None = None
+    """Looks at the deadlines of its calls."""
+
+    @classmethod
+    def start(cls, *, is_async: bool) -> WorkerProcess:
+        ours, theirs = socket.socketpair()
+        watched, lifeline = os.pipe()
+        descriptors = (theirs.fileno(), watched)
+        path = json.dumps([each or os.getcwd() for each in sys.path])
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _START, path, *map(str, descriptors), "async" if is_async else "plain"],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                start_new_session=True,  # a group that can be killed as a whole; Ctrl-C does not reach it
+            )
+        except OSError:
+            ours.close()
+            os.close(lifeline)
+            raise
+        finally:
+            theirs.close()
+            os.close(watched)
+        ours.setblocking(False)
+        return cls(process, ours, lifeline, is_async)
+
+    def running(self) -> list[Call]:
+        """Calls whose time counts."""
+        calls = [each for each in self.calls.values() if self.loaded[each.key]]
+        return calls if self.is_async else calls[:1]
+
+    def end(self) -> str:
+        """Kill it with everything it has started. Returns how it ended: if it had already, that does not change."""
+        if self.watch is not None:
+            self.watch.cancel()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.connection.close()
+        os.close(self.lifeline)
+        try:
+            code = self.process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:  # the system has not ended it yet; it cannot run any more
+            return "was killed"
+        if code >= 0:
+            return f"ended with exit status {code}"
+        hint = "; the system may have killed it for lack of memory" if -code == signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{hint}"
