@@ -98,3 +98,5 @@ class ScorerTraits(Traits):
     """The data sources whose rows it scores, besides its own name; ``*`` stands for any text."""
     is_quick: bool = False
     """It takes microseconds on any text, so it is called directly and not in a worker process."""
+    runs_code: bool = False
+    """It runs code of the model: its argument ``sandbox`` receives the settings of the section ``sandbox``."""

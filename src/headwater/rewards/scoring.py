@@ -10,11 +10,11 @@ import inspect
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from headwater.config.rollout_schema import RewardConfig
+from headwater.config.rollout_schema import RewardConfig, SandboxConfig
 from headwater.core.errors import RewardFailed, RewardsUnreliable, RewardTimedOut
 from headwater.core.protocols import ScorableEpisode
 from headwater.core.records import Prompt, Score
@@ -53,6 +53,7 @@ class Scoring:
         self._config = config
         self._spans = spans
         self._parts = _parts(config, function)
+        self._sandbox = SandboxConfig()
         self._built_in: dict[tuple[str, str], ScoringFunction] = {}
         """The scorers so far, by the part and the data source."""
         self._failures = Failures(config.max_failed_share)
@@ -61,6 +62,13 @@ class Scoring:
         self._async_pool = WorkerPool(1, config.max_concurrent)
         self._free_threads = asyncio.Semaphore(num_workers)
         self._free_async = asyncio.Semaphore(config.max_concurrent)
+
+    def use_sandbox(self, config: SandboxConfig) -> None:
+        """Settings for scorers that run code of the model. Call it before the first response is scored."""
+        self._sandbox = config
+        self._parts = tuple(
+            replace(part, function=part.function.in_sandbox(config)) if part.function else part for part in self._parts
+        )
 
     def check_row(self, prompt: Prompt) -> None:
         """Raise ``RewardFailed`` if the row has no scorer, or lacks something that its scorer requires."""
@@ -170,7 +178,7 @@ class Scoring:
             return part.function
         key = part.name, prompt.data_source
         if key not in self._built_in:
-            self._built_in[key] = ScoringFunction.of_row(prompt, part.settings)
+            self._built_in[key] = ScoringFunction.of_row(prompt, part.settings).in_sandbox(self._sandbox)
         return self._built_in[key]
 
     def _failed(

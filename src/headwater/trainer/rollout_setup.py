@@ -143,6 +143,8 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
     with blaming(f"reward.manager = {config.reward.manager}"):
         make_reward = REWARD_MANAGERS.resolve(config.reward.manager)
     reward = make_reward(config.reward, spans)
+    if isinstance(reward, Scoring):
+        reward.use_sandbox(config.sandbox)
     check_prompt = _prompt_check(config, reward)
     if eval_data is not None:
         check_prompt(eval_data[0])

@@ -20,7 +20,8 @@ from headwater.rewards.scorers import SCORERS
     ScorerTraits(
         data_sources=("codecontests", "apps", "codeforces", "taco", "taco-verified", "deepmind/code_contests",
                       "humaneval*", "openai_humaneval", "mbpp*", "leetcode*", "livecodebench*", "lcbv5", "kodcode*",
-                      "primeintellect")
+                      "primeintellect"),
+        runs_code=True,
     )
 )  # fmt: skip
 def code(
