@@ -39,7 +39,7 @@ def choose(config: SandboxConfig) -> ZygoteProcess:
         try:
             return start(kind, config)
         except (ZygoteLost, CellLost) as error:
-            failures.append(f"{kind}: {_reason(kind, str(error))}")
+            failures.append(f"{kind}: {complaint(kind, str(error))}")
     raise SandboxUnavailable(_refusal(config.isolation, failures))
 
 
@@ -74,10 +74,11 @@ def _probe(zygote: ZygoteProcess) -> None:
         raise CellLost(f"a test program ended with {outcome.status}: {outcome.stderr.strip() or outcome.detail}")
 
 
-def _reason(kind: Kind, complaint: str) -> str:
+def complaint(kind: Kind, last_words: str) -> str:
+    """Why an isolation does not work, from the last words of its process."""
     if kind.startswith("bubblewrap") and shutil.which("bwrap") is None:
         return "the program bwrap is not installed"
-    return complaint
+    return last_words
 
 
 def _refusal(isolation: str, failures: list[str]) -> str:

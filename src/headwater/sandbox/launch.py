@@ -26,7 +26,7 @@ from headwater.sandbox.inside.{module} import main
 main(sys.argv[2:])
 """
 """The package itself is not visible inside, so its names are made by hand."""
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
@@ -71,7 +71,7 @@ def make_launch(kind: Kind, config: SandboxConfig, control: int, owner: int) -> 
         command = (*enclose, view, has_privileges, *command)
     elif kind != "unprotected":
         command = (*_bubblewrap(kind, config, keeps_root=drops_root), *command)
-    return Launch(command, dict(_ENVIRONMENT))
+    return Launch(command, dict(ENVIRONMENT))
 
 
 def _has_privileges() -> bool:

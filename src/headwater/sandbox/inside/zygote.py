@@ -22,7 +22,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from headwater.sandbox.inside import frames, linux
+from headwater.sandbox.inside import frames, linux, runner, seccomp
 from headwater.sandbox.inside.cell import Cell, CellLinks, reset_signals
 from headwater.sandbox.inside.confine import Bounds
 from headwater.sandbox.inside.meter import Meter, children
@@ -97,6 +97,9 @@ def _load(settings: Settings) -> None:
     sys.path.extend(settings.paths)
     for name in (*_PRELOADED, *settings.preload):
         importlib.import_module(name)
+    runner.warm_up()
+    if linux.is_supported():
+        seccomp.make_filter(linux.MACHINE)
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy all pages
 
