@@ -79,6 +79,16 @@ class CorrectionTraits(Traits):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkflowTraits(Traits):
+    key: ClassVar[str] = "rollout.workflow"
+    package: ClassVar[str] = "headwater.workflows"
+    kind: ClassVar[str] = "workflow"
+
+    uses_tools: bool = False
+    """It calls the tools of ``tools.use`` and ``tools.config``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendTraits(Traits):
     key: ClassVar[str] = "rollout.backend"
     package: ClassVar[str] = "headwater.backends"
