@@ -19,21 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from options import add_shape, parser_of
 from record import write_record
-from shapes import build_model, default_device, default_dtype
+from shapes import WeightsInMemory, build_model, default_device, default_dtype
 
 from headwater.backends.native.engine import NativeEngine, engine_arguments
 from headwater.config.schema import EngineConfig
-from headwater.core.protocols import Bucket
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.observe.spans import Spans
-from headwater.weights.memory import in_buckets
 from headwater.weights.publish import publish
 
 TRANSFERS = ("shared_memory", "file")
@@ -72,24 +69,11 @@ def _in_tree(source: Path, model: Path, options: argparse.Namespace) -> list[dic
     return rows
 
 
-class _Source:
-    """The weights of a learner."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def export(self) -> Iterator[Bucket]:
-        return in_buckets(self._tensors.items())
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-
 def _measure(model: Path, transfer: Any, options: argparse.Namespace) -> dict[str, Any]:
     device = default_device()
     dtype: Any = str(default_dtype(device)).removeprefix("torch.")
     learner = build_model(options.shape, device, torch.float32)
-    source = _Source({name: each.detach() for name, each in learner.named_parameters()})
+    source = WeightsInMemory({name: each.detach() for name, each in learner.named_parameters()})
     config = EngineConfig(max_sequences=8, kv_cache_gib=0.25)
     arguments = engine_arguments(config, shares_device=False)
     engine = NativeEngine(str(model), arguments, dtype=dtype, transfer=transfer, spans=Spans())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from headwater.core.protocols import Bucket
 from headwater.core.randomness import derive_key
 from headwater.core.records import ModelRequest, SamplingParams
+from headwater.weights.memory import in_buckets
 
 SHAPES = ("qwen2.5-1.5b", "qwen2.5-7b", "smollm2", "tiny")
 
@@ -70,3 +73,16 @@ def make_requests(
         for place, prompt in enumerate(prompts)
         for sample in range(samples)
     ]
+
+
+class WeightsInMemory:
+    """The weights of a learner that is not there (``WeightSource``)."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def export(self) -> Iterator[Bucket]:
+        return in_buckets(self._tensors.items())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}

@@ -98,7 +98,14 @@ def save_start(seed: int, num_steps: int, folder: Path) -> Path:
     training = build_training(LearnerSpec(config, config.model.path, config.model.path), tokenizer)
     learner, quiet = training.learner, Display(Console(file=io.StringIO()))
     warm_start(
-        config.warm_start, learner, tokenizer, training.train_data, seed=seed, sampled_reward=lambda: 0.0, display=quiet
+        config.warm_start,
+        learner,
+        tokenizer,
+        training.train_data,
+        seed=seed,
+        template_args=config.data.chat_template_args,
+        sampled_reward=lambda: 0.0,
+        display=quiet,
     )
     learner.save(folder)
     return folder / "model"

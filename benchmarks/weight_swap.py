@@ -13,20 +13,18 @@ import argparse
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from options import add_shape, add_work, parser_of
 from record import write_record
-from shapes import build_model, default_device, default_dtype, make_prompts, make_requests
+from shapes import WeightsInMemory, build_model, default_device, default_dtype, make_prompts, make_requests
 
 from headwater.config.schema import EngineConfig, UpdateMode
-from headwater.core.protocols import Bucket, WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.engine.engine import Engine
 from headwater.models.builtin.tiny import build_tokenizer
-from headwater.weights.memory import in_buckets
 from headwater.weights.publish import publish
 
 MODES: tuple[UpdateMode, ...] = ("interrupt", "in_flight")
@@ -62,19 +60,6 @@ def main() -> None:
     write_record(options.out, device, shape=options.shape, sequences=options.sequences, rows=rows)
 
 
-class _Source:
-    """The weights of a learner."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def export(self) -> Iterator[Bucket]:
-        return in_buckets(self._tensors.items())
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-
 class _InMode:
     """An engine whose weight updates use ``mode``."""
 
@@ -106,7 +91,7 @@ def _measure(
         time.sleep(0.1)
         _wait_until_all_run(engine, len(prompts), running)
         started = time.perf_counter()
-        publish(_Source(tensors), _InMode(engine, mode), engine.get_version() + 1)
+        publish(WeightsInMemory(tensors), _InMode(engine, mode), engine.get_version() + 1)
         publish_times.append((time.perf_counter() - started) * 1e3)
         pauses.append(engine.metrics().last_update_pause_s * 1e3)
     _wait_until_all_run(engine, len(prompts), running)

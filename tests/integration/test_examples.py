@@ -21,6 +21,8 @@ EXAMPLES = {
         "rollout.workflow=examples/tool_workflow.py:HigherOrLower", "rollout.workflow_args.latency_s=0.01",
         "rollout.max_new_tokens=24",
     ],
+    "verl_agent_loop.py": ["rollout.workflow=examples/verl_agent_loop.py:CheckTwice", "rollout.max_new_tokens=32"],
+    "areal_workflow.py": ["rollout.workflow=examples/areal_workflow.py:Retry", "rollout.max_new_tokens=32"],
 }  # fmt: skip
 
 
@@ -61,7 +63,23 @@ def _tool_was_used(rows) -> None:
         assert re.fullmatch("0+1+0+1+" if asked else "0+1+", mask)
 
 
+def _loop_was_used(rows) -> None:
+    for row in rows:
+        assert re.fullmatch("0+1+0+1+", "".join(map(str, row["loss_mask"])))
+        info = json.loads(row["info"])
+        assert info["num_turns"] == 3
+        assert info["loop_metrics"]["generate_sequences"] > 0
+
+
+def _areal_workflow_was_used(rows) -> None:
+    for row in rows:
+        assert re.fullmatch("0+1+(0+1+)?", "".join(map(str, row["loss_mask"])))
+        assert json.loads(row["info"])["num_turns"] == 1 + ("10" in "".join(map(str, row["loss_mask"])))
+
+
 CHECKS = {
+    "verl_agent_loop.py": _loop_was_used,
+    "areal_workflow.py": _areal_workflow_was_used,
     "custom_reward.py": _reward_was_used,
     "custom_dataset.py": _dataset_was_used,
     "custom_workflow.py": _workflow_was_used,

@@ -161,6 +161,9 @@ def _groups(diagnosis: Diagnosis) -> list[str]:
         f"{each.uid} (dispatch {each.id}) {runs} {show_duration(each.seconds)}: {each.doing}"
         for each in diagnosis.oldest_groups
     ]
+    if diagnosis.episodes:
+        counts = (f"{count} {stage.replace('_', ' ')}" for stage, count in diagnosis.episodes.items())
+        lines.append(f"all episodes: {', '.join(counts)}")
     if diagnosis.capacity is not None:
         lines.append(f"{max(0, diagnosis.capacity)} more may start now")
     return lines

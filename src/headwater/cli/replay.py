@@ -103,7 +103,10 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
     display = Display()
     rollout = build_rollout(config, config.model.path, schedule)
     try:
-        training = build_training(LearnerSpec(config, config.model.path, config.model.path), rollout.tokenizer)
+        spec = LearnerSpec(config, config.model.path, config.model.path)
+        training = build_training(
+            spec, rollout.tokenizer, check_prompts=rollout.check_prompts, tools=rollout.tools_of_row
+        )
         directory = RunDirectory.create(Path(config.run.root), config.run.name)
         directory.write_config(to_yaml(with_absolute_paths(config)))
         display.say(f"Replaying {len(schedule.steps)} steps of {path} in {directory.path}")

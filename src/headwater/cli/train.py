@@ -156,6 +156,7 @@ def _fit(
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.observe.run_lock import RunLock
+    from headwater.trainer.experience import logprob_sources
     from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
     from headwater.trainer.rollout_setup import build_rollout, describe
@@ -176,7 +177,13 @@ def _fit(
         # Without a checkpoint, a warm start is repeated and makes the reference again.
         reference_path = str(run.reference) if run and checkpoint and run.reference.exists() else config.model.path
         spec = LearnerSpec(config, model_path, reference_path)
-        training = build_training(spec, rollout.tokenizer, make_learner, check_prompts=rollout.check_prompts)
+        training = build_training(
+            spec,
+            rollout.tokenizer,
+            make_learner,
+            check_prompts=rollout.check_prompts,
+            tools=rollout.tools_of_row,
+        )
         if run is None:
             run = RunDirectory.create(Path(config.run.root), config.run.name)
             lock.enter_context(RunLock(run.lock_file))
@@ -200,6 +207,7 @@ def _fit(
             _announce(run, config, display)
         run.write_config(to_yaml(with_absolute_paths(config)))
         display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
+        display.say(logprob_sources(config))
         for notice in notices:
             display.say(f"Note: {notice}")
         if not has_template(rollout.tokenizer):

@@ -280,7 +280,8 @@ def truncated_sampling_needs_recomputed_logprobs(config: Config, layers: Layers)
     """The engine's log-probs are of the truncated distribution and the learner's of the full one."""
     if config.algorithm.old_logprobs in RECOMPUTED:
         return
-    for key, keeps_all in (("rollout.top_k", 0), ("rollout.top_p", 1.0)):
+    for key in ("rollout.top_k", "rollout.top_p", "rollout.min_p", "rollout.min_new_tokens"):
+        keeps_all = settings(Config)[key].default()
         if value_at(config, key) != keeps_all:
             yield Clash(
                 (key, "algorithm.old_logprobs"),
@@ -304,8 +305,9 @@ def aggregation_is_used(config: Config, layers: Layers) -> Iterator[Clash]:
 
 def filtering_can_accept(config: Config, layers: Layers) -> Iterator[Clash]:
     if not config.algorithm.filter_groups:
-        why = "algorithm.filter_groups = false draws no new prompts; turn it on"
-        yield from unread(["algorithm.max_filter_rounds"], ("algorithm.filter_groups",), why, layers)
+        if not config.rollout.should_accept:
+            why = "algorithm.filter_groups = false draws no new prompts; turn it on, set rollout.should_accept"
+            yield from unread(["algorithm.max_filter_rounds"], ("algorithm.filter_groups",), why, layers)
         return
     if config.rollout.num_samples_per_prompt < 2:
         yield Clash(

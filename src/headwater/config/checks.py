@@ -18,6 +18,8 @@ from headwater.config.paths import is_file, with_absolute_paths
 from headwater.config.schema import Config
 from headwater.config.traits import BackendTraits
 from headwater.config.tree import DEFAULT, show
+from headwater.core.records import wrong_stop
+from headwater.core.registry import is_path
 
 Layers = Mapping[str, int]
 """The layer that decided each given key; a key that is missing has its default."""
@@ -267,6 +269,26 @@ def lengths_are_measured(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def shortest_reply_fits(config: Config, layers: Layers) -> Iterator[Clash]:
+    limit = config.rollout.max_new_tokens
+    if config.rollout.min_new_tokens > limit:
+        yield Clash(
+            ("rollout.min_new_tokens", "rollout.max_new_tokens"),
+            f"a reply has at most rollout.max_new_tokens = {limit} tokens; use at most {limit}",
+        )
+
+
+def stop_texts_can_be_found(config: Config, layers: Layers) -> Iterator[Clash]:
+    if (fault := wrong_stop(config.rollout.stop)) is not None:
+        yield Clash(("rollout.stop",), f"rollout.stop{fault}")
+
+
+def should_accept_is_a_path(config: Config, layers: Layers) -> Iterator[Clash]:
+    name = config.rollout.should_accept
+    if name and not is_path(name):
+        yield Clash(("rollout.should_accept",), "write it as 'path/to/file.py:function' or 'package.module:function'")
+
+
 def partial_groups_are_kept(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.rollout.allow_partial_groups and config.rollout.on_failure == "stop":
         yield Clash(
@@ -294,6 +316,9 @@ CHECKS: tuple[Check, ...] = (
     colocated_engine_has_the_learners_device,
     offloading_learner_takes_turns,
     partial_groups_are_kept,
+    shortest_reply_fits,
+    stop_texts_can_be_found,
+    should_accept_is_a_path,
 )
 
 

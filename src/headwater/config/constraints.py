@@ -59,6 +59,19 @@ class MoreThan(Constraint):
 
 
 @dataclass(frozen=True)
+class LessThan(Constraint):
+    maximum: float
+    remedy: str = ""
+
+    @property
+    def rule(self) -> str:
+        return f"< {self.maximum}"
+
+    def broken_by(self, value: Any) -> str | None:
+        return None if value < self.maximum else _with_remedy(f"must be {self.rule}", self.remedy)
+
+
+@dataclass(frozen=True)
 class Within(Constraint):
     """A closed interval."""
 

@@ -32,11 +32,12 @@ from headwater.config.traits import (
     LossTraits,
     ScorerTraits,
     Switch,
+    WorkflowTraits,
 )
 from headwater.config.tree import show
 from headwater.core.registry import PACKAGE_ROOT, is_path, nearest
 
-T = TypeVar("T", AdvantageTraits, LossTraits, CorrectionTraits, BackendTraits, ScorerTraits)
+T = TypeVar("T", AdvantageTraits, LossTraits, CorrectionTraits, WorkflowTraits, BackendTraits, ScorerTraits)
 
 _SIMPLE = {"float": float, "int": int, "bool": bool, "str": str}
 _SEQUENCES: dict[str, type] = {"Sequence": Sequence, "list": list, "tuple": tuple}
@@ -251,9 +252,15 @@ def _definition(source: Source, name: str) -> tuple[Source, Definition] | None:
 
 def _traits(traits: type[T], source: Source, definition: Definition) -> T:
     for decorator in definition.decorator_list:
-        if isinstance(decorator, ast.Call) and _last_name(decorator.func) == "register":
+        is_registration = isinstance(decorator, ast.Call) and _last_name(decorator.func) == "register"
+        if is_registration and not _names_an_agent_loop(decorator):
             return _from_call(traits, source, decorator)
     return traits()
+
+
+def _names_an_agent_loop(decorator: ast.Call) -> bool:
+    """Whether this is verl's ``@register("name")``, which declares nothing."""
+    return isinstance(decorator.func, ast.Name) and all(isinstance(each, ast.Constant) for each in decorator.args)
 
 
 def _from_call(traits: type[T], source: Source, decorator: ast.Call) -> T:

@@ -1,7 +1,8 @@
 """The paths in a config. Relative ones start at the working directory; the config that a run keeps has absolute ones.
 
 So a run can be resumed and evaluated from any folder. Paths inside the free-form arguments of your own code, such as
-``rollout.workflow_args``, are not known here and stay as they are. ``folder`` in ``data.task_args`` is a path.
+``rollout.workflow_args``, are not known here and stay as they are. ``folder`` in ``data.task_args`` and ``corpus`` in
+``tools.args`` are paths.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def with_absolute_paths(config: Config) -> Config:
             make = _existing  # only that class knows what the names mean
         if make is not None and (made := _each(value, make)) != value:
             config = _with(config, key, made)
-    task_args = _renamed(_folders(config.data.task_args), _source)
+    task_args = _renamed(_folders(config.data.task_args, "folder"), _source)
+    tools_args = _renamed(_folders(config.tools.args, "corpus"), _extension)
     corrections_args = _renamed(config.algorithm.corrections_args, _extension)
     functions = {
         name: {key: _each(value, _extension) if key == "function" else value for key, value in part.items()}
@@ -52,6 +54,7 @@ def with_absolute_paths(config: Config) -> Config:
     }
     config = replace(config, data=replace(config.data, task_args=task_args))
     config = replace(config, reward=replace(config.reward, functions=functions))
+    config = replace(config, tools=replace(config.tools, args=tools_args))
     return replace(config, algorithm=replace(config.algorithm, corrections_args=corrections_args))
 
 
@@ -96,6 +99,8 @@ _EXACT: Mapping[str, Callable[[str], str]] = {
     "data.eval": _source,
     "data.dataset": _extension,
     "reward.function": _extension,
+    "rollout.should_accept": _extension,
+    "tools.config": _path,
 }
 
 
@@ -112,14 +117,14 @@ def _each(value: Any, make: Callable[[str], str]) -> Any:
     return make(value) if isinstance(value, str) and value else value
 
 
-def _folders(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of tasks, which may be grouped by task."""
+def _folders(arguments: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Arguments, which may be grouped by what they belong to, with the path that ``key`` names made absolute."""
     made: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, Mapping):
-            made[name] = _folders(value)
+            made[name] = _folders(value, key)
         else:
-            made[name] = _each(value, _path) if name == "folder" else value
+            made[name] = _each(value, _path) if name == key else value
     return made
 
 

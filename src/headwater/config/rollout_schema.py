@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, Within
+from headwater.config.constraints import AtLeast, Extension, LessThan, MoreThan, NotEmpty, Within
 
 WeightTransfer = Literal["shared_memory", "file"]
 
@@ -31,6 +31,18 @@ class RolloutConfig:
     """Sample from the k most likely tokens; 0 keeps all."""
     top_p: Annotated[float, MoreThan(0, "use 1.0 to keep all tokens"), Within(0, 1)] = 1.0
     """Sample from the most likely tokens that together have this probability; 1.0 keeps all."""
+    min_p: Annotated[float, AtLeast(0, "use 0 to keep all tokens"), LessThan(1, "use 0 to keep all tokens")] = 0.0
+    """Sample from the tokens that are at least this share as likely as the most likely one; 0 keeps all. As top_k and
+    top_p, it applies to training, not to evaluation."""
+    min_new_tokens: Annotated[int, AtLeast(0, "use 0 for no minimum")] = 0
+    """Shortest reply in tokens: until then, tokens and texts that end a reply are not sampled or do not end it."""
+    stop: tuple[Annotated[str, NotEmpty("it would end every reply immediately; remove it")], ...] = ()
+    """Texts that end a reply. The tokens of the text belong to the reply and are trained."""
+    stop_token_ids: tuple[Annotated[int, AtLeast(0, "give ids of the model's vocabulary")], ...] = ()
+    """Tokens that end a reply, in addition to the model's end token. They belong to the reply and are trained."""
+    should_accept: str = ""
+    """Function that decides whether a group is trained on, as 'file.py:function'. It receives the list of trajectories
+    of one prompt and returns true or false. Refused groups are counted, and other prompts are drawn."""
     max_staleness: Annotated[int, AtLeast(0, "use 0 for synchronous training")] = 0
     """How many policy versions old a trained token may be; 0 means synchronous training."""
     on_stale: Literal["mask", "drop", "wait"] = "mask"
@@ -61,12 +73,15 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class ToolsConfig:
-    use: tuple[str, ...] = ()
+    use: tuple[Annotated[str, Extension("headwater.tools")], ...] = ()
     """Tools that the model may call: names of built-in tools, or your own as 'file.py:Class' or 'file.py:function'."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the tools in tools.use, by the name that is written there, for example tools.args.search.corpus."""
     config: str = ""
     """Path of a YAML file that lists tools with their settings, also in verl's format; in addition to tools.use."""
     parser: str = "auto"
-    """Format in which the model writes tool calls (see headwater/chat/parsers); `auto` chooses it from the chat template."""
+    """Format in which the model writes tool calls (see headwater/chat/parsers); `auto` chooses it from the chat
+    template."""
     timeout_s: Annotated[float, MoreThan(0)] = 30.0
     """Time limit for one call; exceeding it ends the call, and the model is told."""
     max_concurrent: Annotated[int, AtLeast(1)] = 256

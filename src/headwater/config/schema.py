@@ -197,7 +197,8 @@ class AlgorithmConfig:
     filter_groups: bool = False
     """Replace groups whose samples all have the same score by new prompts, because they give no gradient (DAPO)."""
     max_filter_rounds: Annotated[int, AtLeast(1)] = 10
-    """With filter_groups, rounds of new prompts before a step continues with the groups it has."""
+    """With filter_groups or rollout.should_accept, rounds of new prompts before a step continues with the groups it
+    has."""
 
 
 Schedule = Literal["constant", "linear", "cosine"]

@@ -79,6 +79,16 @@ class CorrectionTraits(Traits):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkflowTraits(Traits):
+    key: ClassVar[str] = "rollout.workflow"
+    package: ClassVar[str] = "headwater.workflows"
+    kind: ClassVar[str] = "workflow"
+
+    uses_tools: bool = False
+    """It calls the tools of ``tools.use`` and ``tools.config``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendTraits(Traits):
     key: ClassVar[str] = "rollout.backend"
     package: ClassVar[str] = "headwater.backends"
@@ -98,5 +108,3 @@ class ScorerTraits(Traits):
     """The data sources whose rows it scores, besides its own name; ``*`` stands for any text."""
     is_quick: bool = False
     """It takes microseconds on any text, so it is called directly and not in a worker process."""
-    runs_code: bool = False
-    """It runs code of the model: its argument ``sandbox`` receives the settings of the section ``sandbox``."""

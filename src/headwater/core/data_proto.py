@@ -197,11 +197,14 @@ class DataProto(VerlOperations):
 
     def _take(self, rows: slice | torch.Tensor) -> DataProto:
         array_rows: Any
+        devices = {tensor.device for tensor in self.batch.values()}
         if isinstance(rows, slice):
             array_rows, num_rows = rows, len(range(*rows.indices(len(self))))
+            on_device: dict[torch.device, slice | torch.Tensor] = dict.fromkeys(devices, rows)
         else:
             array_rows, num_rows = rows.numpy(), len(rows)
-        tensors = {name: tensor[rows] for name, tensor in self.batch.items()}
+            on_device = {device: rows.to(device) for device in devices}  # otherwise copied for every column
+        tensors = {name: tensor[on_device[tensor.device]] for name, tensor in self.batch.items()}
         arrays = {name: array[array_rows] for name, array in self.non_tensor_batch.items()}
         return self._of(tensors, arrays, self.meta_info, num_rows)
 

@@ -75,6 +75,14 @@ class RolloutFailed(HeadwaterError):
     """A rollout could not be completed."""
 
 
+class AgentFailed(RolloutFailed):
+    """An agent that talks to the model through an endpoint raised, ended with an error, or gave no result."""
+
+
+class AgentTimedOut(AgentFailed):
+    """An agent did not end within its time limit."""
+
+
 class InvalidTrajectory(RolloutFailed):
     """A workflow returned something that cannot be trained on."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -223,15 +225,7 @@ class InferenceEngine(EpisodeEngine, Protocol):
 
 async def whole_response(engine: EpisodeEngine, request: ModelRequest) -> AsyncGenerator[Delta, None]:
     """``astream`` for an engine without streaming: the complete response as one delta."""
-    response = await engine.agenerate(request)
-    yield Delta(
-        response.output_tokens,
-        response.output_logprobs,
-        response.output_versions,
-        response.stop_reason,
-        response.output_top_logprobs,
-        response.prompt_scores,
-    )
+    yield Delta.of(await engine.agenerate(request))
 
 
 class RoundSink(Protocol):
@@ -268,6 +262,54 @@ class RoundEngine(Protocol):
         ...
 
 
+EpisodeStage = Literal["pending", "generating", "calling_tools", "scoring", "working", "done", "failed"]
+"""``pending`` before an episode does anything; ``working`` while it does something that it has no name for."""
+
+
+class EpisodeState:
+    """What one episode is doing now. The status file and the doctor show it.
+
+        with state.doing("calling search", "calling_tools"):
+            result = await search(query)
+
+    Several activities may be open at the same time; the newest is shown. Only the event loop's thread changes this
+    object, and other threads may read it.
+    """
+
+    def __init__(self) -> None:
+        self._rest: EpisodeStage = "pending"
+        self._open: list[tuple[EpisodeStage, str, float]] = []
+        """Each open activity, and when it began."""
+        self.begin_late: Callable[[], None] = lambda: None
+        """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
+
+    @contextmanager
+    def doing(self, what: str, stage: EpisodeStage = "working") -> Iterator[None]:
+        """State what happens inside this block."""
+        activity = (stage, what, time.monotonic())
+        self._open.append(activity)
+        try:
+            yield
+        finally:
+            self._open.remove(activity)
+
+    def rest(self, stage: EpisodeStage) -> None:
+        """The stage while no activity is open."""
+        self._rest = stage
+
+    @property
+    def stage(self) -> EpisodeStage:
+        return self.now()[0]
+
+    def now(self) -> tuple[EpisodeStage, str, float]:
+        """The stage, the activity in words (empty if it has no name), and its seconds so far."""
+        newest = self._open[-1:]  # a copy, because another thread may end the activity meanwhile
+        if not newest:
+            return self._rest, "", 0.0
+        stage, what, began = newest[0]
+        return stage, what, time.monotonic() - began
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeInput:
     """One episode to run."""
@@ -277,6 +319,8 @@ class EpisodeInput:
     """Number of the episode within its group."""
     rng_key: int
     """All randomness of the episode is derived from this key."""
+    state: EpisodeState = field(default_factory=EpisodeState, compare=False, repr=False)
+    """What the episode is doing, for the doctor."""
 
 
 class ScorableEpisode(Protocol):

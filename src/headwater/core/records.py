@@ -38,6 +38,10 @@ class DropKind(StrEnum):
     """The workflow returned something that is not a trajectory, or one that cannot be trained on."""
     ENGINE_FAILED = "engine_failed"
     """The engine could not answer a request."""
+    AGENT_FAILED = "agent_failed"
+    """An agent of the workflow ``endpoint`` raised, ended with an error, was killed, or never called the model."""
+    AGENT_TIMED_OUT = "agent_timed_out"
+    """An agent of the workflow ``endpoint`` did not end within its time limit."""
     REWARD_FAILED = "reward_failed"
     """The reward raised an error or returned something that is not a number."""
     REWARD_TIMED_OUT = "reward_timed_out"
@@ -48,13 +52,15 @@ class DropKind(StrEnum):
     """The workflow returned None."""
     FILTERED = "filtered"
     """All samples have the same reward, so there is nothing to learn (``algorithm.filter_groups``)."""
+    REFUSED = "refused"
+    """``rollout.should_accept`` returned false."""
     STALE = "stale"
     """The group is older than ``rollout.max_staleness`` allows."""
 
     @property
     def is_failure(self) -> bool:
-        """Whether something went wrong. Filtered and stale groups are an expected part of training."""
-        return self not in (DropKind.FILTERED, DropKind.STALE)
+        """Whether something went wrong. Filtered, refused and stale groups are an expected part of training."""
+        return self not in (DropKind.FILTERED, DropKind.REFUSED, DropKind.STALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class Prompt:
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_schemas: tuple[Mapping[str, Any], ...] = ()
+    """The tools that the prompt offers to the model, as OpenAI function schemas."""
     multi_modal: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """``images`` and ``videos`` in the order of their placeholders."""
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -302,6 +310,18 @@ class Delta:
     prompt_scores: PromptScores | None = None
     """In the first delta, if requested."""
 
+    @classmethod
+    def of(cls, response: ModelResponse) -> Delta:
+        """A complete response as one delta."""
+        return cls(
+            response.output_tokens,
+            response.output_logprobs,
+            response.output_versions,
+            response.stop_reason,
+            response.output_top_logprobs,
+            response.prompt_scores,
+        )
+
 
 MAX_REWARD = 1e15
 """The largest absolute reward. Squares and sums of larger ones would overflow in float32."""
@@ -399,6 +419,8 @@ class Trajectory:
     info: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
     """The whole conversation, including the model's messages; empty if the workflow did not use an ``Episode``."""
+    reward_info: Mapping[str, Any] = field(default_factory=dict)
+    """What the scorer returned beside the reward. Numbers become metrics, and all values columns of rollout files."""
     _arrays: TokenArrays | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

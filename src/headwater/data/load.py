@@ -10,6 +10,7 @@ from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.core.registry import blaming, load_object
+from headwater.data.prompt_builder import ToolsOfRow
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.data.sources import is_task
 from headwater.data.tasks import Split
@@ -19,7 +20,7 @@ class PromptDataset(Protocol):
     """What training needs from a dataset.
 
     A custom class (``data.dataset``) is constructed with the keyword arguments of ``RLHFDataset``: sources, config,
-    tokenizer, split, seed, num_rows, processor.
+    tokenizer, split, seed, num_rows, processor; and ``tools`` if the run has tools (see ``ToolsOfRow``).
     """
 
     def __len__(self) -> int: ...
@@ -27,7 +28,12 @@ class PromptDataset(Protocol):
 
 
 def load_dataset(
-    config: DataConfig, tokenizer: Tokenizer, split: Split, seed: int, processor: Any = None
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    seed: int,
+    processor: Any = None,
+    tools: ToolsOfRow | None = None,
 ) -> PromptDataset | None:
     """The train or eval prompts. None if there are no eval prompts: the data are files and ``data.eval`` is empty."""
     sources = sources_of(config, split)
@@ -41,6 +47,7 @@ def load_dataset(
         "seed": seed,
         "num_rows": None,
         "processor": processor,
+        **({} if tools is None else {"tools": tools}),
     }
     return _custom_dataset(config.dataset, arguments) if config.dataset else RLHFDataset(**arguments)
 

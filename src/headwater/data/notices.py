@@ -28,6 +28,7 @@ def data_notices(
     prompts = [dataset[row] for row in range(0, len(dataset), every)[:_NUM_ROWS]]
     notices = list(_template_arguments(config.data.chat_template_args, template))
     notices += _missing_tools(prompts)
+    notices += _template_without_tools(prompts, template)
     if not is_path(config.rollout.workflow):  # a custom workflow may read all of a row
         notices += _unread_tools(prompts, config.rollout.workflow)
         notices += _unread_columns(prompts, reads_column)
@@ -55,13 +56,22 @@ def _missing_tools(prompts: Sequence[Prompt]) -> Iterator[Notice]:
             return
 
 
+def _template_without_tools(prompts: Sequence[Prompt], template: Any) -> Iterator[Notice]:
+    if template and any(prompt.tool_schemas for prompt in prompts) and not re.search(r"\btools\b", str(template)):
+        yield Notice(
+            "the chat template",
+            "does not mention tools, so the model is not told about those of tools.use and tools.config; describe them "
+            "in data.system_prompt, or set model.chat_template to a template that does",
+        )
+
+
 def _unread_tools(prompts: Sequence[Prompt], workflow: str) -> Iterator[Notice]:
     tools = sorted({name for prompt in prompts for name in prompt.tools_kwargs})
-    if tools:
+    if tools and not any(prompt.tool_schemas for prompt in prompts):
         yield Notice(
             "tools_kwargs of the rows",
-            f"has no effect (tools: {', '.join(tools)}), because rollout.workflow = {workflow} calls no tools; name a "
-            "workflow of your own that reads episode.prompt.tools_kwargs",
+            f"has no effect (tools: {', '.join(tools)}), because rollout.workflow = {workflow} calls no tools; set "
+            "rollout.workflow=tool_agent and name the tools in tools.use or tools.config",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ from headwater.core.records import Prompt
 from headwater.data.media import load_image, load_video, place_media, take_inline_media
 from headwater.data.row_store import PlacedRow
 
+ToolsOfRow = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Mapping[str, Any]]]
+"""From a row's ``extra_info`` and ``tools_kwargs`` to the OpenAI schemas of its tools."""
+
 COLUMNS = ("ground_truth", "reward_model", "extra_info", "tools_kwargs")
 """The columns with a fixed name that become fields of the prompt."""
 
@@ -35,8 +38,15 @@ class PromptBuilder:
     tokenizer: Tokenizer
     processor: Any = None
     """A transformers processor, for rows with images or videos."""
+    tools: ToolsOfRow | None = None
+    """The tools that a row offers to the model; None if the run has none. Worker processes receive a copy."""
 
     def __post_init__(self) -> None:
+        if self.tools is not None and "tools" in self.config.chat_template_args:
+            raise DataError(
+                "data.chat_template_args.tools: the tools of the run (tools.use, tools.config) are passed to the chat "
+                "template already; remove one of the two"
+            )
         for name in ("add_generation_prompt", *RESERVED_ARGUMENTS):
             if name in self.config.chat_template_args:
                 raise DataError(f"data.chat_template_args.{name}: is fixed for prompts; leave it out")
@@ -46,15 +56,17 @@ class PromptBuilder:
         row, place = placed.row, placed.place
         messages = read_messages(row, self.config.prompt_key, self.config.system_prompt, place)
         messages, multi_modal = self._with_media(messages, placed)
+        extra_info = _mapping(row, "extra_info", place)
+        tools_kwargs = _tools_kwargs(row, extra_info, place)
+        schemas = self._tool_schemas(extra_info, tools_kwargs, place)
         if isinstance(row[self.config.prompt_key], str) and self._is_plain:
             text = row[self.config.prompt_key]
-            tokens = self._plain_tokens(text, place)
+            tokens = self._plain_tokens(text, place, schemas)
         else:
-            text = self._render(messages, place)
+            text = self._render(messages, schemas, place)
             tokens = self._tokenize(text, multi_modal, place)
         if not tokens:
             raise DataError(f"{place}: the chat template renders {self.config.prompt_key} to no tokens; check both")
-        extra_info = _mapping(row, "extra_info", place)
         return Prompt(
             uid=placed.uid,
             messages=tuple(messages),
@@ -63,10 +75,19 @@ class PromptBuilder:
             data_source=_data_source(row, self.config.data_source_key, placed),
             ground_truth=_ground_truth(row, place),
             extra_info=extra_info,
-            tools_kwargs=_tools_kwargs(row, extra_info, place),
+            tools_kwargs=tools_kwargs,
+            tool_schemas=schemas,
             multi_modal=multi_modal,
             columns=self._other_columns(row),
         )
+
+    def _tool_schemas(
+        self, extra_info: Mapping[str, Any], tools_kwargs: Mapping[str, Any], place: str
+    ) -> tuple[Mapping[str, Any], ...]:
+        try:
+            return tuple(self.tools(extra_info, tools_kwargs)) if self.tools is not None else ()
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
 
     def _other_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Columns that no other field of the prompt holds. A plain string is kept, because its message hides it."""
@@ -81,7 +102,12 @@ class PromptBuilder:
         """Whether prompts that are plain text are used as they are, because no chat template could render them."""
         return self.processor is None and not has_template(self.tokenizer)
 
-    def _plain_tokens(self, text: str, place: str) -> tuple[int, ...]:
+    def _plain_tokens(self, text: str, place: str, schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        if schemas:
+            raise DataError(
+                f"{place}: tools need a chat template that tells the model about them, and the model has none; set "
+                "model.chat_template, for example to chatml, or remove tools.use and tools.config"
+            )
         for key in ("system_prompt", "chat_template_args"):
             if getattr(self.config, key):
                 raise DataError(
@@ -116,10 +142,11 @@ class PromptBuilder:
         }
         return with_parts, multi_modal
 
-    def _render(self, messages: list[Message], place: str) -> str:
+    def _render(self, messages: list[Message], schemas: Sequence[Mapping[str, Any]], place: str) -> str:
         owner = self.tokenizer if self.processor is None else self.processor
+        arguments = {**self.config.chat_template_args, **({"tools": list(schemas)} if schemas else {})}
         try:
-            return render_chat(owner, messages, self.config.chat_template_args)
+            return render_chat(owner, messages, arguments)
         except ChatError as error:
             if not error.has_template:
                 raise DataError(

@@ -22,7 +22,7 @@ from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.data.measure import choose_num_workers, measure_lengths
-from headwater.data.prompt_builder import PromptBuilder
+from headwater.data.prompt_builder import PromptBuilder, ToolsOfRow
 from headwater.data.row_store import PlacedRow, RowStore, SupportsRows
 from headwater.data.sources import open_source, task_labels
 from headwater.data.tasks import Split
@@ -44,11 +44,15 @@ class RLHFDataset:
         seed: int = 0,
         num_rows: int | None = None,
         processor: Any = None,
+        tools: ToolsOfRow | None = None,
     ) -> None:
-        """``num_rows`` and ``seed`` apply to tasks, which generate rows; files and dataset objects are used whole."""
+        """``num_rows`` and ``seed`` apply to tasks, which generate rows; files and dataset objects are used whole.
+
+        ``tools`` returns the schemas of the tools that a row offers to the model.
+        """
         self._config = config
         self._split = split
-        self._builder = PromptBuilder(config, tokenizer, processor)
+        self._builder = PromptBuilder(config, tokenizer, processor, tools)
         self._stores = _open_all(sources, config, split, seed, num_rows)
         self._names = _unique_names(self._stores)
         self._starts = [0, *itertools.accumulate(len(store) for store in self._stores)]

@@ -279,10 +279,12 @@ class TrainEngine(ForwardEngine):
         try:
             width, max_tokens = token_column(batch, "response_mask").shape[1], self.config.max_tokens_per_microbatch
             rows = self._rows(batch, max_tokens, "learner.max_tokens_per_microbatch")
+            # Moved once: selecting the rows of every micro-batch on the CPU would delay the device.
+            columns = _loss_columns(batch).to(self.device)
             for pack, counts in self.packs(rows, width, max_tokens):
                 outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
                 if counts:
-                    self._backward(outputs, _micro(batch, pack), loss_fn, aggregation, totals, sums)
+                    self._backward(outputs, columns[pack.rows], loss_fn, aggregation, totals, sums)
                 else:
                     nothing = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
                     nothing.backward()  # type: ignore[no-untyped-call]
@@ -332,6 +334,6 @@ class TrainEngine(ForwardEngine):
         super()._move(device)
 
 
-def _micro(batch: DataProto, pack: Pack) -> DataProto:
-    """The rows of a pack without the token columns, which the pack already holds."""
-    return batch.select(sorted(set(batch.batch.keys()) - _TOKENS))[pack.rows].to(pack.row.device)
+def _loss_columns(batch: DataProto) -> DataProto:
+    """The batch without the token columns, which its packs hold."""
+    return batch.select(sorted(set(batch.batch.keys()) - _TOKENS))

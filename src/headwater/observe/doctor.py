@@ -51,6 +51,8 @@ class Diagnosis:
     waits: tuple[OpenWait, ...]
     oldest_groups: tuple[RunningGroup, ...]
     """The groups that have run longest; for a killed run, at its last heartbeat."""
+    episodes: Mapping[str, int]
+    """How many episodes are in each stage."""
     capacity: int | None
     ledger: LedgerReport | None
     drops: Mapping[str, int]
@@ -95,6 +97,7 @@ def examine(run: RunDirectory, *, verify: bool = False) -> Diagnosis:
         stage=status.stage if status else None,
         waits=tuple(current_waits(evidence, life)),
         oldest_groups=status.oldest_groups if status and life.state not in ("finished", "interrupted") else (),
+        episodes=status.episodes if status and life.state not in ("finished", "interrupted") else {},
         capacity=status.capacity if status and not life.is_over else None,
         ledger=LedgerReport(counts, missing_from(counts)) if (counts := evidence.counts) else None,
         drops={kind.value: each.count for kind, each in status.drops.items()} if status else {},

@@ -31,6 +31,7 @@ FindingKind = Literal[
     "long_wait",
     "long_step",
     "drops",
+    "reward_failures",
     "engine_restarts",
     "slower_steps",
     "learner_waits",
@@ -61,6 +62,7 @@ def findings(evidence: Evidence, life: Life) -> list[Finding]:
         *_of_ledger(evidence),
         *(waits or _of_long_step(evidence, life)),
         *_of_drops(evidence),
+        *_of_rewards(evidence),
         *_of_engine(evidence),
         *_of_balance(evidence, life),
         *_of_notices(evidence),
@@ -228,16 +230,25 @@ def _why_nothing_runs(evidence: Evidence) -> str:
 
 def _why_groups_are_slow(evidence: Evidence) -> str:
     oldest = evidence.status.oldest_groups if evidence.status else ()
-    if oldest and all(_waits_outside(each) for each in oldest):
+    if not oldest or not all(_waits_outside(each) for each in oldest):
+        return ""
+    busy = {stage for group in oldest for stage in ("calling_tools", "scoring", "working") if group.stages.get(stage)}
+    if busy == {"calling_tools"}:
         return (
-            "the oldest groups wait for a reward or a tool, not for the engine: make it faster or raise its "
-            "concurrency; lower reward.timeout_s so that a call that hangs fails; see reward.manager"
+            "the oldest groups wait for a tool, not for the engine: make it faster or raise tools.max_concurrent; "
+            "lower tools.timeout_s so that a call that hangs fails"
         )
-    return ""
+    what = "a reward" if busy == {"scoring"} else "a reward or a tool"
+    return (
+        f"the oldest groups wait for {what}, not for the engine: make it faster or raise its concurrency; lower "
+        "reward.timeout_s so that a call that hangs fails; see reward.manager"
+    )
 
 
 def _waits_outside(group: RunningGroup) -> bool:
-    return group.num_waiting > 0 and group.num_generating == 0
+    stages = group.stages
+    is_waiting = stages.get("calling_tools", 0) + stages.get("scoring", 0) + stages.get("working", 0) > 0
+    return is_waiting and stages.get("generating", 0) == 0
 
 
 # Drops
@@ -246,10 +257,13 @@ DROP_REMEDIES = {
     DropKind.FAILED: "the message names the cause; run the workflow on that row by itself",
     DropKind.INVALID: "the workflow returns something that cannot be trained on; the message says what to correct",
     DropKind.ENGINE_FAILED: "the engine fails on these requests; see the last log lines",
+    DropKind.AGENT_FAILED: "the message has the agent's own error; run the agent on that row against headwater serve",
+    DropKind.AGENT_TIMED_OUT: "raise rollout.workflow_args.timeout_s, or make the agent give up earlier",
     DropKind.REWARD_FAILED: "call the reward function on that row by itself: it raises or returns no number",
     DropKind.REWARD_TIMED_OUT: "make the reward faster, or raise reward.timeout_s",
     DropKind.TIMED_OUT: "raise rollout.episode_timeout_s, or make rewards, tools and responses shorter",
     DropKind.REJECTED: "the workflow returns None for these: check its conditions",
+    DropKind.REFUSED: "rollout.should_accept returns false for them: check its condition, or change the prompts",
     DropKind.FILTERED: "the prompts have become too easy or too hard: change their difficulty, or turn the filter off",
     DropKind.STALE: "use rollout.on_stale=mask, raise rollout.max_staleness, or lower rollout.max_new_tokens",
 }
@@ -276,6 +290,25 @@ def _recent_drops(evidence: Evidence) -> tuple[Mapping[DropKind, Drops], int, st
     if evidence.status is not None and evidence.counts is not None:
         return evidence.status.drops, evidence.counts["trained"], "so far"
     return {}, 0, ""
+
+
+REWARD_REMEDIES = {
+    "raised": "call the reward function on that row by itself; the message names the line",
+    "timed_out": "make the reward faster, or raise reward.timeout_s",
+    "worker_died": "the function ends its process: a crash in native code, os._exit, or too little memory",
+    "bad_value": "return a finite number, or a dict with one under 'score'",
+    "judge_unavailable": "check the judge's server and its limits; lower reward.max_concurrent, or raise max_attempts",
+    "judge_nonsense": "make the judge's prompt ask for the format that score_pattern or score_key reads",
+}
+"""By the cause of a failed scoring call; the message says all there is to know about other causes."""
+
+
+def _of_rewards(evidence: Evidence) -> Iterator[Finding]:
+    failures = evidence.status.reward_failures if evidence.status else {}
+    for cause, each in sorted(failures.items(), key=lambda item: -item[1].count)[:3]:
+        calls = "1 scoring call" if each.count == 1 else f"{each.count} scoring calls"
+        what = f"{calls} failed so far ({cause}), for example: {each.message}"
+        yield Finding("reward_failures", "hint", what, REWARD_REMEDIES.get(cause, ""))
 
 
 # Engine, balance and disk

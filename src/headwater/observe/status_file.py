@@ -54,17 +54,15 @@ class RunningGroup:
     id: int
     uid: str
     seconds: float
-    num_generating: int
-    """Episodes that wait for the engine."""
-    num_waiting: int
-    """Episodes that wait for something else, such as a reward or a tool."""
+    stages: Mapping[str, int]
+    """How many of its episodes are in each stage (``EpisodeStage``)."""
     doing: str
     """The same in words, for people."""
 
 
 @dataclass(frozen=True)
 class Drops:
-    """Groups that were dropped for one kind of reason."""
+    """Groups that were dropped for one kind of reason, or scoring calls that failed for one cause."""
 
     count: int
     message: str
@@ -91,8 +89,12 @@ class RunStatus:
     version: int | None = None
     counts: Mapping[str, int] | None = None
     oldest_groups: tuple[RunningGroup, ...] = ()
+    episodes: Mapping[str, int] = field(default_factory=dict)
+    """How many episodes of all running groups are in each stage."""
     capacity: int | None = None
     drops: Mapping[DropKind, Drops] = field(default_factory=dict)
+    reward_failures: Mapping[str, Drops] = field(default_factory=dict)
+    """Failed scoring calls by cause."""
     engine_restarts: int = 0
     num_ranks: int = 1
     stage: StageProgress | None = None
@@ -128,9 +130,10 @@ class StatusFile:
 
     Unless it was set, the final state is "finished", "interrupted" after Ctrl-C, or "failed" after an error.
     ``read`` is called on the writing thread and returns values that JSON can hold. The doctor uses ``step``,
-    ``total_steps``, ``version``, ``ledger`` (counts), ``oldest`` (see ``RunningGroup``), ``capacity``, ``drops`` (kind
-    to count and message), ``engine_restarts``, ``notices`` (texts) and ``stage`` (see ``StageProgress``). All of them
-    are optional. If ``read`` raises, the file keeps the values of the last successful call.
+    ``total_steps``, ``version``, ``ledger`` (counts), ``oldest`` (see ``RunningGroup``), ``episodes`` (counts by
+    stage), ``capacity``, ``drops`` (kind to count and message), ``reward_failures`` (cause to count and message),
+    ``engine_restarts``, ``notices`` (texts) and ``stage`` (see ``StageProgress``). All of them are optional. If
+    ``read`` raises, the file keeps the values of the last successful call.
     """
 
     def __init__(self, path: Path, read: Callable[[], Mapping[str, Any]], every_s: float = HEARTBEAT_S) -> None:
@@ -259,11 +262,16 @@ def _parse(content: dict[str, Any]) -> RunStatus:
         total_steps=_whole(content.get("total_steps")),
         version=_whole(content.get("version")),
         counts=read_counts(content["ledger"]) if content.get("ledger") else None,
-        oldest_groups=tuple(_group(**each) for each in content.get("oldest", ())),
+        oldest_groups=tuple(_group(each) for each in content.get("oldest", ())),
+        episodes=_stages(content.get("episodes", {})),
         capacity=_whole(content.get("capacity")),
         drops={
             DropKind(kind): Drops(int(each["count"]), str(each["message"]))
             for kind, each in content.get("drops", {}).items()
+        },
+        reward_failures={
+            str(cause): Drops(int(each["count"]), str(each["message"]))
+            for cause, each in content.get("reward_failures", {}).items()
         },
         engine_restarts=int(content.get("engine_restarts", 0)),
         num_ranks=int(content.get("learner", {}).get("num_ranks", 1)),
@@ -276,8 +284,18 @@ def _whole(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _group(id: Any, uid: Any, seconds: Any, num_generating: Any, num_waiting: Any, doing: Any) -> RunningGroup:
-    return RunningGroup(int(id), str(uid), float(seconds), int(num_generating), int(num_waiting), str(doing))
+def _group(content: Mapping[str, Any]) -> RunningGroup:
+    return RunningGroup(
+        id=int(content["id"]),
+        uid=str(content["uid"]),
+        seconds=float(content["seconds"]),
+        stages=_stages(content.get("stages", {})),
+        doing=str(content["doing"]),
+    )
+
+
+def _stages(counts: Mapping[str, Any]) -> dict[str, int]:
+    return {str(stage): int(count) for stage, count in counts.items()}
 
 
 def _stage(name: Any, done: Any, total: Any) -> StageProgress:

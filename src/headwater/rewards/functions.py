@@ -8,15 +8,14 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.errors import RewardFailed, UnknownName
 from headwater.core.records import MAX_REWARD, Prompt, Score, is_reward
 from headwater.core.registry import blaming
-from headwater.rewards.scorers import SCORERS, is_quick, runs_code, scorer_of
+from headwater.rewards.scorers import SCORERS, is_quick, scorer_of
 from headwater.rewards.signature import Signature, defined_at, read_signature
 
 if TYPE_CHECKING:
@@ -94,13 +93,6 @@ class ScoringFunction:
                 "add a data_source to the rows that names a scorer, or set reward.function to your own compute_score",
                 cause="no_scorer",
             ) from error
-
-    def in_sandbox(self, config: SandboxConfig) -> ScoringFunction:
-        """The same function. A built-in one that runs code of the model receives the settings of the sandbox."""
-        if not runs_code(self.path):
-            return self
-        signature = replace(self.signature, columns=self.signature.columns - {"sandbox"})
-        return replace(self, settings={**self.settings, "sandbox": config}, signature=signature)
 
     def arguments(self, episode: ScorableEpisode) -> dict[str, Any]:
         """What the function takes of one episode, by the names of single values."""

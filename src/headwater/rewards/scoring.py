@@ -18,6 +18,7 @@ from headwater.config.rollout_schema import RewardConfig, SandboxConfig
 from headwater.core.errors import RewardFailed, RewardsUnreliable, RewardTimedOut
 from headwater.core.protocols import ScorableEpisode
 from headwater.core.records import Prompt, Score
+from headwater.core.registry import is_path
 from headwater.observe.spans import Spans
 from headwater.rewards.functions import Failure, ScoreFunction, ScoringFunction, failure_of, read_result
 from headwater.rewards.pool import TIMED_OUT, WorkerPool, usable_cores
@@ -49,11 +50,22 @@ class Scoring:
     returns in its dict.
     """
 
-    def __init__(self, config: RewardConfig, spans: Spans, function: ScoreFunction | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        spans: Spans,
+        function: ScoreFunction | None = None,
+        *,
+        sandbox: SandboxConfig | None = None,
+    ) -> None:
+        """``sandbox`` is for built-in scorers that run code."""
         self._config = config
+        self._sandbox = sandbox
         self._spans = spans
-        self._parts = _parts(config, function)
-        self._sandbox = SandboxConfig()
+        self._parts = tuple(
+            part if part.function is None else replace(part, function=self._with_sandbox(part.function))
+            for part in _parts(config, function)
+        )
         self._built_in: dict[tuple[str, str], ScoringFunction] = {}
         """The scorers so far, by the part and the data source."""
         self._failures = Failures(config.max_failed_share)
@@ -62,13 +74,6 @@ class Scoring:
         self._async_pool = WorkerPool(1, config.max_concurrent)
         self._free_threads = asyncio.Semaphore(num_workers)
         self._free_async = asyncio.Semaphore(config.max_concurrent)
-
-    def use_sandbox(self, config: SandboxConfig) -> None:
-        """Settings for scorers that run code of the model. Call it before the first response is scored."""
-        self._sandbox = config
-        self._parts = tuple(
-            replace(part, function=part.function.in_sandbox(config)) if part.function else part for part in self._parts
-        )
 
     def check_row(self, prompt: Prompt) -> None:
         """Raise ``RewardFailed`` if the row has no scorer, or lacks something that its scorer requires."""
@@ -178,8 +183,16 @@ class Scoring:
             return part.function
         key = part.name, prompt.data_source
         if key not in self._built_in:
-            self._built_in[key] = ScoringFunction.of_row(prompt, part.settings).in_sandbox(self._sandbox)
+            self._built_in[key] = self._with_sandbox(ScoringFunction.of_row(prompt, part.settings))
         return self._built_in[key]
+
+    def _with_sandbox(self, function: ScoringFunction) -> ScoringFunction:
+        """A built-in scorer with a parameter ``sandbox`` receives the settings of the run's sandbox."""
+        takes = "sandbox" in function.signature.columns and not is_path(function.path)
+        if self._sandbox is None or not takes:
+            return function
+        signature = replace(function.signature, columns=function.signature.columns - {"sandbox"})
+        return replace(function, settings={**function.settings, "sandbox": self._sandbox}, signature=signature)
 
     def _failed(
         self, function: ScoringFunction, episodes: Sequence[ScorableEpisode], failure: Failure

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from headwater.rollout.flight import Dispatch, Flight, Requests
-from headwater.rollout.group import Group
+from headwater.rollout.group import Group, GroupTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,12 @@ class Finished:
     oldest: int | None
     """The oldest policy version among the trained tokens; None if no token is trained."""
     requests: Requests
+    times: GroupTimes | None = None
+    """None if the group comes from a checkpoint."""
 
     @classmethod
     def of(cls, dispatch: Dispatch, group: Group, flight: Flight) -> Finished:
-        return cls(dispatch, group, flight.version, group.oldest_version(), flight.requests)
+        return cls(dispatch, group, flight.version, group.oldest_version(), flight.requests, flight.times)
 
 
 @dataclass(frozen=True, slots=True)

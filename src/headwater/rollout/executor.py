@@ -185,6 +185,7 @@ class WorkflowExecutor:
             "capacity": self._capacity(),
             "drops": self.ledger.drops(),
             "oldest": self._flights.oldest(3),
+            "episodes": self._flights.stages(),
         }
 
     # Checkpoints
@@ -342,4 +343,5 @@ class WorkflowExecutor:
         self._is_asked = False
         self._dispatcher.notify()  # the rounds of the next batch are available now
         groups = tuple(each.group for each in selection.chosen)
-        return RolloutBatch(groups, tuple(dropped), num_masked_tokens=selection.num_masked_tokens)
+        times = tuple(each.times for each in selection.chosen if each.times is not None)
+        return RolloutBatch(groups, tuple(dropped), num_masked_tokens=selection.num_masked_tokens, times=times)

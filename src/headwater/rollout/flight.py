@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 from headwater.core.errors import RolloutFailed, WaitTimeout
-from headwater.core.protocols import EpisodeEngine, InferenceEngine
+from headwater.core.protocols import EpisodeEngine, EpisodeStage, EpisodeState, InferenceEngine
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.core.waits import named_wait
-from headwater.rollout.group import PromptDraw
+from headwater.rollout.group import GroupTimes, PromptDraw
 
 logger = logging.getLogger(__name__)
 
@@ -144,10 +145,13 @@ class Flight:
     """The policy version when the group started. None of its tokens is older."""
     num_episodes: int
     started: float = field(default_factory=time.monotonic)
-    num_done: int = 0
-    num_generating: int = 0
+    episodes: dict[int, EpisodeState] = field(default_factory=dict)
+    """What each episode is doing, by its sample. Episodes that have not started are missing."""
     requests: dict[tuple[int, int], VersionRuns] = field(default_factory=dict)
     """See ``Requests``."""
+    queue_s: list[float] = field(default_factory=list)
+    generate_s: list[float] = field(default_factory=list)
+    """Per answered request, as the engine measured it."""
     task: asyncio.Task[Any] | None = None
     has_timed_out: bool = False
     engine_errors: list[RolloutFailed] = field(default_factory=list)
@@ -160,24 +164,58 @@ class Flight:
         return time.monotonic() - self.started
 
     @property
+    def times(self) -> GroupTimes:
+        return GroupTimes(self.seconds, tuple(self.queue_s), tuple(self.generate_s))
+
+    @property
     def newest_version(self) -> int:
         """The newest policy version that the engine has reported to this group."""
         reported = (version for runs in self.requests.values() for version, _ in runs)
         return max(reported, default=self.version)
 
     @property
-    def num_waiting(self) -> int:
-        """Episodes that wait for something other than the engine, such as a reward or a tool."""
-        return self.num_episodes - self.num_done - self.num_generating
+    def num_done(self) -> int:
+        """Episodes that have ended, also those that failed."""
+        stages = self.stages()
+        return stages["done"] + stages["failed"]
+
+    def stages(self) -> Counter[EpisodeStage]:
+        """How many episodes are in each stage."""
+        counts = Counter(each.stage for each in tuple(self.episodes.values()))
+        counts["pending"] += self.num_episodes - counts.total()
+        return +counts
 
     def doing(self) -> str:
-        """For example ``5 of 8 episodes done, 2 generating, 1 waiting for a reward or a tool``."""
-        parts = [f"{self.num_done} of {self.num_episodes} episodes done"]
-        if self.num_generating:
-            parts.append(f"{self.num_generating} generating")
-        if self.num_waiting > 0:
-            parts.append(f"{self.num_waiting} waiting for a reward or a tool")
+        """For example ``5 of 8 episodes done, 2 generating, 1 calling search for 12 s``."""
+        longest: dict[str, float] = {}
+        counts: Counter[str] = Counter()
+        now = [each.now() for each in tuple(self.episodes.values())]
+        for stage, what, seconds in now:
+            words = what or _STAGES[stage]
+            counts[words] += 1
+            longest[words] = max(longest.get(words, 0.0), seconds)
+        counts[_STAGES["pending"]] += self.num_episodes - len(now)
+        num_done = counts.pop(_STAGES["done"], 0)
+        parts = [f"{num_done} of {self.num_episodes} episodes done"]
+        for words, count in counts.items():
+            is_known = words == GENERATING or longest.get(words, 0.0) < _NOTABLE_S
+            if count:
+                parts.append(f"{count} {words}" + ("" if is_known else f" for {longest[words]:.0f} s"))
         return ", ".join(parts)
+
+
+GENERATING = "generating"
+_NOTABLE_S = 1.0
+_STAGES: dict[EpisodeStage, str] = {
+    "pending": "not started",
+    "generating": GENERATING,
+    "calling_tools": "calling tools",
+    "scoring": "scoring",
+    "working": "waiting for a reward or a tool",
+    "done": "done",
+    "failed": "failed",
+}
+"""The stages in words, for episodes whose activity has no name."""
 
 
 @dataclass(eq=False, slots=True)
@@ -196,19 +234,21 @@ class WatchedEngine:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         flight = self.flight
-        flight.num_generating += 1
+        state = flight.episodes[self.sample]
         try:
             if flight.start is not None:
-                await flight.start.enter(flight, self.sample)
-            response = await self.engine.agenerate(request)
+                with state.doing("waiting to start with the others", "pending"):
+                    await flight.start.enter(flight, self.sample)
+            with state.doing(GENERATING, "generating"):
+                response = await self.engine.agenerate(request)
         except RolloutFailed as error:
             flight.engine_errors.append(error)
             raise
-        finally:
-            flight.num_generating -= 1
         # Only answered requests are numbered: whether a request fails may depend on how busy the engine is.
         flight.requests[self.sample, self.num_requests] = version_runs(response.output_versions)
         self.num_requests += 1
+        flight.queue_s.append(response.queue_s)
+        flight.generate_s.append(response.generate_s)
         return response
 
 
@@ -249,12 +289,15 @@ class Flights:
                 "id": flight.dispatch.id,
                 "uid": flight.dispatch.draw.prompt.uid,
                 "seconds": round(flight.seconds, 1),
-                "num_generating": flight.num_generating,
-                "num_waiting": flight.num_waiting,
+                "stages": dict(flight.stages()),
                 "doing": flight.doing(),
             }
             for flight in flights[:count]
         ]
+
+    def stages(self) -> dict[EpisodeStage, int]:
+        """How many episodes of all running groups are in each stage."""
+        return dict(sum((flight.stages() for flight in self), Counter()))
 
     def describe(self) -> str:
         flights = tuple(self)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from headwater.core.errors import RolloutFailed
 from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, Trajectory
+from headwater.core.tool_calls import ToolFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,18 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """How long a group took."""
+
+    total_s: float
+    """From the start of its episodes to the last reward."""
+    queue_s: tuple[float, ...]
+    """Per request, how long it waited for a place in the engine."""
+    generate_s: tuple[float, ...]
+    """Per request, the time from its place in the engine to its last token."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutBatch:
     """The input of one training step, and the groups that were dropped while it was collected."""
 
@@ -149,6 +163,8 @@ class RolloutBatch:
     dropped: tuple[Dropped, ...] = ()
     num_masked_tokens: int = 0
     """Sampled tokens that were removed from the loss because they are too old."""
+    times: tuple[GroupTimes, ...] = ()
+    """Of the groups that this process has run, without those that a checkpoint restored."""
 
     @property
     def trajectories(self) -> Sequence[Trajectory]:
@@ -175,12 +191,71 @@ class RolloutBatch:
         return torch.tensor([group.baseline for group in self.groups for _ in group.trajectories])
 
 
+def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over trajectories of what their workflow noted in ``info`` about turns and tools; see docs/agents.md."""
+    infos = [each.info for each in trajectories]
+    metrics: dict[str, float] = {}
+    if turns := [info["num_turns"] for info in infos if isinstance(info.get("num_turns"), int)]:
+        metrics["episode/turns"] = statistics.fmean(turns)
+    noted = [info for info in infos if info.keys() >= _TOOL_NOTES]
+    if not noted:
+        return metrics
+    num_calls = sum(info["num_tool_calls"] for info in noted)
+    failures = _mean_counts(noted, "tool_failures")
+    metrics["tools/calls"] = num_calls / len(noted)
+    metrics["tools/failed_fraction"] = sum(failures.values()) * len(noted) / max(1, num_calls)
+    metrics |= {f"tools/failures/{kind}": failures.get(kind, 0.0) for kind in get_args(ToolFailure)}
+    metrics |= {f"tools/calls/{name}": count for name, count in _mean_counts(noted, "tool_calls").items()}
+    metrics |= {f"tools/rewards/{name}": reward for name, reward in _mean_counts(noted, "tool_rewards").items()}
+    for name in sorted({name for info in noted for name in info["tool_metrics"]}):
+        known = [info["tool_metrics"][name] for info in noted if name in info["tool_metrics"]]
+        metrics[f"tools/{name}"] = statistics.fmean(known)
+    ends = Counter(info["ended_by"] for info in noted)
+    metrics |= {f"episode/ended_by/{reason}": count / len(noted) for reason, count in sorted(ends.items())}
+    metrics["time/tools_per_episode_s"] = statistics.fmean(info["tool_s"] for info in noted)
+    return metrics
+
+
+_TOOL_NOTES = {"num_tool_calls", "tool_calls", "tool_failures", "tool_rewards", "tool_metrics", "tool_s", "ended_by"}
+"""What the workflow ``tool_agent`` notes. Another workflow may note the same, all of it."""
+
+
+def _mean_counts(infos: Sequence[Mapping[str, Any]], key: str) -> dict[str, float]:
+    """The mapping ``key`` of each info, added up and divided by their number."""
+    names = sorted({name for info in infos for name in info[key]})
+    return {name: sum(info[key].get(name, 0.0) for info in infos) / len(infos) for name in names}
+
+
+def reward_metrics(rollouts: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, float]:
+    """``reward/<data source>/mean``, and ``reward/<name>/mean`` of the numbers that the scorer returned beside it.
+
+    Pieces of one episode count as one, with the mean of their values.
+    """
+    pieces: dict[tuple[str, str, str, int], list[float]] = {}
+    for prompt, each in rollouts:
+        values = {name: value for name, value in each.reward_info.items() if _is_number(value)}
+        for name, value in {"": each.reward, **values}.items():
+            pieces.setdefault((name, prompt.data_source, each.uid, each.sample), []).append(float(value))
+    metrics: dict[str, list[float]] = {}
+    for (name, source, _, _), values_of_pieces in pieces.items():
+        mean = statistics.fmean(values_of_pieces)
+        keys = [f"reward/{source}/{name}/mean", f"reward/{name}/mean"] if name else [f"reward/{source}/mean"]
+        for key in keys:
+            metrics.setdefault(key, []).append(mean)
+    return {key: statistics.fmean(values) for key, values in metrics.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, np.number)) and bool(np.isfinite(value))
+
+
 def too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFailed:
     """The error of a step that cannot collect enough groups."""
     causes = "\n".join(f"  - {each.uid}: {each.message}" for each in dropped[:3])
     kinds = {each.kind for each in dropped}
     remedies = [
         (DropKind.FILTERED in kinds, _FILTERED_REMEDY),
+        (DropKind.REFUSED in kinds, _REFUSED_REMEDY),
         (DropKind.STALE in kinds, _STALE_REMEDY),
         (any(kind.is_failure for kind in kinds), _FAILED_REMEDY),
     ]
@@ -195,5 +270,6 @@ _FILTERED_REMEDY = (
     "if all responses to a prompt get the same reward, use prompts of another difficulty, raise "
     "algorithm.max_filter_rounds, or set algorithm.filter_groups=false"
 )
+_REFUSED_REMEDY = "if rollout.should_accept refuses too many groups, make it accept more of them, or remove it"
 _STALE_REMEDY = "if groups are too old, raise rollout.max_staleness or set rollout.on_stale=mask"
 _FAILED_REMEDY = "if a failure is temporary, raise rollout.max_retries"

@@ -6,14 +6,25 @@ import asyncio
 import itertools
 import logging
 import statistics
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
-from headwater.core.errors import HeadwaterError, InvalidTrajectory, RewardFailed, RewardTimedOut, RolloutFailed
+from headwater.core.errors import (
+    AgentFailed,
+    AgentTimedOut,
+    HeadwaterError,
+    InvalidTrajectory,
+    RewardFailed,
+    RewardTimedOut,
+    RolloutFailed,
+    RunError,
+)
 from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.randomness import derive_key
 from headwater.core.records import DropKind, Prompt, Trajectory
+from headwater.rollout.filters import REASONS, GroupFilter
 from headwater.rollout.flight import Flight
 from headwater.rollout.group import Dropped, Group, TrajectoryLimits
 from headwater.workflows import EpisodeRunner
@@ -32,10 +43,10 @@ GREEDY = -1
 class GroupRunner:
     """Runs ``num_samples`` episodes per prompt, concurrently.
 
-    The whole group is dropped if the workflow rejects an episode (``None``), if ``should_accept`` refuses the group,
-    or, with ``on_failure="drop"``, if an episode fails. A group that fails is first retried ``max_retries`` times. With
-    ``allow_partial_groups``, a group continues without the samples that failed, as long as two or more are left.
-    ``greedy`` runs one more episode per prompt, for its reward.
+    The whole group is dropped if the workflow rejects an episode (``None``), if one of ``filters`` does not keep the
+    group, or, with ``on_failure="drop"``, if an episode fails. A group that fails is first retried ``max_retries``
+    times. With ``allow_partial_groups``, a group continues without the samples that failed, as long as two or more are
+    left. ``greedy`` runs one more episode per prompt, for its reward.
     """
 
     def __init__(
@@ -47,17 +58,18 @@ class GroupRunner:
         max_retries: int = 0,
         allow_partial_groups: bool = False,
         greedy: EpisodeRunner | None = None,
-        should_accept: Callable[[Group], bool] | None = None,
+        filters: Mapping[DropKind, GroupFilter] | None = None,
         limits: TrajectoryLimits | None = None,
     ) -> None:
-        """Without ``limits``, only the type of what a workflow returns is checked."""
+        """Without ``limits``, only the type of what a workflow returns is checked. ``filters`` are asked in order; a
+        group that one of them does not keep is dropped with its kind."""
         self._workflow = workflow
         self._num_samples = num_samples
         self._on_failure = on_failure
         self._max_retries = max_retries
         self._allow_partial_groups = allow_partial_groups
         self._greedy = greedy
-        self._should_accept = should_accept
+        self._filters = filters or {}
         self._limits = limits
 
     @property
@@ -75,7 +87,7 @@ class GroupRunner:
     async def _run(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Group | Dropped:
         prompt = flight.dispatch.draw.prompt
         for num_left in reversed(range(self._max_retries + 1)):
-            flight.num_done = 0
+            flight.episodes.clear()
             try:
                 return self._accepted(await self._run_once(flight, engine_of))
             except (RewardFailed, RolloutFailed) as error:
@@ -121,28 +133,34 @@ class GroupRunner:
     async def _episode(
         self, workflow: EpisodeRunner, flight: Flight, engine: EpisodeEngine, data: EpisodeInput
     ) -> object:
+        state = flight.episodes[data.sample] = data.state
+        state.rest("working")
+        if flight.start is not None:
+            state.begin_late = partial(flight.start.announce, flight, data.sample)
         try:
             result: object = self._checked(await workflow.run(engine, data), flight, data)
+            state.rest("done")
         except (SystemExit, KeyboardInterrupt) as error:
             # Otherwise these would silently end the thread that runs all episodes.
             raise RolloutFailed(f"{self._where(data.prompt)} raised {type(error).__name__}") from error
         except Exception as error:
-            if not self._allow_partial_groups:
+            if not self._allow_partial_groups or isinstance(error, RunError):
                 raise
             result = _Lost(self._named(data.prompt, error))
+            state.rest("failed")
         finally:
             if flight.start is not None:
                 flight.start.announce(flight, data.sample)
-        flight.num_done += 1
         return result
 
     def _where(self, prompt: Prompt) -> str:
         return f"workflow {self._workflow.name} on row {prompt.uid}"
 
     def _accepted(self, group: Group | Dropped) -> Group | Dropped:
-        if isinstance(group, Group) and self._should_accept is not None and not self._should_accept(group):
-            message = "all samples have the same reward (algorithm.filter_groups)"
-            return Dropped(group.prompt.uid, DropKind.FILTERED, message)
+        if isinstance(group, Group):
+            for kind, keeps in self._filters.items():
+                if not keeps(group):
+                    return Dropped(group.prompt.uid, kind, REASONS[kind])
         return group
 
     def _to_group(self, prompt: Prompt, results: Sequence[object]) -> Group | Dropped:
@@ -201,6 +219,8 @@ def _kind_of(error: RewardFailed | RolloutFailed, flight: Flight) -> DropKind:
         return DropKind.TIMED_OUT
     if isinstance(error, RewardFailed):
         return DropKind.REWARD_TIMED_OUT if isinstance(error, RewardTimedOut) else DropKind.REWARD_FAILED
+    if isinstance(error, AgentFailed):
+        return DropKind.AGENT_TIMED_OUT if isinstance(error, AgentTimedOut) else DropKind.AGENT_FAILED
     if isinstance(error, InvalidTrajectory):
         return DropKind.INVALID
     is_engine = any(error is each for each in flight.engine_errors)

@@ -35,6 +35,7 @@ class AsyncTaskRunner:
         self.loop = asyncio.new_event_loop()
         self.while_waiting: Callable[[], object] | None = None
         """Called about once a second by a thread that waits for rollouts. Set by the trainer."""
+        self._at_end: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._thread = threading.Thread(target=self._run, name="headwater-rollouts", daemon=True)
         self._thread.start()
 
@@ -68,12 +69,18 @@ class AsyncTaskRunner:
         """Like ``call``, but do not wait for the result."""
         self.loop.call_soon_threadsafe(function)
 
+    def at_end(self, clean_up: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``clean_up()`` on the loop when the runner is closed, after all episodes have ended."""
+        self._at_end.append(clean_up)
+
     def close(self) -> None:
-        """Cancel everything that runs, wait until it has ended, and end the thread."""
+        """Cancel everything that runs, wait until it has ended, clean up, and end the thread."""
         if not self.is_open:
             return
         if self.is_alive:
-            self._cancel_all()
+            self._end(_cancel_all_others(), "waiting for cancelled episodes to end")
+            for clean_up in self._at_end:
+                self._end(clean_up(), "ending what the episodes have used")
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(_END_LIMIT_S)
         if self.is_alive:  # some code blocks it; the thread is a daemon, so the process can still end
@@ -81,14 +88,13 @@ class AsyncTaskRunner:
         else:
             self.loop.close()
 
-    def _cancel_all(self) -> None:
-        ended = self.start(_cancel_all_others())
+    def _end(self, work: Coroutine[Any, Any, None], what: str) -> None:
         try:
-            wait_for_future(
-                ended, lambda: "waiting for cancelled episodes to end", kind="rollout_thread", hard_limit_s=_END_LIMIT_S
-            )
+            wait_for_future(self.start(work), lambda: what, kind="rollout_thread", hard_limit_s=_END_LIMIT_S)
         except WaitTimeout:
-            logger.warning("some episodes did not end although they were cancelled; ignoring them")
+            logger.warning("%s took longer than %.0f s; ignoring it", what, _END_LIMIT_S)
+        except Exception:
+            logger.warning("%s failed", what, exc_info=True)
 
     def __enter__(self) -> AsyncTaskRunner:
         return self

@@ -152,6 +152,10 @@ class Fields:
         for field in fields:
             self.raw(field)
 
+    def unread(self) -> tuple[str, ...]:
+        """The fields that were not read and have a value."""
+        return tuple(cut(name) for name, value in self._values.items() if value is not None)
+
     def done(self) -> None:
         """Refuse unknown fields."""
         if not self._values:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headwater.core.protocols import Tokenizer
-from headwater.core.records import Alternatives, ModelResponse, PromptScores, StopReason
+from headwater.core.records import Alternatives, Delta, ModelResponse, PromptScores, StopReason
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write this for bytes that are not, or not yet, a character."""
@@ -208,13 +208,9 @@ class Offsets:
 
 def whole(response: ModelResponse, tokenizer: Tokenizer, rules: TextRules, *, with_offsets: bool = False) -> Piece:
     """A complete response as one piece."""
+    delta = Delta.of(response)
     return PieceMaker(tokenizer, rules, with_offsets=with_offsets).piece(
-        response.output_tokens,
-        response.output_logprobs,
-        response.output_versions,
-        response.stop_reason,
-        response.output_top_logprobs,
-        response.prompt_scores,
+        delta.tokens, delta.logprobs, delta.versions, delta.stop_reason, delta.top_logprobs, delta.prompt_scores
     )
 
 

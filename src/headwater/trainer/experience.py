@@ -29,6 +29,26 @@ from headwater.rollout.padding import add_to_scores, pad_trajectories, score_col
 AdvantageFunction = Callable[[AdvantageInputs], Advantages]
 
 
+_OLD_LOGPROBS = {
+    "rollout": "from the same log-probs",
+    "recompute": "from the learner's, which a forward pass computes before the update",
+    "loglinear": "from an interpolation between these and the learner's",
+    "metrics": "from the learner's, which a forward pass computes before the update and compares with loglinear",
+}
+
+
+def logprob_sources(config: Config) -> str:
+    """Which log-probs a step uses and what computes them, in one line for the start of a run."""
+    algorithm, backend = config.algorithm, config.rollout.backend
+    wanted = {"kl_in_loss": algorithm.kl_in_loss, "kl_in_reward": algorithm.kl_in_reward}
+    uses = " and ".join(f"algorithm.{name}" for name, coefficient in wanted.items() if coefficient > 0)
+    reference = f"the reference model computes those of {uses}" if uses else "no reference model is used"
+    return (
+        f"Log-probs: the engine ({backend}) records those of sampled tokens; updates are measured "
+        f"{_OLD_LOGPROBS[algorithm.old_logprobs]} (algorithm.old_logprobs = {algorithm.old_logprobs}); {reference}"
+    )
+
+
 @dataclass(frozen=True)
 class Experience:
     data: DataProto

@@ -14,6 +14,7 @@ from headwater.config.schema import AlgorithmConfig, Config
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import Learner
 from headwater.data.load import PromptDataset, load_dataset
+from headwater.data.prompt_builder import ToolsOfRow
 from headwater.learner.build import LearnerBuilder, LearnerSpec, build_learner
 from headwater.models.load import load_processor
 from headwater.trainer.experience import ExperienceMaker
@@ -32,15 +33,17 @@ def build_training(
     make_learner: LearnerBuilder | None = None,
     *,
     check_prompts: Callable[[Config, PromptDataset, str], None] | None = None,
+    tools: ToolsOfRow | None = None,
 ) -> TrainingParts:
     """``make_learner`` builds the learner over several ranks; the default is one in this process.
 
-    ``check_prompts`` is ``RolloutParts.check_prompts``. It is called before the learner is built.
+    ``check_prompts`` is ``RolloutParts.check_prompts``. It is called before the learner is built. ``tools`` is
+    ``RolloutParts.tools_of_row``.
     """
     config = spec.config
     algorithm = config.algorithm
     processor = load_processor(spec.model_path, config.model.chat_template)
-    train_data = load_dataset(config.data, tokenizer, "train", config.run.seed, processor)
+    train_data = load_dataset(config.data, tokenizer, "train", config.run.seed, processor, tools)
     if train_data is None:
         raise ConfigError(["data.train = []: no prompts to train on; name a task or at least one file"])
     num_wanted = config.trainer.num_prompts_per_step

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.backends import BACKENDS, BackendContext, missing_capabilities
 from headwater.backends.native.engine import NativeEngine
-from headwater.config.arguments import with_arguments
+from headwater.chat.parsers import make_parser
 from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag, RewardManager
-from headwater.core.records import Prompt, SamplingParams
+from headwater.core.records import DropKind, Prompt, SamplingParams
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import PromptDataset, load_dataset
+from headwater.data.prompt_builder import ToolsOfRow
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
@@ -26,13 +28,15 @@ from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
 from headwater.rewards.scoring import Scoring
 from headwater.rollout.executor import WorkflowExecutor
-from headwater.rollout.group import Group, TrajectoryLimits
+from headwater.rollout.filters import GroupFilter, load_should_accept, scores_differ
+from headwater.rollout.group import TrajectoryLimits
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
-from headwater.workflows import WORKFLOWS, EpisodeRunner, WorkflowContext, make_runner
+from headwater.tools.toolbox import Toolbox
+from headwater.workflows import EpisodeRunner, WorkflowContext, bind_workflow
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 
@@ -52,11 +56,21 @@ class RolloutParts:
     tasks: AsyncTaskRunner
     """The event loop that runs all episodes."""
     trace: Trace | None
+    tools_of_row: ToolsOfRow | None
+    """The tools that prompts offer to the model; None if the run has none."""
     check_prompt: Callable[[Prompt], None]
-    """Raise ``RewardFailed`` for a prompt that the reward function cannot score."""
+    """Raise an error for a prompt that the reward function cannot score, or that names tools that do not exist."""
     reads_column: Callable[[str], bool]
     """Whether the reward function takes a column of the data. True if that is not known."""
     reward: RewardManager
+
+    def reward_counts(self) -> Mapping[str, float]:
+        """Metrics about failed scoring calls since the last call of this method. A custom manager may have none."""
+        return self.reward.take_counts() if isinstance(self.reward, Scoring) else {}
+
+    def reward_failures(self) -> Mapping[str, Mapping[str, Any]]:
+        """Failed scoring calls by cause, for the status file."""
+        return self.reward.status() if isinstance(self.reward, Scoring) else {}
 
     def sleep_cache(self) -> None:
         """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
@@ -134,36 +148,48 @@ def check_requests_fit(config: Config, limits: EngineLimits, longest_prompt: int
 
 def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | None = None) -> RolloutParts:
     """With ``schedule``, the rollouts of a recorded run are replayed. Otherwise new ones are generated."""
-    config = with_dtype(config)
+    with ExitStack() as after_failure:
+        parts = _build(with_dtype(config), model_path, schedule, after_failure)
+        after_failure.pop_all()
+    return parts
+
+
+def _build(
+    config: Config, model_path: str, schedule: RecordedSchedule | None, after_failure: ExitStack
+) -> RolloutParts:
+    """``after_failure`` closes what was made before something fails."""
     trace = Trace() if config.trainer.trace else None
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
     processor = load_processor(model_path, config.model.chat_template)
-    eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, processor)
+    toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer)
+    if toolbox is not None:
+        after_failure.callback(toolbox.close_unused)
+    parser = make_parser(config.tools.parser, tokenizer) if toolbox is not None else None
+    offered = toolbox.offered if toolbox is not None else None
+    eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, processor, offered)
     with blaming(f"reward.manager = {config.reward.manager}"):
         make_reward = REWARD_MANAGERS.resolve(config.reward.manager)
-    reward = make_reward(config.reward, spans)
-    if isinstance(reward, Scoring):
-        reward.use_sandbox(config.sandbox)
-    check_prompt = _prompt_check(config, reward)
+    sandbox = {"sandbox": config.sandbox} if "sandbox" in inspect.signature(make_reward).parameters else {}
+    reward = make_reward(config.reward, spans, **sandbox)
+    check_prompt = _prompt_check(config, reward, toolbox)
     if eval_data is not None:
         check_prompt(eval_data[0])
-    make_workflow = with_arguments(
-        WORKFLOWS, config.rollout.workflow, config.rollout.workflow_args, "rollout.workflow_args"
-    )
-    train_sampling = SamplingParams(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_k=config.rollout.top_k,
-        top_p=config.rollout.top_p,
-    )
-    eval_sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=config.eval.temperature)
+    make_workflow = bind_workflow(config.rollout.workflow, config.rollout.workflow_args)
+    filters = _filters(config)
+    train_sampling, eval_sampling = make_sampling(config)
 
     # Created last, after everything that can fail because of wrong settings: it has threads and may be a process.
     engine = make_engine(BackendContext(config, model_path, tokenizer, spans), replays=schedule is not None)
+    after_failure.callback(engine.close)
     if isinstance(reward, Scoring):
         reward.start()
+        after_failure.callback(reward.close)
+    check_stop_tokens(config, engine)
     tasks = AsyncTaskRunner()
+    after_failure.callback(tasks.close)
+    if toolbox is not None:
+        tasks.at_end(toolbox.close)
     admission = make_admission(config)
     limits = TrajectoryLimits(
         vocab_size=engine.limits.vocab_size,
@@ -198,17 +224,25 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         return ReplayedRollouts(engine, groups, tasks, schedule, max_staleness=max_staleness, timeout_s=timeout_s)
 
     def workflow(sampling: SamplingParams) -> EpisodeRunner:
-        context = WorkflowContext(tokenizer, reward, sampling, config.data.chat_template_args)
-        return make_runner(config.rollout.workflow, make_workflow, context)
+        context = WorkflowContext(
+            tokenizer,
+            reward,
+            sampling,
+            config.data.chat_template_args,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            tools=toolbox,
+            parser=parser,
+        )
+        return make_workflow(context)
 
     advantage = read_declared(AdvantageTraits, config.algorithm.advantage)
     needs_greedy = advantage is not None and advantage.traits.needs_greedy_baseline
-    greedy = replace(train_sampling, temperature=0.0, top_k=0, top_p=1.0) if needs_greedy else None
+    greedy = replace(train_sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0) if needs_greedy else None
     train_groups = group_runner(
         train_sampling,
         config.rollout.num_samples_per_prompt,
         greedy=workflow(greedy) if greedy else None,
-        should_accept=_scores_differ if config.algorithm.filter_groups else None,
+        filters=filters,
     )
     parts = RolloutParts(
         tokenizer=tokenizer,
@@ -220,27 +254,31 @@ def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | 
         eval_data=eval_data,
         tasks=tasks,
         trace=trace,
+        tools_of_row=offered,
         check_prompt=check_prompt,
         reads_column=getattr(reward, "reads_column", lambda name: True),
         reward=reward,
     )
     if eval_data is not None and (config.eval.before or config.eval.after or config.eval.every_steps):
-        try:
-            parts.check_prompts(config, eval_data, "data.eval")
-        except ConfigError:
-            parts.close()
-            raise
+        parts.check_prompts(config, eval_data, "data.eval")
     return parts
 
 
-def _prompt_check(config: Config, reward: object) -> Callable[[Prompt], None]:
+def _prompt_check(config: Config, reward: object, toolbox: Toolbox | None) -> Callable[[Prompt], None]:
     """Reward managers may have a method ``check_row``, which finds a wrong signature before anything is generated.
 
     A custom workflow need not use the scorers, so they are then checked only if ``reward.function`` names one.
     """
-    check: Callable[[Prompt], None] | None = getattr(reward, "check_row", None)
-    if check is None or (is_path(config.rollout.workflow) and not config.reward.function):
-        return lambda prompt: None
+    check_reward: Callable[[Prompt], None] | None = getattr(reward, "check_row", None)
+    if is_path(config.rollout.workflow) and not config.reward.function:
+        check_reward = None
+
+    def check(prompt: Prompt) -> None:
+        if check_reward is not None:
+            check_reward(prompt)
+        if toolbox is not None:
+            toolbox.check_row(prompt)
+
     return check
 
 
@@ -255,12 +293,48 @@ def make_admission(config: Config) -> Admission:
         # A deterministic engine gives the same result for any batch composition, so it does not need waves.
         in_waves=rollout.max_staleness == 0 and not config.engine.deterministic,
         holds_engine=rollout.placement == "colocated",
-        max_rounds=config.algorithm.max_filter_rounds if config.algorithm.filter_groups else None,
+        max_rounds=config.algorithm.max_filter_rounds if _filters_groups(config) else None,
     )
 
 
-def _scores_differ(group: Group) -> bool:
-    return len(set(group.episode_rewards())) > 1
+def make_sampling(config: Config) -> tuple[SamplingParams, SamplingParams]:
+    """The sampling settings of training and of evaluation. Both end replies alike; evaluation does not truncate."""
+    rollout = config.rollout
+    evaluation = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=config.eval.temperature,
+        min_new_tokens=rollout.min_new_tokens,
+        stop_token_ids=rollout.stop_token_ids,
+        stop_strings=rollout.stop,
+    )
+    training = replace(
+        evaluation, temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p
+    )
+    return training, evaluation
+
+
+def check_stop_tokens(config: Config, engine: InferenceEngine) -> None:
+    """Refuse stop tokens that the model does not have. Otherwise a run would find out at its first rollout."""
+    size = engine.limits.vocab_size
+    wrong = [token for token in config.rollout.stop_token_ids if token >= size]
+    if wrong:
+        raise ConfigError(
+            [f"rollout.stop_token_ids: {wrong[0]} is not in the vocabulary of the model, 0..{size - 1}; remove it"]
+        )
+
+
+def _filters_groups(config: Config) -> bool:
+    return config.algorithm.filter_groups or bool(config.rollout.should_accept)
+
+
+def _filters(config: Config) -> dict[DropKind, GroupFilter]:
+    """What decides whether a complete group is trained on, in this order."""
+    filters: dict[DropKind, GroupFilter] = {}
+    if config.algorithm.filter_groups:
+        filters[DropKind.FILTERED] = scores_differ
+    if config.rollout.should_accept:
+        filters[DropKind.REFUSED] = load_should_accept(config.rollout.should_accept)
+    return filters
 
 
 def describe(dataset: PromptDataset | None, kind: str) -> str:

@@ -1,18 +1,20 @@
 """Workflows, one file each: how an episode runs, from a prompt to a scored trajectory. See docs/workflows.md.
 
 A workflow is a class with ``async def run(self, episode)``, constructed with ``(context, **rollout.workflow_args)``, or
-a function ``async def workflow(episode, **rollout.workflow_args)``. Classes with ``arun_episode(engine, data)`` work
-too.
+a function ``async def workflow(episode, **rollout.workflow_args)``. Classes with ``arun_episode(engine, data)`` and
+agent loops for verl work too (``adapters``).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from headwater.config.arguments import with_arguments
 from headwater.core.errors import ConfigError
-from headwater.core.registry import Registry
+from headwater.core.registry import Registry, blaming, is_path
 from headwater.workflows.episode import (
     EngineWorkflow,
     Episode,
@@ -29,10 +31,20 @@ __all__ = [
     "EpisodeRunner",
     "RolloutWorkflow",
     "WorkflowContext",
+    "bind_workflow",
     "make_runner",
 ]
 
 WORKFLOWS = Registry("workflow", "headwater.workflows")
+
+
+def bind_workflow(name: str, arguments: Mapping[str, Any]) -> Callable[[WorkflowContext], EpisodeRunner]:
+    """A function that makes runners of the workflow that ``rollout.workflow`` names, with its arguments checked."""
+    adapter = _adapter(name, arguments) if is_path(name) else None
+    if adapter is not None:
+        return adapter
+    make = with_arguments(WORKFLOWS, name, arguments, "rollout.workflow_args")
+    return partial(make_runner, name, make)
 
 
 def make_runner(name: str, make: Callable[..., Any], context: WorkflowContext) -> EpisodeRunner:
@@ -42,6 +54,22 @@ def make_runner(name: str, make: Callable[..., Any], context: WorkflowContext) -
     if inspect.iscoroutinefunction(thing):
         return EpisodeRunner(FunctionWorkflow(make), context, label)
     return EpisodeRunner(_as_workflow(make(context), f"rollout.workflow = {name}"), context, label)
+
+
+def _adapter(name: str, arguments: Mapping[str, Any]) -> Callable[[WorkflowContext], EpisodeRunner] | None:
+    """How to run a class that was written for verl or AReaL; None for other workflows."""
+    # Imported here, because most runs do not need adapters.
+    from headwater.workflows.adapters.areal_workflow import ArealWorkflow, is_areal_workflow
+    from headwater.workflows.adapters.verl_loop import VerlWorkflow, is_agent_loop
+
+    setting = f"rollout.workflow = {name}"
+    with blaming(setting):
+        thing = WORKFLOWS.resolve(name)
+    kinds = ((is_agent_loop, VerlWorkflow), (is_areal_workflow, ArealWorkflow))
+    made = next((made for is_kind, made in kinds if is_kind(thing)), None)
+    if made is None:
+        return None
+    return lambda context: EpisodeRunner(made(thing, setting, arguments, context), context, thing.__name__)
 
 
 def _as_workflow(made: Any, setting: str) -> RolloutWorkflow:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headwater.chat.render import (
     MODEL_TURN,
@@ -28,7 +29,7 @@ from headwater.chat.render import (
     tokens_until_next_turn,
 )
 from headwater.core.errors import RolloutFailed
-from headwater.core.protocols import EpisodeEngine, EpisodeInput, RewardManager, Tokenizer
+from headwater.core.protocols import EpisodeEngine, EpisodeInput, EpisodeStage, RewardManager, Tokenizer
 from headwater.core.randomness import derive_key
 from headwater.core.records import (
     NOT_SAMPLED,
@@ -40,6 +41,10 @@ from headwater.core.records import (
     StopReason,
     Trajectory,
 )
+
+if TYPE_CHECKING:
+    from headwater.chat.parsers import ToolCallParser
+    from headwater.tools.toolbox import Toolbox
 
 Message = Mapping[str, Any]
 EpisodeResult = Trajectory | list[Trajectory] | None
@@ -56,6 +61,26 @@ class WorkflowContext:
     """``max_new_tokens`` limits everything after the prompt: all replies and the messages between them."""
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     """``data.chat_template_args``: arguments for the chat template, the same as for prompts."""
+    max_prompt_tokens: int = 0
+    """``data.max_prompt_tokens``: how long the prompt of a branch with new messages may be without using up room. 0
+    means as long as the episode's own prompt."""
+    tools: Toolbox | None = None
+    """The tools of the run; None if it has none."""
+    parser: ToolCallParser | None = None
+    """Finds tool calls in the model's messages; None if the run has no tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Where a reply is in its episode, for branches that start after it."""
+
+    chat_length: int
+    """Messages up to and including the reply."""
+    start: int
+    end: int
+    """The reply's tokens are those from ``start`` up to ``end``, which is not included."""
+    text: str
+    stop_reason: StopReason
 
 
 class RolloutWorkflow(Protocol):
@@ -74,6 +99,9 @@ class Episode:
         self._name = f"{data.prompt.uid}#{data.sample}"
         self._num_requests = 0
         self._num_branches = 0
+        # Some templates write the tools anew in every turn, so each rendering needs them.
+        tools = {"tools": list(data.prompt.tool_schemas)} if data.prompt.tool_schemas else {}
+        self._template_args = {**context.chat_template_args, **tools}
         self._start(data.prompt.messages, data.prompt.tokens)
 
     def _start(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
@@ -83,6 +111,7 @@ class Episode:
         """Why the last reply ended; ``length`` after ``tell`` found no room."""
         self._chat: list[Message] = list(messages)
         self._replies: list[Message] = []
+        self._turns: list[_Turn] = []
         self._text = ""
         self._prompt_length = self._turn_start = self._turn_end = len(tokens)
         self._tokens: list[int] = []
@@ -94,6 +123,11 @@ class Episode:
     @property
     def prompt(self) -> Prompt:
         return self.data.prompt
+
+    @property
+    def name(self) -> str:
+        """Names this piece in messages and request ids."""
+        return self._name
 
     @property
     def sample(self) -> int:
@@ -109,10 +143,11 @@ class Episode:
     def room(self) -> int:
         """Tokens that still fit, for replies and messages together.
 
-        The prompt of a branch with new messages may be longer than the episode's prompt; the excess uses up room.
+        The prompt of a branch with new messages may be longer than the episode's prompt and than
+        ``data.max_prompt_tokens``; the excess uses up room.
         """
         sampling = self.context.sampling
-        excess = max(0, self._prompt_length - len(self.prompt.tokens))
+        excess = max(0, self._prompt_length - max(len(self.prompt.tokens), self.context.max_prompt_tokens))
         return sampling.max_new_tokens - excess - (len(self._tokens) - self._prompt_length)
 
     @property
@@ -185,9 +220,7 @@ class Episode:
         self._check_only_text(messages, "tell() was given")
         parsed = {"tool_calls": list(tool_calls)} if tool_calls else {}
         chat = [*self._chat[:-1], {**parsed, **MODEL_TURN}, *messages]
-        tokens = tokens_until_next_turn(
-            self.context.tokenizer, chat, self.response.output_tokens, self.context.chat_template_args
-        )
+        tokens = tokens_until_next_turn(self.context.tokenizer, chat, self.response.output_tokens, self._template_args)
         if self.room < len(tokens) + max(1, self.context.sampling.min_new_tokens):
             self.stop_reason = "length"
             return False
@@ -198,7 +231,12 @@ class Episode:
 
     async def score(self) -> Score:
         """Score the episode so far with the run's reward manager."""
-        return await self.context.reward.score(self)
+        with self.doing("scoring", "scoring"):
+            return await self.context.reward.score(self)
+
+    def doing(self, what: str, stage: EpisodeStage = "working") -> AbstractContextManager[None]:
+        """State what happens inside this block, for ``headwater doctor``: ``with episode.doing("calling search"):``."""
+        return self.data.state.doing(what, stage)
 
     def finish(
         self, score: Score | float, *, turn_scores: Sequence[float] | None = None, info: Mapping[str, Any] | None = None
@@ -224,34 +262,74 @@ class Episode:
             turn_rewards=tuple(turn_scores or ()),
             info={**score.info, "response_text": self.text, **(info or {})},
             messages=self.messages,
+            reward_info=score.info,
         )
 
-    def branch(self, messages: Sequence[Message] | None = None) -> Episode:
+    def branch(
+        self,
+        messages: Sequence[Message] | None = None,
+        *,
+        turn: int | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        label: str | None = None,
+    ) -> Episode:
         """Another piece of the same episode, with separate randomness.
 
         It starts as a copy of this piece, or as a new conversation from ``messages`` (for example a summary that
         replaces a long history). Finish every piece that should be trained and return them as a list; copied replies
         are trained in each piece that holds them. Groups are compared over episodes: all pieces of an episode together
         have the weight of one trajectory.
+
+        ``turn`` copies this piece as it was after that many replies. ``template_args``, with ``messages``, are further
+        arguments for the chat template, such as ``tools``. The randomness of a piece depends on its ``label``, which
+        must be unique; by default it is the number of branches so far.
         """
-        number, self._num_branches = self._num_branches, self._num_branches + 1
-        piece = copy.copy(self)
-        piece.data = replace(self.data, rng_key=derive_key(self.data.rng_key, "branch", number))
-        piece._name = f"{self._name}.{number}"
+        if label is None:
+            label, self._num_branches = str(self._num_branches), self._num_branches + 1
+        piece = self.copy()
+        piece.data = replace(self.data, rng_key=derive_key(self.data.rng_key, "branch", label))
+        piece._name = f"{self._name}.{label}"
         piece._num_requests = piece._num_branches = 0
         if messages is not None:
-            piece._start(messages, self._render(messages))
-            return piece
-        piece._chat, piece._replies = list(self._chat), list(self._replies)
+            piece._template_args = {**self._template_args, **(template_args or {})}
+            piece._start(messages, piece._render(messages))
+        elif turn is not None:
+            piece._cut(turn)
+        return piece
+
+    def copy(self) -> Episode:
+        """The same piece as a separate object. The next reply of both has the same randomness, so discard one."""
+        piece = copy.copy(self)
+        piece._chat, piece._replies, piece._turns = list(self._chat), list(self._replies), list(self._turns)
         piece._tokens, piece._loss_mask = list(self._tokens), list(self._loss_mask)
         piece._logprobs, piece._versions = list(self._logprobs), list(self._versions)
         return piece
+
+    def _cut(self, turn: int) -> None:
+        """Remove everything after the reply with this number, counted from 1, or after the prompt."""
+        if turn == 0:
+            is_first = [is_model_turn(each) for each in self._chat]
+            end = is_first.index(True) if True in is_first else len(self._chat)
+            self._start(self._chat[:end], self._tokens[: self._prompt_length])
+            return
+        last = self._turns[turn - 1]
+        self._chat, self._replies, self._turns = (
+            self._chat[: last.chat_length],
+            self._replies[:turn],
+            self._turns[:turn],
+        )
+        self._tokens, self._loss_mask = self._tokens[: last.end], self._loss_mask[: last.end]
+        self._logprobs, self._versions = self._logprobs[: last.end], self._versions[: last.end]
+        self._turn_start, self._turn_end, self._text = last.start, last.end, last.text
+        start, self.stop_reason = last.start, last.stop_reason
+        written = (tuple(each[start:]) for each in (self._tokens, self._logprobs, self._versions))
+        self.response = ModelResponse(tuple(self._tokens[:start]), *written, self.stop_reason)
 
     def _render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         self._check_only_text(messages, "branch() was given")
         tokenizer = self.context.tokenizer
         try:
-            return encode_rendered(tokenizer, render_chat(tokenizer, messages, self.context.chat_template_args))
+            return encode_rendered(tokenizer, render_chat(tokenizer, messages, self._template_args))
         except ChatError as error:
             raise RolloutFailed(f"episode {self._name}: the chat template refuses the messages ({error})") from error
 
@@ -287,18 +365,21 @@ class Episode:
             name, key = f"{name}/{turn}", derive_key(key, "turn", turn)
         sampling = self.context.sampling
         limit = self.room if max_tokens is None else min(self.room, max_tokens)
-        return ModelRequest(
-            request_id=name,
-            input_tokens=self.tokens,
-            sampling=replace(sampling, max_new_tokens=limit, stop_strings=(*sampling.stop_strings, *stop)),
-            rng_key=key,
+        sampling = replace(
+            sampling,
+            max_new_tokens=limit,
+            min_new_tokens=min(sampling.min_new_tokens, limit),
+            stop_strings=(*sampling.stop_strings, *stop),
         )
+        return ModelRequest(request_id=name, input_tokens=self.tokens, sampling=sampling, rng_key=key)
 
     def _append_response(self, response: ModelResponse) -> None:
         if not (self._chat and is_model_turn(self._chat[-1])):
             self._turn_start = len(self._tokens)
             self._chat.append(MODEL_TURN)
             self._replies.append({})
+        else:
+            self._turns.pop()
         self._tokens += response.output_tokens
         self._loss_mask += [1] * len(response.output_tokens)
         self._logprobs += response.output_logprobs
@@ -307,6 +388,7 @@ class Episode:
         self._text = self.context.tokenizer.decode(self._tokens[self._turn_start :], skip_special_tokens=True)
         self._replies[-1] = {"role": "assistant", "content": self._text}
         self.response, self.stop_reason = response, response.stop_reason
+        self._turns.append(_Turn(len(self._chat), self._turn_start, self._turn_end, self._text, self.stop_reason))
 
     def _append_given(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens

@@ -27,8 +27,9 @@ from headwater.observe.status_file import StatusFile
 run, limit_s = RunDirectory.open(Path(sys.argv[1])), float(sys.argv[2])
 counts = {"dispatched": 8, "trained": 4, "dropped": 0, "buffered": 1, "in_flight": 3}
 doing = "7 of 8 episodes done, 1 waiting for a reward or a tool"
-oldest = [{"id": 5, "uid": "row-5", "seconds": 41.0, "num_generating": 0, "num_waiting": 1, "doing": doing}]
+oldest = [{"id": 5, "uid": "row-5", "seconds": 41.0, "stages": {"done": 7, "working": 1}, "doing": doing}]
 reading = {"step": 1, "total_steps": 80, "version": 1, "ledger": counts, "oldest": oldest, "capacity": 0}
+reading["episodes"] = {"generating": 9, "calling_tools": 2}
 condition, told = threading.Condition(), []
 
 def listen():
@@ -80,6 +81,7 @@ def test_a_live_run_shows_what_it_waits_for(run, capsys):
     assert "batch, 0." in output
     assert "s of 10 min 0 s: the learner waits for batch 2: 1 of 4 groups" in output
     assert "row-5 (dispatch 5) runs 41 s: 7 of 8 episodes done, 1 waiting for a reward or a tool" in output
+    assert "all episodes: 9 generating, 2 calling tools" in output
     assert "8 dispatched = 4 trained + 0 dropped + 1 buffered + 3 in flight" in output
     assert "✓ no problems found" in output
 

@@ -17,6 +17,7 @@ from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto, DataProtoItem
 from headwater.core.registry import Registry
 from headwater.workflows import WORKFLOWS
+from headwater.workflows.adapters.verl_loop import EXTRA_SETTINGS
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = ("coming-from-verl.md", "coming-from-areal.md")
@@ -27,6 +28,10 @@ REGISTRIES: dict[str, Registry] = {
     "algorithm.corrections_args": CORRECTIONS,
     "rollout.workflow_args": WORKFLOWS,
 }
+
+
+ADAPTED = (EXTRA_SETTINGS, "gconfig", "reward_fn")
+"""Arguments of classes for verl and AReaL."""
 
 
 def rows(page: str, heading: str = "") -> Iterator[list[str]]:
@@ -45,6 +50,8 @@ def code(text: str) -> list[str]:
 def is_setting(name: str) -> bool:
     key = name.partition("=")[0]
     owner, _, argument = key.rpartition(".")
+    if owner == "rollout.workflow_args" and argument in ADAPTED:
+        return True
     if owner in REGISTRIES:
         functions = [REGISTRIES[owner].resolve(each) for each in REGISTRIES[owner].names()]
         return any(argument in inspect.signature(function).parameters for function in functions)

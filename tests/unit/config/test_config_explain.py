@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headwater.config import keys
-from headwater.config.constraints import AtLeast, Constraint, Extension, MoreThan, NotEmpty, PlainName, Within
+from headwater.config.constraints import AtLeast, Constraint, Extension, LessThan, MoreThan, NotEmpty, PlainName, Within
 from headwater.config.convert import Converter
 from headwater.config.explain import explain, explanation, to_yaml
 from headwater.config.load import load_config
@@ -115,6 +115,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 def constrained(inner: Any, constraints: list[Constraint]) -> st.SearchStrategy[Any]:
     low: float = 0
+    below: float | None = None
     for constraint in constraints:
         if isinstance(constraint, Extension):
             return st.sampled_from([*known_names(constraint.package), "my.module:Thing"])
@@ -122,13 +123,16 @@ def constrained(inner: Any, constraints: list[Constraint]) -> st.SearchStrategy[
             return TEXT.filter(lambda text, rule=constraint: rule.broken_by(text) is None)
         if isinstance(constraint, AtLeast | MoreThan):
             low = constraint.minimum
+        if isinstance(constraint, LessThan):
+            below = constraint.maximum
         if isinstance(constraint, Within):
             return st.floats(constraint.minimum, constraint.maximum, exclude_min=True)
-        assert isinstance(constraint, AtLeast | MoreThan | NotEmpty), "teach this test the new constraint"
+        assert isinstance(constraint, AtLeast | MoreThan | LessThan | NotEmpty), "teach this test the new constraint"
     if inner is int:
         return st.integers(min_value=int(low) + 1)
     if inner is float:
-        return st.floats(min_value=low, exclude_min=True, allow_infinity=False)
+        exclude_max = below is not None
+        return st.floats(low, below, exclude_min=True, exclude_max=exclude_max, allow_infinity=False)
     return values_of(inner).filter(bool)
 
 

@@ -97,10 +97,10 @@ def test_chat_template_takes_text_parts() -> None:
 def test_chat_template_shows_tools_and_their_calls() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     chat = [{"role": "user", "content": "go"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    text = TOKENIZER.apply_chat_template(
-        chat, tokenize=False, tools=[{"type": "function", "function": {"name": "add"}}]
-    )
-    assert text.startswith('<|system|>Tools:\n{"type": "function"')
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}, {"name": "stop"}]
+    text = TOKENIZER.apply_chat_template(chat, tokenize=False, tools=tools)
+    assert text.startswith("<|system|>Tools:\nadd(a, b)\nstop()<|end|><|user|>go")
     assert text.endswith('<|assistant|><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>')
 
 

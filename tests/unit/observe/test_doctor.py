@@ -111,8 +111,8 @@ def remedy(diagnosis, kind):
     return next(each.remedy for each in diagnosis.findings if each.kind == kind)
 
 
-def a_group(number=1, *, generating=0, waiting=1):
-    counts = {"num_generating": generating, "num_waiting": waiting, "doing": "in words"}
+def a_group(number=1, **stages):
+    counts = {"stages": {"done": 1, **(stages or {"working": 1})}, "doing": "in words"}
     return {"id": number, "uid": f"row-{number}", "seconds": 900.0, **counts}
 
 
@@ -335,7 +335,10 @@ def test_a_wait_for_a_batch_whose_groups_are_all_in_rewards_blames_the_reward(ru
     write_status(run, waits=[a_wait()], oldest=[a_group(1), a_group(2)], capacity=0)
     assert hints(examine(run)) + problems(examine(run)) == ["batch: MainThread has waited 16 min 40 s"]
     assert "wait for a reward or a tool, not for the engine" in remedy(examine(run), "long_wait")
-    write_status(run, waits=[a_wait()], oldest=[a_group(1), a_group(2, generating=5)], capacity=0)
+    for stage, blamed in {"scoring": "wait for a reward, not", "calling_tools": "raise tools.max_concurrent"}.items():
+        write_status(run, waits=[a_wait()], oldest=[a_group(1, **{stage: 2})], capacity=0)
+        assert blamed in remedy(examine(run), "long_wait")
+    write_status(run, waits=[a_wait()], oldest=[a_group(1), a_group(2, working=1, generating=5)], capacity=0)
     assert "generation is slower than the learner" in remedy(examine(run), "long_wait")
 
 

@@ -24,9 +24,7 @@ READING = {
     "total_steps": 80,
     "version": 12,
     "ledger": {"dispatched": 104, "trained": 96, "dropped": 0, "buffered": 4, "in_flight": 4},
-    "oldest": [
-        {"id": 100, "uid": "row-7", "seconds": 41.0, "num_generating": 0, "num_waiting": 1, "doing": "1 waiting"}
-    ],
+    "oldest": [{"id": 100, "uid": "row-7", "seconds": 41.0, "stages": {"working": 1}, "doing": "1 waiting"}],
     "capacity": 0,
     "drops": {"reward_timed_out": {"count": 3, "message": "no result within 60 s"}},
     "engine_restarts": 1,

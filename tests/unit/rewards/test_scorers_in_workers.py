@@ -23,9 +23,8 @@ def ended(data_source: str, text: str, ground_truth: object) -> Answer:
 
 def test_mathematics_and_programs_in_one_run():
     asserts = ["assert f(2) == 4"]
-    config = RewardConfig(workers=1)
-    with closing(NaiveRewardManager(config, Spans())) as manager:
-        manager.use_sandbox(SandboxConfig(memory_mib=64, timeout_s=20.0))
+    sandbox = SandboxConfig(memory_mib=64, timeout_s=20.0)
+    with closing(NaiveRewardManager(RewardConfig(workers=1), Spans(), sandbox=sandbox)) as manager:
 
         async def score_all():
             return await asyncio.gather(

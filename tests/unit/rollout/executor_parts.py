@@ -10,7 +10,7 @@ from typing import Any
 from rollout.held_engine import HeldEngine
 
 from headwater.core.protocols import EpisodeInput
-from headwater.core.records import Prompt, SamplingParams, Trajectory
+from headwater.core.records import DropKind, Prompt, SamplingParams, Trajectory
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import PromptDraw, RolloutBatch, TrajectoryLimits
 from headwater.rollout.group_runner import GroupRunner
@@ -98,7 +98,7 @@ def executor_of(
         max_retries=max_retries,
         allow_partial_groups=allow_partial_groups,
         greedy=None if greedy is None else runner_of(greedy),
-        should_accept=should_accept,
+        filters={DropKind.FILTERED: should_accept} if should_accept else None,
         limits=limits,
     )
     with AsyncTaskRunner() as tasks:

@@ -383,4 +383,4 @@ def test_the_status_names_the_oldest_groups_and_what_they_do():
         (oldest,) = executor.status()["oldest"]
         assert (oldest["id"], oldest["uid"]) == (0, "row4")
         assert oldest["doing"] == "1 of 2 episodes done, 1 waiting for a reward or a tool"
-        assert (oldest["num_generating"], oldest["num_waiting"]) == (0, 1)
+        assert oldest["stages"] == executor.status()["episodes"] == {"done": 1, "working": 1}

@@ -95,7 +95,10 @@ def test_drops_are_counted_by_kind(recorder, run):
     recorder.step(1, a_batch(tuple(dropped)), {}, BOOKS)
     (record,) = run.read_metrics()
     expected = {kind: number for number, kind in enumerate(DropKind, start=1)}
-    names = {DropKind.FILTERED: "groups/filtered", DropKind.STALE: "staleness/dropped_groups"}
+    names = {
+        DropKind.FILTERED: "groups/filtered", DropKind.REFUSED: "groups/refused",
+        DropKind.STALE: "staleness/dropped_groups",
+    }  # fmt: skip
     for kind, count in expected.items():
         assert record[names.get(kind, f"groups/dropped_{kind.value}")] == count, kind
     assert record["groups/dropped"] == sum(count for kind, count in expected.items() if kind.is_failure)

@@ -26,6 +26,7 @@ def run(rewards, dataset, schedule="constant", **settings):
         tiny.tokenizer(),
         dataset,
         seed=0,
+        template_args={},
         sampled_reward=lambda: next(asked),
         display=Display(),
     )

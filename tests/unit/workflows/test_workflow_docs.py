@@ -16,7 +16,8 @@ def test_every_argument_is_named_with_its_default():
     for name in WORKFLOWS.names():
         section = TEXT.split(f"\n## `{name}`\n")[1].split("\n## ")[0]
         for parameter in list(inspect.signature(WORKFLOWS.resolve(name)).parameters.values())[1:]:
-            default = "a sentence" if isinstance(parameter.default, str) else str(parameter.default)
+            text = "a sentence" if parameter.default else "a path"
+            default = text if isinstance(parameter.default, str) else str(parameter.default)
             assert f"| `{parameter.name}` | {default} |" in section, f"{name}: {parameter.name}"
 
 

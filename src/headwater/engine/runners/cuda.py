@@ -176,15 +176,18 @@ class CudaRunner(Runner):
         if needs.truncates and cut_rows is not None and len(cut_rows):
             num_cut = self._cut_bucket(len(cut_rows), num_rows)
             self.rows.set_cut_rows(cut_rows, num_cut)
-        graph = self._graph(num_rows, needs, num_cut) if guidance is None else None
-        self.rows.step.zero_()
-        self.rows.refresh_slots(num_rows, self.cache.page_tokens)
-        if graph is None:
-            assert guidance is not None
+        if guidance is not None:
+            self._begin_steps(num_rows)
             return self._guided_step(num_rows, needs, guidance)
+        graph = self._graph(num_rows, needs, num_cut)  # before the first step, because capturing runs one
+        self._begin_steps(num_rows)
         for _ in range(num_steps):
             graph.replay()
         return self._read(num_steps, slice(0, num_rows))
+
+    def _begin_steps(self, num_rows: int) -> None:
+        self.rows.step.zero_()
+        self.rows.refresh_slots(num_rows, self.cache.page_tokens)
 
     def _cut_bucket(self, num_cut: int, num_rows: int) -> int:
         """The number of truncated rows that a graph handles: a power of four, or all rows."""

@@ -2,7 +2,7 @@
 
 A template is a head, which defines the markers of a message, and a common body. ``{% generation %}`` encloses what the
 assistant generates, including its end token, so ``return_assistant_tokens_mask=True`` works. Only ``plain`` has no
-markers.
+markers. A ``brief`` head names only the arguments of a tool: the whole schema would be most of a tiny model's prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headwater.core.registry import nearest
 
 _TINY_HEAD = """\
 {%- set before, after, end, gap = "<|", "|>", "<|end|>", "" -%}
-{%- set default_system = "" -%}
+{%- set default_system, brief = "", true -%}
 """
 
 _CHATML_HEAD = """\
@@ -51,7 +51,12 @@ _BODY = (
 {%- if tools -%}
     {{- before ~ "system" ~ after ~ "Tools:" -}}
     {%- for tool in tools -%}
-        {{- "\\n" ~ (tool | tojson) -}}
+        {%- set function = tool.function or tool -%}
+        {%- if brief -%}
+            {{- "\\n" ~ function.name ~ "(" ~ ((function.parameters or {}).properties or {}) | join(", ") ~ ")" -}}
+        {%- else -%}
+            {{- "\\n" ~ (tool | tojson) -}}
+        {%- endif -%}
     {%- endfor -%}
     {{- end ~ gap -}}
 {%- endif -%}

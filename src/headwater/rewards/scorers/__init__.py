@@ -30,11 +30,6 @@ def is_quick(name: str) -> bool:
     return bool(name) and not is_path(name) and _traits_of(name).is_quick
 
 
-def runs_code(name: str) -> bool:
-    """Whether ``name`` is a built-in scorer that runs code of the model in the sandbox."""
-    return bool(name) and not is_path(name) and _traits_of(name).runs_code
-
-
 @lru_cache(maxsize=1)
 def declared_sources() -> dict[str, str]:
     """The scorer of each declared data source, in lower case."""

@@ -21,7 +21,6 @@ from headwater.rewards.scorers import SCORERS
         data_sources=("codecontests", "apps", "codeforces", "taco", "taco-verified", "deepmind/code_contests",
                       "humaneval*", "openai_humaneval", "mbpp*", "leetcode*", "livecodebench*", "lcbv5", "kodcode*",
                       "primeintellect"),
-        runs_code=True,
     )
 )  # fmt: skip
 def code(

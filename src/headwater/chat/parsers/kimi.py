@@ -1,0 +1,48 @@
+"""Kimi K2: ``functions.search:0`` is the identifier of a call, which contains the tool's name.
+
+<|tool_calls_section_begin|><|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "tides"}
+<|tool_call_end|><|tool_calls_section_end|>
+"""
+
+from __future__ import annotations
+
+from headwater.chat.call_draft import CallDraft
+from headwater.chat.call_json import BadCall, checked_name
+from headwater.chat.call_object import read_named_call
+from headwater.chat.parsers import PARSERS, CallFormat
+from headwater.chat.reader import Reader, Steps
+
+_SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+
+@PARSERS.register
+class Kimi(CallFormat):
+    """The marks of a section are optional; those of a call are not."""
+
+    template_marks = (_BEGIN, _ARGUMENTS)
+
+    def read(self, reader: Reader) -> Steps[None]:
+        while mark := (yield from reader.content_until(_SECTION, _BEGIN, _SECTION_END)):
+            if mark != _BEGIN:
+                continue
+            draft = CallDraft(reader, reader.place - len(_BEGIN))
+            with reader.fenced(_END, _BEGIN, _SECTION_END):
+                try:
+                    yield from _read_call(reader, draft)
+                except BadCall as error:
+                    yield from reader.until()
+                    draft.fail(error)
+            yield from reader.accept(_END)
+
+
+def _read_call(reader: Reader, draft: CallDraft) -> Steps[None]:
+    text, mark = yield from reader.until(_ARGUMENTS)
+    if not mark:
+        raise BadCall(f"the call has no {_ARGUMENTS}; write functions.name:0{_ARGUMENTS}{{...}}")
+    call_id = checked_name(text.strip())
+    draft.set_id(call_id)
+    name, _, number = call_id.removeprefix("functions.").rpartition(":")
+    if not name or not number.isdecimal():
+        name = call_id.removeprefix("functions.")
+    yield from read_named_call(reader, draft, name, ending="")

@@ -1,0 +1,113 @@
+"""Makes a file for verl or AReaL importable without these packages.
+
+Inside ``importable()``, ``import verl...`` and ``import areal...`` find modules with Headwater's versions of the names
+that rollout classes and tools use. Afterwards these modules are gone again. A package that is installed is never
+replaced. The names themselves are defined in other folders and loaded only when a file imports them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_VERL = "headwater.workflows.adapters.verl"
+_AREAL = "headwater.workflows.adapters.areal"
+_TOOLS = "headwater.tools.base"
+
+_LOOP = ("AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "register")
+_API = (
+    "AsyncRewardWrapper", "GenerationHyperparameters", "InferenceEngine", "ModelRequest", "ModelResponse",
+    "RolloutWorkflow",
+)  # fmt: skip
+
+MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "verl.experimental.agent_loop": (_VERL, _LOOP),
+    "verl.experimental.agent_loop.agent_loop": (
+        _VERL, (*_LOOP, "AsyncLLMServerManager", "LLMServerClient", "TokenOutput"),
+    ),
+    "verl.experimental.agent_loop.tool_parser": (_VERL, ("FunctionCall", "ToolParser")),
+    "verl.tools.base_tool": (_TOOLS, ("BaseTool", "OpenAIFunctionToolSchema=ToolSchema", "ToolResponse")),
+    "verl.tools.schemas": (_TOOLS, ("OpenAIFunctionToolSchema=ToolSchema", "ToolResponse")),
+    "verl.utils.profiler": (_VERL, ("simple_timer",)),
+    "verl.utils.ray_utils": (_VERL, ("get_event_loop",)),
+    "verl.utils.rollout_trace": (_VERL, ("rollout_trace_op",)),
+    "verl.workers.rollout.llm_server": (_VERL, ("LLMServerClient",)),
+    "verl.workers.rollout.replica": (_VERL, ("TokenOutput",)),
+    "areal": (_AREAL, ("workflow_context",)),
+    "areal.api": (_AREAL, _API),
+    "areal.api.cli_args": (_AREAL, ("GenerationHyperparameters",)),
+    "areal.api.engine_api": (_AREAL, ("InferenceEngine",)),
+    "areal.api.io_struct": (_AREAL, ("ModelRequest", "ModelResponse")),
+    "areal.api.reward_api": (_AREAL, ("AsyncRewardWrapper",)),
+    "areal.api.workflow_api": (_AREAL, ("RolloutWorkflow",)),
+    "areal.infra": (_AREAL, ("workflow_context",)),
+    "areal.utils": (_AREAL, ("logging", "stats_tracker")),
+    "areal.utils.data": (_AREAL, ("concat_padded_tensors",)),
+    "areal.utils.dynamic_import": (_AREAL, ("import_from_string",)),
+    "areal.utils.hf_utils": (_AREAL, ("apply_chat_template", "load_hf_tokenizer")),
+    "areal.utils.perf_tracer": (_AREAL, ("atrace_session_phase", "session_context", "trace_session")),
+}  # fmt: skip
+"""Each module, where the names that it offers come from, and these names; ``theirs=ours`` if ours is another one."""
+
+_lock = threading.RLock()
+
+
+def _with_parents(names: Sequence[str]) -> set[str]:
+    split = [name.split(".") for name in names]
+    return {".".join(parts[:count]) for parts in split for count in range(1, len(parts) + 1)}
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds the modules of ``MODULES`` and their parents, for packages that are not installed."""
+
+    def __init__(self) -> None:
+        roots = {name.partition(".")[0] for name in MODULES}
+        self._roots = {root for root in roots if importlib.util.find_spec(root) is None}
+        self._known = {name for name in _with_parents(tuple(MODULES)) if name.partition(".")[0] in self._roots}
+        self.made: list[str] = []
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in self._roots:
+            return None
+        if fullname not in self._known:
+            root = fullname.partition(".")[0]
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: {root} is not installed, and Headwater provides only the modules that "
+                f"rollout classes and tools need: {', '.join(name for name in MODULES if name.startswith(root))}",
+                name=fullname,
+            )
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.made.append(module.__name__)
+        source, names = MODULES.get(module.__name__, ("", ()))
+        if source:
+            found = importlib.import_module(source)
+            for name in names:
+                theirs, _, ours = name.partition("=")
+                setattr(module, theirs, getattr(found, ours or theirs))
+
+
+@contextmanager
+def importable() -> Iterator[None]:
+    """Inside this block, a file for verl or AReaL can be imported."""
+    with _lock:
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
+            for name in finder.made:
+                sys.modules.pop(name, None)

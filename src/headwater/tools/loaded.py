@@ -1,0 +1,102 @@
+"""``LoadedTool``: one tool of a run, which all episodes share, with its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headwater.core.errors import DataError
+from headwater.core.protocols import Tokenizer
+from headwater.tools.base import BaseTool
+from headwater.tools.running import Slots, call_method
+from headwater.tools.schema import ToolSchema
+from headwater.tools.truncate import Side, truncate
+
+METHODS = ("create", "execute", "calc_reward", "release")
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """Limits on the calls of one tool. The defaults are those of the section ``tools``."""
+
+    timeout_s: float
+    max_concurrent: int
+    max_result_tokens: int
+    truncation: Side
+
+
+class LoadedTool:
+    """A tool, its schema, and the slots in which its methods run."""
+
+    def __init__(self, tool: Any, schema: ToolSchema, limits: ToolLimits, tokenizer: Tokenizer) -> None:
+        self.tool = tool
+        self.schema = schema
+        self.name = schema.name
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._calls = Slots(self.name, limits.max_concurrent)
+        # Separate slots: a tool whose calls are all blocked must still be released.
+        self._releases = Slots(f"{self.name} (release)", limits.max_concurrent)
+        self._background: set[asyncio.Task[None]] = set()
+
+    def has_own(self, method: str) -> bool:
+        """Whether the tool defines a method itself. Those that do nothing are not called."""
+        own = getattr(type(self.tool), method, None)
+        return own is not None and own is not getattr(BaseTool, method)
+
+    async def run(self, call: Callable[[], Any], on_late: Callable[[Any], object] | None = None) -> Any:
+        """Call a method in a slot. With ``on_late`` it is never interrupted, and a late result is passed on."""
+        is_interrupted = on_late is None
+        return await self._calls.run(
+            lambda: call_method(call, interrupt=is_interrupted), self.limits.timeout_s, on_late
+        )
+
+    async def run_release(self, call: Callable[[], Any]) -> None:
+        await self._releases.run(lambda: call_method(call, interrupt=False), self.limits.timeout_s)
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def truncated(self, text: str) -> str:
+        return truncate(text, self.limits.max_result_tokens, self.limits.truncation, self._tokenizer)
+
+    def check_row(self, kwargs: Any, place: str) -> None:
+        """Raise ``DataError`` if ``tools_kwargs`` of a row do not fit the methods of the tool."""
+        key = f"{place}: tools_kwargs.{self.name}"
+        if not isinstance(kwargs, Mapping):
+            raise DataError(
+                f"{key} = {kwargs!r}: must be a mapping with {', '.join(f'{each}_kwargs' for each in METHODS)}"
+            )
+        for name, given in kwargs.items():
+            method = name.removesuffix("_kwargs")
+            if method not in METHODS or method == name:
+                known = ", ".join(f"{each}_kwargs" for each in METHODS)
+                raise DataError(f"{key}.{name}: no such entry; known: {known}")
+            if not isinstance(given, Mapping):
+                raise DataError(f"{key}.{name} = {given!r}: must be a mapping of argument names to values")
+            if given:
+                self._check_takes(method, given, f"{key}.{name}")
+
+    def _check_takes(self, method: str, given: Mapping[str, Any], key: str) -> None:
+        function = getattr(self.tool, method, None)
+        if function is None:
+            raise DataError(f"{key}: tool {self.name} has no method {method}; remove it")
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return  # some callables have no signature
+        taken = {each.name for each in signature.parameters.values() if each.kind is not each.POSITIONAL_ONLY}
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+        wrong = [name for name in given if name not in taken and not takes_any]
+        if wrong or not self.has_own(method):
+            names = ", ".join(wrong or given)
+            raise DataError(f"{key}: {method} of tool {self.name} does not take {names}; remove it, or add a parameter")
+
+    async def end_background(self, limit_s: float) -> None:
+        if self._background:
+            await asyncio.wait(set(self._background), timeout=limit_s)

@@ -1,0 +1,225 @@
+"""Runs the methods of tools: with a time limit, a limit on how many run at once, and never on the event loop's thread
+if they are plain functions.
+
+A thread of Python cannot be killed. A plain function that exceeds its time limit is interrupted: an exception is
+raised in it at its next Python instruction. A function that blocks in C code, for example in ``time.sleep``, sees the
+exception only when it returns. Until then it keeps its slot, as does a coroutine that ignores its cancellation. So a
+tool never has more threads than ``max_concurrent``. When all its slots are blocked, its calls fail at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from headwater.tools.base import ToolUnavailable
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+GRACE_S = 1.0
+"""How long a call may take to end after it was cancelled, before its slot counts as blocked."""
+
+
+class CallTimedOut(Exception):
+    """A method did not return within its time limit."""
+
+
+class Slots:
+    """At most ``limit`` calls of one tool at the same time; others wait in order."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self.name = name
+        self.limit = limit
+        self.num_running = 0
+        self.num_blocked = 0
+        """Calls that did not end although they were cancelled. They are among the running ones."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def run(
+        self,
+        start: Callable[[], Coroutine[Any, Any, T]],
+        timeout_s: float,
+        on_late: Callable[[T], object] | None = None,
+    ) -> T:
+        """Run ``start()`` in a slot. The time in which it waits for the slot does not count.
+
+        ``on_late`` receives the result of a call that succeeded after its caller had stopped waiting.
+        """
+        await self._acquire()
+        task = asyncio.ensure_future(start())
+        task.add_done_callback(self._ended)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        except asyncio.CancelledError:
+            self._cancel(task, on_late)
+            await asyncio.wait({task}, timeout=GRACE_S)
+            raise
+        if done:
+            return task.result()
+        self._cancel(task, on_late)
+        await asyncio.wait({task}, timeout=GRACE_S)
+        raise CallTimedOut
+
+    async def _acquire(self) -> None:
+        if self.num_blocked >= self.limit:
+            raise self._all_blocked()
+        if self.num_running < self.limit:
+            self.num_running += 1
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._release()  # it got the slot in the moment in which it was cancelled
+            raise
+
+    def _release(self) -> None:
+        """Pass the slot on."""
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self.num_running -= 1
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._release()
+        if not task.cancelled():
+            task.exception()  # otherwise asyncio would log the error of a call that nobody waits for
+
+    def _cancel(self, task: asyncio.Task[T], on_late: Callable[[T], object] | None) -> None:
+        task.cancel()
+        if on_late is not None:
+            task.add_done_callback(lambda ended: on_late(ended.result()) if has_succeeded(ended) else None)
+        if not task.done():
+            asyncio.get_running_loop().call_later(GRACE_S, self._block, task)
+
+    def _block(self, task: asyncio.Task[Any]) -> None:
+        if task.done():
+            return
+        self.num_blocked += 1
+        task.add_done_callback(self._unblock)
+        logger.warning(
+            "tool %s: a call did not end %.0f s after it was cancelled; it keeps one of the %d slots until it ends",
+            self.name, GRACE_S, self.limit,
+        )  # fmt: skip
+        if self.num_blocked >= self.limit:
+            while self._waiting:
+                waiter = self._waiting.popleft()
+                if not waiter.done():
+                    waiter.set_exception(self._all_blocked())
+
+    def _unblock(self, task: asyncio.Task[Any]) -> None:
+        self.num_blocked -= 1
+
+    def _all_blocked(self) -> ToolUnavailable:
+        return ToolUnavailable(f"all {self.limit} slots of {self.name} are held by calls that do not end")
+
+
+def has_succeeded(task: asyncio.Task[Any]) -> bool:
+    return not task.cancelled() and task.exception() is None
+
+
+async def call_method(call: Callable[[], Any], *, interrupt: bool = True) -> Any:
+    """Call a coroutine function on the event loop, or a plain function in a thread.
+
+    ``interrupt=False`` lets a thread finish after a cancellation, so that its result is never lost.
+    """
+    function = call.func if isinstance(call, partial) else call
+    if inspect.iscoroutinefunction(function):
+        return await call()
+    result = await _in_thread(call, interrupt)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _in_thread(call: Callable[[], T], interrupt: bool) -> T:
+    """Run a blocking call in a daemon thread, which cannot delay the end of the process.
+
+    The first cancellation interrupts the thread, and waits until it ends. The second one does not wait.
+    """
+    worker = _Worker(call, asyncio.get_running_loop())
+    worker.start()
+    try:
+        return await asyncio.shield(worker.outcome)
+    except asyncio.CancelledError:
+        if interrupt:
+            worker.interrupt()
+        return await worker.outcome
+
+
+class _Interrupted(BaseException):
+    """Raised in the thread of a cancelled call. It is no ``Exception``, so that tools do not catch it by mistake."""
+
+
+class _Worker:
+    """A thread that runs one call."""
+
+    def __init__(self, call: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.outcome: asyncio.Future[Any] = loop.create_future()
+        self._call = call
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._is_calling = True
+        self._thread = threading.Thread(target=self._run, name="tool", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def interrupt(self) -> None:
+        with self._lock:
+            if self._is_calling:
+                self._raise_in_thread(_Interrupted)
+
+    def _raise_in_thread(self, error: type[BaseException] | None) -> None:
+        """Raise ``error`` at the thread's next Python instruction; None withdraws an error that was not raised yet."""
+        if self._thread.ident is not None:
+            what = ctypes.py_object(error) if error is not None else None
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), what)
+
+    def _run(self) -> None:
+        try:
+            settle = self._outcome()
+        except _Interrupted:  # raised after the call had returned
+            settle = self._cancel
+        # If the run ended before this call, the loop is closed and the result is not needed.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(settle)
+
+    def _outcome(self) -> Callable[[], None]:
+        try:
+            value = self._call()
+        except _Interrupted:
+            return self._cancel
+        except BaseException as error:  # noqa: BLE001  raised again in the awaiting coroutine
+            return partial(self._fail, error)
+        finally:
+            with self._lock:
+                self._is_calling = False
+                self._raise_in_thread(None)
+        return partial(self._settle, value)
+
+    def _settle(self, value: Any) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(value)
+
+    def _cancel(self) -> None:
+        self.outcome.cancel()
+
+    def _fail(self, error: BaseException) -> None:
+        if self.outcome.done():
+            return
+        # A future cannot hold a StopIteration, and SystemExit would end the event loop.
+        if not isinstance(error, Exception) or isinstance(error, StopIteration):
+            error = RuntimeError(f"raised {type(error).__name__}: {error}")
+        self.outcome.set_exception(error)

@@ -1,0 +1,258 @@
+"""The names that a workflow for AReaL imports. Import them from here, or leave AReaL's imports as they are.
+
+from headwater.workflows.adapters.areal import ModelRequest, RolloutWorkflow
+
+class Answer(RolloutWorkflow):
+    def __init__(self, reward_fn, gconfig, tokenizer):
+        ...
+
+    async def arun_episode(self, engine, data):
+        response = await engine.agenerate(ModelRequest(input_ids=..., gconfig=self.gconfig))
+        return {"input_ids": ..., "loss_mask": ..., "rewards": ...}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import logging
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from headwater.core.errors import RewardFailed, RewardTimedOut
+from headwater.core.protocols import Tokenizer
+from headwater.models.load import load_tokenizer
+from headwater.workflows.adapters.journal import current_journal
+
+T = TypeVar("T")
+
+ALL_TOKENS = int(1e8)
+"""``top_k`` that keeps all tokens."""
+
+
+@dataclass
+class GenerationHyperparameters:
+    """How a response is sampled. ``gconfig`` of a constructor has the values of the recipe."""
+
+    n_samples: int = 1
+    max_new_tokens: int = 16384
+    min_new_tokens: int = 0
+    max_tokens: int = 65536
+    """The longest prompt and response together."""
+    greedy: bool = False
+    top_p: float = 1.0
+    top_k: int = ALL_TOKENS
+    temperature: float = 1.0
+    stop_token_ids: list[int] = field(default_factory=list)
+    stop: list[str] | None = None
+    frequency_penalty: float = 0.0
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    max_workers: int | None = None
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        return replace(self, **changes)
+
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Tokenizer) -> GenerationHyperparameters:
+        """A copy that also stops at the tokenizer's end and padding tokens."""
+        ends = [each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None]
+        return replace(self, stop_token_ids=list(dict.fromkeys([*self.stop_token_ids, *ends])))
+
+
+@dataclass
+class ModelRequest:
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    input_ids: list[int] = field(default_factory=list)
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Any = None
+    image_data: Sequence[Any] | None = None
+    processor: Any = None
+
+    def copy(self) -> ModelRequest:
+        return replace(self, input_ids=list(self.input_ids), metadata=dict(self.metadata))
+
+
+@dataclass
+class ModelResponse:
+    """A response with lists, which workflows join."""
+
+    input_tokens: list[int] = field(default_factory=list)
+    output_tokens: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_versions: list[int] = field(default_factory=list)
+    stop_reason: Literal["length", "stop", "tool_calls", "abort"] = "stop"
+    tokenizer: Any = None
+    latency: float = 0.0
+    ttft: float = 0.0
+    routed_experts: Any = None
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
+
+class InferenceEngine(ABC):
+    """The model, as ``arun_episode`` sees it."""
+
+    @abstractmethod
+    async def agenerate(self, req: ModelRequest) -> ModelResponse: ...
+
+    @abstractmethod
+    def get_version(self) -> int: ...
+
+
+class RolloutWorkflow(ABC):
+    """Base of workflows. One object runs all episodes."""
+
+    @abstractmethod
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        """Tensors of one or more sequences, or None to reject the episode."""
+
+
+RewardFunction = Callable[..., Any]
+
+
+class AsyncRewardWrapper:
+    """Calls ``reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`` without blocking other episodes.
+
+    A function that raises or takes too long is a failure of the episode. It is never a reward of 0.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFunction,
+        timeout_seconds: float = 15,
+        max_workers: int | None = None,
+        max_retries: int = 3,
+        **kwargs: Any,
+    ) -> None:
+        self.reward_fn = reward_fn
+        self.timeout_seconds = timeout_seconds
+        self.max_retries = max_retries
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = getattr(self.reward_fn, "__name__", type(self.reward_fn).__name__)
+        for num_left in reversed(range(self.max_retries + 1)):
+            try:
+                return await asyncio.wait_for(self._call(*args, **kwargs), self.timeout_seconds)
+            except TimeoutError as error:
+                raise RewardTimedOut(
+                    f"reward {name}: no result within {self.timeout_seconds:g} s; make it faster, or pass a larger "
+                    "timeout_seconds to AsyncRewardWrapper"
+                ) from error
+            except RewardFailed:
+                raise
+            except Exception as error:  # a user's function may raise anything
+                if not num_left:
+                    raise RewardFailed(f"reward {name} raised {type(error).__name__}: {error}") from error
+        raise AssertionError("the last attempt ends in a result or an error")
+
+    async def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if inspect.iscoroutinefunction(self.reward_fn) or hasattr(self.reward_fn, "is_async"):
+            return await self.reward_fn(*args, **kwargs)
+        result = await asyncio.to_thread(partial(self.reward_fn, *args, **kwargs))
+        return await result if isinstance(result, Awaitable) else result
+
+
+def concat_padded_tensors(items: Sequence[Mapping[str, torch.Tensor]], pad_value: float = 0.0) -> dict[str, Any]:
+    """Join sequences of different lengths to one batch. ``attention_mask`` is 0 where a sequence was padded."""
+    if not items:
+        return {}
+    width = max(value.shape[1] for item in items for value in item.values() if value.ndim > 1)
+
+    def padded(name: str, value: torch.Tensor) -> torch.Tensor:
+        if value.ndim < 2 or value.shape[1] == width:
+            return value
+        fill = 0.0 if name == "attention_mask" else pad_value
+        rest = value.new_full((value.shape[0], width - value.shape[1], *value.shape[2:]), fill)
+        return torch.cat([value, rest], dim=1)
+
+    return {name: torch.cat([padded(name, item[name]) for item in items]) for name in items[0]}
+
+
+def apply_chat_template(tokenizer: Any, conversation: Any, **kwargs: Any) -> Any:
+    if kwargs.get("tokenize", True):
+        kwargs.setdefault("return_dict", False)
+    return tokenizer.apply_chat_template(conversation, **kwargs)
+
+
+def load_hf_tokenizer(path: str) -> Any:
+    return load_tokenizer(path)
+
+
+def import_from_string(path: str) -> Any:
+    """The object that ``package.module.name`` names."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+__all__ = [
+    "AsyncRewardWrapper",
+    "GenerationHyperparameters",
+    "InferenceEngine",
+    "ModelRequest",
+    "ModelResponse",
+    "RolloutWorkflow",
+    "apply_chat_template",
+    "atrace_session_phase",
+    "concat_padded_tensors",
+    "import_from_string",
+    "load_hf_tokenizer",
+    "logging",
+    "session_context",
+    "stats_tracker",
+    "trace_session",
+    "workflow_context",
+]
+
+
+class _Stats:
+    """Values that a workflow reports become part of the ``info`` of its rollout."""
+
+    def scalar(self, **values: Any) -> None:
+        journal = current_journal()
+        if journal is not None:
+            journal.notes.update(values)
+
+
+class stats_tracker:
+    """A module in AReaL."""
+
+    @staticmethod
+    def get(scope: str = "") -> _Stats:
+        return _Stats()
+
+
+class workflow_context:
+    """A module in AReaL."""
+
+    @staticmethod
+    def stat_scope() -> str:
+        return "rollout"
+
+
+@asynccontextmanager
+async def atrace_session_phase(*args: Any, **kwargs: Any) -> AsyncIterator[None]:
+    """Without effect: ``trainer.trace`` records a run."""
+    yield
+
+
+def trace_session(*args: Any, **kwargs: Any) -> Callable[[T], T]:
+    """Without effect: ``trainer.trace`` records a run."""
+    return lambda function: function
+
+
+session_context = trace_session

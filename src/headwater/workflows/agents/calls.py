@@ -1,0 +1,171 @@
+"""Reading a chat call of an agent.
+
+Every reply is sampled with the run's own settings, because the learner computes log-probs under them. What a client
+asks for is therefore treated in one of three ways:
+
+- ``max_tokens``, ``stop``, ``n``, ``tools``, ``stream`` and ``logprobs`` work as usual.
+- ``temperature``, ``top_p`` and other settings of the same kind are replaced by the run's, and the log says so once.
+  With ``client_sampling: refuse`` a different value is an error.
+- What would change the distribution in a way that cannot be trained, such as a JSON schema, is always an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headwater.chat.messages import read_messages
+from headwater.chat.render import RESERVED_ARGUMENTS
+from headwater.core.errors import DataError
+from headwater.core.records import SamplingParams
+from headwater.serving.errors import ApiError, wrong
+from headwater.serving.fields import Fields, checked_text
+from headwater.serving.openai.plan import Shape, read_shape
+from headwater.serving.sampling import read_stops
+from headwater.workflows.agents.conversation import text_of
+
+_UNTRAINABLE = (
+    "replies that are trained on are sampled from the model's own distribution; remove it, and let the reward tell "
+    "the model what to write"
+)
+_LABELS = (
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "parallel_tool_calls", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
+"""Fields that do not change what the model writes."""
+_MAX_CHOICES = 64
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """One call of ``/v1/chat/completions``."""
+
+    model: str
+    messages: tuple[dict[str, Any], ...]
+    """With text as content, and arguments of tool calls as mappings: what chat templates expect."""
+    template_args: Mapping[str, Any]
+    """Arguments that the call brings for the chat template: its tools and ``chat_template_kwargs``."""
+    parses_calls: bool
+    """Whether tool calls are looked for in the reply."""
+    num_choices: int
+    max_tokens: int | None
+    shape: Shape
+    replaced: tuple[str, ...]
+    """Settings of the client that the run's own ones replace, for example ``temperature = 0.2``."""
+
+
+def read_call(body: Mapping[str, Any], sampling: SamplingParams) -> ChatCall:
+    fields = Fields(body)
+    model = fields.text("model") or "default"
+    stops = read_stops(fields)
+    max_tokens = _max_tokens(fields)
+    logprobs = fields.flag("logprobs", False)
+    fields.neutral("top_logprobs", [0], "alternatives are not available in an episode; remove it")
+    tools, parses_calls, replaced = _tools(fields)
+    call = ChatCall(
+        model=model,
+        messages=_messages(fields.raw("messages")),
+        template_args={**_template_args(fields), **({"tools": tools} if tools else {})},
+        parses_calls=parses_calls,
+        num_choices=fields.integer("n", 1, minimum=1, maximum=_MAX_CHOICES),
+        max_tokens=max_tokens,
+        shape=read_shape(fields, stops, logprobs=logprobs),
+        replaced=(*replaced, *_replaced(fields, sampling)),
+    )
+    _refuse_untrainable(fields)
+    fields.ignored(*_LABELS)
+    return replace(call, replaced=(*call.replaced, *fields.unread()))
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    newer = fields.optional_integer("max_completion_tokens", minimum=1)
+    older = fields.optional_integer("max_tokens", minimum=1)
+    return older if newer is None else newer
+
+
+def _messages(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise wrong("messages", value, "must be a list of at least one message")
+    try:
+        messages = read_messages({"messages": value}, "messages", "", "request")
+    except DataError as error:
+        raise ApiError(str(error).removeprefix("request: "), param="messages") from error
+    return tuple(_message(each, f"messages[{place}]") for place, each in enumerate(messages))
+
+
+def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    content = message["content"]
+    for place, part in enumerate(content if isinstance(content, list) else ()):
+        if part["type"] != "text":
+            raise wrong(f"{name}.content[{place}].type", part["type"], "an episode accepts only text; send text parts")
+    made: dict[str, Any] = {
+        "role": "system" if message["role"] == "developer" else message["role"],
+        "content": checked_text(text_of(content), f"{name}.content"),
+    }
+    made |= {key: message[key] for key in ("name", "tool_call_id") if key in message}
+    if message.get("tool_calls"):
+        made["tool_calls"] = [_tool_call(each, f"{name}.tool_calls") for each in message["tool_calls"]]
+    return made
+
+
+def _tool_call(call: Any, name: str) -> dict[str, Any]:
+    """A call in the history of a conversation. The API has its arguments as JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ApiError(f'{name}: must be a list of {{"function": {{"name": ..., "arguments": ...}}}}', param=name)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {"arguments": arguments}  # what a model wrote need not be JSON
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tools(fields: Fields) -> tuple[list[dict[str, Any]], bool, list[str]]:
+    """The tools that the model is shown, whether its calls are parsed, and what is not followed to the letter."""
+    fields.neutral("functions", [[]], "is the old form; send tools")
+    fields.neutral("function_call", ["none", "auto"], "is the old form; send tool_choice")
+    tools = fields.raw("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise wrong("tools", tools, "must be a list of tools, each an object")
+    choice = fields.raw("tool_choice") or "auto"
+    if choice == "none":
+        return [], False, []
+    # A call cannot be enforced without leaving the model's own distribution.
+    return tools, bool(tools), [] if choice == "auto" else [f"tool_choice = {choice!r}"]
+
+
+def _template_args(fields: Fields) -> dict[str, Any]:
+    arguments = dict(fields.mapping("chat_template_kwargs") or {})
+    for fixed in (*RESERVED_ARGUMENTS, "add_generation_prompt", "continue_final_message", "tools"):
+        if fixed in arguments:
+            raise ApiError(f"chat_template_kwargs.{fixed}: cannot be set; remove it", param="chat_template_kwargs")
+    return arguments
+
+
+def _replaced(fields: Fields, sampling: SamplingParams) -> list[str]:
+    own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    replaced = []
+    for name, value in own.items():
+        if (given := fields.number(name, value)) != value:
+            replaced.append(f"{name} = {given:g}")
+    if (top_k := max(0, fields.integer("top_k", sampling.top_k))) != sampling.top_k:
+        replaced.append(f"top_k = {top_k}")
+    others = {name: fields.raw(name) for name in ("seed", "reasoning_effort", "verbosity", "min_tokens")}
+    return [*replaced, *(f"{name} = {given!r}" for name, given in others.items() if given is not None)]
+
+
+def _refuse_untrainable(fields: Fields) -> None:
+    fields.neutral("response_format", [{"type": "text"}], _UNTRAINABLE)
+    fields.neutral("logit_bias", [{}], _UNTRAINABLE)
+    fields.neutral("presence_penalty", [0], _UNTRAINABLE)
+    fields.neutral("frequency_penalty", [0], _UNTRAINABLE)
+    fields.neutral("repetition_penalty", [1], _UNTRAINABLE)
+    fields.neutral("ignore_eos", [False], _UNTRAINABLE)
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex"):
+        fields.neutral(name, [], _UNTRAINABLE)
+    fields.neutral("modalities", [["text"]], "the reply is text")
+    fields.neutral("audio", [], "the reply is text")

@@ -1,0 +1,60 @@
+"""Comparing conversations: does a request continue what the model has said before?
+
+A client sends the whole conversation with every call, in its own words: it may leave out empty fields, repeat
+arguments of tool calls with other spaces, or send text as a list of parts. ``prefix_keys`` has equal keys for
+conversations that mean the same.
+
+    keys = prefix_keys([system, user, reply, result], {"tools": [...]})
+    keys[2]         # identifies the conversation up to and including the reply
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+
+
+def prefix_keys(messages: Sequence[Message], template_args: Mapping[str, Any]) -> list[str]:
+    """One key per message, for the conversation up to and including that message."""
+    state = hashlib.blake2b(_json(template_args), digest_size=16)
+    keys = []
+    for message in messages:
+        state.update(b"\n" + _json(_meaning(message)))
+        keys.append(state.hexdigest())
+    return keys
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, which is a string, a list of text parts, or nothing."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content)
+
+
+def _meaning(message: Message) -> list[Any]:
+    role, text = message.get("role"), text_of(message.get("content"))
+    if role == "assistant":
+        text = text.strip()  # many clients strip replies before they send them back
+    # Ids of calls are left out: some clients make up their own.
+    return [role, text, [_call(each) for each in message.get("tool_calls") or ()]]
+
+
+def _call(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = arguments.strip()
+    return [function.get("name"), arguments or {}]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, default=str).encode()
