@@ -134,7 +134,7 @@ class ArealWorkflow:
             self._made = construct(made, setting, bind(made, setting, own, offered))
 
     async def run(self, episode: Episode) -> EpisodeResult:
-        with open_journal(episode) as journal:
+        async with open_journal(episode) as journal:
             result = await self._made.arun_episode(JournalEngine(journal), row_of(episode.prompt))
             if result is None:
                 return None
