@@ -117,6 +117,23 @@ def test_should_accept_replaces_groups_and_counts_them(tmp_path):
     assert "has no attribute 'nothing'" in result.stderr
 
 
+def test_tokens_that_were_not_sampled_are_a_counted_failure_and_never_trained(tmp_path):
+    workflow = f"rollout.workflow={FOREIGN}/verl_answer.py:AnswerAltered"
+    result = headwater("train", *SMALL, f"run.root={tmp_path}", "run.name=stop", workflow)
+    assert result.code != 0
+    assert "is marked as the model's, but the engine did not sample it" in result.stderr
+    train_here(*SMALL, f"run.root={tmp_path}", "run.name=drop", workflow, "rollout.on_failure=drop")
+    steps = metrics(tmp_path / "drop", "train")
+    num_invalid = sum(each["groups/dropped_invalid"] for each in steps)
+    assert num_invalid > 0
+    assert num_invalid == sum(each["groups/dropped"] for each in steps) == steps[-1]["rollouts/rejected"]
+    for file in (tmp_path / "drop" / "rollouts").glob("*.parquet"):
+        assert all(int(uid.rpartition("/")[2]) % 3 for uid in pq.read_table(file)["uid"].to_pylist())
+    ledger = [json.loads(line) for line in (tmp_path / "drop" / "ledger.jsonl").read_text().splitlines()]
+    counts = [each["counts"] for each in ledger if each["kind"] == "step"][-1]
+    assert counts["dispatched"] == sum(count for name, count in counts.items() if name != "dispatched")
+
+
 def test_a_run_with_classes_stops_and_a_filter_is_replayed_bit_for_bit(tmp_path):
     settings = [
         "trainer.total_steps=3", "rollout.max_staleness=2", "rollout.max_new_tokens=32",
