@@ -276,8 +276,8 @@ def test_a_run_says_which_log_probs_it_uses():
         return logprob_sources(replace(Config(), algorithm=replace(Config().algorithm, **changes)))
 
     assert sources() == (
-        "Log-probs: the engine (embedded) records those of sampled tokens; updates are measured from the same log-probs "
-        "(algorithm.old_logprobs = rollout); no reference model is used"
+        "Log-probs: the engine (embedded) records those of sampled tokens; updates are measured from the same "
+        "log-probs (algorithm.old_logprobs = rollout); no reference model is used"
     )
     assert "which a forward pass computes before the update" in sources(old_logprobs="recompute")
     assert "the reference model computes those of algorithm.kl_in_loss" in sources(kl_in_loss=0.1)
