@@ -101,8 +101,8 @@ class ToolSession:
             hint = nearest(call.name, list(self._tools))
             return _failure("unknown_tool", f"there is no tool {call.name[:64]!r}; {hint}")
         result = await self._attempt(loaded, call)
-        text = loaded.truncated(result.text)
-        if text != result.text:
+        text, is_cut = loaded.cut(result.text)
+        if is_cut:
             self._add("truncated")
         return ToolResult(text, result.reward, result.metrics, result.failure)
 
