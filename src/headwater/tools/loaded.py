@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.core.errors import DataError
-from headwater.core.protocols import Tokenizer
 from headwater.tools.base import BaseTool, ToolUnavailable
+from headwater.tools.result_text import ResultText, Side
 from headwater.tools.running import CallTimedOut, Slots, call_method, has_succeeded
 from headwater.tools.schema import ToolSchema
-from headwater.tools.truncate import Side, truncate
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +33,12 @@ class ToolLimits:
 class LoadedTool:
     """A tool, its schema, and the slots in which its methods run."""
 
-    def __init__(self, tool: Any, schema: ToolSchema, limits: ToolLimits, tokenizer: Tokenizer) -> None:
+    def __init__(self, tool: Any, schema: ToolSchema, limits: ToolLimits, texts: ResultText) -> None:
         self.tool = tool
         self.schema = schema
         self.name = schema.name
         self.limits = limits
-        self._tokenizer = tokenizer
+        self._texts = texts
         # A tool may know a lower limit, for example that of the sandbox.
         self._calls = Slots(
             self.name, min(limits.max_concurrent, getattr(tool, "max_concurrent", limits.max_concurrent))
@@ -102,8 +101,15 @@ class LoadedTool:
         task.add_done_callback(self._background.discard)
         task.add_done_callback(has_succeeded)
 
-    def truncated(self, text: str) -> str:
-        return truncate(text, self.limits.max_result_tokens, self.limits.truncation, self._tokenizer)
+    def cut(self, text: str) -> tuple[str, bool]:
+        """The text as the model reads it, and whether something was removed."""
+        # The whole text is not searched: control tokens outside of what is kept do not matter.
+        limits = self.limits
+        short = self._texts.truncated(text, limits.max_result_tokens, limits.truncation)
+        safe = self._texts.without_control_tokens(short)
+        if safe != short:  # it has a few more tokens now
+            safe = self._texts.truncated(safe, limits.max_result_tokens, limits.truncation)
+        return safe, short != text
 
     def check_row(self, kwargs: Any, place: str) -> None:
         """Raise ``DataError`` if ``tools_kwargs`` of a row do not fit the methods of the tool."""

@@ -177,7 +177,7 @@ def _watched(coroutine: Coroutine[Any, Any, T], on_block: Callable[[float], None
             step, argument = coroutine.throw, error
 
 
-async def _in_thread(call: Callable[[], T], interrupt: bool) -> T:
+async def _in_thread(call: Callable[[], Any], interrupt: bool) -> Any:
     """Run a blocking call in a daemon thread, which cannot delay the end of the process.
 
     The first cancellation interrupts the thread, and waits until it ends. The second one does not wait.
