@@ -32,7 +32,7 @@ MESSAGES = {
     "llama3_pythonic": f"[run(code={CODE!r})]",
     "mistral": f"{TEXT}[TOOL_CALLS][{OBJECT}]",
     "openai_json": OBJECT,
-    "qwen3_coder": f"{TEXT}<tool_call>\n<function=run>\n<parameter=code>\n{CODE}\n</parameter>\n</function>\n</tool_call>",
+    "qwen3_coder": f"{TEXT}<function=run>\n<parameter=code>\n{CODE}\n</parameter>\n</function>",
 }
 NUM_RUNS = 20
 
