@@ -81,7 +81,7 @@ class Grammars:
             raise RequestError(f"grammar: {error}") from error
         matcher = make(self._library_tokenizer, source, log_level=0)
         if matcher.is_error():
-            raise RequestError(f"grammar: this {grammar.kind} is not supported: {_first_line(matcher.get_error())}")
+            raise RequestError(f"grammar: the {grammar.kind} is not supported: {_first_line(matcher.get_error())}")
         return matcher
 
     @cached_property
