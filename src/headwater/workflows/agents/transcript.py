@@ -196,7 +196,7 @@ class Transcript:
 def _calls_of(message: Message) -> list[Message]:
     """The tool calls of a reply, for the chat template. What it writes for them is not used, so their arguments may be
     anything, but they must be a mapping."""
-    calls = []
+    calls: list[Message] = []
     for call in for_template(dict(message), "the reply").get("tool_calls", ()):
         arguments = call["function"]["arguments"]
         made = arguments if isinstance(arguments, Mapping) else {"unreadable": arguments}
