@@ -66,7 +66,7 @@ def _limit(bounds: Bounds, own_virtual_bytes: int) -> None:
         which = getattr(resource, name, None)
         if which is not None:  # not every system has all of them
             _, hard = resource.getrlimit(which)
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(which, (value, value))
+            most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(which, (most, most))
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, hard))

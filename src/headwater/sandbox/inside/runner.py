@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 import types
+from functools import cache
 from typing import Any
 
 from headwater.sandbox.inside import frames
@@ -68,9 +69,20 @@ def become_script(path: str, line_buffering: bool = False) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    for name in [name for name in sys.modules if name.partition(".")[0] == _OWN_PACKAGE]:
+    for name in _own_modules():
         del sys.modules[name]
     gc.enable()
+
+
+@cache
+def _own_modules() -> tuple[str, ...]:
+    """Modules of this folder. The zygote finds them once: looking at all names would copy many pages."""
+    return tuple(name for name in sys.modules if name.partition(".")[0] == _OWN_PACKAGE)
+
+
+def warm_up() -> None:
+    """In the zygote: compute what programs would else compute for themselves."""
+    _own_modules()
 
 
 def new_main(path: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from headwater.sandbox.inside import frames, linux
+from headwater.sandbox.inside import frames, linux, runner, seccomp
 from headwater.sandbox.inside.cell import Cell, CellLinks, reset_signals
 from headwater.sandbox.inside.confine import Bounds
 from headwater.sandbox.inside.meter import Meter, children
@@ -30,8 +30,8 @@ from headwater.sandbox.inside.place import NAMESPACES, Place, prepare_folder, pr
 from headwater.sandbox.inside.watched import WatchedCell
 
 _PRELOADED = (
-    "ast", "bisect", "collections", "copy", "ctypes", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
-    "linecache", "math", "operator", "pickle", "random", "re", "statistics", "string", "threading", "time", "traceback", "typing",
+    "bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
+    "linecache", "math", "operator", "random", "re", "statistics", "string", "threading", "time", "traceback", "typing",
 )  # fmt: skip
 """Modules that programs often import."""
 _MAX_REQUEST_BYTES = 4096
@@ -97,6 +97,9 @@ def _load(settings: Settings) -> None:
     sys.path.extend(settings.paths)
     for name in (*_PRELOADED, *settings.preload):
         importlib.import_module(name)
+    runner.warm_up()
+    if linux.is_supported():
+        seccomp.make_filter(linux.MACHINE)
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy all pages
 
