@@ -211,6 +211,22 @@ def test_no_forgery_passes(isolated: Isolated, name: str):
     assert good.stdout == "begun\npassed\n"
 
 
+def test_tests_are_secret_from_the_beginning(isolated: Isolated):
+    """A descriptor of the tests' memory, opened before they arrive, would read them later: there is no such moment."""
+    code = """
+import os
+opened = []
+for _ in range(300):
+    for name in ("mem", "fd", "maps", "environ"):
+        try: opened.append(os.open(f"/proc/{os.getppid()}/{name}", os.O_RDONLY))
+        except OSError: pass
+def num_opened(): return len(opened)
+"""
+    for _ in range(5):
+        outcome = isolated.sandbox.run_tests(code, "assert num_opened() == 0, num_opened()")
+        assert outcome.status == "ok", outcome
+
+
 def test_a_program_finds_nothing_of_another_one(isolated: Isolated):
     """Files, shared memory, sockets, processes and memory of one program are not there for the next one."""
     mark = uuid.uuid4().hex
