@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 import sys
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.sandbox.cell_link import CellLost
 from headwater.sandbox.inside.confine import Bounds
-from headwater.sandbox.launch import Kind
+from headwater.sandbox.launch import Kind, find_bubblewrap
 from headwater.sandbox.outcome import SandboxUnavailable
 from headwater.sandbox.request import Request
 from headwater.sandbox.zygote_process import ZygoteLost, ZygoteProcess
@@ -76,7 +75,7 @@ def _probe(zygote: ZygoteProcess) -> None:
 
 def complaint(kind: Kind, last_words: str) -> str:
     """Why an isolation does not work, from the last words of its process."""
-    if kind.startswith("bubblewrap") and shutil.which("bwrap") is None:
+    if kind.startswith("bubblewrap") and find_bubblewrap() is None:
         return "the program bwrap is not installed"
     return last_words
 
@@ -97,7 +96,7 @@ def remedies() -> list[str]:
     if sys.platform != "linux":
         found.append("run on Linux; other systems have no isolation that Headwater can use")
     else:
-        if shutil.which("bwrap") is None:
+        if find_bubblewrap() is None:
             found.append("install bubblewrap, for example with: apt install bubblewrap")
         if limit := _user_namespaces_are_off():
             found.append(limit)
