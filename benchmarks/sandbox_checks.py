@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from options import parser_of
 from record import write_record
 
 from headwater.config.rollout_schema import SandboxConfig
-from headwater.sandbox import Sandbox
+from headwater.sandbox import Outcome, Sandbox
 
 CODE = "assert sorted([3, 1, 2]) == [1, 2, 3]"
 
@@ -45,19 +46,23 @@ def main() -> None:
             with Sandbox(SandboxConfig(isolation=isolation, max_concurrent=width)) as sandbox:
                 sandbox.start()
                 measure(results, f"{isolation} run", width, args.checks, lambda: expect_ok(sandbox.run(CODE)))
-                tests = lambda: expect_ok(sandbox.run_tests("def f(x): return 2 * x", "assert f(2) == 4"))  # noqa: E731
-                measure(results, f"{isolation} tests", width, args.checks, tests)
+                measure(results, f"{isolation} tests", width, args.checks, lambda: expect_ok(run_tests(sandbox)))
         measure(results, "interpreter", width, args.checks, lambda: subprocess.run(bare[0], check=True))
         measure(results, "interpreter without site", width, args.checks, lambda: subprocess.run(bare[1], check=True))
         if bwrap := shutil.which("bwrap"):
             isolated = [bwrap, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", *bare[0]]
-            measure(results, "isolated interpreter", width, args.checks, lambda: subprocess.run(isolated, check=True))
+            run = partial(subprocess.run, isolated, check=True)
+            measure(results, "isolated interpreter", width, args.checks, run)
     results["session"] = asyncio.run(measure_sessions(args.sessions, args.checks))
     print(results["session"])
     write_record(args.out, torch.device("cpu"), cores=os.cpu_count(), results=results)
 
 
-def expect_ok(outcome: Any) -> None:
+def run_tests(sandbox: Sandbox) -> Outcome:
+    return sandbox.run_tests("def f(x): return 2 * x", "assert f(2) == 4")
+
+
+def expect_ok(outcome: Outcome) -> None:
     assert outcome.status == "ok", outcome
 
 

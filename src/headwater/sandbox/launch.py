@@ -56,7 +56,7 @@ def make_launch(kind: Kind, config: SandboxConfig, control: int, owner: int) -> 
             kind
         ],
         paths=package_paths(),
-        preload=(),
+        preload=config.preload,
         user_id=_NOBODY if drops_root else -1,
     )
     boot = (python(), "-I", "-S", "-c", _BOOT.format(module="zygote"))

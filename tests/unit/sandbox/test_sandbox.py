@@ -320,6 +320,16 @@ def test_without_isolation_code_is_refused(monkeypatch: pytest.MonkeyPatch):
     assert "sandbox.isolation=unprotected" in message
 
 
+def test_preloaded_modules_are_there_at_once(sandbox: Sandbox):
+    code = "import sys\nprint('colorsys' in sys.modules)"
+    assert sandbox.run(code).stdout == "False\n"
+    with Sandbox(SandboxConfig(preload=("colorsys",))) as other:
+        assert other.run(code).stdout == "True\n"
+    with Sandbox(SandboxConfig(preload=("no_such_module",))) as other, pytest.raises(SandboxUnavailable) as refused:
+        other.run(code)
+    assert "No module named 'no_such_module'" in str(refused.value)
+
+
 def test_a_closed_sandbox_says_so():
     sandbox = Sandbox(SandboxConfig())
     sandbox.close()
