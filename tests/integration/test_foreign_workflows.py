@@ -112,3 +112,16 @@ def test_should_accept_replaces_groups_and_counts_them(tmp_path):
     assert result.code != 0
     assert "accept.py:broken on row" in result.stderr
     assert "has no attribute 'nothing'" in result.stderr
+
+
+def test_a_run_with_classes_stops_and_a_filter_is_replayed_bit_for_bit(tmp_path):
+    settings = [
+        "trainer.total_steps=3", "rollout.max_staleness=2", "rollout.max_new_tokens=32",
+        "engine.deterministic=true", "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute",
+        "eval.before=false", "eval.after=false", "rollout.max_concurrent_groups=6", "rollout.min_p=0.001",
+        "rollout.min_new_tokens=2", "rollout.stop=[a]", f"rollout.should_accept={FOREIGN}/accept.py:any_is_long",
+    ]  # fmt: skip
+    workflow = "rollout.workflow=examples/verl_agent_loop.py:CheckTwice"
+    train_here(*SMALL, f"run.root={tmp_path}", "run.name=recorded", *settings, workflow)
+    result = headwater("replay", tmp_path / "recorded")
+    assert result.code == 0, result.stderr

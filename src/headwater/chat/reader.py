@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 
 from headwater.chat.call_events import ArgumentText, CallBegun, CallDone, CallEvent, ContentText
 from headwater.chat.marks import marks_of
+from headwater.chat.render import REASONING
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """A generator that yields when it needs more text, and returns a ``T``."""
 
-REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-"""What begins and ends reasoning. Reasoning is content, and a call inside it is not a call."""
 _ID_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
 """Mistral's templates refuse identifiers that do not have nine letters or digits."""

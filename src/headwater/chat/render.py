@@ -6,24 +6,17 @@ and conversations shown to a reward model.
     text = render_chat(tokenizer, messages, {"enable_thinking": False})
     tokens = encode_rendered(tokenizer, text)
 
-``tokens_until_next_turn`` gives the tokens between two turns of the model: the end of its message, the messages that
-follow, and its next opening.
-
-The model's own messages are never rendered or tokenised again. Rendering a whole conversation for every turn would
-change them: tokens sampled as ``"1", "2"`` can come back as ``"12"``, and templates may strip spaces or reasoning. The
-learner would then train on tokens that were never sampled. A placeholder replaces the model's text, and only
-the text that the template writes after the placeholder is tokenised and appended.
+``next_turn.py`` gives the tokens between two turns of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from headwater.core.errors import HeadwaterError, RolloutFailed
+from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import Tokenizer
 
 RESERVED_ARGUMENTS = ("tokenize", "return_dict", "return_tensors", "conversation", "chat_template")
@@ -84,6 +77,15 @@ def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
+REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+"""What begins and ends the reasoning of a model."""
+
+
+def opens_reasoning(text: str) -> bool:
+    """Whether a rendered chat ends with the beginning of reasoning, so that the model continues inside it."""
+    return text.rstrip().endswith(tuple(REASONING))
+
+
 _WORDS = "[what-the-model-said]"
 
 MODEL_TURN: Mapping[str, Any] = {"role": "assistant", "content": _WORDS}
@@ -92,69 +94,3 @@ MODEL_TURN: Mapping[str, Any] = {"role": "assistant", "content": _WORDS}
 
 def is_model_turn(message: Mapping[str, Any]) -> bool:
     return message.get("content") == _WORDS
-
-
-def tokens_until_next_turn(
-    tokenizer: Tokenizer,
-    chat: Sequence[Mapping[str, Any]],
-    response_tokens: Sequence[int],
-    template_args: Mapping[str, Any] | None = None,
-) -> tuple[int, ...]:
-    """The tokens that follow the last ``MODEL_TURN`` of ``chat``, up to the start of the model's next message.
-
-    The template closes the model's message with an end token. If ``response_tokens`` (the model's output) already end
-    with it, the end token is not repeated. If the model was cut off before its end token, the template's end token is
-    included; it was not sampled and is not trained.
-
-    If the last ``MODEL_TURN`` has ``tool_calls``, the text that the template writes for them is left out.
-    """
-    turns = [index for index, message in enumerate(chat) if is_model_turn(message)]
-    text = _render(tokenizer, chat, template_args)
-    if not text.count(_WORDS) == len(turns) > 0:
-        raise RolloutFailed(
-            f"the chat template shows {text.count(_WORDS)} of {len(turns)} earlier answers of the model, so the tokens "
-            "of the next turn are unknown; use a template that shows every answer exactly once, or call tell() without "
-            "tool_calls"
-        )
-    after = text.rpartition(_WORDS)[2]
-    if "tool_calls" in chat[turns[-1]]:
-        after = _without_calls(after, _closing(tokenizer, [*chat[: turns[-1]], MODEL_TURN], template_args))
-    tokens = encode_rendered(tokenizer, after)
-    if response_tokens and response_tokens[-1] in tokens:
-        end = tokens.index(response_tokens[-1])
-        # Some templates write a space before the end token. The model does not have to.
-        if not tokenizer.decode(tokens[:end]).strip():
-            tokens = tokens[end + 1 :]
-    return tokens
-
-
-def _render(
-    tokenizer: Tokenizer,
-    chat: Sequence[Mapping[str, Any]],
-    template_args: Mapping[str, Any] | None,
-    add_generation_prompt: bool = True,
-) -> str:
-    try:
-        return render_chat(tokenizer, chat, template_args, add_generation_prompt=add_generation_prompt)
-    except ChatError as error:
-        remedy = "" if error.has_template else "; set model.chat_template"
-        raise RolloutFailed(f"the messages of the next turn cannot be rendered ({error}){remedy}") from error
-
-
-def _closing(tokenizer: Tokenizer, chat: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any] | None) -> str:
-    """What the template writes after every message of the model, for example ``<|im_end|>`` and a line break."""
-    followed = _render(tokenizer, [*chat, {"role": "user", "content": "?"}], template_args)
-    last = _render(tokenizer, chat, template_args, add_generation_prompt=False)
-    ends = zip(followed.rpartition(_WORDS)[2], last.rpartition(_WORDS)[2], strict=False)
-    return "".join(mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], ends))
-
-
-def _without_calls(text: str, closing: str) -> str:
-    """``text`` from ``closing`` on. Before it, the template has written the tool calls."""
-    start = text.find(closing) if closing.strip() else -1
-    if start < 0:
-        raise RolloutFailed(
-            "the chat template does not mark the end of a message with tool calls, so the tokens of the next turn are "
-            "unknown; call tell() without tool_calls"
-        )
-    return text[start:]

@@ -1,8 +1,8 @@
 """The paths in a config. Relative ones start at the working directory; the config that a run keeps has absolute ones.
 
 So a run can be resumed and evaluated from any folder. Paths inside the free-form arguments of your own code, such as
-``rollout.workflow_args``, are not known here and stay as they are. ``folder`` in ``data.task_args`` and ``corpus`` in
-``tools.args`` are paths.
+``rollout.workflow_args``, are not known here and stay as they are. ``folder`` in ``data.task_args``, ``corpus`` in
+``tools.args``, and ``agent`` and ``python`` in ``rollout.workflow_args`` are paths.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ def with_absolute_paths(config: Config) -> Config:
             config = _with(config, key, made)
     task_args = _renamed(_folders(config.data.task_args, "folder"), _source)
     tools_args = _renamed(_folders(config.tools.args, "corpus"), _extension)
+    workflow_args = {name: _agent(name, value) for name, value in config.rollout.workflow_args.items()}
     corrections_args = _renamed(config.algorithm.corrections_args, _extension)
     functions = {
         name: {key: _each(value, _extension) if key == "function" else value for key, value in part.items()}
         for name, part in config.reward.functions.items()
     }
     config = replace(config, data=replace(config.data, task_args=task_args))
-    config = replace(config, reward=replace(config.reward, functions=functions))
     config = replace(config, tools=replace(config.tools, args=tools_args))
+    config = replace(config, rollout=replace(config.rollout, workflow_args=workflow_args))
+    config = replace(config, reward=replace(config.reward, functions=functions))
     return replace(config, algorithm=replace(config.algorithm, corrections_args=corrections_args))
 
 
@@ -78,6 +80,13 @@ def _source(text: str) -> str:
     if is_saved_dataset(Path(text).expanduser()):
         return _path(text)
     return _extension(text)
+
+
+def _agent(name: str, value: Any) -> Any:
+    """An argument of a workflow, with an absolute path if it names an agent or its interpreter."""
+    if name == "agent":
+        return _each(value, _extension)
+    return _path(value) if name == "python" and isinstance(value, str) and "/" in value else value
 
 
 def _existing(text: str) -> str:

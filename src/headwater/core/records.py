@@ -98,8 +98,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 4096
 """The largest number of tokens that one request may bias."""
 
-GrammarKind = Literal["json_schema", "regex"]
-GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex")
+GrammarKind = Literal["json_schema", "regex", "lark"]
+GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "lark")
 
 Alternatives = tuple[tuple[int, float], ...]
 """The most likely tokens at one position with their log-probs, the most likely first."""
@@ -111,7 +111,7 @@ class Grammar:
 
     kind: GrammarKind
     text: str
-    """A JSON schema as JSON, or a regular expression for the whole text."""
+    """A JSON schema as JSON, a regular expression for the whole text, or a grammar in the Lark syntax of llguidance."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ class Grammars:
         try:
             if grammar.kind == "regex":
                 source = make.grammar_from_regex(grammar.text)
+            elif grammar.kind == "lark":
+                source = make.grammar_from_lark(grammar.text)
             else:
                 source = make.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE})
         except ValueError as error:

@@ -151,8 +151,14 @@ WAIT_REMEDIES = {
     "yet: a workflow that computes before its first request should do so quickly, or in asyncio.to_thread",
     "data_future": "a DataProtoFuture waits for the worker that computes its rows: the worker's output says more, and "
     "timeout_s of DataProtoFuture.get allows more time",
+    "agent_start": "the file of rollout.workflow_args.agent is being imported: import its packages by hand to see what "
+    "takes so long",
+    "agent_finish": "with rollout.workflow_args.wait_for_finish, an episode ends when its agent posts to "
+    "{base_url}/finish, and the agent has not done so yet; rollout.workflow_args.timeout_s limits the wait",
     "rollout_thread": "an episode blocks the thread that runs all episodes: run slow code of a workflow, tool or "
     "reward in asyncio.to_thread",
+    "sandbox": "programs of the model wait for their turn: raise sandbox.max_concurrent if cores are free, or lower "
+    "sandbox.timeout_s and sandbox.cpu_s",
 }
 """By the ``kind`` of a wait (core/waits.py)."""
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 import sys
-from dataclasses import asdict
 
 from headwater.config.rollout_schema import SandboxConfig
+from headwater.sandbox.cell_link import CellLost
 from headwater.sandbox.inside.confine import Bounds
-from headwater.sandbox.launch import Kind
+from headwater.sandbox.launch import Kind, find_bubblewrap
 from headwater.sandbox.outcome import SandboxUnavailable
-from headwater.sandbox.zygote_process import CellLost, ZygoteLost, ZygoteProcess
+from headwater.sandbox.request import Request
+from headwater.sandbox.zygote_process import ZygoteLost, ZygoteProcess
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def choose(config: SandboxConfig) -> ZygoteProcess:
         try:
             return start(kind, config)
         except (ZygoteLost, CellLost) as error:
-            failures.append(f"{kind}: {_reason(kind, str(error))}")
+            failures.append(f"{kind}: {complaint(kind, str(error))}")
     raise SandboxUnavailable(_refusal(config.isolation, failures))
 
 
@@ -52,7 +52,7 @@ def start(kind: Kind, config: SandboxConfig) -> ZygoteProcess:
         return zygote
     try:
         _probe(zygote)
-    except CellLost:
+    except (CellLost, ZygoteLost):
         zygote.close()
         raise
     return zygote
@@ -63,21 +63,21 @@ def _probe(zygote: ZygoteProcess) -> None:
     if zygote.kind == "unprotected":
         return
     bounds = Bounds(1 << 30, _PROBE_LIMIT_S, _PROBE_LIMIT_S, 8, 1 << 20, 1 << 10)
-    cell = zygote.make_cell()
-    request = {"kind": "run", "code": "print(6 * 7)", "stdin": "", "files": {}, "scratch_bytes": 1 << 20}
+    link = zygote.make_cell("run", bounds, 1 << 20)
     try:
-        cell.send(request | {"bounds": asdict(bounds)}, _PROBE_LIMIT_S)
-        report = cell.receive(2 * _PROBE_LIMIT_S)
+        link.send(Request("print(6 * 7)").message())
+        outcome = link.wait_for_exit(_PROBE_LIMIT_S)
     finally:
-        cell.close()
-    if report["stdout"] != "42\n":
-        raise CellLost(f"a test program ended with {report['status']}: {report['stderr'].strip() or report['detail']}")
+        link.close()
+    if outcome.stdout != "42\n":
+        raise CellLost(f"a test program ended with {outcome.status}: {outcome.stderr.strip() or outcome.detail}")
 
 
-def _reason(kind: Kind, complaint: str) -> str:
-    if kind.startswith("bubblewrap") and shutil.which("bwrap") is None:
+def complaint(kind: Kind, last_words: str) -> str:
+    """Why an isolation does not work, from the last words of its process."""
+    if kind.startswith("bubblewrap") and find_bubblewrap() is None:
         return "the program bwrap is not installed"
-    return complaint
+    return last_words
 
 
 def _refusal(isolation: str, failures: list[str]) -> str:
@@ -96,7 +96,7 @@ def remedies() -> list[str]:
     if sys.platform != "linux":
         found.append("run on Linux; other systems have no isolation that Headwater can use")
     else:
-        if shutil.which("bwrap") is None:
+        if find_bubblewrap() is None:
             found.append("install bubblewrap, for example with: apt install bubblewrap")
         if limit := _user_namespaces_are_off():
             found.append(limit)

@@ -18,21 +18,17 @@ _NOBODY = 65534
 _CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID")
 """What a zygote that root starts needs until it becomes another user."""
 _BOOT = """\
-import json, sys, types
+import sys, types
 for name, path in (("headwater", []), ("headwater.sandbox", []), ("headwater.sandbox.inside", [sys.argv[1]])):
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__ = path
-from headwater.sandbox.inside.zygote import Settings, main
-view = json.loads(sys.argv[3])
-if view is not None:
-    from headwater.sandbox.inside.enclose import View, enter
-    has_privileges = view.pop("has_privileges")
-    enter(View(**view), has_privileges)
-main(Settings(**json.loads(sys.argv[2])))
+from headwater.sandbox.inside.{module} import main
+main(sys.argv[2:])
 """
 """The package itself is not visible inside, so its names are made by hand."""
-_ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
+PLACES = "/usr/local/bin:/usr/bin:/bin"
+ENVIRONMENT = {
+    "PATH": PLACES,
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -63,12 +59,20 @@ def make_launch(kind: Kind, config: SandboxConfig, control: int, owner: int) -> 
         preload=(),
         user_id=_NOBODY if drops_root else -1,
     )
-    folder = INSIDE_AT if kind.startswith("bubblewrap") else str(INSIDE)
-    view = asdict(make_view()) | {"has_privileges": drops_root} if kind == "namespaces" else None
-    boot = (python(), "-I", "-S", "-c", _BOOT, folder, json.dumps(asdict(settings)), json.dumps(view))
-    if kind.startswith("bubblewrap"):
-        boot = (*_bubblewrap(kind, config, keeps_root=drops_root), *boot)
-    return Launch(boot, dict(_ENVIRONMENT))
+    boot = (python(), "-I", "-S", "-c", _BOOT.format(module="zygote"))
+    told = json.dumps(asdict(settings))
+    if kind == "unprotected":
+        command: tuple[str, ...] = (*boot, str(INSIDE), told)
+    else:
+        command = (*boot, INSIDE_AT, told)
+    if kind == "namespaces":
+        view = json.dumps(asdict(make_view()))
+        has_privileges = "privileged" if drops_root else "unprivileged"
+        enclose = (*boot[:-1], _BOOT.format(module="enclose"), str(INSIDE))
+        command = (*enclose, view, has_privileges, *command)
+    elif kind != "unprotected":
+        command = (*_bubblewrap(kind, config, keeps_root=drops_root), *command)
+    return Launch(command, dict(ENVIRONMENT))
 
 
 def _has_privileges() -> bool:
@@ -78,9 +82,20 @@ def _has_privileges() -> bool:
     return bool(int(effective.split()[1], 16) & (1 << 21))  # CAP_SYS_ADMIN
 
 
+def find_bubblewrap() -> str | None:
+    """The path of the program bwrap, also if PATH does not lead to it."""
+    return shutil.which("bwrap") or shutil.which("bwrap", path=PLACES)
+
+
 def _bubblewrap(kind: Kind, config: SandboxConfig, keeps_root: bool) -> tuple[str, ...]:
-    program = shutil.which("bwrap") or "bwrap"
-    words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    words = [
+        find_bubblewrap() or "bwrap",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     if keeps_root:
         for capability in _CAPABILITIES:
             words += ["--cap-add", capability]

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.waits import named_wait, wait_until
+from headwater.sandbox.cell_link import CellLink, CellNotMade
 from headwater.sandbox.inside.confine import Bounds
 from headwater.sandbox.isolation import choose
 from headwater.sandbox.launch import Kind
 from headwater.sandbox.outcome import SandboxUnavailable
-from headwater.sandbox.zygote_process import CellConnection, CellLost, ZygoteLost, ZygoteProcess
+from headwater.sandbox.request import Request
+from headwater.sandbox.zygote_process import ZygoteLost, ZygoteProcess
 
 T = TypeVar("T")
-_GRACE_S = 15.0
-"""How much longer than its time limit a cell may take to report."""
+_ATTEMPTS = 2
 _QUEUE_LIMIT_S = 3600.0
 """How long a program may wait for its turn."""
 
@@ -41,35 +39,32 @@ class Ticket:
     def cancel(self) -> None:
         with self._lock:
             self._is_cancelled = True
-            cell = self._cell
-        if cell is not None:
-            cell.close()
+            if self._cell is not None:
+                self._cell.link.cancel()
 
     def hold(self, cell: OpenCell) -> None:
         with self._lock:
             self._cell = cell
-            is_cancelled = self._is_cancelled
-        if is_cancelled:
-            cell.close()
+            if self._is_cancelled:
+                cell.link.cancel()
+
+    def release(self) -> None:
+        with self._lock:
+            self._cell = None
 
 
 class OpenCell:
-    """A cell with a program or session in it. Closing it ends everything in it."""
+    """A cell with a program or session in it."""
 
-    def __init__(self, connection: CellConnection, zygote: ZygoteProcess | None, scratch: str | None) -> None:
-        self._connection = connection
+    def __init__(self, link: CellLink, zygote: ZygoteProcess | None, scratch: str | None) -> None:
+        self.link = link
         self._zygote = zygote
         """A zygote that serves only this cell."""
         self._scratch = scratch
 
-    def send(self, message: dict[str, Any], bounds: Bounds) -> None:
-        self._connection.send(message | {"bounds": asdict(bounds)}, _GRACE_S + bounds.timeout_s)
-
-    def receive(self, bounds: Bounds) -> dict[str, Any]:
-        return self._connection.receive(_GRACE_S + bounds.timeout_s)
-
     def close(self) -> None:
-        self._connection.close()
+        """End everything in the cell."""
+        self.link.close()
         if self._zygote is not None:
             self._zygote.close()
         if self._scratch is not None:
@@ -94,31 +89,39 @@ class CellPool:
         """Make sure that a zygote runs, and return what isolates it."""
         return self._ready_zygote().kind
 
-    def open(self, request: dict[str, Any], bounds: Bounds, files: Mapping[str, str | bytes]) -> OpenCell:
-        """Make a cell and send it the request. A zygote that has died is replaced."""
-        encoded = encode_files(files)
-        size = bounds.max_file_bytes + sum(map(len, encoded.values())) + len(request["code"]) + len(request["stdin"])
-        message = request | {"files": encoded, "scratch_bytes": size + (1 << 20)}
-        try:
-            return self._open(message, bounds)
-        except (ZygoteLost, CellLost):
-            self._forget_zygote()
-        try:
-            return self._open(message, bounds)
-        except (ZygoteLost, CellLost) as error:
-            raise SandboxUnavailable(f"the sandbox works no longer on this machine: {error}") from error
+    def with_cell(self, kind: str, bounds: Bounds, request: Request, work: Callable[[OpenCell], T]) -> T:
+        """Make a cell, send it the program and do ``work`` with it.
 
-    def _open(self, message: dict[str, Any], bounds: Bounds) -> OpenCell:
+        If the cell cannot be made, for example because the zygote has died, this is done once more; no code has run.
+        """
+        reason = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                cell = self._open(kind, bounds, request)
+            except (ZygoteLost, CellNotMade) as error:
+                reason = str(error)
+                self._forget_zygote()
+                continue
+            try:
+                return work(cell)
+            except CellNotMade as error:
+                reason = str(error)
+                cell.close()
+                self._forget_zygote()
+        raise SandboxUnavailable(f"the sandbox no longer works on this machine: {reason}")
+
+    def _open(self, kind: str, bounds: Bounds, request: Request) -> OpenCell:
         zygote = self._ready_zygote()
         is_single = zygote.kind == "bubblewrap-single"
         if is_single:
             with self._zygote_lock:
                 self._zygote = None
         scratch = tempfile.mkdtemp(prefix="headwater-sandbox-") if zygote.kind == "unprotected" else None
-        cell = OpenCell(zygote.make_cell(), zygote if is_single else None, scratch)
+        scratch_bytes = bounds.max_file_bytes + request.num_bytes + (1 << 20)
+        cell = OpenCell(zygote.make_cell(kind, bounds, scratch_bytes, scratch), zygote if is_single else None, scratch)
         try:
-            cell.send(message | {"scratch": scratch}, bounds)
-        except CellLost:
+            cell.link.send(request.message())
+        except CellNotMade:
             cell.close()
             raise
         return cell
@@ -134,10 +137,11 @@ class CellPool:
             return self._zygote
 
     def _forget_zygote(self) -> None:
+        """Start another zygote for the next cell, if this one is dead or does not make cells."""
         with self._zygote_lock:
-            if self._zygote is not None:
-                self._zygote.close()
-            self._zygote = None
+            zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            zygote.close()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -192,15 +196,3 @@ class CellPool:
             zygote.close()
         if threads is not None:
             threads.shutdown(wait=True, cancel_futures=True)
-
-
-def encode_files(files: Mapping[str, str | bytes]) -> dict[str, str]:
-    """Check the names of files and encode their contents in base 64."""
-    encoded = {}
-    for name, contents in files.items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-            raise ValueError(f"file {name!r}: give a path below the working folder of the program")
-        raw = contents.encode("utf-8", "surrogatepass") if isinstance(contents, str) else contents
-        encoded[str(path)] = base64.b64encode(raw).decode()
-    return encoded

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from dataclasses import replace
 
 from headwater.config.rollout_schema import SandboxConfig
+from headwater.sandbox.cell_link import CellLost
 from headwater.sandbox.outcome import Limits, Outcome
 from headwater.sandbox.pool import CellPool, OpenCell, Ticket
-from headwater.sandbox.zygote_process import CellLost
+from headwater.sandbox.request import Request
+
+_GRACE_S = 10.0
+"""The zygote ends a run that the owner has not ended this much after its time limit."""
 
 
 class Session:
@@ -48,18 +52,17 @@ class Session:
         with self._pool.turn():
             try:
                 if self._cell is None:
-                    first = {"kind": "session", "code": "", "stdin": ""}
-                    self._cell = self._pool.open(first, self._bounds, {})
+                    slow = replace(self._bounds, timeout_s=self._bounds.timeout_s + _GRACE_S)
+                    self._cell = self._pool.with_cell("session", slow, Request(), _wait_until_ready)
                 ticket.hold(self._cell)
-                self._cell.send({"code": code}, self._bounds)
-                report = self._cell.receive(self._bounds)
+                outcome, lives = self._cell.link.run_piece(code, self._bounds.timeout_s)
             except CellLost as error:
-                self._lose()
-                return Outcome("killed", "", "", None, 0.0, detail=str(error), lost_state=True)
-        lives = report.pop("lives")
+                outcome, lives = Outcome("killed", "", "", None, 0.0, detail=str(error)), False
+            finally:
+                ticket.release()
         if not lives:
             self._lose()
-        return make_outcome(report, lost_state=not lives)
+        return replace(outcome, lost_state=not lives)
 
     def _lose(self) -> None:
         cell, self._cell = self._cell, None
@@ -72,14 +75,6 @@ class Session:
         self._lose()
 
 
-def make_outcome(report: dict[str, Any], lost_state: bool = False) -> Outcome:
-    return Outcome(
-        status=report["status"],
-        stdout=report["stdout"],
-        stderr=report["stderr"],
-        exit_code=report["exit_code"],
-        seconds=report["seconds"],
-        detail=report["detail"],
-        is_cut=report["is_cut"],
-        lost_state=lost_state,
-    )
+def _wait_until_ready(cell: OpenCell) -> OpenCell:
+    cell.link.wait_until_ready()
+    return cell

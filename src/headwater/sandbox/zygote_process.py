@@ -1,20 +1,22 @@
-"""A zygote as its owner sees it: a process that makes cells, and the connection to one cell."""
+"""A zygote as its owner sees it: a process that makes cells."""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import tempfile
 import threading
-import time
-from typing import Any
+from dataclasses import asdict
 
 from headwater.config.rollout_schema import SandboxConfig
-from headwater.sandbox.inside import frames
+from headwater.sandbox.cell_link import CellLink
+from headwater.sandbox.inside.confine import Bounds
+from headwater.sandbox.inside.zygote import READY
 from headwater.sandbox.launch import Kind, make_launch
 
 _START_LIMIT_S = 60.0
@@ -22,11 +24,7 @@ _END_LIMIT_S = 10.0
 
 
 class ZygoteLost(Exception):
-    """The zygote has ended or does not answer; the message has what it wrote before."""
-
-
-class CellLost(Exception):
-    """A cell has ended without a report, or reported that it could not be made."""
+    """The zygote has ended or cannot be started; the message has what it wrote before."""
 
 
 class ZygoteProcess:
@@ -36,7 +34,8 @@ class ZygoteProcess:
         self.kind = kind
         self.owner = os.getpid()
         self._lock = threading.Lock()
-        self._control, theirs = socket.socketpair()
+        self._last_words = ""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         alive = os.pidfd_open(self.owner) if hasattr(os, "pidfd_open") else -1
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
         launch = make_launch(kind, config, theirs.fileno(), alive)
@@ -64,30 +63,34 @@ class ZygoteProcess:
     def _wait_until_ready(self) -> None:
         self._control.settimeout(_START_LIMIT_S)
         try:
-            message = read_frame(self._control)
-        except (OSError, frames.BrokenFrame) as error:
-            message = {"error": str(error)}
-        if message is None or not message.get("ready"):
+            is_ready = self._control.recv(len(READY)) == READY
+        except OSError:
+            is_ready = False
+        if not is_ready:
             self.close()
-            raise ZygoteLost(self._complaint or "it ended without a message")
+            raise ZygoteLost(self._last_words or "it ended without a message")
 
     @property
     def is_alive(self) -> bool:
         return self.owner == os.getpid() and self._process.poll() is None
 
-    def make_cell(self) -> CellConnection:
+    def make_cell(self, kind: str, bounds: Bounds, scratch_bytes: int, scratch: str | None = None) -> CellLink:
         """Ask for a cell and return the connection to it."""
-        ours, theirs = socket.socketpair()
-        descriptor = array.array("i", [theirs.fileno()])
+        link, theirs = CellLink.make(bounds.max_output_bytes)
+        request = {"kind": kind, "bounds": asdict(bounds), "scratch_bytes": scratch_bytes, "scratch": scratch}
+        descriptors = array.array("i", theirs)
         try:
             with self._lock:
-                self._control.sendmsg([b"c"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
+                self._control.sendmsg(
+                    [json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+                )
         except OSError as error:
-            ours.close()
+            link.close()
             raise ZygoteLost(str(error)) from error
         finally:
-            theirs.close()
-        return CellConnection(ours)
+            for descriptor in theirs:
+                os.close(descriptor)
+        return link
 
     def close(self) -> None:
         """End the zygote and with it all its cells. In a forked process, only forget it."""
@@ -100,61 +103,8 @@ class ZygoteProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._complaint = self._last_words()
-        self._log.close()
-
-    def _last_words(self) -> str:
-        if self._log.closed:
-            return ""
-        self._log.seek(0)
-        lines = self._log.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else ""
-
-
-class CellConnection:
-    """Sends programs to one cell. Closing it ends everything that runs in the cell."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def send(self, message: dict[str, Any], limit_s: float) -> None:
-        self._connection.settimeout(limit_s)
-        try:
-            self._connection.sendall(frames.encode(message))
-        except OSError as error:
-            raise CellLost(f"the cell has ended: {error}") from error
-
-    def receive(self, limit_s: float) -> dict[str, Any]:
-        self._connection.settimeout(limit_s)
-        try:
-            report = read_frame(self._connection)
-        except (OSError, frames.BrokenFrame) as error:
-            raise CellLost(f"the cell gave no report: {error}") from error
-        if report is None:
-            raise CellLost("the cell ended without a report")
-        if "error" in report:
-            raise CellLost(str(report["error"]))
-        return report
-
-    def close(self) -> None:
-        """End the cell. Another thread that waits for its report gets ``CellLost``."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-
-
-def read_frame(connection: socket.socket) -> dict[str, Any] | None:
-    """Read one message; None at the end of the connection. The time-out of the socket limits the whole message."""
-    limit_s = connection.gettimeout()
-    deadline = time.monotonic() + (limit_s if limit_s is not None else float("inf"))
-    reader = frames.Reader()
-    while True:
-        piece = connection.recv(reader.wants)
-        if not piece:
-            if reader.is_empty:
-                return None
-            raise frames.BrokenFrame("the other side ended in the middle of a message")
-        if (message := reader.feed(piece)) is not None:
-            return message
-        if limit_s is not None:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
+        if not self._log.closed:
+            self._log.seek(0)
+            lines = self._log.read().decode("utf-8", "replace").strip().splitlines()
+            self._last_words = lines[-1] if lines else ""
+            self._log.close()

@@ -6,8 +6,8 @@ A tool is a ``BaseTool``, a class with the same methods, or a plain function wit
 from __future__ import annotations
 
 from headwater.core.registry import Registry
-from headwater.tools.base import BaseTool, ToolResponse, ToolUnavailable
+from headwater.tools.base import BaseTool, ToolError, ToolResponse, ToolUnavailable
 
-__all__ = ["TOOLS", "BaseTool", "ToolResponse", "ToolUnavailable"]
+__all__ = ["TOOLS", "BaseTool", "ToolError", "ToolResponse", "ToolUnavailable"]
 
 TOOLS = Registry("tool", "headwater.tools")

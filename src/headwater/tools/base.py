@@ -32,6 +32,10 @@ class ToolUnavailable(HeadwaterError):
     """A tool cannot work at present, for example because its service is down. Raise it in ``execute`` or ``create``."""
 
 
+class ToolError(HeadwaterError):
+    """A call that cannot be answered. The model is told the text, and the failure is counted as ``raised``."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolResponse:
     """What a call returns, if text alone is not enough."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
-from headwater.tools.base import BaseTool
-from headwater.tools.running import Slots, call_method
+from headwater.tools.base import BaseTool, ToolUnavailable
+from headwater.tools.running import CallTimedOut, Slots, call_method, has_succeeded
 from headwater.tools.schema import ToolSchema
 from headwater.tools.truncate import Side, truncate
+
+logger = logging.getLogger(__name__)
 
 METHODS = ("create", "execute", "calc_reward", "release")
 
@@ -37,10 +40,15 @@ class LoadedTool:
         self.name = schema.name
         self.limits = limits
         self._tokenizer = tokenizer
-        self._calls = Slots(self.name, limits.max_concurrent)
+        # A tool may know a lower limit, for example that of the sandbox.
+        self._calls = Slots(
+            self.name, min(limits.max_concurrent, getattr(tool, "max_concurrent", limits.max_concurrent))
+        )
         # Separate slots: a tool whose calls are all blocked must still be released.
-        self._releases = Slots(f"{self.name} (release)", limits.max_concurrent)
-        self._background: set[asyncio.Task[None]] = set()
+        self._releases = Slots(f"{self.name} (release)", limits.max_concurrent, is_patient=True)
+        self._background: set[asyncio.Task[Any]] = set()
+        self._is_available = True
+        self._has_blocked = False
 
     def has_own(self, method: str) -> bool:
         """Whether the tool defines a method itself. Those that do nothing are not called."""
@@ -51,16 +59,48 @@ class LoadedTool:
         """Call a method in a slot. With ``on_late`` it is never interrupted, and a late result is passed on."""
         is_interrupted = on_late is None
         return await self._calls.run(
-            lambda: call_method(call, interrupt=is_interrupted), self.limits.timeout_s, on_late
+            lambda: call_method(call, self._note_blocked, interrupt=is_interrupted), self.limits.timeout_s, on_late
         )
 
     async def run_release(self, call: Callable[[], Any]) -> None:
-        await self._releases.run(lambda: call_method(call, interrupt=False), self.limits.timeout_s)
+        """Call ``release``. If all slots are blocked, ``CallTimedOut`` is raised, and it is called when one is free."""
+        timeout_s = self.limits.timeout_s
+        work = asyncio.ensure_future(
+            self._releases.run(lambda: call_method(call, self._note_blocked, interrupt=False), timeout_s)
+        )
+        self._keep(work)
+        done, _ = await asyncio.wait({work}, timeout=2 * timeout_s)
+        if not done:
+            raise CallTimedOut
+        work.result()
+
+    def note_unavailable(self, error: ToolUnavailable) -> None:
+        """Log the first of several calls that fail one after the other."""
+        if self._is_available:
+            logger.warning("tool %s is unavailable: %s", self.name, error)
+        self._is_available = False
+
+    def note_available(self) -> None:
+        if not self._is_available:
+            logger.warning("tool %s is available again", self.name)
+        self._is_available = True
+
+    def _note_blocked(self, seconds: float) -> None:
+        if not self._has_blocked:
+            logger.warning(
+                "tool %s blocked the event loop of all episodes for %.1f s; make its methods plain functions, which "
+                "run in threads, or await what takes long", self.name, seconds,
+            )  # fmt: skip
+        self._has_blocked = True
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+        self._keep(asyncio.ensure_future(work))
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        """Hold a reference to a task until it has ended, and take note of its error."""
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        task.add_done_callback(has_succeeded)
 
     def truncated(self, text: str) -> str:
         return truncate(text, self.limits.max_result_tokens, self.limits.truncation, self._tokenizer)

@@ -15,8 +15,10 @@ import ctypes
 import inspect
 import logging
 import threading
+import time
+import types
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,16 +31,24 @@ GRACE_S = 1.0
 """How long a call may take to end after it was cancelled, before its slot counts as blocked."""
 
 
+BLOCKED_S = 0.5
+"""A coroutine function that computes for longer without a wait is reported: nothing else runs meanwhile."""
+
+
 class CallTimedOut(Exception):
     """A method did not return within its time limit."""
 
 
 class Slots:
-    """At most ``limit`` calls of one tool at the same time; others wait in order."""
+    """At most ``limit`` calls of one tool at the same time; others wait in order.
 
-    def __init__(self, name: str, limit: int) -> None:
+    When all slots are blocked, calls fail with ``ToolUnavailable``, or wait if ``is_patient``.
+    """
+
+    def __init__(self, name: str, limit: int, *, is_patient: bool = False) -> None:
         self.name = name
         self.limit = limit
+        self._is_patient = is_patient
         self.num_running = 0
         self.num_blocked = 0
         """Calls that did not end although they were cancelled. They are among the running ones."""
@@ -70,7 +80,7 @@ class Slots:
         raise CallTimedOut
 
     async def _acquire(self) -> None:
-        if self.num_blocked >= self.limit:
+        if self.num_blocked >= self.limit and not self._is_patient:
             raise self._all_blocked()
         if self.num_running < self.limit:
             self.num_running += 1
@@ -114,7 +124,7 @@ class Slots:
             "tool %s: a call did not end %.0f s after it was cancelled; it keeps one of the %d slots until it ends",
             self.name, GRACE_S, self.limit,
         )  # fmt: skip
-        if self.num_blocked >= self.limit:
+        if self.num_blocked >= self.limit and not self._is_patient:
             while self._waiting:
                 waiter = self._waiting.popleft()
                 if not waiter.done():
@@ -131,16 +141,40 @@ def has_succeeded(task: asyncio.Task[Any]) -> bool:
     return not task.cancelled() and task.exception() is None
 
 
-async def call_method(call: Callable[[], Any], *, interrupt: bool = True) -> Any:
+async def call_method(call: Callable[[], Any], on_block: Callable[[float], None], *, interrupt: bool = True) -> Any:
     """Call a coroutine function on the event loop, or a plain function in a thread.
 
-    ``interrupt=False`` lets a thread finish after a cancellation, so that its result is never lost.
+    ``on_block`` is told for how many seconds a coroutine function blocked the event loop. ``interrupt=False`` lets a
+    thread finish after a cancellation, so that its result is never lost.
     """
     function = call.func if isinstance(call, partial) else call
     if inspect.iscoroutinefunction(function):
-        return await call()
+        return await _watched(call(), on_block)
     result = await _in_thread(call, interrupt)
     return await result if inspect.isawaitable(result) else result
+
+
+@types.coroutine
+def _watched(coroutine: Coroutine[Any, Any, T], on_block: Callable[[float], None]) -> Generator[Any, Any, T]:
+    """The result of ``coroutine``, whose every step between two waits is timed."""
+    step: Callable[[Any], Any] = coroutine.send
+    argument: Any = None
+    while True:
+        began = time.perf_counter()
+        try:
+            waits_for = step(argument)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            seconds = time.perf_counter() - began
+            if seconds > BLOCKED_S:
+                on_block(seconds)
+        try:
+            argument = yield waits_for
+            step = coroutine.send
+        except BaseException as error:  # noqa: BLE001  a cancellation, for example, belongs to the coroutine
+            step, argument = coroutine.throw, error
 
 
 async def _in_thread(call: Callable[[], T], interrupt: bool) -> T:

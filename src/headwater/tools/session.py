@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from headwater.core.errors import RewardFailed
 from headwater.core.records import REWARD_RULE, Prompt, is_reward
 from headwater.core.registry import nearest
 from headwater.core.tool_calls import MalformedCall, ToolCall, ToolFailure, ToolResult
-from headwater.tools.base import ToolUnavailable
+from headwater.tools.base import ToolError, ToolUnavailable
 from headwater.tools.loaded import LoadedTool
 from headwater.tools.results import BadResult, read_result
 from headwater.tools.running import GRACE_S, CallTimedOut
@@ -37,8 +37,9 @@ class ToolSession:
         """Time that calls took, including the wait for a free slot."""
         self._tools = tools
         self._totals = totals
+        episode_id = f"{prompt.uid}-{uuid.uuid4().hex}"
         self._instances = {
-            name: _Instance(tool, prompt.tools_kwargs.get(name, {}), prompt.uid, self._add)
+            name: _Instance(tool, prompt.tools_kwargs.get(name, {}), episode_id, self._add)
             for name, tool in tools.items()
         }
         self._uid = prompt.uid
@@ -109,17 +110,21 @@ class ToolSession:
         name, timeout_s = loaded.name, loaded.limits.timeout_s
         try:
             arguments = loaded.schema.check(call.arguments)
-            return read_result(await self._instances[name].execute(arguments))
+            result = read_result(await self._instances[name].execute(arguments))
+            loaded.note_available()
+            return result
         except WrongArguments as error:
             return _failure("bad_arguments", f"{name}: {error}")
         except CallTimedOut:
             return _failure("timed_out", f"{name} did not finish within {timeout_s:g} s")
         except ToolUnavailable as error:
-            logger.warning("tool %s is unavailable: %s", name, error)
+            loaded.note_unavailable(error)
             return _failure("unavailable", f"{name} is not available: {error}")
         except BadResult as error:
             logger.warning("tool %s %s", name, error)
             return _failure("bad_result", f"{name} returned no valid result")
+        except ToolError as error:
+            return _failure("raised", str(error))
         except Exception as error:  # a tool may raise anything; it becomes a counted failure
             logger.info("tool %s raised", name, exc_info=True)
             return _failure("raised", f"{name} raised {type(error).__name__}: {error}")
@@ -151,11 +156,14 @@ def _failure(kind: ToolFailure, text: str) -> ToolResult:
 class _Instance:
     """One tool in one episode. It is created before its first call; whatever was created is released exactly once."""
 
-    def __init__(self, loaded: LoadedTool, kwargs: Mapping[str, Any], uid: str, add: Any) -> None:
+    def __init__(
+        self, loaded: LoadedTool, kwargs: Mapping[str, Any], episode_id: str, add: Callable[[str], None]
+    ) -> None:
         self.loaded = loaded
         self._kwargs = kwargs
-        self._uid = uid
+        self._episode_id = episode_id
         self._add = add
+        self._num_created = 0
         self._id = ""
         self._creating = asyncio.Lock()
 
@@ -176,7 +184,10 @@ class _Instance:
         async with self._creating:  # parallel first calls
             if self._id:
                 return
-            instance_id = f"{self._uid}-{uuid.uuid4().hex}"
+            # All tools of an episode have the same id, so that they can share what belongs to it.
+            self._num_created += 1
+            attempt = f"-{self._num_created}" if self._num_created > 1 else ""
+            instance_id = f"{self._episode_id}{attempt}"
             if not self.loaded.has_own("create"):
                 self._id = instance_id
                 return
@@ -206,7 +217,7 @@ class _Instance:
 
     def _release_failed(self, what: str) -> None:
         self._add("release_failed")
-        logger.warning("row %s: release of tool %s %s", self._uid, self.loaded.name, what)
+        logger.warning("episode %s: release of tool %s %s", self._episode_id, self.loaded.name, what)
 
     def _bound(self, method: str) -> Any:
         return getattr(self.loaded.tool, method)

@@ -178,10 +178,10 @@ def _build(
     # Created last, after everything that can fail because of wrong settings: it has threads and may be a process.
     engine = make_engine(BackendContext(config, model_path, tokenizer, spans), replays=schedule is not None)
     after_failure.callback(engine.close)
-    if isinstance(reward, Scoring):
-        reward.start()
-        after_failure.callback(reward.close)
     check_stop_tokens(config, engine)
+    if isinstance(reward, Scoring):
+        after_failure.callback(reward.close)
+        reward.start()
     tasks = AsyncTaskRunner()
     after_failure.callback(tasks.close)
     if toolbox is not None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.chat.render import MODEL_TURN, tokens_until_next_turn
+from headwater.chat.next_turn import next_turn
+from headwater.chat.render import MODEL_TURN
 from headwater.config.schema import WarmStartConfig
 from headwater.core.errors import DataError
 from headwater.core.protocols import Learner
@@ -68,7 +69,7 @@ def demonstration(prompt: Prompt, tokenizer: Any, template_args: Mapping[str, An
     for message, *others in _turns(prompt):
         reply = [*tokenizer.encode(message["content"], add_special_tokens=False), tokenizer.eos_token_id]
         chat += [{**message, **MODEL_TURN}, *others]
-        between = tokens_until_next_turn(tokenizer, chat, reply, arguments) if others else ()
+        between = next_turn(tokenizer, chat, reply, arguments).tokens if others else ()
         tokens += [*reply, *between]
         mask += [1] * len(reply) + [0] * len(between)
     return Trajectory(

@@ -20,13 +20,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headwater.chat.next_turn import next_turn
 from headwater.chat.render import (
     MODEL_TURN,
     ChatError,
     encode_rendered,
     is_model_turn,
+    opens_reasoning,
     render_chat,
-    tokens_until_next_turn,
 )
 from headwater.core.errors import RolloutFailed
 from headwater.core.protocols import EpisodeEngine, EpisodeInput, EpisodeStage, RewardManager, Tokenizer
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 EpisodeResult = Trajectory | list[Trajectory] | None
 """One trajectory, several pieces of the same episode, or None if the workflow rejects the episode."""
+
+_NUM_OPENING_TOKENS = 16
+"""How many tokens before a reply are decoded to see whether they begin reasoning."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,15 @@ class Episode:
         return self.context.tokenizer.decode(tokens, skip_special_tokens=False)
 
     @property
+    def begins_in_reasoning(self) -> bool:
+        """Whether the model's last message begins inside reasoning, because the chat template has written ``<think>``.
+
+        Parsers of tool calls need to know it.
+        """
+        before = self._tokens[max(0, self._turn_start - _NUM_OPENING_TOKENS) : self._turn_start]
+        return opens_reasoning(self.context.tokenizer.decode(before, skip_special_tokens=False))
+
+    @property
     def messages(self) -> tuple[Message, ...]:
         """The whole conversation, including the model's messages."""
         replies = iter(self._replies)
@@ -208,7 +221,8 @@ class Episode:
         ``tool_calls`` are the calls that the workflow found in the reply. Some templates require them before a ``tool``
         message. The reply itself does not change: the template's text for the calls is not inserted, because the model
         has already written them. In ``messages`` the reply then has ``tool_calls`` and ``content``, the rest of its
-        text, which defaults to all of ``text``.
+        text, which defaults to all of ``text``. If the template accepts no ``tool`` messages, they become one user
+        message.
 
         Returns False, and appends nothing, if the messages and at least one more token do not fit. The episode's stop
         reason is then ``length``.
@@ -220,12 +234,15 @@ class Episode:
         self._check_only_text(messages, "tell() was given")
         parsed = {"tool_calls": list(tool_calls)} if tool_calls else {}
         chat = [*self._chat[:-1], {**parsed, **MODEL_TURN}, *messages]
-        tokens = tokens_until_next_turn(self.context.tokenizer, chat, self.response.output_tokens, self._template_args)
-        if self.room < len(tokens) + max(1, self.context.sampling.min_new_tokens):
+        written = self.response.output_tokens
+        was_stopped = bool(written) and written[-1] in self.context.sampling.stop_token_ids
+        has_ended = self.response.stop_reason == "stop" and not was_stopped
+        turn = next_turn(self.context.tokenizer, chat, written, self._template_args, has_ended=has_ended)
+        if self.room < len(turn.tokens) + max(1, self.context.sampling.min_new_tokens):
             self.stop_reason = "length"
             return False
-        self._append_given(tokens)
-        self._chat = chat
+        self._append_given(turn.tokens)
+        self._chat = turn.chat
         self._replies[-1] = {"role": "assistant", "content": self.text if content is None else content, **parsed}
         return True
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import tiny
 
-from headwater.chat.render import MODEL_TURN, tokens_until_next_turn
+from headwater.chat.next_turn import next_turn
+from headwater.chat.render import MODEL_TURN
 from headwater.core.errors import RolloutFailed
 from headwater.models.builtin.chat_template import CHATML_TEMPLATE
 from headwater.models.load import load_tokenizer
@@ -24,7 +25,7 @@ def tokenizer(template: str):
 def follows(template: str, response: str, chat=(USER, MODEL_TURN, AGAIN)) -> str:
     made = tokenizer(template)
     written = made.encode(response, add_special_tokens=False)
-    return made.decode(tokens_until_next_turn(made, chat, written))
+    return made.decode(next_turn(made, chat, written).tokens)
 
 
 TINY = tiny.tokenizer().chat_template
@@ -83,29 +84,54 @@ def test_the_text_of_tool_calls_is_left_out(template, response):
     assert follows(template, response, (USER, CALLING, RESULT, CALLING, RESULT)) == plain
 
 
-def test_templates_that_need_tool_calls_refuse_results_without_them():
-    with pytest.raises(RolloutFailed, match="a result without a call"):
-        follows(STRICT, "add()<|end|>", (USER, MODEL_TURN, RESULT))
-
-
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        (OPEN_ENDED.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}"), "does not mark the end"),
-        (
-            TINY.replace("text_of(message.content) -}}", "text_of(message.content) if not message.tool_calls -}}", 1),
-            "shows 0 of 1 earlier answers.* or call tell\\(\\) without tool_calls",
-        ),
-    ],
+HIDES_CONTENT = TINY.replace(
+    "text_of(message.content) -}}", "text_of(message.content) if not message.tool_calls -}}", 1
 )
-def test_tool_calls_whose_end_is_unknown_are_refused(template, problem):
-    with pytest.raises(RolloutFailed, match=problem):
-        follows(template, "add()", (USER, CALLING, RESULT))
+STRICT_AND_HIDING = HIDES_CONTENT.replace(
+    "{%- for message in messages -%}",
+    "{%- for message in messages -%}{%- if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls -%}"
+    "{{- raise_exception('a result without a call') -}}{%- endif -%}",
+)
+
+
+def test_templates_that_hide_content_or_do_not_mark_its_end():
+    tool = "<|tool|>2<|end|><|assistant|>"
+    assert follows(HIDES_CONTENT, "add()<|end|>", (USER, CALLING, RESULT, CALLING, RESULT)) == tool
+    assert follows(STRICT_AND_HIDING, "add()", (USER, CALLING, RESULT, CALLING, RESULT)) == f"<|end|>{tool}"
+    open_ended = OPEN_ENDED.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
+    assert follows(open_ended, "add()", (USER, CALLING, RESULT)) == "\ntool: 2\nassistant:"
+
+
+def test_results_that_the_template_refuses_become_one_user_message():
+    results = (RESULT, {"role": "tool", "content": [{"type": "text", "text": "3"}]})
+    made = tokenizer(STRICT)
+    turn = next_turn(made, (USER, MODEL_TURN, *results), made.encode("add()<|end|>"))
+    assert made.decode(turn.tokens) == "\n<|im_start|>user\n2\n3<|end|>\n<|im_start|>assistant\n"
+    assert turn.chat == [USER, MODEL_TURN, {"role": "user", "content": "2\n3"}]
+    # Later turns are rendered with that message.
+    again = next_turn(made, (*turn.chat, MODEL_TURN, *results), made.encode("add()<|end|>"))
+    assert again.tokens == turn.tokens
+
+
+def test_a_message_that_the_template_leaves_out_is_noticed():
+    skips_tools = CHATML.replace(
+        "{%- for message in messages -%}", "{%- for message in messages if message.role != 'tool' -%}"
+    )
+    assert "<|im_start|>user\n2<|end|>" in follows(skips_tools, "add()", (USER, MODEL_TURN, RESULT))
+    skips_users = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|end|>{% endfor %}"
+    with pytest.raises(RolloutFailed, match="leaves out a message of the role 'user'"):
+        follows(skips_users, "3<|end|>")
+
+
+def test_a_history_that_the_template_refuses_makes_no_difference():
+    refuses = "{{ raise_exception('too long') if messages | length > 3 }}" + CHATML
+    chat = (USER, MODEL_TURN, AGAIN, MODEL_TURN, AGAIN)
+    assert follows(refuses, "3<|end|>", chat) == follows(CHATML, "3<|end|>", chat)
 
 
 def test_template_arguments_are_passed_on():
     made = tokenizer(TINY + "{{ opening }}")
-    tokens = tokens_until_next_turn(made, (USER, MODEL_TURN, AGAIN), (END,), {"opening": "So"})
+    tokens = next_turn(made, (USER, MODEL_TURN, AGAIN), (END,), {"opening": "So"}).tokens
     assert made.decode(tokens).endswith("<|assistant|>So")
 
 
@@ -122,5 +148,5 @@ def test_a_template_that_drops_or_repeats_answers_is_refused(template):
 
 
 def test_a_chat_in_which_the_model_has_not_spoken_is_refused():
-    with pytest.raises(RolloutFailed, match="0 of 0 earlier answers"):
+    with pytest.raises(RolloutFailed, match="no answer of the model"):
         follows(TINY, "3", (USER,))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from chat.written_calls import SCHEMAS, WRITERS
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from headwater.chat.call_events import ArgumentText, CallBegun, CallDone, ContentText
@@ -240,7 +240,7 @@ def messages(draw) -> str:
     return text
 
 
-@settings(max_examples=250)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(messages(), st.integers(0, 2**32))
 @example('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}', 0)
 def test_every_split_gives_the_same_result(text, seed):
@@ -261,7 +261,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), JSON, max_size=3))
 def test_any_arguments_survive(arguments):
     reserved = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
@@ -275,6 +275,7 @@ def test_any_arguments_survive(arguments):
         assert call.arguments == arguments, name
 
 
+SPECIAL = SimpleNamespace(content="<|user|>", special=True)
 TEMPLATES = {
     "hermes": "...<tool_call>\\n{{ call | tojson }}\\n</tool_call>...",
     "qwen3_coder": "...<tool_call>\\n<function={{ name }}>...",
@@ -291,7 +292,7 @@ def test_the_format_is_chosen_from_the_template():
     for name, template in TEMPLATES.items():
         assert choose_parser(SimpleNamespace(chat_template=template)) == name
     assert choose_parser(SimpleNamespace(chat_template={"default": "x", "tool_use": TEMPLATES["kimi"]})) == "kimi"
-    made = make_parser("auto", SimpleNamespace(chat_template=TEMPLATES["glm"], all_special_tokens=["<|user|>"]))
+    made = make_parser("auto", SimpleNamespace(chat_template=TEMPLATES["glm"], added_tokens_decoder={7: SPECIAL}))
     assert made.parse("Hi.<|user|>").content == "Hi."
 
 

@@ -28,7 +28,7 @@ DOUBLE = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10"]}
 HUMANEVAL = {
     "prompt": "import math\n\n\ndef root(x: float) -> float:\n    '''The root of x.'''\n",
     "entry_point": "root",
-    "test": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(4) == 2\n    assert math.isclose(candidate(2) ** 2, 2)\n",
+    "test": "def check(candidate):\n    assert candidate(4) == 2\n    assert math.isclose(candidate(2) ** 2, 2)\n",
 }
 
 
@@ -62,34 +62,26 @@ def test_asserts_of_mbpp():
     truth = {"test_list": ["assert f(2) == (2, 2)", "assert math.isclose(g, 0.5)"], "test_setup_code": "import math"}
     assert run("def f(x):\n    return (x, x)\ng = 1 / 2", truth)["score"] == 1.0
     assert run("def f(x):\n    return [x, x]\ng = 1 / 2", truth, continuous=True)["score"] == 0.5
-    pairs = ["assert longest([Pair(5, 24), Pair(15, 25)]) == 19", "assert apply(lambda x: x + 1, 2) == 3"]
+    pairs = ["assert longest([Pair(5, 24), Pair(15, 25)]) == 19", "assert Pair(1, 2).sum() == 3"]
     program = """
 class Pair:
     def __init__(self, a, b):
         self.a, self.b = a, b
 
+    def sum(self):
+        return self.a + self.b
+
 def longest(pairs):
     return max(pair.b - pair.a for pair in pairs)
-
-def apply(f, x):
-    return f(x)
 """
     assert run(program, pairs)["score"] == 1.0
-    in_place = [
-        "x = [3, 1]\nsort(x)\nassert x == [1, 3]",
-        "assert list(count(3)) == [0, 1, 2]",
-        "assert len(box()) == 2",
-    ]
+    in_place = ["x = [3, 1]\nsort(x)\nassert x == [1, 3]", "assert list(count(3)) == [0, 1, 2]"]
     program = """
 def sort(x):
     x.sort()
 
 def count(n):
     yield from range(n)
-
-class box:
-    def __len__(self):
-        return 2
 """
     assert run(program, in_place, continuous=True)["score"] == 1.0
     assert run("def f(x):\n    raise KeyError(x)", ["try:\n    f(1)\nexcept KeyError:\n    pass\nelse:\n    assert 0"])[
@@ -112,20 +104,21 @@ def test_how_programs_end():
     asserts = ["assert f(1) == 1"]
     for program, verdict, detail in [
         ("while True:\n    pass", "timed_out", "1 s"),
-        ("x = []\nwhile True:\n    x.append(bytearray(10**8))", "out_of_memory", ""),
-        ("while True:\n    print('x' * 10000)", "too_much_output", ""),
         ("raise ValueError('no')", "error", "ValueError: no"),
-        ("import os\nos.kill(os.getpid(), 9)", "killed", ""),
+        ("import os\nos._exit(3)", "error", ""),
         ("def f(x) return x", "error", "SyntaxError"),
         ("", "wrong", "the output differs"),
     ]:
         result = run(program, DOUBLE, test_timeout_s=1.0)
         assert (result["score"], result["verdict"]) == (0.0, verdict), (program, result)
         assert detail in result["detail"]
+    memory = "x = []\nwhile True:\n    x.append(bytearray(10**8))"
+    assert run(memory, DOUBLE)["verdict"] == "out_of_memory"
+    assert run("while True:\n    print('x' * 10000)", DOUBLE)["verdict"] == "too_much_output"
     for program, verdict, detail in [
         ("def f(x):\n    while True:\n        pass", "timed_out", ""),
         ("def f(x):\n    return f(x)", "error", "RecursionError"),
-        ("import sys\nsys.exit(0)", "error", "SystemExit"),
+        ("import sys\nsys.exit(0)", "error", "NameError"),
         ("def f(x) return x", "error", "SyntaxError"),
         ("", "error", "NameError"),
     ]:
@@ -140,12 +133,29 @@ def test_how_programs_end():
 
 def test_a_sandbox_that_does_not_work_is_a_failed_reward(monkeypatch, tmp_path):
     end_judge()
+    (tmp_path / "bwrap").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     try:
         with pytest.raises(RewardFailed, match="unit tests cannot run"):
             run("print(4)", DOUBLE, sandbox=SandboxConfig(isolation="bubblewrap"))
     finally:
         end_judge()
+
+
+def test_a_program_cannot_make_the_reward_fail():
+    for returned in ("10 ** 5000", "10 ** 400", "float('nan')", "lambda: 0", "object()", "'\\ud800'", "{object(): 1}"):
+        for truth in (["assert f(1) == 1.5"], {"inputs": [[1]], "outputs": [1.5], "fn_name": "f"}):
+            assert run(f"def f(x):\n    return {returned}", truth)["score"] == 0.0, returned
+    deep = "def f(x):\n    y = []\n    for _ in range(%d):\n        y = [y]\n    return y"
+    for depth in (200, 500, 900, 5000):
+        assert run(deep % depth, {"inputs": [[1]], "outputs": [1.5], "fn_name": "f"})["score"] == 0.0
+    refused = "def f(x):\n    raise TypeError('function: only plain values and objects can be passed to it')"
+    assert run(refused, ["assert f(1) == 1"])["verdict"] == "error"
+    assert run("print('\\ud800')", DOUBLE)["score"] == 0.0
+    assert run("print('9' * 5000 + '.5')", {"inputs": [""], "outputs": ["1.5"]})["score"] == 0.0
+    assert run("\ud800 \x00", DOUBLE)["verdict"] == "error"
+    assert run("\ud800 \x00", ["assert f(1) == 1"])["verdict"] == "error"
 
 
 def test_tests_that_are_not_understood_are_named():

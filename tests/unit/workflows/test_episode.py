@@ -264,4 +264,4 @@ def test_classes_functions_and_areal_s_classes_are_workflows():
 
 
 def test_only_files_that_register_a_workflow_are_names():
-    assert WORKFLOWS.names() == ["multi_turn", "rlvr", "tool_agent"]
+    assert WORKFLOWS.names() == ["endpoint", "multi_turn", "rlvr", "tool_agent"]

@@ -18,9 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from headwater.chat.call_events import CallDone, CallEvent, ContentText
+from headwater.chat.call_grammar import CallShape, call_grammar
 from headwater.chat.reader import Reader, Steps
+from headwater.chat.special_tokens import special_tokens
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import Tokenizer
+from headwater.core.records import Grammar
 from headwater.core.registry import Registry, blaming
 from headwater.core.tool_calls import ParsedReply
 
@@ -91,6 +94,30 @@ class CallFormat:
         reader = Reader(schemas, self._hidden, salt, in_reasoning=in_reasoning)
         return CallStream(reader, self.read(reader))
 
+    def shape(self, template: str) -> CallShape | None:
+        """How a model with this chat template writes calls. None if that is unknown, so calls cannot be required."""
+        return None
+
+    def grammar(
+        self,
+        schemas: Schemas,
+        tokenizer: Tokenizer,
+        *,
+        is_parallel: bool = True,
+        in_reasoning: bool = False,
+        answer: str | None = None,
+    ) -> Grammar | None:
+        """A grammar of messages that call these tools. None if the format has none.
+
+        With ``answer``, a JSON schema, the message may also be such a JSON text.
+        """
+        shape = self.shape(template_of(tokenizer))
+        if shape is None:
+            return None
+        return call_grammar(
+            shape, schemas, tokenizer, is_parallel=is_parallel, in_reasoning=in_reasoning, answer=answer
+        )
+
     def read(self, reader: Reader) -> Steps[None]:
         """Read the whole message. Ends when ``reader.content_until`` returns an empty string."""
         raise NotImplementedError
@@ -100,16 +127,20 @@ def make_parser(name: str, tokenizer: Tokenizer, setting: str = "tools.parser") 
     """The parser ``name``: a format, ``auto``, or a class as ``file.py:Class``."""
     with blaming(f"{setting} = {name}"):
         made: ToolCallParser = PARSERS.resolve(choose_parser(tokenizer) if name == "auto" else name)(
-            hidden=tuple(getattr(tokenizer, "all_special_tokens", ()))
+            hidden=tuple(special_tokens(tokenizer))
         )
     return made
 
 
+def template_of(tokenizer: Tokenizer) -> str:
+    """The chat template; all of them, if there are several."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
+
 def choose_parser(tokenizer: Tokenizer) -> str:
     """The format that the chat template of ``tokenizer`` describes."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    if isinstance(template, dict):  # several templates by name
-        template = "\n".join(map(str, template.values()))
+    template = template_of(tokenizer)
     formats = {name: PARSERS.resolve(name).template_marks for name in PARSERS.names()}
     fitting = [name for name, marks in formats.items() if marks and all(mark in template for mark in marks)]
     if not fitting:

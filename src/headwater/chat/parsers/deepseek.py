@@ -13,6 +13,7 @@ V3.1 writes ``<｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "tide
 from __future__ import annotations
 
 from headwater.chat.call_draft import CallDraft
+from headwater.chat.call_grammar import CallShape
 from headwater.chat.call_json import BadCall
 from headwater.chat.call_object import read_named_call
 from headwater.chat.parsers import PARSERS, CallFormat
@@ -28,6 +29,12 @@ class Deepseek(CallFormat):
     """The marks of a section are optional; those of a call are not."""
 
     template_marks = (_BEGIN, _SEPARATOR)
+
+    def shape(self, template: str) -> CallShape:
+        if "```json" in template:
+            begin, middle, end = f"{_BEGIN}{_KIND}{_SEPARATOR}", "\n```json\n", f"\n```{_END}"
+            return CallShape(begin, middle, end, separator="\n", opening=_SECTION, closing=_SECTION_END)
+        return CallShape(_BEGIN, _SEPARATOR, _END, separator="", opening=_SECTION, closing=_SECTION_END)
 
     def read(self, reader: Reader) -> Steps[None]:
         while mark := (yield from reader.content_until(_SECTION, _BEGIN, _SECTION_END)):

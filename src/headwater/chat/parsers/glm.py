@@ -11,6 +11,7 @@ The schemas of the tools give the types of the arguments.
 from __future__ import annotations
 
 from headwater.chat.call_draft import CallDraft
+from headwater.chat.call_grammar import CallShape, KeyedArguments
 from headwater.chat.call_json import BadCall
 from headwater.chat.parsers import PARSERS, CallFormat
 from headwater.chat.reader import Reader, Steps
@@ -23,6 +24,10 @@ _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "
 @PARSERS.register
 class Glm(CallFormat):
     template_marks = (_BEGIN, _KEY)
+
+    def shape(self, template: str) -> CallShape:
+        keyed = KeyedArguments(_KEY, f"{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n", plain_text="[^<]*")
+        return CallShape(_BEGIN, "\n", _END, separator="\n", arguments=keyed)
 
     def read(self, reader: Reader) -> Steps[None]:
         while (yield from reader.content_until(_BEGIN)):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from headwater.chat.call_draft import CallDraft
+from headwater.chat.call_grammar import CallShape
 from headwater.chat.call_json import BadCall, checked_name
 from headwater.chat.call_object import read_named_call
 from headwater.chat.parsers import PARSERS, CallFormat
@@ -21,6 +22,17 @@ class Kimi(CallFormat):
     """The marks of a section are optional; those of a call are not."""
 
     template_marks = (_BEGIN, _ARGUMENTS)
+
+    def shape(self, template: str) -> CallShape:
+        return CallShape(
+            f"{_BEGIN}functions.",
+            _ARGUMENTS,
+            _END,
+            separator="",
+            opening=_SECTION,
+            closing=_SECTION_END,
+            number=":[0-9]",
+        )
 
     def read(self, reader: Reader) -> Steps[None]:
         while mark := (yield from reader.content_until(_SECTION, _BEGIN, _SECTION_END)):

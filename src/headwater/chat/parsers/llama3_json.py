@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from headwater.chat.bare_calls import read_bare_calls
 from headwater.chat.call_draft import CallDraft
+from headwater.chat.call_grammar import CallShape
 from headwater.chat.call_json import BadCall
 from headwater.chat.call_python import read_python_calls
 from headwater.chat.parsers import PARSERS, CallFormat
@@ -21,6 +22,9 @@ _HINT = 'after <|python_tag|>, write {"name": ..., "parameters": {...}}'
 @PARSERS.register
 class Llama3Json(CallFormat):
     template_marks = ("<|start_header_id|>", '"parameters": ')
+
+    def shape(self, template: str) -> CallShape:
+        return CallShape('{"name": "', '", "parameters": ', "}", separator="; ")
 
     def read(self, reader: Reader) -> Steps[None]:
         if (yield from reader.content_before_text()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from headwater.chat.call_draft import CallDraft
+from headwater.chat.call_grammar import CallShape, KeyedArguments
 from headwater.chat.call_json import BadCall
 from headwater.chat.call_python import PythonExtent, read_python_calls
 from headwater.chat.parsers import PARSERS, CallFormat
@@ -21,6 +22,10 @@ _NAME = re.compile(r"[^\W\d][\w.]*")
 @PARSERS.register
 class Llama3Pythonic(CallFormat):
     template_marks = ("<|start_header_id|>", '"parameters": ', "[func_name1(")
+
+    def shape(self, template: str) -> CallShape:
+        keyed = KeyedArguments("", "=", "", separator=", ")
+        return CallShape("", "(", ")", separator=", ", opening="[", closing="]", arguments=keyed)
 
     def read(self, reader: Reader) -> Steps[None]:
         if (yield from reader.content_before_text()):

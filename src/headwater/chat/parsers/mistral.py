@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from headwater.chat.call_draft import CallDraft
+from headwater.chat.call_grammar import CallShape
 from headwater.chat.call_json import BadCall, checked_name
 from headwater.chat.call_object import pass_call, read_named_call, settle
 from headwater.chat.parsers import PARSERS, CallFormat
@@ -20,6 +21,11 @@ _BEGIN, _CALL_ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 @PARSERS.register
 class Mistral(CallFormat):
     template_marks = (_BEGIN,)
+
+    def shape(self, template: str) -> CallShape:
+        if _ARGUMENTS in template:
+            return CallShape(_BEGIN, _ARGUMENTS, "", separator="")
+        return CallShape('{"name": "', '", "arguments": ', "}", separator=", ", opening=f"{_BEGIN}[", closing="]")
 
     def read(self, reader: Reader) -> Steps[None]:
         while (yield from reader.content_until(_BEGIN)):

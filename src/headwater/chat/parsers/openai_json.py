@@ -11,6 +11,7 @@ Markdown fence around the JSON. Other JSON is content.
 from __future__ import annotations
 
 from headwater.chat.bare_calls import read_bare_calls
+from headwater.chat.call_grammar import CallShape
 from headwater.chat.parsers import PARSERS, CallFormat
 from headwater.chat.reader import Reader, Steps
 
@@ -20,6 +21,9 @@ _FENCE = "```"
 @PARSERS.register
 class OpenaiJson(CallFormat):
     """Never chosen from a template, because no template describes it."""
+
+    def shape(self, template: str) -> CallShape:
+        return CallShape('{"name": "', '", "arguments": ', "}", separator=", ", opening="[", closing="]")
 
     def read(self, reader: Reader) -> Steps[None]:
         if (yield from reader.content_before_text()):

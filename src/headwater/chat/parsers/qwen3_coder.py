@@ -14,6 +14,7 @@ The outer tags may be missing. The schemas of the tools give the types of the ar
 from __future__ import annotations
 
 from headwater.chat.call_draft import CallDraft
+from headwater.chat.call_grammar import CallShape, KeyedArguments
 from headwater.chat.call_json import BadCall
 from headwater.chat.parsers import PARSERS, CallFormat
 from headwater.chat.reader import Reader, Steps
@@ -27,6 +28,11 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 @PARSERS.register
 class Qwen3Coder(CallFormat):
     template_marks = (_BEGIN, _FUNCTION)
+
+    def shape(self, template: str) -> CallShape:
+        keyed = KeyedArguments(_PARAMETER, ">\n", f"{_PARAMETER_END}\n", plain_text="[^<]*")
+        begin, end = f"{_BEGIN}\n{_FUNCTION}", f"{_FUNCTION_END}\n{_END}"
+        return CallShape(begin, ">\n", end, separator="\n", arguments=keyed)
 
     def read(self, reader: Reader) -> Steps[None]:
         while mark := (yield from reader.content_until(_BEGIN, _FUNCTION)):

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import binascii
+import inspect
 import json
-import marshal
 import secrets
-import threading
 import time
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.errors import HeadwaterError, RewardFailed
 from headwater.rewards.programs.cases import CallCases, Cases, CheckCases, OutputCases
 from headwater.rewards.programs.compare import same_output, same_value
+from headwater.rewards.programs.inside import load_program, run_checks
 from headwater.sandbox import Limits, Outcome, Sandbox
 
 End = Literal["passed", "wrong", "error", "timed_out", "out_of_memory", "too_much_output", "killed"]
 """How the tests of a program ended. All but the first mean that the program is wrong, not that the reward failed."""
 
-_RESULT_KIB = 4096
-"""Room for the verdict, which contains what functions returned."""
+_RESULT_KIB = 2048
+"""Room for the results, which contain what functions returned."""
+_NOT_LOADED = "the program ended with an error when it was loaded"
 
 
 @dataclass(frozen=True)
@@ -56,34 +53,30 @@ class Rules:
 
 
 class Judge:
-    """Runs programs in one sandbox, one after the other."""
+    """Runs programs in one sandbox."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._sandbox = Sandbox(config)
-        self._lock = threading.Lock()
-        self._runner = asyncio.Runner()
 
     def judge(self, code: str, cases: Cases, rules: Rules) -> Report:
         """Run the tests. A sandbox that does not work is ``RewardFailed``; whatever the program does is a report."""
         deadline = time.monotonic() + rules.time_limit_s
         ends: list[tuple[End, str]] = []
         try:
-            with self._lock:
-                for end in self._ends(code, cases, rules, deadline):
-                    ends.append(end)
-                    if rules.stops_early and end[0] != "passed":
-                        break
+            for end in self._ends(code, cases, rules, deadline):
+                ends.append(end)
+                if rules.stops_early and end[0] != "passed":
+                    break
         except RewardFailed:
             raise
         except HeadwaterError as error:
             raise RewardFailed(f"unit tests cannot run: {error}") from error
         passed = sum(end == "passed" for end, _ in ends)
-        end, detail = next((each for each in ends if each[0] != "passed"), ("passed", ""))
-        return Report(passed, len(cases), end, detail)
+        failure = next((each for each in ends if each[0] != "passed"), None)
+        return Report(passed, len(cases), *(failure or ("passed", "")))
 
     def close(self) -> None:
-        self._runner.close()
         self._sandbox.close()
 
     def _ends(self, code: str, cases: Cases, rules: Rules, deadline: float) -> Iterator[tuple[End, str]]:
@@ -95,6 +88,8 @@ class Judge:
             return
         for part in [cases] if rules.stops_early else _split(cases):
             limits = _limits(rules.test_timeout_s * len(part), deadline, _RESULT_KIB << 10)
+            if limits is not None:
+                limits = replace(limits, cpu_s=self._config.cpu_s * len(part))
             yield from [_late()] if limits is None else self._calls(code, part, rules, limits)
 
     def _prints(self, code: str, given: str, expected: str, limits: Limits) -> tuple[End, str]:
@@ -104,43 +99,58 @@ class Judge:
         return ("passed", "") if same_output(outcome.stdout, expected) else ("wrong", "the output differs")
 
     def _calls(self, code: str, cases: CallCases | CheckCases, rules: Rules, limits: Limits) -> list[tuple[End, str]]:
-        secret = secrets.token_hex(16)
-        job: dict[str, Any] = {
-            "secret": secret,
-            "code": code,
-            "entry": cases.entry,
-            "prompt": "",
-            "stops_early": rules.stops_early,
-            "must_be_separate": self._config.isolation != "unprotected",
-        }
+        job: dict[str, Any] = {"entry": cases.entry, "prompt": "", "stops_early": rules.stops_early}
         if isinstance(cases, CallCases):
             job |= {"calls": cases.arguments}
         else:
             job |= {"prompt": cases.prompt, "setup": cases.setup, "tests": cases.tests}
-        outcome = self._runner.run(_in_session(self._sandbox, job, limits))
-        verdict = _verdict(outcome, secret)
-        if verdict is None:
-            return [_bad_end(outcome) if not outcome.is_ok else ("error", "the program ended its tests")]
-        return _read_results(verdict, cases)
-
-
-async def _in_session(sandbox: Sandbox, job: dict[str, Any], limits: Limits) -> Outcome:
-    """Fork the program's process first, and send the tests after that."""
-    async with sandbox.session(limits) as session:
-        started = await session.run(_driver())
-        if not started.is_ok:
-            raise RewardFailed(f"unit tests cannot start: {started.status} {started.detail} {started.stderr[-500:]}")
-        return await session.run(f"finish(pipe, {json.dumps(job)!r})")
+        secret = secrets.token_hex(16)
+        program = f"{_source(load_program)}\nload_program({job['prompt']!r}, {code!r}, {cases.entry!r})\n"
+        outcome = self._sandbox.run_tests(program, _tests(job, secret), limits=limits)
+        results = _results(outcome, secret)
+        if results is None:
+            return [_bad_end(outcome) if not outcome.is_ok else ("error", "the tests did not come to their end")]
+        return [_end_of(result, cases, place, outcome) for place, result in enumerate(results)]
 
 
 @cache
-def _driver() -> str:
-    """The driver as compiled code: compiling it takes longer than a test."""
-    source = Path(__file__).with_name("driver.py").read_text(encoding="utf-8") + "\npipe = start()\n"
-    compiled = marshal.dumps(compile(source, "driver.py", "exec", optimize=2))  # without docstrings
-    text = binascii.b2a_base64(zlib.compress(compiled, 9), newline=False).decode()
-    unpack = f"marshal.loads(zlib.decompress(binascii.a2b_base64({text!r})))"
-    return f"import binascii, marshal, zlib\nexec({unpack}, globals())"
+def _source(function: Callable[..., Any]) -> str:
+    return f"from __future__ import annotations\n\n{inspect.getsource(function)}"
+
+
+def _tests(job: dict[str, Any], secret: str) -> str:
+    """The code of the tests' process. Its last line has a secret mark, because tests may print."""
+    return (
+        f"{_source(run_checks)}\nimport json\n"
+        f"results = run_checks(json.loads({json.dumps(job)!r}), solution)\n"
+        f"print('\\n{secret}', json.dumps(results, default=lambda value: sorted(value)))\n"
+    )
+
+
+def _results(outcome: Outcome, secret: str) -> list[dict[str, Any]] | None:
+    """What the tests' process reported; None if it did not come to its end."""
+    marked = [line for line in outcome.stdout.splitlines() if line.startswith(secret)]
+    if not marked or not outcome.is_ok:
+        return None
+    try:
+        results: list[dict[str, Any]] = json.loads(marked[-1].removeprefix(secret))
+    except (ValueError, RecursionError):  # a returned value that is nested too deeply
+        return None
+    if refused := next((result["cannot_send"] for result in results if "cannot_send" in result), ""):
+        raise RewardFailed(f"the row's tests pass a value that cannot be sent to the program: {refused}")
+    return results
+
+
+def _end_of(result: dict[str, Any], cases: CallCases | CheckCases, place: int, outcome: Outcome) -> tuple[End, str]:
+    """How one test ended."""
+    if "error" in result:
+        error = result["error"]
+        if _NOT_LOADED in error:  # the program's own error says more
+            return "error", _last_line(outcome.stderr) or error
+        return ("wrong" if result["is_wrong"] else "error"), error
+    if isinstance(cases, CallCases) and not same_value(result["value"], cases.returns[place]):
+        return "wrong", "the returned value differs"
+    return "passed", ""
 
 
 def _limits(timeout_s: float, deadline: float, output_bytes: int) -> Limits | None:
@@ -166,45 +176,10 @@ def _split(cases: CallCases | CheckCases) -> list[CallCases | CheckCases]:
 
 def _bad_end(outcome: Outcome) -> tuple[End, str]:
     """How a run ended that did not end well; an exception is the last line of its traceback."""
-    detail = outcome.detail or next(iter(reversed(outcome.stderr.strip().splitlines())), "")
-    status = outcome.status if outcome.status in get_args(End) else "error"
-    return status, detail[:300]  # type: ignore[return-value]
+    status = outcome.status
+    end: End = "error" if status == "ok" or status == "failed" else status
+    return end, outcome.detail or _last_line(outcome.stderr)
 
 
-def _verdict(outcome: Outcome, secret: str) -> dict[str, Any] | None:
-    marked = [line for line in outcome.stdout.splitlines() if line.startswith(secret)]
-    if not marked:
-        return None
-    verdict: dict[str, Any] = json.loads(marked[-1].removeprefix(secret))
-    if "exposed" in verdict:
-        raise RewardFailed(
-            "the sandbox does not keep a program from reading the memory of its tests; "
-            "run headwater doctor --sandbox, or set sandbox.isolation=unprotected to accept it"
-        )
-    if "cannot_send" in verdict:
-        raise RewardFailed(
-            f"the row's tests pass something to the program that cannot be sent: {verdict['cannot_send']}"
-        )
-    return verdict
-
-
-def _read_results(verdict: dict[str, Any], cases: CallCases | CheckCases) -> list[tuple[End, str]]:
-    if "error" in verdict:
-        return [("error", verdict["error"])]
-    results = verdict["results"]
-    if isinstance(cases, CheckCases):
-        return [_test_end(result) for result in results]
-    return [_call_end(result, expected) for result, expected in zip(results, cases.returns, strict=False)]
-
-
-def _test_end(result: dict[str, Any]) -> tuple[End, str]:
-    if result["passed"]:
-        return "passed", ""
-    error = result["error"]
-    return ("wrong" if error.startswith("AssertionError") else "error"), error
-
-
-def _call_end(result: dict[str, Any], expected: Any) -> tuple[End, str]:
-    if "error" in result:
-        return "error", result["error"]
-    return ("passed", "") if same_value(result["value"], expected) else ("wrong", "the returned value differs")
+def _last_line(text: str) -> str:
+    return next(iter(reversed(text.strip().splitlines())), "")[:300]

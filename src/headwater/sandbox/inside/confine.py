@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-import signal
 import sys
 from dataclasses import dataclass
 
@@ -35,11 +34,8 @@ def confine(bounds: Bounds, keep: tuple[int, ...], own_virtual_bytes: int, is_se
     os.setsid()
     _close_all_but(keep)
     _limit(bounds, own_virtual_bytes)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
     if not linux.is_supported():
         return
-    linux.die_with_parent(signal.SIGKILL)
     linux.drop_capabilities()
     linux.set_dumpable(not is_secret)
     linux.forbid_new_privileges()
@@ -55,23 +51,22 @@ def _close_all_but(keep: tuple[int, ...]) -> None:
 
 
 def _limit(bounds: Bounds, own_virtual_bytes: int) -> None:
-    cpu_s = math.ceil(bounds.cpu_s) + 1
     limits = {
         "RLIMIT_AS": bounds.memory_bytes + own_virtual_bytes,
         "RLIMIT_CORE": 0,
         "RLIMIT_FSIZE": bounds.max_file_bytes,
         "RLIMIT_NOFILE": _MAX_OPEN_FILES,
-        "RLIMIT_NPROC": bounds.max_processes + 1,  # the process that supervises counts too
+        "RLIMIT_NPROC": bounds.max_processes,
         "RLIMIT_MEMLOCK": 0,
         "RLIMIT_MSGQUEUE": 0,
     }
     if bounds.cpu_s != math.inf:
-        limits["RLIMIT_CPU"] = cpu_s
+        limits["RLIMIT_CPU"] = math.ceil(bounds.cpu_s) + 1
     for name, value in limits.items():
         which = getattr(resource, name, None)
         if which is not None:  # not every system has all of them
             _, hard = resource.getrlimit(which)
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(which, (value, value))
+            most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(which, (most, most))
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, hard))

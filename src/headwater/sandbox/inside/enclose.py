@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -25,6 +26,13 @@ class View:
     """Symbolic links: target and path."""
     folders: tuple[str, ...]
     """Empty folders, and those above the paths."""
+
+
+def main(arguments: list[str]) -> None:
+    """Execute a command in new namespaces. The arguments are the view as JSON, `privileged` or not, and the command."""
+    view, privileges, *command = arguments
+    enter(View(**json.loads(view)), has_privileges=privileges == "privileged")
+    os.execv(command[0], command)
 
 
 def enter(view: View, has_privileges: bool) -> None:
@@ -61,11 +69,14 @@ def _wait_and_exit(child: int) -> None:
 
 
 def _build(view: View) -> None:
+    # Sources may lie below _ROOT, which the new file system covers.
+    sources = {source: os.open(source, os.O_PATH) for source, _ in view.binds}
     linux.mount("tmpfs", _ROOT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=0755")
     for path in view.folders:
         os.makedirs(_ROOT + path, exist_ok=True)
     for source, path in view.binds:
-        _bind(source, _ROOT + path)
+        _bind(f"/proc/self/fd/{sources[source]}", _ROOT + path)
+        os.close(sources[source])
     for target, path in view.links:
         os.symlink(target, _ROOT + path)
     os.makedirs(_ROOT + "/dev/shm", exist_ok=True)

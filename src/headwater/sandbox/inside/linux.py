@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import sys
 
 NEW_MOUNTS = 0x00020000
@@ -22,14 +21,18 @@ MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_PR_GET_TID_ADDRESS = 40
+_CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x00200000, 0x01000000
 _CAPABILITY_VERSION = 0x20080522
 _SIGCHLD = 17
 
-IS_LINUX = sys.platform == "linux"
+MACHINE = os.uname().machine
 _SYSCALLS = {
     "x86_64": {"clone": 56, "pivot_root": 155, "capset": 126, "mount_setattr": 442},
     "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91, "mount_setattr": 442},
 }
+
+_IS_SUPPORTED = sys.platform == "linux" and MACHINE in _SYSCALLS
 
 # PyDLL keeps the interpreter's lock during a call, so that a child of clone() has it too.
 _libc = ctypes.PyDLL(None, use_errno=True)
@@ -37,7 +40,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 
 def is_supported() -> bool:
     """True on Linux on a processor whose system calls are known here."""
-    return IS_LINUX and platform.machine() in _SYSCALLS
+    return _IS_SUPPORTED
 
 
 def _check(answer: int, what: str) -> int:
@@ -48,18 +51,20 @@ def _check(answer: int, what: str) -> int:
 
 
 def _syscall(name: str, *arguments: object) -> int:
-    return _check(_libc.syscall(ctypes.c_long(_SYSCALLS[platform.machine()][name]), *arguments), name)
+    return _check(_libc.syscall(ctypes.c_long(_SYSCALLS[MACHINE][name]), *arguments), name)
 
 
 def fork_into(namespaces: int) -> int:
-    """Fork into new namespaces. Return 0 in the child, as ``os.fork`` does.
-
-    The C library does not know about this fork, so the child should do little before it calls ``os.fork`` itself.
-    """
-    ctypes.pythonapi.PyOS_BeforeFork()
+    """Fork into new namespaces. Return 0 in the child, as ``os.fork`` does."""
     zero = ctypes.c_long(0)
+    # The C library keeps the thread's number at this place; the kernel updates it in the child, as for fork().
+    place = ctypes.c_long(0)
+    knows_place = _libc.prctl(ctypes.c_int(_PR_GET_TID_ADDRESS), ctypes.byref(place), zero, zero, zero) == 0
+    flags = ctypes.c_long(namespaces | _SIGCHLD | (_CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID if knows_place else 0))
+    last = (place, zero) if MACHINE == "x86_64" else (zero, place)
+    ctypes.pythonapi.PyOS_BeforeFork()
     try:
-        child = _syscall("clone", ctypes.c_long(namespaces | _SIGCHLD), zero, zero, zero, zero)
+        child = _syscall("clone", flags, zero, zero, *last)
     except OSError:
         ctypes.pythonapi.PyOS_AfterFork_Parent()
         raise

@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 import types
+from functools import cache
 from typing import Any
 
 from headwater.sandbox.inside import frames
@@ -31,13 +32,16 @@ def run_program(path: str) -> None:
         end(status)
 
 
-def run_session(code_from: int, done_to: int, path: str) -> None:
-    """Execute one piece of code after the other in the same ``__main__``, until no more come."""
+def run_session(link: int, path: str) -> None:
+    """Execute one piece of code after the other in the same ``__main__``, until no more come.
+
+    The code itself can reach the connection too. What it writes there is only ever taken for its own result.
+    """
     become_script(path, line_buffering=True)
     names = new_main(path)
     while True:
         try:
-            message = frames.read(code_from)
+            message = frames.read(link)
         except KeyboardInterrupt:  # the time limit came just after the end of the previous piece
             continue
         if message is None:
@@ -46,7 +50,7 @@ def run_session(code_from: int, done_to: int, path: str) -> None:
         status = execute(message["code"], path, names, shows_value=True)
         _flush()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        os.write(done_to, b"%d\n" % (status & 0xFF))
+        frames.write(link, {"number": message["number"], "exit_code": status})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
@@ -65,10 +69,20 @@ def become_script(path: str, line_buffering: bool = False) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    for name in [name for name in sys.modules if name.partition(".")[0] == _OWN_PACKAGE]:
+    for name in _own_modules():
         del sys.modules[name]
-    gc.unfreeze()
     gc.enable()
+
+
+@cache
+def _own_modules() -> tuple[str, ...]:
+    """Modules of this folder. The zygote finds them once: looking at all names would copy many pages."""
+    return tuple(name for name in sys.modules if name.partition(".")[0] == _OWN_PACKAGE)
+
+
+def warm_up() -> None:
+    """In the zygote: compute what programs would else compute for themselves."""
+    _own_modules()
 
 
 def new_main(path: str) -> dict[str, Any]:

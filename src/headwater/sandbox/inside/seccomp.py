@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import platform
 import struct
+from functools import cache
+
+from headwater.sandbox.inside.linux import MACHINE
 
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000
@@ -61,11 +63,14 @@ _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER_AT, _AUDIT_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 
+_libc = ctypes.PyDLL(None, use_errno=True)
+
 
 class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
+@cache
 def make_filter(machine: str) -> bytes:
     """The filter as a program of the kernel's packet-filter machine."""
     fail, absent = _FAIL | errno.EPERM, _FAIL | errno.ENOSYS
@@ -97,9 +102,8 @@ def make_filter(machine: str) -> bytes:
 
 def install() -> None:
     """Apply the filter to this process and all that it starts. It needs ``forbid_new_privileges`` first."""
-    instructions = make_filter(platform.machine())
+    instructions = make_filter(MACHINE)
     program = _Program(len(instructions) // 8, instructions)
-    libc = ctypes.PyDLL(None, use_errno=True)
     zero = ctypes.c_ulong(0)
-    if libc.prctl(ctypes.c_int(_PR_SET_SECCOMP), ctypes.c_ulong(_MODE_FILTER), ctypes.byref(program), zero, zero) != 0:
+    if _libc.prctl(ctypes.c_int(_PR_SET_SECCOMP), ctypes.c_ulong(_MODE_FILTER), ctypes.byref(program), zero, zero) != 0:
         raise OSError(ctypes.get_errno(), "the kernel refuses a filter of system calls (seccomp)")

@@ -155,7 +155,9 @@ class Server:
         if os.WIFSIGNALED(status):
             self._report(child.number, outcome="killed", signal=os.WTERMSIG(status), output=printed)
         elif written:
-            self._report(child.number, output=printed, **json.loads(written))
+            ended = json.loads(written)
+            self._report(child.number, output=printed, **ended)
+            import_too(ended.get("imported", []))
         elif os.WEXITSTATUS(status):
             self._report(child.number, outcome="exited", status=os.WEXITSTATUS(status), output=printed)
         else:
@@ -243,9 +245,10 @@ def _run_agent(agent: Any, agent_args: dict[str, Any], call: dict[str, Any], res
     random.seed(call["offered"]["seed"])
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(call["offered"]["seed"] % 2**32)
+    known = set(sys.modules)
     try:
         value = plain(run_agent(agent, agent_args, call["offered"]))
-        ended: dict[str, Any] = {"outcome": "returned", "value": value}
+        ended: dict[str, Any] = {"outcome": "returned", "value": value, "imported": sorted(set(sys.modules) - known)}
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:  # noqa: BLE001  an agent may raise anything
@@ -338,6 +341,30 @@ def plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
+def warm_up() -> None:
+    """Make OpenAI's client build its types, which it does at its first reply and which takes longer than a call."""
+    # New versions of the client use httpx2.
+    openai, httpx = sys.modules.get("openai"), sys.modules.get("httpx2", sys.modules.get("httpx"))
+    if openai is None or httpx is None:
+        return
+
+    def answer(_: Any) -> Any:
+        choice = {"index": 0, "message": {"role": "assistant", "content": ""}, "finish_reason": "stop"}
+        return httpx.Response(200, json={"id": "", "object": "", "created": 0, "model": "", "choices": [choice]})
+
+    with contextlib.suppress(Exception), httpx.Client(transport=httpx.MockTransport(answer)) as http:
+        client = openai.OpenAI(base_url="http://unused", api_key="unused", http_client=http)
+        client.chat.completions.create(model="", messages=[])
+
+
+def import_too(names: list[str]) -> None:
+    """What an agent has imported while it ran is there for the next one."""
+    for name in names:
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     source, sink = os.dup(0), os.dup(1)
@@ -351,6 +378,7 @@ def main() -> None:
             problem = problem_of(agent, settings["agent_args"], settings["offered"])
             if problem:
                 raise TypeError(problem)
+            warm_up()
     except BaseException as error:  # noqa: BLE001  importing an agent may raise anything
         send(sink, {"failed": f"{type(error).__name__}: {error}"})
         return

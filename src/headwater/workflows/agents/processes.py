@@ -24,6 +24,8 @@ START_LIMIT_S = 300.0
 _END_LIMIT_S = 10.0
 """How long a killed process may take to end."""
 
+_ENDED = "the process that runs agents ended; see its last messages above"
+
 
 class AgentProcesses:
     """Starts the fork server with the first episode, and again if it has died."""
@@ -45,6 +47,7 @@ class ForkServer:
         self._numbers = itertools.count()
         self._running: dict[int, asyncio.Future[AgentEnd]] = {}
         self._reader: asyncio.Task[None] | None = None
+        self.is_alive = False
 
     @classmethod
     async def here(cls, settings: AgentSettings) -> ForkServer:
@@ -56,9 +59,16 @@ class ForkServer:
             starting = servers[key] = loop.create_task(cls(settings)._start())
         return await asyncio.shield(starting)
 
+    @classmethod
+    def running(cls, loop: asyncio.AbstractEventLoop) -> list[ForkServer]:
+        """The fork servers of an event loop."""
+        started = list(_servers.get(loop, {}).values())
+        return [each.result() for each in started if each.done() and not each.exception() and each.result().is_alive]
+
     @property
-    def is_alive(self) -> bool:
-        return self._reader is not None and not self._reader.done()
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     async def _start(self) -> ForkServer:
         settings = self._settings
@@ -87,12 +97,16 @@ class ForkServer:
             raise
         if "failed" in first:
             self._kill()
+            await self._ended()
             raise ConfigError([f"rollout.workflow_args.agent = {settings.agent}: {first['failed']}"])
+        self.is_alive = True
         self._reader = asyncio.get_running_loop().create_task(self._read())
         return self
 
     async def call(self, invitation: Invitation, timeout_s: float) -> AgentEnd:
         """Run the agent for one episode. It is killed after ``timeout_s``, and if this call is cancelled."""
+        if not self.is_alive:  # it ended after ``here`` returned it
+            raise AgentFailed(_ENDED)
         number = next(self._numbers)
         ended = self._running[number] = asyncio.get_running_loop().create_future()
         self._send("call", number, self._message(invitation))
@@ -133,7 +147,7 @@ class ForkServer:
             (length,) = fork_server.LENGTH.unpack(await self._process.stdout.readexactly(fork_server.LENGTH.size))
             message: dict[str, Any] = json.loads(await self._process.stdout.readexactly(length))
         except asyncio.IncompleteReadError:
-            return {"failed": "the process that runs agents ended; see its last messages above"}
+            return {"failed": _ENDED}
         return message
 
     async def _read(self) -> None:
@@ -146,15 +160,19 @@ class ForkServer:
                     ended.set_result(_end(message))
             reason = message["failed"]
         finally:
+            self.is_alive = False
             self._kill()
             for ended in self._running.values():
                 if not ended.done():
                     ended.set_exception(AgentFailed(reason))
                     ended.exception()  # perhaps nothing waits for it any more
             self._running.clear()
-            assert self._process is not None
-            with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-                await asyncio.wait_for(self._process.wait(), _END_LIMIT_S)
+            await self._ended()
+
+    async def _ended(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+            await asyncio.wait_for(self._process.wait(), _END_LIMIT_S)
 
     def _kill(self) -> None:
         """End the fork server. Its agents end with it."""
