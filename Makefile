@@ -11,9 +11,10 @@ DEV_STAMP := $(VENV)/.installed-dev
 # Their pins must not change our packages, so they are installed into a separate environment.
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
+NO_BUBBLEWRAP := $(VENV)/.no-bubblewrap
 WORKERS ?= 2
 
-.PHONY: quickstart test test-all lint setup setup-dev setup-clients clean
+.PHONY: quickstart test test-all lint setup setup-dev setup-clients bubblewrap install-bubblewrap clean
 
 quickstart: setup
 	@$(BIN)/headwater train quickstart
@@ -29,9 +30,27 @@ lint: setup-dev
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary
 
-setup: $(STAMP)
+setup: $(STAMP) bubblewrap
 
-setup-dev: $(DEV_STAMP)
+setup-dev: $(DEV_STAMP) bubblewrap
+
+# Code that a model writes runs in a sandbox, for which bubblewrap is best. Set-up never asks for a password or fails.
+bubblewrap: | $(BIN)/python
+	@[ "$$(uname)" != Linux ] || command -v bwrap > /dev/null || [ -e $(NO_BUBBLEWRAP) ] \
+	    || $(MAKE) --no-print-directory install-bubblewrap || touch $(NO_BUBBLEWRAP)
+	@[ ! -e $(NO_BUBBLEWRAP) ] || command -v bwrap > /dev/null \
+	    || echo "*** bubblewrap could not be installed. Install it with your package manager, for example: sudo apt" \
+	    "install bubblewrap. Without it, code of a model runs in user namespaces, or is refused; to find out which:" \
+	    "$(BIN)/headwater doctor --sandbox"
+
+install-bubblewrap:
+	@echo "Installing bubblewrap, the sandbox for code that a model writes"
+	@as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; \
+	export DEBIAN_FRONTEND=noninteractive; exec < /dev/null > /dev/null 2>&1; \
+	if command -v apt-get; then \
+	    $$as_root apt-get install --yes bubblewrap || { $$as_root apt-get update && $$as_root apt-get install --yes bubblewrap; }; \
+	elif command -v dnf; then $$as_root dnf install --assumeyes bubblewrap; \
+	else false; fi
 
 setup-clients: $(CLIENTS_STAMP)
 
@@ -51,7 +70,7 @@ $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	@touch $@ $(STAMP)
 
 $(CLIENTS_STAMP): tests/integration/clients.txt | $(BIN)/python
-	@echo "Installing lm-evaluation-harness, langchain-openai and litellm into $(CLIENTS) (minutes, 1 GB)"
+	@echo "Installing lm-evaluation-harness, langchain-openai, litellm and openai-agents into $(CLIENTS) (minutes, 1 GB)"
 	@$(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
 	@touch $@

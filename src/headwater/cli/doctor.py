@@ -8,10 +8,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headwater.core.errors import HeadwaterError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from headwater.observe.doctor import Diagnosis
+    from headwater.sandbox.examination import Examination
 
 HELP = (
     "Show whether a run is alive, how far it is, what it waits for, and what usually helps. Exit status 0: the run is "
@@ -21,16 +24,25 @@ _NUM_LOG_LINES = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run directory, for example runs/quickstart")
+    parser.add_argument("run", type=Path, nargs="?", help="run directory, for example runs/quickstart")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--verify",
         action="store_true",
         help="compare the checksum of every file of every checkpoint; without it, large ones are checked by size only",
     )
+    parser.add_argument(
+        "--sandbox",
+        action="store_true",
+        help="instead of a run: show what protects this machine from code that a model writes, by trying to break it",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.sandbox:
+        return _show_sandbox(as_json=args.json)
+    if args.run is None:
+        raise HeadwaterError("which run? Give its directory, for example: headwater doctor runs/quickstart")
     from headwater.observe.doctor import examine
     from headwater.observe.run_directory import RunDirectory
 
@@ -42,6 +54,39 @@ def run(args: argparse.Namespace) -> int:
 
         _print(pipe_console(highlight=False, soft_wrap=True), diagnosis)
     return 0 if diagnosis.is_healthy else 1
+
+
+def _show_sandbox(as_json: bool) -> int:
+    """Exit status 0: an isolation works and every property holds."""
+    from dataclasses import asdict
+
+    from headwater.cli.process import pipe_console
+    from headwater.config.rollout_schema import SandboxConfig
+    from headwater.sandbox.examination import examine
+
+    examination = examine(SandboxConfig())
+    if as_json:
+        print(json.dumps(asdict(examination) | {"is_safe": examination.is_safe}, indent=1))
+    else:
+        _print_examination(pipe_console(highlight=False, soft_wrap=True), examination)
+    return 0 if examination.is_safe else 1
+
+
+def _print_examination(console: Console, examination: Examination) -> None:
+    from rich.markup import escape
+
+    if examination.isolation:
+        console.print(f"[bold]Code of a model is isolated by[/] [bold green]{examination.isolation}[/]")
+    else:
+        console.print(f"[bold red]No isolation:[/] {escape(examination.problem)}")
+    for each in (*examination.kinds, *examination.properties):
+        mark = "[green]✓[/]" if each.holds else "[red]✗[/]"
+        is_told = each in examination.kinds or not each.holds
+        console.print(f"  {mark} {escape(each.name)}{f': {escape(each.text)}' if is_told else ''}")
+    if examination.isolation:
+        console.print(f"A small program takes {examination.milliseconds:.1f} ms.")
+    for remedy in examination.remedies:
+        console.print(f"  [dim]{escape(remedy)}[/]")
 
 
 def _print(console: Console, diagnosis: Diagnosis) -> None:

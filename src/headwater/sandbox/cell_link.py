@@ -26,7 +26,11 @@ _OUT_OF_MEMORY = re.compile(rb"(?:^|\n)[\w.]*MemoryError\b[^\n]*\n?$")
 
 
 class CellLost(Exception):
-    """A cell could not be made, or has ended without a report."""
+    """A cell has ended without a report."""
+
+
+class CellNotMade(CellLost):
+    """A cell could not be made: no code was run."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class CellLink:
         try:
             self._data.sendall(frames.encode(message))
         except OSError as error:
-            raise CellLost(f"the cell does not take the program: {error}") from error
+            raise CellNotMade(f"the cell does not take the program: {error}") from error
         self._data.settimeout(_MESSAGE_LIMIT_S)
 
     def wait_for_exit(self, timeout_s: float) -> Outcome:
@@ -87,6 +91,12 @@ class CellLink:
         if ending is None:
             raise CellLost(f"the cell gave no report within {timeout_s + _GRACE_S:g} s")
         return self._outcome(ending)
+
+    def wait_until_ready(self) -> None:
+        """Wait until a session can run code."""
+        message = self._receive(self._data)
+        if message is None or not self._is_ready:
+            raise CellNotMade(self._error or "the cell ended before the session began")
 
     def run_piece(self, code: str, timeout_s: float) -> tuple[Outcome, bool]:
         """Run a piece of code in a session. Return its outcome, and whether the session lives on."""
@@ -182,13 +192,15 @@ class CellLink:
         self._read_rest()
         while not self._is_ready and not self._error and self._receive(self._data) is not None:
             pass
-        if report is None or not self._is_ready:
-            raise CellLost(self._error or "the cell ended without a report")
+        if self._is_cancelled:
+            return _Ending("killed", None, "cancelled")
+        if not self._is_ready:
+            raise CellNotMade(self._error or "the cell ended before the program began")
+        if report is None:
+            raise CellLost("the cell ended without a report")
         if self._is_flood:
             kib = _FLOOD_FACTOR * self._max_output_bytes >> 10
             return _Ending("too_much_output", None, f"more than {kib} KiB of output")
-        if self._is_cancelled:
-            return _Ending("killed", None, "cancelled")
         return _Ending(report["status"] or None, report["exit_code"], report["detail"], report["seconds"])
 
     @property

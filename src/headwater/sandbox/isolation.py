@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 import sys
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.sandbox.cell_link import CellLost
 from headwater.sandbox.inside.confine import Bounds
-from headwater.sandbox.launch import Kind
+from headwater.sandbox.launch import Kind, find_bubblewrap
 from headwater.sandbox.outcome import SandboxUnavailable
 from headwater.sandbox.request import Request
 from headwater.sandbox.zygote_process import ZygoteLost, ZygoteProcess
@@ -39,7 +38,7 @@ def choose(config: SandboxConfig) -> ZygoteProcess:
         try:
             return start(kind, config)
         except (ZygoteLost, CellLost) as error:
-            failures.append(f"{kind}: {_reason(kind, str(error))}")
+            failures.append(f"{kind}: {complaint(kind, str(error))}")
     raise SandboxUnavailable(_refusal(config.isolation, failures))
 
 
@@ -74,10 +73,11 @@ def _probe(zygote: ZygoteProcess) -> None:
         raise CellLost(f"a test program ended with {outcome.status}: {outcome.stderr.strip() or outcome.detail}")
 
 
-def _reason(kind: Kind, complaint: str) -> str:
-    if kind.startswith("bubblewrap") and shutil.which("bwrap") is None:
+def complaint(kind: Kind, last_words: str) -> str:
+    """Why an isolation does not work, from the last words of its process."""
+    if kind.startswith("bubblewrap") and find_bubblewrap() is None:
         return "the program bwrap is not installed"
-    return complaint
+    return last_words
 
 
 def _refusal(isolation: str, failures: list[str]) -> str:
@@ -96,7 +96,7 @@ def remedies() -> list[str]:
     if sys.platform != "linux":
         found.append("run on Linux; other systems have no isolation that Headwater can use")
     else:
-        if shutil.which("bwrap") is None:
+        if find_bubblewrap() is None:
             found.append("install bubblewrap, for example with: apt install bubblewrap")
         if limit := _user_namespaces_are_off():
             found.append(limit)

@@ -26,8 +26,9 @@ from headwater.sandbox.inside.{module} import main
 main(sys.argv[2:])
 """
 """The package itself is not visible inside, so its names are made by hand."""
-_ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
+PLACES = "/usr/local/bin:/usr/bin:/bin"
+ENVIRONMENT = {
+    "PATH": PLACES,
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -71,7 +72,7 @@ def make_launch(kind: Kind, config: SandboxConfig, control: int, owner: int) -> 
         command = (*enclose, view, has_privileges, *command)
     elif kind != "unprotected":
         command = (*_bubblewrap(kind, config, keeps_root=drops_root), *command)
-    return Launch(command, dict(_ENVIRONMENT))
+    return Launch(command, dict(ENVIRONMENT))
 
 
 def _has_privileges() -> bool:
@@ -81,9 +82,20 @@ def _has_privileges() -> bool:
     return bool(int(effective.split()[1], 16) & (1 << 21))  # CAP_SYS_ADMIN
 
 
+def find_bubblewrap() -> str | None:
+    """The path of the program bwrap, also if PATH does not lead to it."""
+    return shutil.which("bwrap") or shutil.which("bwrap", path=PLACES)
+
+
 def _bubblewrap(kind: Kind, config: SandboxConfig, keeps_root: bool) -> tuple[str, ...]:
-    program = shutil.which("bwrap") or "bwrap"
-    words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    words = [
+        find_bubblewrap() or "bwrap",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     if keeps_root:
         for capability in _CAPABILITIES:
             words += ["--cap-add", capability]

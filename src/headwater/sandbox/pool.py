@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.waits import named_wait, wait_until
-from headwater.sandbox.cell_link import CellLink, CellLost
+from headwater.sandbox.cell_link import CellLink, CellNotMade
 from headwater.sandbox.inside.confine import Bounds
 from headwater.sandbox.isolation import choose
 from headwater.sandbox.launch import Kind
@@ -89,14 +89,25 @@ class CellPool:
         """Make sure that a zygote runs, and return what isolates it."""
         return self._ready_zygote().kind
 
-    def open(self, kind: str, bounds: Bounds, request: Request) -> OpenCell:
-        """Make a cell and send it the program. A zygote that has died is replaced."""
+    def with_cell(self, kind: str, bounds: Bounds, request: Request, work: Callable[[OpenCell], T]) -> T:
+        """Make a cell, send it the program and do ``work`` with it.
+
+        If the cell cannot be made, for example because the zygote has died, this is done once more; no code has run.
+        """
+        reason = ""
         for _ in range(_ATTEMPTS):
             try:
-                return self._open(kind, bounds, request)
-            except (ZygoteLost, CellLost) as error:
-                self._forget_zygote()
+                cell = self._open(kind, bounds, request)
+            except (ZygoteLost, CellNotMade) as error:
                 reason = str(error)
+                self._forget_zygote()
+                continue
+            try:
+                return work(cell)
+            except CellNotMade as error:
+                reason = str(error)
+                cell.close()
+                self._forget_zygote()
         raise SandboxUnavailable(f"the sandbox no longer works on this machine: {reason}")
 
     def _open(self, kind: str, bounds: Bounds, request: Request) -> OpenCell:
@@ -110,7 +121,7 @@ class CellPool:
         cell = OpenCell(zygote.make_cell(kind, bounds, scratch_bytes, scratch), zygote if is_single else None, scratch)
         try:
             cell.link.send(request.message())
-        except CellLost:
+        except CellNotMade:
             cell.close()
             raise
         return cell
@@ -126,10 +137,11 @@ class CellPool:
             return self._zygote
 
     def _forget_zygote(self) -> None:
+        """Start another zygote for the next cell, if this one is dead or does not make cells."""
         with self._zygote_lock:
-            if self._zygote is not None:
-                self._zygote.close()
-            self._zygote = None
+            zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            zygote.close()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

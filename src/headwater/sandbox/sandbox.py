@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headwater.config.rollout_schema import SandboxConfig
-from headwater.sandbox.cell_link import CellLost
+from headwater.sandbox.cell_link import CellLost, CellNotMade
 from headwater.sandbox.launch import Kind
 from headwater.sandbox.outcome import Limits, Outcome
-from headwater.sandbox.pool import CellPool, Ticket
+from headwater.sandbox.pool import CellPool, OpenCell, Ticket
 from headwater.sandbox.request import Request
 from headwater.sandbox.session import Session
 
@@ -116,15 +116,20 @@ class Sandbox:
     def _run(self, program: Program, ticket: Ticket, tests: str | None = None) -> Outcome:
         bounds = (program.limits or Limits()).bounds(self.config)
         request = Request(program.code, program.stdin, program.files)
-        with self._pool.turn():
-            cell = self._pool.open("run" if tests is None else "tests", bounds, request)
+
+        def work(cell: OpenCell) -> Outcome:
             try:
                 ticket.hold(cell)
                 if tests is not None:
                     cell.link.send({"tests": tests})
                 return cell.link.wait_for_exit(bounds.timeout_s)
+            except CellNotMade:
+                raise
             except CellLost as error:
                 return Outcome("killed", "", "", None, 0.0, detail=str(error))
             finally:
                 ticket.release()
                 cell.close()
+
+        with self._pool.turn():
+            return self._pool.with_cell("run" if tests is None else "tests", bounds, request, work)

@@ -53,7 +53,7 @@ class Session:
             try:
                 if self._cell is None:
                     slow = replace(self._bounds, timeout_s=self._bounds.timeout_s + _GRACE_S)
-                    self._cell = self._pool.open("session", slow, Request())
+                    self._cell = self._pool.with_cell("session", slow, Request(), _wait_until_ready)
                 ticket.hold(self._cell)
                 outcome, lives = self._cell.link.run_piece(code, self._bounds.timeout_s)
             except CellLost as error:
@@ -73,3 +73,8 @@ class Session:
         """End the interpreter and everything that it has started."""
         self._is_closed = True
         self._lose()
+
+
+def _wait_until_ready(cell: OpenCell) -> OpenCell:
+    cell.link.wait_until_ready()
+    return cell

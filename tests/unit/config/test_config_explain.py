@@ -105,7 +105,9 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if origin is tuple:
         return st.lists(values_of(get_args(hint)[0]), max_size=3).map(tuple)
     if origin is Mapping:
-        return st.dictionaries(TEXT.filter(lambda key: key != "<<"), FREE, max_size=3)
+        _, inner = get_args(hint)
+        values = FREE if inner is Any else values_of(inner)
+        return st.dictionaries(TEXT.filter(lambda key: key != "<<"), values, max_size=3)
     if is_dataclass(hint):
         return st.builds(hint, **{field.name: values_of(keys.hints(hint)[field.name]) for field in fields(hint)})
     if origin is not None:
