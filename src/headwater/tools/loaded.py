@@ -47,7 +47,7 @@ class LoadedTool:
         self._releases = Slots(f"{self.name} (release)", limits.max_concurrent, is_patient=True)
         self._background: set[asyncio.Task[Any]] = set()
         self._is_available = True
-        self._has_blocked = False
+        self._warned: set[str] = set()
 
     def has_own(self, method: str) -> bool:
         """Whether the tool defines a method itself. Those that do nothing are not called."""
@@ -68,9 +68,10 @@ class LoadedTool:
             self._releases.run(lambda: call_method(call, self._note_blocked, interrupt=False), timeout_s)
         )
         self._keep(work)
-        done, _ = await asyncio.wait({work}, timeout=2 * timeout_s)
-        if not done:
-            raise CallTimedOut
+        while not work.done():
+            await asyncio.wait({work}, timeout=2 * timeout_s)
+            if not work.done() and self._releases.is_blocked:
+                raise CallTimedOut
         work.result()
 
     def note_unavailable(self, error: ToolUnavailable) -> None:
@@ -85,12 +86,17 @@ class LoadedTool:
         self._is_available = True
 
     def _note_blocked(self, seconds: float) -> None:
-        if not self._has_blocked:
-            logger.warning(
-                "tool %s blocked the event loop of all episodes for %.1f s; make its methods plain functions, which "
-                "run in threads, or await what takes long", self.name, seconds,
-            )  # fmt: skip
-        self._has_blocked = True
+        self.warn_once(
+            "blocked",
+            f"blocked the event loop of all episodes for {seconds:.1f} s; make its methods plain functions, which run "
+            "in threads, or await what takes long",
+        )
+
+    def warn_once(self, kind: str, text: str) -> None:
+        """Log the first problem of a kind. The others are only counted."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("tool %s %s", self.name, text)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self._keep(asyncio.ensure_future(work))

@@ -10,7 +10,7 @@ from headwater.core.protocols import Tokenizer
 
 Side = Literal["left", "right", "middle"]
 
-_CHARACTERS_PER_TOKEN = 32
+_CHARACTERS_PER_TOKEN = 8
 """How much text is encoded at first for each token that is kept, so that megabytes are never encoded as a whole."""
 
 

@@ -121,7 +121,7 @@ class ToolSession:
             loaded.note_unavailable(error)
             return _failure("unavailable", f"{name} is not available: {error}")
         except BadResult as error:
-            logger.warning("tool %s %s", name, error)
+            loaded.warn_once("bad_result", str(error))
             return _failure("bad_result", f"{name} returned no valid result")
         except ToolError as error:
             return _failure("raised", str(error))
@@ -214,7 +214,7 @@ class _Instance:
 
     def _release_failed(self, what: str) -> None:
         self._add("release_failed")
-        logger.warning("episode %s: release of tool %s %s", self._episode_id, self.loaded.name, what)
+        self.loaded.warn_once("release", f"was not released in episode {self._episode_id}: release {what}")
 
     def _bound(self, method: str) -> Any:
         return getattr(self.loaded.tool, method)
