@@ -70,7 +70,7 @@ $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	@touch $@ $(STAMP)
 
 $(CLIENTS_STAMP): tests/integration/clients.txt | $(BIN)/python
-	@echo "Installing lm-evaluation-harness, langchain-openai and litellm into $(CLIENTS) (minutes, 1 GB)"
+	@echo "Installing lm-evaluation-harness, langchain-openai, litellm and openai-agents into $(CLIENTS) (minutes, 1 GB)"
 	@$(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
 	@touch $@

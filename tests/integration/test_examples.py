@@ -21,14 +21,25 @@ EXAMPLES = {
         "rollout.workflow=examples/tool_workflow.py:HigherOrLower", "rollout.workflow_args.latency_s=0.01",
         "rollout.max_new_tokens=24",
     ],
+    "openai_agent.py": [
+        "rollout.workflow=endpoint", "rollout.workflow_args.agent=examples/openai_agent.py:solve",
+        "rollout.max_new_tokens=24",
+    ],
+    "openai_async_agent.py": [
+        "rollout.workflow=endpoint", "rollout.workflow_args.agent=examples/openai_async_agent.py:check_twice",
+        "rollout.workflow_args.run_in=thread", "rollout.max_new_tokens=24",
+    ],
     "verl_agent_loop.py": ["rollout.workflow=examples/verl_agent_loop.py:CheckTwice", "rollout.max_new_tokens=32"],
     "areal_workflow.py": ["rollout.workflow=examples/areal_workflow.py:Retry", "rollout.max_new_tokens=32"],
 }  # fmt: skip
 
+IN_OTHER_ENVIRONMENTS = {"openai_agents_sdk.py"}
+"""Trained by test_endpoint_training.py."""
+
 
 def test_every_example_is_listed_and_short():
     found = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
-    assert found.keys() == EXAMPLES.keys()
+    assert found.keys() == EXAMPLES.keys() | IN_OTHER_ENVIRONMENTS
     assert all(lines < 50 for lines in found.values())
 
 
@@ -63,6 +74,18 @@ def _tool_was_used(rows) -> None:
         assert re.fullmatch("0+1+0+1+" if asked else "0+1+", mask)
 
 
+def _agent_was_used(rows) -> None:
+    assert all(json.loads(row["info"])["agent_calls"] == {"answered": 1} for row in rows)
+    assert all(row["reward"] in (0.0, 1.0) for row in rows)
+
+
+def _async_agent_was_used(rows) -> None:
+    for row in rows:
+        assert json.loads(row["info"])["agent_calls"] == {"answered": 2}
+        assert re.fullmatch("0+1+0+1+", "".join(map(str, row["loss_mask"])))
+        assert "Sure?" in row["response"]
+
+
 def _loop_was_used(rows) -> None:
     for row in rows:
         assert re.fullmatch("0+1+0+1+", "".join(map(str, row["loss_mask"])))
@@ -78,6 +101,8 @@ def _areal_workflow_was_used(rows) -> None:
 
 
 CHECKS = {
+    "openai_agent.py": _agent_was_used,
+    "openai_async_agent.py": _async_agent_was_used,
     "verl_agent_loop.py": _loop_was_used,
     "areal_workflow.py": _areal_workflow_was_used,
     "custom_reward.py": _reward_was_used,

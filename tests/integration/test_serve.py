@@ -263,6 +263,21 @@ def test_the_asynchronous_client_and_many_requests_at_once(server):
     assert set(texts) == {streamed}
 
 
+def test_a_tool_call(client):
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    reply = client.chat.completions.create(
+        model="tiny:qwen3",
+        messages=[{"role": "user", "content": "What time is it?"}],
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        seed=1,
+    )
+    (call,) = reply.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
+    assert reply.choices[0].finish_reason == "tool_calls"
+
+
 def test_refusals_reach_the_client(client):
     asked = {"model": "tiny:qwen3", "prompt": "abc"}
     with pytest.raises(openai.BadRequestError, match=r"max_tokens = 5000: the prompt has .* use at most") as caught:
@@ -606,6 +621,7 @@ def test_bad_arguments_are_told():
         (["tiny:qwen3", "--max-body-mib", "0"], "--max-body-mib = 0.0: must be > 0"),
         (["tiny:gpt", "--host", "0.0.0.0", "--port", "0"], "without an API key"),
         (["tiny:qwen3", "--port", "0", "--backend", "hff"], "did you mean 'hf'?"),
+        (["tiny:qwen3", "--port", "0", "--tool-parser", "hermez"], "--tool-parser = hermez: unknown tool-call parser"),
         (["tiny:qwen3", "--port", "0", "--backend", "headwater.core.records:Score"], "it has no method load"),
     ):
         result = headwater("serve", *arguments)

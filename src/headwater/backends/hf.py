@@ -1,8 +1,6 @@
 """Generation with transformers' ``generate``: the simplest engine, and the reference for the others.
 
-Requests that arrive together are generated together. Headwater's sampler draws the tokens inside the generation loop.
-The randomness of a request therefore does not depend on its neighbours, and the log-prob of every token is recorded
-when it is drawn.
+Requests that arrive together are generated together (``hf_generator.py``).
 """
 
 from __future__ import annotations
@@ -16,17 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-
 from headwater.backends import BACKENDS, BackendContext, check_lengths
+from headwater.backends.hf_generator import HfGenerator
 from headwater.config.schema import EngineConfig
 from headwater.config.traits import BackendTraits
 from headwater.core.errors import QueueFull, RequestError, RolloutFailed, WeightsError, WeightsIncomplete
@@ -41,15 +30,11 @@ from headwater.core.protocols import (
     check_features,
     whole_response,
 )
-from headwater.core.records import Alternatives, Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
+from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import named_wait
 from headwater.engine.delivery import in_thread
-from headwater.engine.grammar import Grammars
-from headwater.engine.guides import Guidance, Guide, alternatives
-from headwater.engine.sampler import SamplingBatch, distribution, sample
-from headwater.engine.stops import find_stop
 from headwater.models.checksum import checksum, dtype_name
-from headwater.models.load import end_token_ids, load_model, load_tokenizer
+from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.weights.memory import Receiver
 
@@ -64,70 +49,6 @@ class _Pending:
     request: ModelRequest
     future: asyncio.Future[ModelResponse]
     arrived: float
-
-
-class _Draw(LogitsProcessor):  # type: ignore[misc]
-    """Draws the next tokens with Headwater's sampler, and makes them the only tokens that ``generate`` can choose."""
-
-    def __init__(self, batch: SamplingBatch, prompt_width: int, guides: Sequence[Guide]) -> None:
-        self._batch = batch
-        self._prompt_width = prompt_width
-        """Excludes given tokens of the response: randomness depends on the position in the response."""
-        self._guides = guides
-        self.logprobs: list[Tensor] = []
-        self.top: list[tuple[Tensor, Tensor]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        position = input_ids.shape[1] - self._prompt_width
-        logits = self._guided(input_ids, scores) if self._guides else scores
-        tokens, logprobs = sample(logits, self._batch, torch.full_like(self._batch.keys, position))
-        self.logprobs.append(logprobs)
-        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
-
-    def _guided(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        for guide, tokens in zip(self._guides, input_ids[:, self._prompt_width :].tolist(), strict=True):
-            guide.advance(tokens)
-        guidance = Guidance.of(list(enumerate(self._guides)))
-        logits = guidance.adjust(scores)
-        if guidance.num_top:
-            likely = distribution(logits, self._batch).topk(guidance.num_top, dim=-1)
-            self.top.append((likely.indices.cpu(), likely.values.cpu()))
-        return logits
-
-    def alternatives(self, row: int, count: int) -> tuple[Alternatives, ...]:
-        """Those of the first ``count`` tokens of a row."""
-        if not self.top:
-            return ()
-        wanted = self._guides[row].request.sampling.num_top_logprobs
-        return tuple(alternatives(tokens[row], logprobs[row], wanted) for tokens, logprobs in self.top[:count])
-
-
-class _Abandoned(StoppingCriteria):  # type: ignore[misc]
-    """Ends a ``generate`` call when no caller waits for its responses any more, as after Ctrl-C."""
-
-    def __init__(self, batch: list[_Pending]) -> None:
-        self._batch = batch
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        abandoned = all(pending.future.done() for pending in self._batch)
-        return torch.full((input_ids.shape[0],), abandoned, device=input_ids.device)
-
-
-class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """Ends rows at their stop strings."""
-
-    def __init__(self, engine: HfEngine, batch: list[_Pending], width: int) -> None:
-        self._engine = engine
-        self._batch = batch
-        self._width = width
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        outputs = input_ids[:, self._width :].tolist()
-        ended = [
-            self._engine.end_of(pending.request, output) is not None
-            for pending, output in zip(self._batch, outputs, strict=True)
-        ]
-        return torch.tensor(ended, device=input_ids.device)
 
 
 @BACKENDS.register(BackendTraits(engine_settings=("max_sequences", "max_queue")))
@@ -146,12 +67,7 @@ class HfEngine:
         self.limits = EngineLimits(text_config.vocab_size, num_positions, num_positions, max_queue)
         self._model = model.eval()
         self._device = model.device
-        self._tokenizer = tokenizer
-        self._pad_token_id = tokenizer.pad_token_id
-        self._end_token_ids = end_token_ids(model, tokenizer)
-        self._grammars = Grammars(tokenizer, text_config.vocab_size, self._end_token_ids)
-        # The model's generation settings, such as a repetition penalty, would change the distribution that is sampled.
-        model.generation_config = GenerationConfig()
+        self._generator = HfGenerator(model, tokenizer)
         self._max_batch_sequences = max_batch_sequences
         self._spans = spans
         self._version = 0
@@ -228,7 +144,7 @@ class HfEngine:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         self.check(request)
-        whole = self._given_whole(request)
+        whole = self._generator.given_whole(request)
         if whole is not None:
             return whole
         future: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
@@ -407,111 +323,21 @@ class HfEngine:
         if any(not 0 <= token < limits.vocab_size for token, _ in request.sampling.logit_bias):
             raise RequestError(f"{name}: logit_bias: a token id is outside the vocabulary of {limits.vocab_size}")
         if request.sampling.grammar is not None:
-            self._grammars.start(request.sampling.grammar)
+            self._generator.grammars.start(request.sampling.grammar)
 
-    @torch.inference_mode()
     def _generate(self, batch: list[_Pending]) -> list[ModelResponse]:
-        requests = [pending.request for pending in batch]
-        params, num_given = requests[0].sampling, len(requests[0].given_tokens)
-        stopping: list[StoppingCriteria] = [_Abandoned(batch)]
         started = time.perf_counter()
         with self._spans.span("generate"), self._weights_lock:
-            version = self._version
-            input_ids, attention_mask = self._pad(requests)
-            width = input_ids.shape[1]
-            settings = SamplingBatch.build(
-                [request.sampling for request in requests], [request.rng_key for request in requests], input_ids.device
+            responses = self._generator.generate(
+                [pending.request for pending in batch],
+                self._version,
+                lambda: all(pending.future.done() for pending in batch),
             )
-            guides = [self._guide(request) for request in requests] if params.uses_guide else []
-            draw = _Draw(settings, width - num_given, guides)
-            if params.stop_strings:
-                stopping.append(_Ended(self, batch, width))
-            sequences = self._model.generate(
-                input_ids,
-                attention_mask=attention_mask,
-                logits_processor=LogitsProcessorList([draw]),
-                stopping_criteria=StoppingCriteriaList(stopping),
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                max_new_tokens=params.max_new_tokens - num_given,
-                min_new_tokens=max(0, params.min_new_tokens - num_given) or None,
-                eos_token_id=list(self._stop_ids(params)) or None,
-                pad_token_id=self._pad_token_id,
-            )
-            outputs = sequences[:, width:].tolist()
-            logprobs = torch.stack(draw.logprobs, dim=1).tolist()
         elapsed = time.perf_counter() - started
         return [
-            replace(response, output_top_logprobs=draw.alternatives(row, len(response.output_tokens)))
-            for row, response in enumerate(
-                self._respond(pending, outputs[row], logprobs[row], version, started - pending.arrived, elapsed)
-                for row, pending in enumerate(batch)
-            )
+            replace(response, queue_s=started - pending.arrived, generate_s=elapsed)
+            for pending, response in zip(batch, responses, strict=True)
         ]
-
-    def _guide(self, request: ModelRequest) -> Guide:
-        grammar = request.sampling.grammar
-        return Guide(request, None if grammar is None else self._grammars.start(grammar))
-
-    def _pad(self, requests: list[ModelRequest]) -> tuple[Tensor, Tensor]:
-        rows = [request.input_tokens + request.given_tokens for request in requests]
-        width = max(map(len, rows))
-        shape = (len(rows), width)
-        input_ids = torch.full(shape, self._pad_token_id, dtype=torch.int64)
-        attention_mask = torch.zeros(shape, dtype=torch.int64)
-        for row, tokens in enumerate(rows):
-            input_ids[row, width - len(tokens) :] = torch.tensor(tokens)
-            attention_mask[row, width - len(tokens) :] = 1
-        device = self._model.device
-        return input_ids.to(device), attention_mask.to(device)
-
-    def _respond(
-        self,
-        pending: _Pending,
-        output: list[int],
-        logprobs: list[float],
-        version: int,
-        queue_s: float,
-        generate_s: float,
-    ) -> ModelResponse:
-        # generate pads a row after its end token; the end token belongs to the response.
-        end = self.end_of(pending.request, output)
-        count = end if end is not None else len(output)
-        return ModelResponse(
-            input_tokens=pending.request.input_tokens,
-            output_tokens=tuple(output[:count]),
-            output_logprobs=tuple(logprobs[:count]),
-            output_versions=(version,) * count,
-            stop_reason="length" if end is None else "stop",
-            queue_s=queue_s,
-            generate_s=generate_s,
-        )
-
-    def _given_whole(self, request: ModelRequest) -> ModelResponse | None:
-        """The answer to a request whose given tokens are already a complete response."""
-        given = request.given_tokens
-        has_stopped = bool(given) and self.end_of(replace(request, given_tokens=given[:-1]), given[-1:]) is not None
-        if has_stopped or len(given) >= request.sampling.max_new_tokens:
-            return ModelResponse(request.input_tokens, (), (), (), "stop" if has_stopped else "length")
-        return None
-
-    def end_of(self, request: ModelRequest, output: Sequence[int]) -> int | None:
-        """The number of tokens after the given ones at which the response stops; ``None`` if it does not stop."""
-        params, num_given = request.sampling, len(request.given_tokens)
-        first = min(max(0, params.min_new_tokens - num_given), len(output))
-        stop_ids = self._stop_ids(params)
-        ends = [place + 1 for place in range(first, len(output)) if output[place] in stop_ids][:1]
-        if params.stop_strings:
-            tokens = [*request.given_tokens, *output]
-            found = find_stop(self._tokenizer, tokens, num_given + first, params.stop_strings)
-            ends += [found - num_given] if found is not None else []
-        return min(ends, default=None)
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        own_ends = () if params.ignore_end else self._end_token_ids
-        return (*own_ends, *params.stop_token_ids)
 
 
 def _answer(batch: list[_Pending], responses: list[ModelResponse]) -> None:

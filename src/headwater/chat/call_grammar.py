@@ -17,8 +17,8 @@ from headwater.chat.special_tokens import special_tokens
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Grammar
 
-_WHITESPACE = {"whitespace_pattern": r"[ \n]{0,4}"}
-"""Between two parts of a JSON text. A limit, because a model may otherwise write nothing but spaces."""
+_WHITESPACE = {"whitespace_pattern": "[ ]?"}
+"""Between two parts of a JSON text: at most one space, as in the calls that chat templates write."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class _Writer:
     def call(self, shape: CallShape, function: Mapping[str, Any], number: int) -> str:
         """Add the rule of one function. Return its name."""
         name = str(function["name"])
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        # A tool has the arguments of its schema and no others, unless the schema says so.
+        schema = {"type": "object", "additionalProperties": False, **(function.get("parameters") or {})}
         if shape.arguments is None:
             self.rules.append(f"arguments_{number}: {_json_rule(schema)}")
             arguments = f"arguments_{number}"

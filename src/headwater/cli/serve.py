@@ -105,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "localhost, this machine's name, --host and IP addresses are always allowed; '*' allows every name",
     )
     parser.add_argument(
+        "--tool-parser",
+        metavar="NAME",
+        default="auto",
+        help="format of the model's tool calls, for example hermes; default auto: chosen from the chat template",
+    )
+    parser.add_argument(
         "--threads",
         type=int,
         metavar="N",
@@ -141,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
             )
         from headwater.backends import BACKENDS
         from headwater.models.load import check_files, load_tokenizer, resolve_device
+        from headwater.serving.state import find_parser
 
         _set_threads(args.threads)
         backend = BACKENDS.resolve(args.backend)
@@ -152,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
         # Checked here as well as by the engine, because messages of an engine name the settings of a recipe.
         resolve_device(args.device, "--device")
         tokenizer = load_tokenizer(model, key="MODEL")
+        find_parser(options.tool_parser, tokenizer)  # before the model is loaded, which takes longer
         check_files(model, "MODEL")
         engine: InferenceEngine = backend.load(
             model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed
@@ -260,6 +268,7 @@ def _options(args: argparse.Namespace, model: str) -> ServerOptions:
         max_responses=args.max_responses,
         allowed_hosts=(args.host, *args.allowed_host),
         model_path=model,
+        tool_parser=args.tool_parser,
     )
 
 

@@ -28,9 +28,11 @@ def reward_manager_settings_are_read(config: Config, layers: Layers) -> Iterator
             ("reward.where", "reward.manager"),
             "reward.manager = prime scores in parallel processes; use processes, or reward.manager=naive",
         )
-    if reward.where == "event_loop":
-        why = "reward.where = event_loop calls plain functions one after the other; use processes or threads"
-        yield from unread(["reward.workers"], ("reward.where",), why, layers)
+    if reward.where == "event_loop" and reward.workers:
+        yield Clash(
+            ("reward.workers", "reward.where"),
+            "reward.where = event_loop calls plain functions one after the other; use processes, threads, or 0",
+        )
 
 
 def reward_functions_are_complete(config: Config, layers: Layers) -> Iterator[Clash]:

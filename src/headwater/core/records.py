@@ -419,6 +419,8 @@ class Trajectory:
     info: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
     """The whole conversation, including the model's messages; empty if the workflow did not use an ``Episode``."""
+    reward_info: Mapping[str, Any] = field(default_factory=dict)
+    """What the scorer returned beside the reward. Numbers become metrics, and all values columns of rollout files."""
     _arrays: TokenArrays | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ FindingKind = Literal[
     "long_wait",
     "long_step",
     "drops",
+    "reward_failures",
     "engine_restarts",
     "slower_steps",
     "learner_waits",
@@ -61,6 +62,7 @@ def findings(evidence: Evidence, life: Life) -> list[Finding]:
         *_of_ledger(evidence),
         *(waits or _of_long_step(evidence, life)),
         *_of_drops(evidence),
+        *_of_rewards(evidence),
         *_of_engine(evidence),
         *_of_balance(evidence, life),
         *_of_notices(evidence),
@@ -149,6 +151,10 @@ WAIT_REMEDIES = {
     "yet: a workflow that computes before its first request should do so quickly, or in asyncio.to_thread",
     "data_future": "a DataProtoFuture waits for the worker that computes its rows: the worker's output says more, and "
     "timeout_s of DataProtoFuture.get allows more time",
+    "agent_start": "the file of rollout.workflow_args.agent is being imported: import its packages by hand to see what "
+    "takes so long",
+    "agent_finish": "with rollout.workflow_args.wait_for_finish, an episode ends when its agent posts to "
+    "{base_url}/finish, and the agent has not done so yet; rollout.workflow_args.timeout_s limits the wait",
     "rollout_thread": "an episode blocks the thread that runs all episodes: run slow code of a workflow, tool or "
     "reward in asyncio.to_thread",
     "sandbox": "programs of the model wait for their turn: raise sandbox.max_concurrent if cores are free, or lower "
@@ -290,6 +296,25 @@ def _recent_drops(evidence: Evidence) -> tuple[Mapping[DropKind, Drops], int, st
     if evidence.status is not None and evidence.counts is not None:
         return evidence.status.drops, evidence.counts["trained"], "so far"
     return {}, 0, ""
+
+
+REWARD_REMEDIES = {
+    "raised": "call the reward function on that row by itself; the message names the line",
+    "timed_out": "make the reward faster, or raise reward.timeout_s",
+    "worker_died": "the function ends its process: a crash in native code, os._exit, or too little memory",
+    "bad_value": "return a finite number, or a dict with one under 'score'",
+    "judge_unavailable": "check the judge's server and its limits; lower reward.max_concurrent, or raise max_attempts",
+    "judge_nonsense": "make the judge's prompt ask for the format that score_pattern or score_key reads",
+}
+"""By the cause of a failed scoring call; the message says all there is to know about other causes."""
+
+
+def _of_rewards(evidence: Evidence) -> Iterator[Finding]:
+    failures = evidence.status.reward_failures if evidence.status else {}
+    for cause, each in sorted(failures.items(), key=lambda item: -item[1].count)[:3]:
+        calls = "1 scoring call" if each.count == 1 else f"{each.count} scoring calls"
+        what = f"{calls} failed so far ({cause}), for example: {each.message}"
+        yield Finding("reward_failures", "hint", what, REWARD_REMEDIES.get(cause, ""))
 
 
 # Engine, balance and disk

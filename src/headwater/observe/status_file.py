@@ -62,7 +62,7 @@ class RunningGroup:
 
 @dataclass(frozen=True)
 class Drops:
-    """Groups that were dropped for one kind of reason."""
+    """Groups that were dropped for one kind of reason, or scoring calls that failed for one cause."""
 
     count: int
     message: str
@@ -93,6 +93,8 @@ class RunStatus:
     """How many episodes of all running groups are in each stage."""
     capacity: int | None = None
     drops: Mapping[DropKind, Drops] = field(default_factory=dict)
+    reward_failures: Mapping[str, Drops] = field(default_factory=dict)
+    """Failed scoring calls by cause."""
     engine_restarts: int = 0
     num_ranks: int = 1
     stage: StageProgress | None = None
@@ -129,9 +131,9 @@ class StatusFile:
     Unless it was set, the final state is "finished", "interrupted" after Ctrl-C, or "failed" after an error.
     ``read`` is called on the writing thread and returns values that JSON can hold. The doctor uses ``step``,
     ``total_steps``, ``version``, ``ledger`` (counts), ``oldest`` (see ``RunningGroup``), ``episodes`` (counts by
-    stage), ``capacity``, ``drops`` (kind to count and message), ``engine_restarts``, ``notices`` (texts) and ``stage``
-    (see ``StageProgress``). All of them are optional. If ``read`` raises, the file keeps the values of the last
-    successful call.
+    stage), ``capacity``, ``drops`` (kind to count and message), ``reward_failures`` (cause to count and message),
+    ``engine_restarts``, ``notices`` (texts) and ``stage`` (see ``StageProgress``). All of them are optional. If
+    ``read`` raises, the file keeps the values of the last successful call.
     """
 
     def __init__(self, path: Path, read: Callable[[], Mapping[str, Any]], every_s: float = HEARTBEAT_S) -> None:
@@ -266,6 +268,10 @@ def _parse(content: dict[str, Any]) -> RunStatus:
         drops={
             DropKind(kind): Drops(int(each["count"]), str(each["message"]))
             for kind, each in content.get("drops", {}).items()
+        },
+        reward_failures={
+            str(cause): Drops(int(each["count"]), str(each["message"]))
+            for cause, each in content.get("reward_failures", {}).items()
         },
         engine_restarts=int(content.get("engine_restarts", 0)),
         num_ranks=int(content.get("learner", {}).get("num_ranks", 1)),

@@ -10,14 +10,15 @@ import inspect
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from headwater.config.rollout_schema import RewardConfig
+from headwater.config.rollout_schema import RewardConfig, SandboxConfig
 from headwater.core.errors import RewardFailed, RewardsUnreliable, RewardTimedOut
 from headwater.core.protocols import ScorableEpisode
 from headwater.core.records import Prompt, Score
+from headwater.core.registry import is_path
 from headwater.observe.spans import Spans
 from headwater.rewards.functions import Failure, ScoreFunction, ScoringFunction, failure_of, read_result
 from headwater.rewards.pool import TIMED_OUT, WorkerPool, usable_cores
@@ -49,10 +50,22 @@ class Scoring:
     returns in its dict.
     """
 
-    def __init__(self, config: RewardConfig, spans: Spans, function: ScoreFunction | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        spans: Spans,
+        function: ScoreFunction | None = None,
+        *,
+        sandbox: SandboxConfig | None = None,
+    ) -> None:
+        """``sandbox`` is for built-in scorers that run code."""
         self._config = config
+        self._sandbox = sandbox
         self._spans = spans
-        self._parts = _parts(config, function)
+        self._parts = tuple(
+            part if part.function is None else replace(part, function=self._with_sandbox(part.function))
+            for part in _parts(config, function)
+        )
         self._built_in: dict[tuple[str, str], ScoringFunction] = {}
         """The scorers so far, by the part and the data source."""
         self._failures = Failures(config.max_failed_share)
@@ -99,6 +112,12 @@ class Scoring:
             # All parts are awaited, so that none runs on after the score has failed.
             scores = await asyncio.gather(*coroutines, return_exceptions=True)
             return _mixed(self._parts, scores)
+
+    async def call(self, function: ScoringFunction, episode: ScorableEpisode) -> Score:
+        """Score with another function than the config's, with the same workers, limits and counts."""
+        with self._spans.span("reward"):
+            (score,) = await self._scores(function, [episode])
+        return score
 
     async def _score_part(self, part: Part, episode: ScorableEpisode) -> Score:
         function = self._function(part, episode.prompt)
@@ -170,8 +189,16 @@ class Scoring:
             return part.function
         key = part.name, prompt.data_source
         if key not in self._built_in:
-            self._built_in[key] = ScoringFunction.of_row(prompt, part.settings)
+            self._built_in[key] = self._with_sandbox(ScoringFunction.of_row(prompt, part.settings))
         return self._built_in[key]
+
+    def _with_sandbox(self, function: ScoringFunction) -> ScoringFunction:
+        """A built-in scorer with a parameter ``sandbox`` receives the settings of the run's sandbox."""
+        takes = "sandbox" in function.signature.columns and not is_path(function.path)
+        if self._sandbox is None or not takes:
+            return function
+        signature = replace(function.signature, columns=function.signature.columns - {"sandbox"})
+        return replace(function, settings={**function.settings, "sandbox": self._sandbox}, signature=signature)
 
     def _failed(
         self, function: ScoringFunction, episodes: Sequence[ScorableEpisode], failure: Failure

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from functools import lru_cache
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from headwater.core.errors import RewardFailed
 from headwater.rewards.answers import same_text, tidy, whole_number
@@ -112,14 +112,14 @@ def _send(process: subprocess.Popen[bytes], request: dict[str, object]) -> None:
         raise RewardFailed(f"the process that compares answers ended with code {process.wait()}") from error
 
 
-def _receive(process: subprocess.Popen[bytes], limit_s: float) -> dict[str, str]:
+def _receive(process: subprocess.Popen[bytes], limit_s: float) -> dict[str, Any]:
     assert process.stdout is not None
     line = _read_line(process.stdout, limit_s)
     if line is None:
         raise RewardFailed(f"the process that compares answers did not reply within {limit_s:g} s")
     if not line.endswith(b"\n"):
         raise RewardFailed(f"the process that compares answers ended with code {process.wait()}")
-    reply: dict[str, str] = json.loads(line)
+    reply: dict[str, Any] = json.loads(line)
     return reply
 
 

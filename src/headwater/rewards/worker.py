@@ -181,6 +181,11 @@ class _AsyncWorker(_Worker):
         loop, frames, tasks = asyncio.get_running_loop(), Frames(), dict[int, asyncio.Task[None]]()
         is_over = asyncio.Event()
 
+        def ended(call: int, task: asyncio.Task[None]) -> None:
+            del tasks[call]
+            if task.cancelled():  # before it began
+                self.send_result(call, Failure("cancelled", "was cancelled"), 0.0)
+
         def read() -> None:
             received = self.parent.recv(_READ_BYTES)
             if not received:
@@ -190,7 +195,7 @@ class _AsyncWorker(_Worker):
                     self.load(message)
                 elif message[0] == "call":
                     tasks[message[1]] = task = asyncio.create_task(self._acall(message))
-                    task.add_done_callback(lambda _, call=message[1]: tasks.pop(call))
+                    task.add_done_callback(partial(ended, message[1]))
                 elif message[1] in tasks:
                     tasks[message[1]].cancel()
 

@@ -226,6 +226,29 @@ def _mean_counts(infos: Sequence[Mapping[str, Any]], key: str) -> dict[str, floa
     return {name: sum(info[key].get(name, 0.0) for info in infos) / len(infos) for name in names}
 
 
+def reward_metrics(rollouts: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, float]:
+    """``reward/<data source>/mean``, and ``reward/<name>/mean`` of the numbers that the scorer returned beside it.
+
+    Pieces of one episode count as one, with the mean of their values.
+    """
+    pieces: dict[tuple[str, str, str, int], list[float]] = {}
+    for prompt, each in rollouts:
+        values = {name: value for name, value in each.reward_info.items() if _is_number(value)}
+        for name, value in {"": each.reward, **values}.items():
+            pieces.setdefault((name, prompt.data_source, each.uid, each.sample), []).append(float(value))
+    metrics: dict[str, list[float]] = {}
+    for (name, source, _, _), values_of_pieces in pieces.items():
+        mean = statistics.fmean(values_of_pieces)
+        keys = [f"reward/{source}/{name}/mean", f"reward/{name}/mean"] if name else [f"reward/{source}/mean"]
+        for key in keys:
+            metrics.setdefault(key, []).append(mean)
+    return {key: statistics.fmean(values) for key, values in metrics.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, np.number)) and bool(np.isfinite(value))
+
+
 def too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFailed:
     """The error of a step that cannot collect enough groups."""
     causes = "\n".join(f"  - {each.uid}: {each.message}" for each in dropped[:3])

@@ -19,6 +19,7 @@ from headwater.core.errors import (
     RewardFailed,
     RewardTimedOut,
     RolloutFailed,
+    RunError,
 )
 from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.randomness import derive_key
@@ -143,7 +144,7 @@ class GroupRunner:
             # Otherwise these would silently end the thread that runs all episodes.
             raise RolloutFailed(f"{self._where(data.prompt)} raised {type(error).__name__}") from error
         except Exception as error:
-            if not self._allow_partial_groups:
+            if not self._allow_partial_groups or isinstance(error, RunError):
                 raise
             result = _Lost(self._named(data.prompt, error))
             state.rest("failed")

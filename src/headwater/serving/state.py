@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from headwater.chat.parsers import ToolCallParser, make_parser
+from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import InferenceEngine, MemoryTag, Tokenizer, UpdateMode
 from headwater.core.records import ModelRequest
 from headwater.serving.control import WeightUpdates, in_own_thread, read_memory_tags
@@ -71,6 +73,8 @@ class ServerState:
     active: ActiveRequests
     bodies: BodyReader
     updates: WeightUpdates
+    parser: ToolCallParser | None
+    """Finds tool calls in replies; None if the format of this model's calls is unknown."""
 
     @classmethod
     def build(cls, engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOptions) -> ServerState:
@@ -78,7 +82,8 @@ class ServerState:
         tokenizer.encode("a")
         limits = ModelLimits(tokenizer, engine.limits, options.max_responses)
         bodies = BodyReader(max_bytes=options.max_body_bytes, limit_s=options.body_limit_s)
-        return cls(engine, tokenizer, options, limits, ActiveRequests(), bodies, WeightUpdates(engine))
+        parser = find_parser(options.tool_parser, tokenizer)
+        return cls(engine, tokenizer, options, limits, ActiveRequests(), bodies, WeightUpdates(engine), parser)
 
     async def read(self, request: web.Request, read: Callable[[Mapping[str, Any]], T]) -> T:
         """Parse the body of ``request`` as a JSON object and pass it to ``read``, in a thread.
@@ -162,6 +167,16 @@ class ServerState:
     def check_checksums(self) -> None:
         if not self.engine.capabilities.checksums:
             raise unsupported_by_engine("this engine cannot compute a checksum of its weights")
+
+
+def find_parser(name: str, tokenizer: Tokenizer) -> ToolCallParser | None:
+    """The parser that ``--tool-parser`` names. With ``auto``, None if the chat template does not show the format."""
+    try:
+        return make_parser(name, tokenizer, "--tool-parser")
+    except HeadwaterError:
+        if name != "auto":
+            raise
+        return None
 
 
 def _parse(body: bytes, read: Callable[[Mapping[str, Any]], T]) -> T:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from headwater.sandbox import Outcome
 from headwater.tools.base import ToolResponse
-
-if TYPE_CHECKING:
-    from headwater.sandbox import Outcome
 
 _PROBLEMS = {
     "failed": "the program failed",

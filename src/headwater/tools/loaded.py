@@ -63,8 +63,7 @@ class LoadedTool:
         )
 
     async def run_release(self, call: Callable[[], Any]) -> None:
-        """Call ``release``. If all slots are blocked, it is called as soon as one is free, and ``CallTimedOut`` is raised
-        before that."""
+        """Call ``release``. If all slots are blocked, ``CallTimedOut`` is raised, and it is called when one is free."""
         timeout_s = self.limits.timeout_s
         work = asyncio.ensure_future(
             self._releases.run(lambda: call_method(call, self._note_blocked, interrupt=False), timeout_s)
@@ -89,8 +88,8 @@ class LoadedTool:
     def _note_blocked(self, seconds: float) -> None:
         if not self._has_blocked:
             logger.warning(
-                "tool %s blocked the event loop of all episodes for %.1f s; make its methods plain functions, which run "
-                "in threads, or await what takes long", self.name, seconds,
+                "tool %s blocked the event loop of all episodes for %.1f s; make its methods plain functions, which "
+                "run in threads, or await what takes long", self.name, seconds,
             )  # fmt: skip
         self._has_blocked = True
 

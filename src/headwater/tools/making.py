@@ -142,23 +142,22 @@ def _absolute(name: str, folder: Path) -> str:
 
 def _settings(tool_class: Any, entry: ToolEntry) -> dict[str, Any]:
     """The settings as keyword arguments of the class, with checked types and absolute paths."""
+    signature = inspect.signature(tool_class).parameters
     parameters = {
-        name: each for name, each in inspect.signature(tool_class).parameters.items()
+        name: each for name, each in signature.items()
         if name not in _GIVEN and each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
     }  # fmt: skip
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.values())
     key = f"{entry.place}.config" if entry.folder != Path() else f"tools.args.{entry.thing}"
-    hints = {
-        name: hint
-        for name, hint in get_type_hints(tool_class.__init__, include_extras=True).items()
-        if name in parameters
-    }
+    hints = {name: hint for name, hint in _hints(tool_class).items() if name in parameters}
     problems = [
         f"{key}.{name} = {value!r}: no such setting; {nearest(name, [*parameters])}"
         for name, value in entry.settings.items()
-        if name not in parameters
+        if name not in parameters and not takes_any
     ]
-    given = {name: value for name, value in entry.settings.items() if name in parameters}
-    problems += [f"{key}.{name} = {given[name]!r}: {reason}" for name, reason in broken_rules(hints, {}, given)]
+    given = dict(entry.settings)
+    typed = {name: value for name, value in given.items() if name in hints}
+    problems += [f"{key}.{name} = {given[name]!r}: {reason}" for name, reason in broken_rules(hints, {}, typed)]
     problems += [
         f"{key}.{name}: is missing; this tool requires it"
         for name, each in parameters.items()
@@ -167,6 +166,13 @@ def _settings(tool_class: Any, entry: ToolEntry) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return {name: _converted(hints.get(name, Any), value, entry.folder) for name, value in given.items()}
+
+
+def _hints(tool_class: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(tool_class.__init__, include_extras=True)
+    except Exception:  # noqa: BLE001  the hints of a user's class may name what only type checkers import
+        return {}
 
 
 def _converted(hint: Any, value: Any, folder: Path) -> Any:

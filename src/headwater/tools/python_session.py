@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headwater.sandbox import Sandbox
+from headwater.sandbox.session import Session
 from headwater.tools import TOOLS
 from headwater.tools.base import BaseTool, ToolResponse
 from headwater.tools.code_output import outcome_response
-
-if TYPE_CHECKING:
-    from headwater.sandbox import Sandbox
-    from headwater.sandbox.session import Session
 
 
 @TOOLS.register

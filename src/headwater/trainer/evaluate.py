@@ -8,7 +8,7 @@ from headwater.core.randomness import derive_key
 from headwater.core.records import Prompt, Trajectory
 from headwater.data.load import PromptDataset
 from headwater.rollout.executor import WorkflowExecutor
-from headwater.rollout.group import PromptDraw, episode_metrics
+from headwater.rollout.group import PromptDraw, episode_metrics, reward_metrics
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Evaluation:
             "num_dropped": self.num_dropped,
             "num_samples": self.num_samples,
             **episode_metrics([each for _, each in self.rollouts]),
+            **reward_metrics(self.rollouts),
         }
 
 

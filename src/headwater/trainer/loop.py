@@ -72,6 +72,7 @@ class Trainer:
             rollout.trace,
             save_rollouts_every_steps=config.trainer.save_rollouts_every_steps,
             num_left_out=num_left_out(training.train_data),
+            reward_counts=rollout.reward_counts,
         )
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
@@ -116,6 +117,7 @@ class Trainer:
             "stage": self._stage(),
             "ledger": asdict(self._rollouts.ledger.counts()),
             **self._rollouts.status(),
+            "reward_failures": self._parts.reward_failures(),
             "notices": self._notices,
             "engine_restarts": self._parts.engine.status().num_restarts,
         }

@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,7 @@ from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import MetricsRecord, RunDirectory, Tracker
 from headwater.observe.spans import Spans, StageClock
 from headwater.observe.trace import Trace
-from headwater.rollout.group import GroupTimes, RolloutBatch, episode_metrics
+from headwater.rollout.group import GroupTimes, RolloutBatch, episode_metrics, reward_metrics
 from headwater.rollout.snapshot import Books
 from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.warm_start import WarmStartResult
@@ -51,8 +51,10 @@ class Recorder:
         save_rollouts_every_steps: int = 0,
         num_left_out: int = 0,
         trackers: Sequence[Tracker] = (),
+        reward_counts: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """``num_left_out`` is the number of training prompts that are too long."""
+        """``num_left_out`` is the number of training prompts that are too long. ``reward_counts`` gives metrics about
+        failed scoring calls since it was last called."""
         self._run = run
         self._display = display
         self._spans = spans
@@ -61,6 +63,9 @@ class Recorder:
         self._save_rollouts_every_steps = save_rollouts_every_steps
         self._num_left_out = num_left_out
         self._trackers = trackers
+        self._reward_counts = reward_counts
+        self._num_failed_calls = 0
+        """Scoring calls that failed since the run started or was resumed."""
         self._reporter: Reporter | None = None
         self._clock = StageClock()
 
@@ -105,9 +110,11 @@ class Recorder:
             # The record comes last, so that its time contains the files.
             metrics = step_metrics(batch, update, self._spans.drain(), self._clock.take(), books)
             metrics["prompts/left_out"] = self._num_left_out
+            metrics |= (counts := self._reward_counts())
+            self._num_failed_calls += round(counts.get(FAILED_CALLS, 0))
             self._log(MetricsRecord("train", step, time.time(), metrics))
             if self._reporter is not None:
-                self._reporter.update(step, shown_metrics(metrics, books.drops))
+                self._reporter.update(step, shown_metrics(metrics, books.drops, self._num_failed_calls))
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         self._log(MetricsRecord("eval", step, time.time(), result.metrics()))
@@ -142,6 +149,10 @@ DROP_METRICS = {
 """The metric that counts the groups of a step which were dropped for a kind of reason."""
 
 
+FAILED_CALLS = "reward/failed_calls"
+"""The metric that counts scoring calls of a step which failed, for any cause."""
+
+
 def step_metrics(
     batch: RolloutBatch,
     update: Mapping[str, float],
@@ -173,6 +184,7 @@ def step_metrics(
         "groups/dropped": sum(count for kind, count in drops.items() if kind.is_failure),
         **{name: drops[kind] for kind, name in DROP_METRICS.items()},
         **episode_metrics(batch.trajectories),
+        **reward_metrics([(group.prompt, each) for group in batch.groups for each in group.trajectories]),
         "groups/lost_samples": sum(group.num_lost for group in batch.groups),
         "staleness/masked_tokens": batch.num_masked_tokens,
         "rollouts/buffered": books.counts.buffered,
@@ -201,8 +213,8 @@ def time_metrics(times: Sequence[GroupTimes]) -> dict[str, float]:
     }
 
 
-def shown_metrics(metrics: Mapping[str, float], drops: Mapping[str, int]) -> dict[str, str]:
-    """The few metrics of the progress line. ``drops`` are those of the whole run."""
+def shown_metrics(metrics: Mapping[str, float], drops: Mapping[str, int], num_failed_calls: int = 0) -> dict[str, str]:
+    """The few metrics of the progress line. ``drops`` and failed scoring calls are those of the whole run."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in drops.items() if count)
     split = "/".join(f"{metrics.get(f'time/{name}_s', 0.0):.2f}" for name in ("generate", "reward", "train"))
     return {
@@ -211,6 +223,7 @@ def shown_metrics(metrics: Mapping[str, float], drops: Mapping[str, int]) -> dic
         "tok/s": f"{metrics['throughput/generated_tokens_per_s']:.0f}",
         "gen/rew/train": f"{split} s",
         **({"dropped": f"{sum(drops.values())} groups ({kinds})"} if kinds else {}),
+        **({"failed": f"{num_failed_calls} scoring calls"} if num_failed_calls else {}),
     }
 
 
@@ -234,7 +247,8 @@ def _to_json(value: object) -> str:
 def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
     """One Parquet row per trajectory: texts for people, and tokens, log-probs, masks and versions for programs.
 
-    ``response`` is everything after the prompt as text; ``messages`` is the whole conversation, as JSON.
+    ``response`` is everything after the prompt as text; ``messages`` is the whole conversation, as JSON. What the
+    scorer returned beside the reward is in columns ``reward_<name>``.
     """
     rows = [
         {
@@ -254,6 +268,9 @@ def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Traje
         for prompt, trajectory in rollouts
     ]
     table = pa.Table.from_pylist(rows)
+    infos = [trajectory.reward_info for _, trajectory in rollouts]
+    for name in dict.fromkeys(name for info in infos for name in info):
+        table = table.append_column(f"reward_{name}", _column([info.get(name) for info in infos]))
     arrays = [trajectory.arrays for _, trajectory in rollouts]
     # Converting lists one value at a time would take seconds for long responses.
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
@@ -267,6 +284,16 @@ def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Traje
         if (full := disk_full(error, path, "the rollouts")) is not None:
             raise full from error
         raise
+
+
+def _column(values: Sequence[Any]) -> pa.Array:
+    """Numbers as numbers, texts as text, and anything else, or a mixture of these, as JSON."""
+    given = [value for value in values if value is not None]
+    if all(isinstance(value, (bool, int, float, np.number)) for value in given):
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
+    is_text = all(isinstance(value, str) for value in given)
+    texts = [None if value is None else value if is_text else _to_json(value) for value in values]
+    return pa.array([None if text is None else text.encode("utf-8", "backslashreplace").decode() for text in texts])
 
 
 def _lists(values: Sequence[NDArray[Any]]) -> pa.Array:

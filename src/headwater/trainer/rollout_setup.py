@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +63,14 @@ class RolloutParts:
     reads_column: Callable[[str], bool]
     """Whether the reward function takes a column of the data. True if that is not known."""
     reward: RewardManager
+
+    def reward_counts(self) -> Mapping[str, float]:
+        """Metrics about failed scoring calls since the last call of this method. A custom manager may have none."""
+        return self.reward.take_counts() if isinstance(self.reward, Scoring) else {}
+
+    def reward_failures(self) -> Mapping[str, Mapping[str, Any]]:
+        """Failed scoring calls by cause, for the status file."""
+        return self.reward.status() if isinstance(self.reward, Scoring) else {}
 
     def sleep_cache(self) -> None:
         """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
@@ -161,7 +170,8 @@ def _build(
     eval_data = load_dataset(config.data, tokenizer, "eval", config.run.seed, processor, offered)
     with blaming(f"reward.manager = {config.reward.manager}"):
         make_reward = REWARD_MANAGERS.resolve(config.reward.manager)
-    reward = make_reward(config.reward, spans)
+    sandbox = {"sandbox": config.sandbox} if "sandbox" in inspect.signature(make_reward).parameters else {}
+    reward = make_reward(config.reward, spans, **sandbox)
     check_prompt = _prompt_check(config, reward, toolbox)
     if eval_data is not None:
         check_prompt(eval_data[0])

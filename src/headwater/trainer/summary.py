@@ -10,10 +10,12 @@ from rich.table import Table
 
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
-from headwater.trainer.recorder import DROP_METRICS
+from headwater.trainer.recorder import DROP_METRICS, FAILED_CALLS
 
 _Record = dict[str, Any]
 _SMOOTHING = 0.8
+_FAILURES = "reward/failures/"
+"""The metrics of failed scoring calls, followed by their cause."""
 _LEARNER = {
     "wait for rollouts": "wait",
     "experience": "experience",
@@ -100,6 +102,10 @@ def _losses(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Iterato
     if kinds := ", ".join(f"{count} {kind.value}" for kind, count in counts.items() if count):
         is_bad = any(count for kind, count in counts.items() if kind.is_failure)
         yield "[red]dropped groups[/]" if is_bad else "dropped groups", f"{sum(counts.values())} ({kinds})"
+    if failed := total(FAILED_CALLS):
+        names = sorted({name for record in train for name in record if name.startswith(_FAILURES)})
+        causes = ", ".join(f"{total(name)} {name.removeprefix(_FAILURES)}" for name in names if total(name))
+        yield "[red]failed scoring calls[/]", f"{failed} ({causes})"
     if lost := total("groups/lost_samples"):
         yield "[red]lost samples[/]", f"{lost}"
     if left_out := round(train[-1].get("prompts/left_out", 0)):

@@ -279,6 +279,7 @@ class Episode:
             turn_rewards=tuple(turn_scores or ()),
             info={**score.info, "response_text": self.text, **(info or {})},
             messages=self.messages,
+            reward_info=score.info,
         )
 
     def branch(

@@ -137,7 +137,10 @@ class ToolAgentWorkflow:
             await episode.reply(self._limits.turn_tokens or None)
             record.turn_rewards.append(0.0)
             reply = self._parser.parse(
-                episode.raw_text, episode.prompt.tool_schemas, salt=f"{episode.sample}/{episode.num_turns}"
+                episode.raw_text,
+                episode.prompt.tool_schemas,
+                salt=f"{episode.sample}/{episode.num_turns}",
+                in_reasoning=episode.begins_in_reasoning,
             )
             is_last = episode.num_turns >= self._limits.assistant_turns
             if reply.calls:

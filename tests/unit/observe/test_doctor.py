@@ -358,6 +358,8 @@ REMEDIES = {
     "run_lock": "another machine",
     "first_requests": "first request",
     "data_future": "DataProtoFuture",
+    "agent_start": "imported",
+    "agent_finish": "wait_for_finish",
     "rollout_thread": "to_thread",
     "rollouts": "eval.num_prompts",
 }

@@ -105,7 +105,7 @@ def test_how_programs_end():
     for program, verdict, detail in [
         ("while True:\n    pass", "timed_out", "1 s"),
         ("raise ValueError('no')", "error", "ValueError: no"),
-        ("import os\nos.kill(os.getpid(), 9)", "killed", ""),
+        ("import os\nos._exit(3)", "error", ""),
         ("def f(x) return x", "error", "SyntaxError"),
         ("", "wrong", "the output differs"),
     ]:
@@ -141,6 +141,21 @@ def test_a_sandbox_that_does_not_work_is_a_failed_reward(monkeypatch, tmp_path):
             run("print(4)", DOUBLE, sandbox=SandboxConfig(isolation="bubblewrap"))
     finally:
         end_judge()
+
+
+def test_a_program_cannot_make_the_reward_fail():
+    for returned in ("10 ** 5000", "10 ** 400", "float('nan')", "lambda: 0", "object()", "'\\ud800'", "{object(): 1}"):
+        for truth in (["assert f(1) == 1.5"], {"inputs": [[1]], "outputs": [1.5], "fn_name": "f"}):
+            assert run(f"def f(x):\n    return {returned}", truth)["score"] == 0.0, returned
+    deep = "def f(x):\n    y = []\n    for _ in range(%d):\n        y = [y]\n    return y"
+    for depth in (200, 500, 900, 5000):
+        assert run(deep % depth, {"inputs": [[1]], "outputs": [1.5], "fn_name": "f"})["score"] == 0.0
+    refused = "def f(x):\n    raise TypeError('function: only plain values and objects can be passed to it')"
+    assert run(refused, ["assert f(1) == 1"])["verdict"] == "error"
+    assert run("print('\\ud800')", DOUBLE)["score"] == 0.0
+    assert run("print('9' * 5000 + '.5')", {"inputs": [""], "outputs": ["1.5"]})["score"] == 0.0
+    assert run("\ud800 \x00", DOUBLE)["verdict"] == "error"
+    assert run("\ud800 \x00", ["assert f(1) == 1"])["verdict"] == "error"
 
 
 def test_tests_that_are_not_understood_are_named():

@@ -78,7 +78,6 @@ REFUSED = [
     ),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs = 2: needs logprobs = true"),
     ({"messages": HELLO, "top_logprobs": 21, "logprobs": True}, "top_logprobs = 21: must be <= 20"),
-    ({"messages": HELLO, "tools": [{"type": "function"}]}, "does not parse tool calls"),
     ({"messages": HELLO, "response_format": {"json_schema": {}}}, "response_format.type: is missing"),
     ({"messages": HELLO, "max_tokens": 4, "max_completion_tokens": 5}, "give only one of the two"),
     ({"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import tiny
+
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
 from headwater.core.records import Prompt
 from headwater.core.tool_calls import ToolCall, ToolResult

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from typing import Any, get_args
@@ -91,6 +92,10 @@ class SyncTool(BaseTool):
         act_sync(how)
 
 
+def _has_threads() -> bool:
+    return any(thread.name == "tool" for thread in threading.enumerate())
+
+
 behaviours = st.sampled_from(BEHAVIOURS)
 calls = st.lists(st.tuples(st.sampled_from(["async", "sync", "unknown"]), behaviours), max_size=4)
 episodes = st.lists(
@@ -144,9 +149,9 @@ def test_each_created_instance_is_released_once(plan, max_concurrent):
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert outcome is None or isinstance(outcome, (asyncio.CancelledError, LookupError)), outcome
         # Creations in threads may still end, and are released then.
-        deadline = loop.time() + 5
-        while any(log.created != log.released for log in logs) and loop.time() < deadline:
-            await asyncio.sleep(0.005)  # noqa: ASYNC110 - threads change the logs
+        deadline = loop.time() + 60
+        while (_has_threads() or any(log.created != log.released for log in logs)) and loop.time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
         await box.close()
 
     asyncio.run(run())

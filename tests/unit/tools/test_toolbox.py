@@ -191,7 +191,8 @@ def test_every_failure_is_counted_and_told_to_the_model():
     ]
     results = ask(box, *calls)
     assert [each.failure for each in results] == [
-        "raised", "raised", "unavailable", "timed_out", None, "unknown_tool", "bad_arguments", "bad_arguments", "malformed",
+        "raised", "raised", "unavailable", "timed_out", None,
+        "unknown_tool", "bad_arguments", "bad_arguments", "malformed",
     ]  # fmt: skip
     assert [each.text for each in results[:4]] == [
         "Error: faulty raised KeyError: 'no such thing'",
@@ -208,12 +209,13 @@ def test_every_failure_is_counted_and_told_to_the_model():
         "Error: the tool call could not be read: it has no end",
     ]
     assert box.counts == {
-        "calls": 9, "raised": 2, "unavailable": 1, "timed_out": 1, "truncated": 1, "unknown_tool": 1, "bad_arguments": 2,
-        "malformed": 1, "release_failed": 1,
+        "calls": 9, "raised": 2, "unavailable": 1, "timed_out": 1, "truncated": 1, "unknown_tool": 1,
+        "bad_arguments": 2, "malformed": 1, "release_failed": 1,
     }  # fmt: skip
 
 
-def test_a_plain_function_neither_blocks_the_event_loop_nor_outlives_its_limit(_short_grace):
+@pytest.mark.usefixtures("_short_grace")
+def test_a_plain_function_neither_blocks_the_event_loop_nor_outlives_its_limit():
     ended = threading.Event()
 
     def loop_forever() -> str:
@@ -240,7 +242,8 @@ def test_a_plain_function_neither_blocks_the_event_loop_nor_outlives_its_limit(_
     assert ended.wait(60)
 
 
-def test_calls_that_never_end_hold_their_slots_and_no_more(_short_grace):
+@pytest.mark.usefixtures("_short_grace")
+def test_calls_that_never_end_hold_their_slots_and_no_more():
     """A thread that blocks in C code cannot be interrupted, so the number of such threads must have a limit."""
     free = threading.Event()
 

@@ -69,11 +69,11 @@ def context(max_new_tokens: int = 120, **sampling: Any) -> WorkflowContext:
 
 
 async def episode(
-    agent: str, engine: Any, *, prompt: Prompt | None = None, sample: int = 0, room: int = 120, **settings: Any
+    name: str, engine: Any, *, prompt: Prompt | None = None, sample: int = 0, room: int = 120, **settings: Any
 ) -> list[Trajectory]:
-    """Run an agent of ``endpoint_agents.py``, or a command if ``agent`` is empty."""
+    """Run an agent of ``endpoint_agents.py``, or what the settings say if ``name`` is empty."""
     here = context(room)
-    named = {"agent": f"{AGENTS}:{agent}"} if agent else {}
+    named = {"agent": f"{AGENTS}:{name}"} if name else {}
     workflow = EndpointWorkflow(here, **named, **settings)
     data = EpisodeInput(prompt or tiny.prompt(), sample, rng_key=11)
     return await workflow.run(Episode(here, engine, data))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import math
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from headwater.data.tasks import (
 )
 
 NAME = "calculator"
-DEMONSTRATIONS = ("right", "any_operation")
-OPERATIONS = ("+", "-", "*")
+DEMONSTRATIONS = ("right", "any_factor")
+GUESSED_SHARE = 0.25
 MAX_DRAWS_PER_ROW = 200
 
 
@@ -31,19 +31,21 @@ def calculator(
 ) -> list[TaskRow]:
     """``num_rows`` different products of two numbers with ``num_digits`` digits each.
 
-    A demonstration calls the tool ``calculator`` and repeats its result. With ``demonstrations="any_operation"``, the
-    operation of the call is random, and every second demonstration answers with a random number instead of a call. The
-    warm start then shows only the format of calls and answers. That it pays to call the tool, and with which operation,
-    must be learned from the reward.
+    A demonstration calls the tool ``calculator`` and repeats its result. With ``demonstrations="any_factor"``, every
+    second call multiplies the first number by itself, and one demonstration in four answers with a random number
+    instead of a call. The warm start then shows only the format of calls and answers. That it pays to call the tool,
+    and with what, must be learned from the reward.
     """
     whole_number(NAME, "num_digits", num_digits, 1)
     one_of(NAME, "demonstrations", demonstrations, DEMONSTRATIONS)
     generator = task_generator(NAME, split, seed)
+    # All products have the same number of digits, which is easier to learn.
+    low, high = math.isqrt(10 ** (2 * num_digits - 1)) + 1, 10**num_digits
     problems: dict[tuple[int, int], None] = {}
     for _ in range(MAX_DRAWS_PER_ROW * num_rows):
         if len(problems) == num_rows:
             break
-        first, second = (int(each) for each in generator.integers(10 ** (num_digits - 1), 10**num_digits, size=2))
+        first, second = (int(each) for each in generator.integers(low, high, size=2))
         # The same factors in the other order count as the same problem, so they stay in one split.
         if split_of(NAME, f"{min(first, second)}*{max(first, second)}") == split:
             problems[first, second] = None
@@ -65,19 +67,20 @@ def _row(
         index=index,
         demonstration=None,
     )
-    shown: Any = _call(first, "*", second)
-    if demonstrations == "any_operation":
-        is_guess, operation = generator.random() < 0.5, str(generator.choice(OPERATIONS))
-        guess = str(generator.integers(first * second // 2, 2 * first * second))
-        shown = [{"role": "assistant", "content": guess}] if is_guess else _call(first, operation, second)
+    shown = _call(first, second)
+    if demonstrations == "any_factor":
+        is_guess = generator.random() < GUESSED_SHARE
+        factor = int(generator.choice([first, second]))
+        guess = "".join(map(str, generator.integers(1, 10, size=len(str(first * second)))))
+        shown = [{"role": "assistant", "content": guess}] if is_guess else _call(first, factor)
     row["extra_info"]["demonstration"] = shown
     return row
 
 
-def _call(first: int, operation: str, second: int) -> list[dict[str, str]]:
+def _call(first: int, second: int) -> list[dict[str, str]]:
     """The messages of a call and of an answer that repeats its result."""
-    arguments = {"expression": f"{first}{operation}{second}"}
-    result = str({"+": first + second, "-": first - second, "*": first * second}[operation])
+    arguments = {"expression": f"{first}*{second}"}
+    result = str(first * second)
     return [
         {
             "role": "assistant",

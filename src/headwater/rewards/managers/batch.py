@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headwater.config.rollout_schema import RewardConfig
+from headwater.config.rollout_schema import RewardConfig, SandboxConfig
 from headwater.core.errors import RewardFailed
 from headwater.core.protocols import ScorableEpisode
 from headwater.core.records import Prompt, Score
@@ -33,8 +33,15 @@ class BatchRewardManager(Scoring):
     depends on when they end, so the score of one must not depend on the others. If a call fails, all its responses do.
     """
 
-    def __init__(self, config: RewardConfig, spans: Spans, function: ScoreFunction | None = None) -> None:
-        super().__init__(config, spans, function)
+    def __init__(
+        self,
+        config: RewardConfig,
+        spans: Spans,
+        function: ScoreFunction | None = None,
+        *,
+        sandbox: SandboxConfig | None = None,
+    ) -> None:
+        super().__init__(config, spans, function, sandbox=sandbox)
         self._batches: dict[ScoringFunction, _Batch] = {}
         self._calls: set[asyncio.Task[None]] = set()
 

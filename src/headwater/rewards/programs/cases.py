@@ -98,7 +98,7 @@ def _read(fields: Mapping[str, Any]) -> Cases:
         prompt = fields.get("prompt")
         # HumanEval's tests only define check(); a row without an entry point has tests that run by themselves.
         run = f"{test}\n\ncheck(candidate)" if entry and "def check(" in test else test
-        return CheckCases((run,), entry=entry, prompt=prompt if isinstance(prompt, str) else "")
+        return CheckCases((run,), entry=entry, prompt=prompt if entry and isinstance(prompt, str) else "")
     raise ValueError(f"the ground truth has no unit tests that are understood; give {_SHAPES}")
 
 

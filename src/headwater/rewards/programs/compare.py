@@ -47,7 +47,10 @@ def _same_word(word: str, other: str) -> bool:
 
 
 def _close(number: float, other: float) -> bool:
-    return math.isclose(number, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    try:
+        return math.isclose(number, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    except OverflowError:  # a whole number that is too large for a float
+        return False
 
 
 def _equal(value: Any, other: Any) -> bool:

@@ -60,7 +60,11 @@ def run_checks(job: dict[str, Any], solution: Any) -> list[dict[str, Any]]:
         return f"{type(error).__name__}: {error}"[:longest_text].rstrip(": ")
 
     def failed(error: Exception) -> dict[str, Any]:
-        if isinstance(error, TypeError) and "can be passed to it" in str(error):
+        place = error.__traceback__
+        while place is not None and place.tb_next is not None:
+            place = place.tb_next
+        # The sandbox refuses an argument that it cannot send. The text proves nothing: the program chooses that.
+        if place is not None and place.tb_frame.f_code.co_name == "_refuse":
             return {"cannot_send": str(error)}
         return {"is_wrong": isinstance(error, AssertionError), "error": text(error)}
 

@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -56,6 +56,7 @@ class Judge:
     """Runs programs in one sandbox."""
 
     def __init__(self, config: SandboxConfig) -> None:
+        self._config = config
         self._sandbox = Sandbox(config)
 
     def judge(self, code: str, cases: Cases, rules: Rules) -> Report:
@@ -72,8 +73,8 @@ class Judge:
         except HeadwaterError as error:
             raise RewardFailed(f"unit tests cannot run: {error}") from error
         passed = sum(end == "passed" for end, _ in ends)
-        end, detail = next((each for each in ends if each[0] != "passed"), ("passed", ""))
-        return Report(passed, len(cases), end, detail)
+        failure = next((each for each in ends if each[0] != "passed"), None)
+        return Report(passed, len(cases), *(failure or ("passed", "")))
 
     def close(self) -> None:
         self._sandbox.close()
@@ -87,6 +88,8 @@ class Judge:
             return
         for part in [cases] if rules.stops_early else _split(cases):
             limits = _limits(rules.test_timeout_s * len(part), deadline, _RESULT_KIB << 10)
+            if limits is not None:
+                limits = replace(limits, cpu_s=self._config.cpu_s * len(part))
             yield from [_late()] if limits is None else self._calls(code, part, rules, limits)
 
     def _prints(self, code: str, given: str, expected: str, limits: Limits) -> tuple[End, str]:
@@ -129,7 +132,10 @@ def _results(outcome: Outcome, secret: str) -> list[dict[str, Any]] | None:
     marked = [line for line in outcome.stdout.splitlines() if line.startswith(secret)]
     if not marked or not outcome.is_ok:
         return None
-    results: list[dict[str, Any]] = json.loads(marked[-1].removeprefix(secret))
+    try:
+        results: list[dict[str, Any]] = json.loads(marked[-1].removeprefix(secret))
+    except (ValueError, RecursionError):  # a returned value that is nested too deeply
+        return None
     if refused := next((result["cannot_send"] for result in results if "cannot_send" in result), ""):
         raise RewardFailed(f"the row's tests pass a value that cannot be sent to the program: {refused}")
     return results
@@ -170,8 +176,9 @@ def _split(cases: CallCases | CheckCases) -> list[CallCases | CheckCases]:
 
 def _bad_end(outcome: Outcome) -> tuple[End, str]:
     """How a run ended that did not end well; an exception is the last line of its traceback."""
-    status: End = "error" if outcome.status in ("ok", "failed") else outcome.status
-    return status, outcome.detail or _last_line(outcome.stderr)
+    status = outcome.status
+    end: End = "error" if status == "ok" or status == "failed" else status
+    return end, outcome.detail or _last_line(outcome.stderr)
 
 
 def _last_line(text: str) -> str:

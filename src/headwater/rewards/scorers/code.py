@@ -20,7 +20,7 @@ from headwater.rewards.scorers import SCORERS
     ScorerTraits(
         data_sources=("codecontests", "apps", "codeforces", "taco", "taco-verified", "deepmind/code_contests",
                       "humaneval*", "openai_humaneval", "mbpp*", "leetcode*", "livecodebench*", "lcbv5", "kodcode*",
-                      "primeintellect")
+                      "primeintellect"),
     )
 )  # fmt: skip
 def code(

@@ -10,7 +10,7 @@ from headwater.rewards.answers import last_answer_line, last_answer_tag, last_bo
 from headwater.rewards.scorers import SCORERS
 from headwater.rewards.verifier import UNVERIFIED, Verdict, verify
 
-VERIFY_CPU_S = 3.0
+VERIFY_CPU_S = 2.0
 """Default limit of one comparison, which usually takes 20 milliseconds."""
 
 

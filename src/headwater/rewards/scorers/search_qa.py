@@ -19,7 +19,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 @SCORERS.register(
     ScorerTraits(
         data_sources=("searchR1_*", "nq", "nq_open", "triviaqa", "trivia_qa", "popqa", "hotpotqa", "hotpot_qa",
-                      "2wikimultihopqa", "musique", "bamboogle", "squad")
+                      "2wikimultihopqa", "musique", "bamboogle", "squad"),
+        is_quick=True,
     )
 )  # fmt: skip
 def search_qa(

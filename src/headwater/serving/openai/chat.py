@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.chat.messages import Message, read_messages
-from headwater.chat.render import RESERVED_ARGUMENTS, ChatError, encode_rendered, render_chat
+from headwater.chat.parsers import PARSERS, ToolCallParser
+from headwater.chat.render import RESERVED_ARGUMENTS, ChatError, encode_rendered, opens_reasoning, render_chat
 from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import MAX_TOP_LOGPROBS
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
 from headwater.serving.openai.plan import (
+    CallReading,
     Plan,
     SamplingFields,
+    Shape,
     check_model,
     fingerprint,
     head,
@@ -22,6 +26,8 @@ from headwater.serving.openai.plan import (
     refuse_unsupported,
     usage,
 )
+from headwater.serving.openai.tool_message import ToolMessage
+from headwater.serving.openai.tools import ToolUse, for_template
 from headwater.serving.output import Piece, token_bytes, token_text
 from headwater.serving.prompt import ModelLimits
 
@@ -29,33 +35,82 @@ KIND = "chat.completion"
 CHUNK_KIND = "chat.completion.chunk"
 
 _ONLY_TEXT = "the reply is text"
-_NO_TOOLS = "this server returns text and does not parse tool calls; describe tools in the messages"
 
 
-def read_chat(body: Mapping[str, Any], limits: ModelLimits, served_name: str) -> Plan:
-    fields = Fields(body)
-    model = check_model(fields, served_name)
-    sampling = SamplingFields.read(fields, limits)
-    field, max_tokens = _max_tokens(fields)
-    logprobs, num_top = _logprobs(fields)
-    shape = read_shape(fields, sampling.stops, logprobs=logprobs)
-    messages = _messages(fields.raw("messages"), limits)
-    template_args = _template_args(fields)
-    _refuse_unsupported_chat(fields)
-    fields.done()
-    limits.check_count(sampling.num_samples, "n")
-    tokens = _render(messages, template_args, limits)
+@dataclass(frozen=True)
+class ChatBody:
+    """The fields of a chat request. Nothing is rendered yet."""
+
+    model: str
+    messages: list[Message]
+    """As chat templates expect them: content is text, and the arguments of tool calls are objects."""
+    template_args: Mapping[str, Any]
+    tools: ToolUse
+    sampling: SamplingFields
+    max_tokens: tuple[str, int | None]
+    """The name of the field, and the longest reply."""
+    num_top_logprobs: int
+    shape: Shape
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any], limits: ModelLimits, served_name: str) -> ChatBody:
+        fields = Fields(body)
+        model = check_model(fields, served_name)
+        sampling = SamplingFields.read(fields, limits)
+        max_tokens = _max_tokens(fields)
+        logprobs, num_top = _logprobs(fields)
+        shape = read_shape(fields, sampling.stops, logprobs=logprobs)
+        messages = _messages(fields.raw("messages"), limits)
+        template_args, tools = _template_args(fields), ToolUse.read(fields)
+        _refuse_unsupported_chat(fields)
+        fields.done()
+        return cls(model, messages, template_args, tools, sampling, max_tokens, num_top, shape)
+
+
+def read_chat(
+    body: Mapping[str, Any], limits: ModelLimits, served_name: str, parser: ToolCallParser | None = None
+) -> Plan:
+    """``parser`` finds tool calls; without one, requests with tools are refused."""
+    chat = ChatBody.read(body, limits, served_name)
+    limits.check_count(chat.sampling.num_samples, "n")
+    text = render_messages(chat.messages, chat.template_args, chat.tools, limits)
+    tokens = _tokens(text, limits)
+    field, max_tokens = chat.max_tokens
     num_new = limits.num_new_tokens(len(tokens), max_tokens, None, field, prompt_field="messages")
-    params = sampling.params(num_new, num_top_logprobs=num_top)
+    sampling, shape, calls = chat.sampling, chat.shape, None
+    if chat.tools.schemas:
+        if parser is None:
+            raise _no_parser()
+        calls = CallReading(parser, chat.tools.schemas, chat.tools.is_parallel, opens_reasoning(text))
+        grammar = chat.tools.grammar(parser, limits.tokenizer, sampling.grammar, in_reasoning=calls.in_reasoning)
+        sampling = replace(sampling, grammar=grammar)
+        # Many formats mark calls with special tokens. The parser leaves the others out.
+        shape = replace(shape, rules=replace(shape.rules, skip_special_tokens=False))
+    params = sampling.params(num_new, num_top_logprobs=chat.num_top_logprobs)
     return Plan.build(
-        "chatcmpl", model, [(tokens, params)], num_samples=sampling.num_samples, seed=sampling.seed, shape=shape
+        "chatcmpl",
+        chat.model,
+        [(tokens, params)],
+        num_samples=sampling.num_samples,
+        seed=sampling.seed,
+        shape=shape,
+        calls=calls,
     )
 
 
 def read_messages_as_tokens(fields: Fields, limits: ModelLimits) -> tuple[int, ...]:
-    """The rendered chat of a body that contains nothing but ``messages`` and arguments of the template."""
+    """The rendered chat of a body that contains nothing but ``messages``, tools and arguments of the template."""
     messages = _messages(fields.raw("messages"), limits)
-    return _render(messages, _template_args(fields), limits)
+    return _tokens(render_messages(messages, _template_args(fields), ToolUse.read(fields), limits), limits)
+
+
+def _no_parser() -> ApiError:
+    return ApiError(
+        "tools: the chat template does not show how this model writes tool calls; start the server with --tool-parser "
+        f"and one of {', '.join(PARSERS.names())}",
+        param="tools",
+        code="unsupported",
+    )
 
 
 def _max_tokens(fields: Fields) -> tuple[str, int | None]:
@@ -87,8 +142,8 @@ def _messages(value: Any, limits: ModelLimits) -> list[Message]:
     except DataError as error:
         raise ApiError(str(error).removeprefix("request: "), param="messages") from error
     return [
-        {**message, "content": _text_of(message["content"], f"messages[{place}].content")}
-        for place, message in enumerate(messages)
+        for_template({**message, "content": _text_of(message["content"], f"{name}.content")}, name)
+        for name, message in ((f"messages[{place}]", message) for place, message in enumerate(messages))
     ]
 
 
@@ -121,27 +176,30 @@ def _template_args(fields: Fields) -> dict[str, Any]:
     return arguments
 
 
-def _render(messages: list[Message], arguments: Mapping[str, Any], limits: ModelLimits) -> tuple[int, ...]:
-    tokenizer = limits.tokenizer
+def render_messages(
+    messages: Sequence[Message], arguments: Mapping[str, Any], tools: ToolUse, limits: ModelLimits
+) -> str:
+    """The text of a chat, with its tools."""
+    shown = {"tools": list(tools.schemas)} if tools.schemas else {}
     try:
-        text = render_chat(tokenizer, messages, arguments)
+        text = render_chat(limits.tokenizer, messages, {**arguments, **shown})
     except ChatError as error:
         if not error.has_template:
             raise ApiError(
                 "the model has no chat template; use /v1/completions, or serve an instruct model", param="messages"
             ) from error
         raise ApiError(f"messages: the chat template refuses them: {error.__cause__}", param="messages") from error
-    tokens = encode_rendered(tokenizer, limits.short_text(text, "messages"))
+    return limits.short_text(text, "messages")
+
+
+def _tokens(text: str, limits: ModelLimits) -> tuple[int, ...]:
+    tokens = encode_rendered(limits.tokenizer, text)
     if not tokens:
         raise ApiError("messages: the chat template renders them to an empty prompt", param="messages")
     return tokens
 
 
 def _refuse_unsupported_chat(fields: Fields) -> None:
-    fields.neutral("tools", [[]], _NO_TOOLS)
-    fields.neutral("tool_choice", ["none", "auto"], _NO_TOOLS)
-    fields.neutral("functions", [[]], _NO_TOOLS)
-    fields.neutral("function_call", ["none", "auto"], _NO_TOOLS)
     fields.neutral("modalities", [["text"]], _ONLY_TEXT)
     fields.neutral("audio", [], _ONLY_TEXT)
     fields.neutral("prediction", [], "speculative decoding is not available")
@@ -150,7 +208,7 @@ def _refuse_unsupported_chat(fields: Fields) -> None:
     fields.neutral("verbosity", ["medium"], "request it in the messages")
     fields.neutral("store", [False], "replies are not stored")
     fields.neutral("service_tier", ["auto", "default"], "all requests have the same priority")
-    fields.ignored("parallel_tool_calls", "prompt_cache_key", "safety_identifier")
+    fields.ignored("prompt_cache_key", "safety_identifier")
     refuse_unsupported(fields)
 
 
@@ -161,6 +219,7 @@ class ChatReply:
         self._plan = plan
         self._tokenizer = tokenizer
         self._begun: set[int] = set()
+        self._messages: dict[int, ToolMessage] = {}
 
     def whole(self, pieces: Sequence[Piece], version: int) -> dict[str, Any]:
         reply: dict[str, Any] = {
@@ -183,14 +242,35 @@ class ChatReply:
                 chunk["prompt_token_ids"] = self._plan.requests[0].input_tokens
             self._begun.add(place)
             chunks.append(chunk)
-        if piece.text or (piece.tokens and (shape.logprobs or shape.token_ids)):
-            chunks.append(self._chunk([self._delta(place, {"content": piece.text}, piece, None)], version))
+        deltas = self._deltas(place, piece)
+        if not deltas and piece.tokens and (shape.logprobs or shape.token_ids):
+            deltas = [{"content": ""}]
+        for number, delta in enumerate(deltas):
+            # The tokens belong to all deltas of the piece together. They are sent once.
+            chunks.append(self._chunk([self._delta(place, delta, piece if number == 0 else None, None)], version))
         if piece.stop_reason is not None:
-            chunks.append(self._chunk([self._delta(place, {}, None, piece.stop_reason)], version))
+            chunks.append(self._chunk([self._delta(place, {}, None, self._ending(place, piece))], version))
         return chunks
 
     def last_chunk(self, num_completion_tokens: int, version: int) -> dict[str, Any]:
         return {**self._chunk([], version), "usage": usage(self._plan, num_completion_tokens)}
+
+    def _deltas(self, place: int, piece: Piece) -> list[dict[str, Any]]:
+        if self._plan.calls is None:
+            return [{"content": piece.text}] if piece.text else []
+        return self._message(place, self._plan.calls).take(piece.text, is_last=piece.stop_reason is not None)
+
+    def _message(self, place: int, calls: CallReading) -> ToolMessage:
+        if place not in self._messages:
+            stream = calls.parser.stream(
+                calls.schemas, salt=f"{self._plan.name}-{place}", in_reasoning=calls.in_reasoning
+            )
+            self._messages[place] = ToolMessage(stream, is_parallel=calls.is_parallel)
+        return self._messages[place]
+
+    def _ending(self, place: int, piece: Piece) -> str | None:
+        has_calls = place in self._messages and self._messages[place].has_calls
+        return "tool_calls" if has_calls and piece.stop_reason == "stop" else piece.stop_reason
 
     def _chunk(self, choices: list[dict[str, Any]], version: int) -> dict[str, Any]:
         chunk = {**head(self._plan, CHUNK_KIND), "system_fingerprint": fingerprint(version), "choices": choices}
@@ -200,11 +280,15 @@ class ChatReply:
 
     def _whole_choice(self, place: int, piece: Piece) -> dict[str, Any]:
         shape = self._plan.shape
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if self._plan.calls is not None:
+            self._deltas(place, piece)
+            message = self._message(place, self._plan.calls).whole()
         choice: dict[str, Any] = {
             "index": place,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(piece) if shape.logprobs else None,
-            "finish_reason": piece.stop_reason,
+            "finish_reason": self._ending(place, piece),
         }
         if shape.token_ids:
             choice["token_ids"] = piece.tokens

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from headwater.chat.parsers import ToolCallParser
 from headwater.core.records import Grammar, ModelRequest, SamplingParams
 from headwater.serving.errors import ApiError, shown, wrong
 from headwater.serving.fields import Fields
@@ -38,6 +39,17 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class CallReading:
+    """How tool calls are found in the replies of a plan."""
+
+    parser: ToolCallParser
+    schemas: tuple[Mapping[str, Any], ...]
+    is_parallel: bool
+    in_reasoning: bool
+    """The prompt has begun reasoning, so the replies begin inside it."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """The engine requests of a call, and the contents of its reply.
 
@@ -50,6 +62,8 @@ class Plan:
     requests: tuple[ModelRequest, ...]
     num_samples: int
     shape: Shape
+    calls: CallReading | None = None
+    """None if the replies are plain text."""
 
     @classmethod
     def build(
@@ -61,13 +75,14 @@ class Plan:
         num_samples: int,
         seed: int | None,
         shape: Shape,
+        calls: CallReading | None = None,
     ) -> Plan:
         name = f"{prefix}-{uuid.uuid4().hex}"
         requests: list[ModelRequest] = []
         for tokens, sampling in prompts:
             for key in sample_keys(seed, num_samples):
                 requests.append(ModelRequest(f"{name}-{len(requests)}", tokens, sampling, key))
-        return cls(name, model, int(time.time()), tuple(requests), num_samples, shape)
+        return cls(name, model, int(time.time()), tuple(requests), num_samples, shape, calls)
 
     @property
     def num_prompt_tokens(self) -> int:

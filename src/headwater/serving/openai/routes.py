@@ -30,7 +30,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     plan = await state.read(
-        request, lambda body: _checked(state, read_chat(body, state.limits, state.options.served_name))
+        request,
+        lambda body: _checked(state, read_chat(body, state.limits, state.options.served_name, state.parser)),
     )
     return await _answer(request, state, plan, ChatReply(plan, state.tokenizer))
 

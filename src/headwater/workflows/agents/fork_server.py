@@ -343,7 +343,8 @@ def plain(value: Any) -> Any:
 
 def warm_up() -> None:
     """Make OpenAI's client build its types, which it does at its first reply and which takes longer than a call."""
-    openai, httpx = sys.modules.get("openai"), sys.modules.get("httpx")
+    # New versions of the client use httpx2.
+    openai, httpx = sys.modules.get("openai"), sys.modules.get("httpx2", sys.modules.get("httpx"))
     if openai is None or httpx is None:
         return
 

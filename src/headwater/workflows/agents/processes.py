@@ -97,6 +97,7 @@ class ForkServer:
             raise
         if "failed" in first:
             self._kill()
+            await self._ended()
             raise ConfigError([f"rollout.workflow_args.agent = {settings.agent}: {first['failed']}"])
         self.is_alive = True
         self._reader = asyncio.get_running_loop().create_task(self._read())
@@ -166,9 +167,12 @@ class ForkServer:
                     ended.set_exception(AgentFailed(reason))
                     ended.exception()  # perhaps nothing waits for it any more
             self._running.clear()
-            assert self._process is not None
-            with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-                await asyncio.wait_for(self._process.wait(), _END_LIMIT_S)
+            await self._ended()
+
+    async def _ended(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+            await asyncio.wait_for(self._process.wait(), _END_LIMIT_S)
 
     def _kill(self) -> None:
         """End the fork server. Its agents end with it."""

@@ -1,0 +1,77 @@
+"""Training with agents that talk to the model through an endpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from command import CUT_DOWN, ROOT, headwater, metrics, train_here
+
+from headwater.observe.run_directory import RunDirectory
+
+AGENT = "rollout.workflow_args.agent=tests/integration/endpoint_agent.py"
+SETTINGS = [
+    "quickstart", *CUT_DOWN, "rollout.workflow=endpoint", "rollout.max_new_tokens=32", "rollout.max_staleness=2",
+    "eval.before=false", "eval.after=false",
+]  # fmt: skip
+
+
+def left_behind() -> list[str]:
+    """The processes of agents whose run has ended."""
+    found = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in found.splitlines() if "fork_server.py" in line and line.split()[0] == str(os.getpid())]
+
+
+def test_agents_that_fail_are_dropped_and_counted(tmp_path):
+    train_here(
+        *SETTINGS, f"{AGENT}:unreliable", f"run.root={tmp_path}", "run.name=failing", "trainer.total_steps=3",
+        "rollout.on_failure=drop", "rollout.workflow_args.timeout_s=3",
+    )  # fmt: skip
+    run = tmp_path / "failing"
+    last = RunDirectory.open(run).read_ledger()[-1]["counts"]
+    assert last["dispatched"] == last["trained"] + last["dropped"] + last["buffered"] + last["in_flight"]
+    dropped = [each for record in RunDirectory.open(run).read_ledger() for each in record["dropped"]]
+    assert {each["kind"] for each in dropped} <= {"agent_failed", "agent_timed_out"}
+    said = " ".join(each["message"] for each in dropped)
+    assert sum(words in said for words in ("a bad row", "exited with status 4", "killed by SIGKILL", "no reply")) >= 2
+    assert sum(each["groups/dropped_agent_failed"] for each in metrics(run, "train")) > 0
+    assert not left_behind()
+
+
+def test_a_run_with_agents_is_replayed_bit_by_bit(tmp_path):
+    train_here(
+        *SETTINGS, f"{AGENT}:two_turns", f"run.root={tmp_path}", "run.name=recorded", "engine.deterministic=true"
+    )
+    rows = pq.read_table(tmp_path / "recorded" / "rollouts" / "step_000001.parquet").to_pylist()
+    assert all(json.loads(row["info"])["agent_calls"] == {"answered": 2} for row in rows)
+    assert json.loads((tmp_path / "recorded" / "status.json").read_text())["state"] == "finished"
+    result = headwater("replay", tmp_path / "recorded")
+    assert result.code == 0, result.stderr
+    assert "equal the recorded ones, bit for bit" in result.stdout
+
+
+def test_an_agent_that_cannot_be_imported_stops_the_run_with_its_error(tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_package\n")
+    result = headwater("train", *SETTINGS, f"run.root={tmp_path}", f"rollout.workflow_args.agent={broken}:solve")
+    assert result.code != 0
+    assert "No module named 'no_such_package'" in result.stderr + result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_an_agent_of_the_agents_sdk_learns_to_call_its_tool(tmp_path):
+    python = Path(os.environ.get("HEADWATER_CLIENTS_PYTHON", ROOT / ".venv-clients" / "bin" / "python"))
+    assert python.exists(), f"{python} does not exist; run `make setup-clients` first"
+    train_here(
+        "examples/openai_agent.yaml", f"run.root={tmp_path}", "trainer.total_steps=8", "eval.every_steps=8",
+        "rollout.workflow_args.agent=examples/openai_agents_sdk.py:solve", f"rollout.workflow_args.python={python}",
+    )  # fmt: skip
+    before, after = (each["reward/mean"] for each in metrics(tmp_path / "openai-agent", "eval"))
+    assert after > before + 0.2
+    rows = pq.read_table(tmp_path / "openai-agent" / "rollouts" / "step_000008.parquet").to_pylist()
+    assert any("<tool_call>" in row["response"] for row in rows)
