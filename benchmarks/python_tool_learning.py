@@ -6,7 +6,8 @@
 
 The problems have three numbers and two operations, such as 731 * 48 + 9312. The short warm start shows how a call is
 written, but nine of ten programs compute only one of the two operations, so their answers are wrong. To write right
-programs is learned from the reward. Held-out reward is measured for the model as it is, after the warm start, and after training.
+programs is learned from the reward. Held-out reward is measured for the model as it is, after the warm start, and after
+training.
 """
 
 from __future__ import annotations
