@@ -161,6 +161,27 @@ def test_a_session_survives_a_time_limit_if_its_code_stops(sandbox: Sandbox):
     asyncio.run(talk())
 
 
+def test_code_that_writes_to_the_connection_of_its_session_hurts_only_itself(sandbox: Sandbox):
+    async def talk(message: str) -> None:
+        async with sandbox.session(Limits(timeout_s=2.0)) as session:
+            await session.run("x = 1")
+            code = (
+                f"import os, time\nfor fd in range(3, 64):\n    try: os.write(fd, {message})\n    except OSError: pass"
+            )
+            outcome = await session.run(code + "\ntime.sleep(0.2)")
+            assert outcome.status in ("ok", "failed", "timed_out"), outcome
+            await session.run("os.closerange(3, 64)")
+        assert (await sandbox.arun("print(1)")).stdout == "1\n"
+
+    for message in (
+        "(1 << 29).to_bytes(4, 'big') + b'x' * 1000",  # announces more than is allowed
+        "(9).to_bytes(4, 'big') + b'{\"x\": 1}'",
+        '(60).to_bytes(4, \'big\') + b\'{"number": 2, "exit_code": "none", "ready": 0, "error": [] }\'.ljust(60)',
+        "b'\\xff' * 100_000",
+    ):
+        asyncio.run(talk(message))
+
+
 def test_a_session_uses_no_processor_time_between_runs(sandbox: Sandbox):
     async def talk() -> None:
         async with sandbox.session() as session:
