@@ -38,8 +38,8 @@ def is_balanced(run) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_tiny_model_learns_to_call_the_calculator(tmp_path):
-    run = learns(tmp_path)
+def test_a_tiny_model_learns_to_call_the_calculator(warm, tmp_path):
+    run = learns(warm, tmp_path)
     trained = metrics(run, "train")
     assert all(each["tools/failures/raised"] == 0 and each["episode/turns"] <= 2 for each in trained)
     assert trained[-1]["tools/calls"] > trained[0]["tools/calls"] - 0.05
@@ -53,19 +53,30 @@ def test_a_tiny_model_learns_to_call_the_calculator(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_learns_with_stale_rollouts(tmp_path):
+def test_it_learns_with_stale_rollouts(warm, tmp_path):
     settings = ["rollout.max_staleness=4", "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"]
-    trained = metrics(learns(tmp_path, *settings), "train")
+    trained = metrics(learns(warm, tmp_path, *settings), "train")
     assert any(each.get("staleness/lag_4", 0) + each.get("staleness/lag_3", 0) > 0 for each in trained)
 
 
-def learns(root, *settings: str):
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A model that knows how calls are written."""
+    root = tmp_path_factory.mktemp("warm")
+    train_here(RECIPE, f"run.root={root}", "trainer.total_steps=1", "eval.every_steps=0", "eval.num_prompts=16")
+    return root / RECIPE / "checkpoints" / "step_000001" / "model"
+
+
+def learns(model, root, *settings: str):
     """Train with the recipe, shortened, and check that the reward rises and the ledger balances."""
-    train_here(RECIPE, f"run.root={root}", "eval.every_steps=0", "eval.num_prompts=64", *settings)
+    train_here(
+        RECIPE, f"run.root={root}", f"model.path={model}", "warm_start.num_steps=0", "trainer.total_steps=15",
+        "eval.every_steps=0", "eval.num_prompts=64", *settings,
+    )  # fmt: skip
     run = root / RECIPE
     before, after = (each["reward/mean"] for each in metrics(run, "eval"))
     assert before < 0.4
-    assert after > before + 0.3
+    assert after > before + 0.2
     assert is_balanced(run)
     return run
 
