@@ -6,7 +6,8 @@
     pool.close()
 
 Workers start when there is enough work for them. Short calls travel in batches of about five milliseconds of work. A
-call that takes too long, or ends its worker, fails alone: the worker's process group is killed, and its other calls move.
+call that takes too long, or ends its worker, fails alone: the worker's process group is killed, and its other calls
+are given to another worker.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _BATCH_S = 0.005
 """Work that is sent to a worker at once. Longer batches would keep calls behind a slow one."""
 _MAX_BATCH = 64
 _WORTH_STARTING_S = 0.05
-"""Another worker starts if calls have waited this long, or if that much work waits. Starting one takes about as much."""
+"""Another worker starts if calls have waited this long, or if that much work waits. Starting one takes that, too."""
 _START_LIMIT_S = 300.0
 """Limit for starting a worker and importing a function there."""
 _CANCEL_LIMIT_S = 5.0
