@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 set_tracing_disabled(True)
 
 
-@function_tool
+@function_tool  # type: ignore[untyped-decorator, unused-ignore]
 def calculator(expression: str) -> str:
     """Computes one sum, difference or product of whole numbers."""
     if not (found := re.fullmatch(r"(\d{1,9})([-+*])(\d{1,9})", expression)):

@@ -23,7 +23,7 @@ EXAMPLES = {
     ],
     "openai_agent.py": [
         "rollout.workflow=endpoint", "rollout.workflow_args.agent=examples/openai_agent.py:solve",
-        "rollout.max_new_tokens=24",
+        "rollout.workflow_args.max_concurrent=3", "rollout.max_new_tokens=24",
     ],
     "openai_async_agent.py": [
         "rollout.workflow=endpoint", "rollout.workflow_args.agent=examples/openai_async_agent.py:check_twice",

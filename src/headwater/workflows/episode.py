@@ -339,8 +339,13 @@ class Episode:
         self._logprobs, self._versions = self._logprobs[: last.end], self._versions[: last.end]
         self._turn_start, self._turn_end, self._text = last.start, last.end, last.text
         start, self.stop_reason = last.start, last.stop_reason
-        written = (tuple(each[start:]) for each in (self._tokens, self._logprobs, self._versions))
-        self.response = ModelResponse(tuple(self._tokens[:start]), *written, self.stop_reason)
+        self.response = ModelResponse(
+            input_tokens=tuple(self._tokens[:start]),
+            output_tokens=tuple(self._tokens[start:]),
+            output_logprobs=tuple(self._logprobs[start:]),
+            output_versions=tuple(self._versions[start:]),
+            stop_reason=self.stop_reason,
+        )
 
     def _render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         self._check_only_text(messages, "branch() was given")

@@ -191,6 +191,13 @@ def meddles(base_url, api_key):
     return {"reward": 1.0, "codes": codes}
 
 
+def sends_megabytes(base_url, api_key):
+    body = {"messages": [{"role": "user", "content": "many words " * 300_000}]}
+    _, reply = post(base_url, api_key, body)
+    ask(base_url, api_key)
+    return {"reward": 1.0, "code": reply["error"]["code"]}
+
+
 def rewards_each(base_url, api_key, branches=False):
     """A reward for each completion, by its id."""
     _, first = post(base_url, api_key, {"messages": ASK})

@@ -214,11 +214,14 @@ def test_tool_calls_and_their_results():
             fields: dict[str, Any] = {"model": "m", "tools": [SEARCH]}
             if stream:
                 chunks = [each async for each in await chat.create(messages=ASK, stream=True, **fields)]
-                (delta,) = [each.choices[0].delta for each in chunks if each.choices[0].delta.tool_calls]
+                parts = [part for each in chunks for part in each.choices[0].delta.tool_calls or ()]
+                arguments = "".join(part.function.arguments or "" for part in parts)
+                written = {"name": parts[0].function.name, "arguments": arguments}
+                calls = [{"id": parts[0].id, "type": "function", "function": written}]
                 message = {
                     "role": "assistant",
                     "content": "Let me look.",
-                    "tool_calls": [delta.tool_calls[0].model_dump()],
+                    "tool_calls": calls,
                 }
                 reason = chunks[-1].choices[0].finish_reason
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -16,8 +17,11 @@ from endpoint_agents import post
 from endpoint_parts import KeyedEngine, context, episode
 
 from headwater.core.errors import AgentFailed, AgentTimedOut, ConfigError, RewardFailed, RolloutFailed
+from headwater.core.protocols import EpisodeInput
+from headwater.workflows import Episode
 from headwater.workflows.agents.processes import ForkServer
 from headwater.workflows.agents.server import EndpointServer
+from headwater.workflows.agents.session import SessionRules
 from headwater.workflows.endpoint import EndpointWorkflow
 
 
@@ -66,8 +70,8 @@ def test_every_way_to_fail_has_a_name(tmp_path):
 
 def test_an_agent_that_never_ends_is_killed_with_what_it_started(tmp_path):
     pids = tmp_path / "pids"
-    said = asyncio.run(failure("never_ends", AgentTimedOut, timeout_s=3.0, agent_args={"pids": str(pids)}))
-    assert "did not end within 3 s; raise rollout.workflow_args.timeout_s" in said
+    said = asyncio.run(failure("never_ends", AgentTimedOut, timeout_s=2.0, agent_args={"pids": str(pids)}))
+    assert "did not end within 2 s; raise rollout.workflow_args.timeout_s" in said
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 2
     assert not any(map(is_alive, started))
@@ -222,6 +226,30 @@ def test_a_fork_server_that_dies_is_replaced():
         assert one.reward == 1.0
 
     asyncio.run(run())
+
+
+def test_megabytes_are_refused_before_they_are_tokenised():
+    async def run() -> None:
+        (one,) = await episode("sends_megabytes", KeyedEngine())
+        assert one.info["code"] == "context_length_exceeded"
+        assert one.info["agent_calls"] == {"context_length_exceeded": 1, "answered": 1}
+
+    asyncio.run(run())
+
+
+def test_agents_on_other_machines_get_another_address():
+    async def run(host: str, public_url: str) -> str:
+        server = await EndpointServer.here(host, 0, public_url)
+        rules = SessionRules(1, "ignore", lambda: None, set())
+        made = Episode(context(), KeyedEngine(), EpisodeInput(tiny.prompt(), 0, rng_key=1))
+        async with server.session(made, rules) as session:
+            return server.base_url(session).replace(session.id, "ID")
+
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/episodes/ID/v1", asyncio.run(run("127.0.0.1", "")))
+    assert re.fullmatch(r"http://node7:\d+/episodes/ID/v1", asyncio.run(run("127.0.0.1", "http://node7")))
+    assert asyncio.run(run("127.0.0.1", "https://node7:80/")) == "https://node7:80/episodes/ID/v1"
+    with pytest.raises(ConfigError, match=r"rollout\.workflow_args\.host = 203\.0\.113\.9"):
+        asyncio.run(run("203.0.113.9", ""))
 
 
 def test_wrong_settings_are_named():

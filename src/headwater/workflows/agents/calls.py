@@ -11,7 +11,6 @@ asks for is therefore treated in one of three ways:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from headwater.core.records import SamplingParams
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
 from headwater.serving.openai.plan import Shape, read_shape
+from headwater.serving.openai.tools import ToolUse, for_template
 from headwater.serving.sampling import read_stops
 from headwater.workflows.agents.conversation import text_of
 
@@ -32,7 +32,7 @@ _UNTRAINABLE = (
 )
 _LABELS = (
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "parallel_tool_calls", "skip_special_tokens", "spaces_between_special_tokens",
+    "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
 """Fields that do not change what the model writes."""
 _MAX_CHOICES = 64
@@ -47,8 +47,7 @@ class ChatCall:
     """With text as content, and arguments of tool calls as mappings: what chat templates expect."""
     template_args: Mapping[str, Any]
     """Arguments that the call brings for the chat template: its tools and ``chat_template_kwargs``."""
-    parses_calls: bool
-    """Whether tool calls are looked for in the reply."""
+    tools: ToolUse
     num_choices: int
     max_tokens: int | None
     shape: Shape
@@ -63,12 +62,13 @@ def read_call(body: Mapping[str, Any], sampling: SamplingParams) -> ChatCall:
     max_tokens = _max_tokens(fields)
     logprobs = fields.flag("logprobs", False)
     fields.neutral("top_logprobs", [0], "alternatives are not available in an episode; remove it")
-    tools, parses_calls, replaced = _tools(fields)
+    tools, replaced = _tools(fields)
+    shown = {"tools": list(tools.schemas)} if tools.schemas else {}
     call = ChatCall(
         model=model,
         messages=_messages(fields.raw("messages")),
-        template_args={**_template_args(fields), **({"tools": tools} if tools else {})},
-        parses_calls=parses_calls,
+        template_args={**_template_args(fields), **shown},
+        tools=tools,
         num_choices=fields.integer("n", 1, minimum=1, maximum=_MAX_CHOICES),
         max_tokens=max_tokens,
         shape=read_shape(fields, stops, logprobs=logprobs),
@@ -100,42 +100,18 @@ def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     for place, part in enumerate(content if isinstance(content, list) else ()):
         if part["type"] != "text":
             raise wrong(f"{name}.content[{place}].type", part["type"], "an episode accepts only text; send text parts")
-    made: dict[str, Any] = {
-        "role": "system" if message["role"] == "developer" else message["role"],
-        "content": checked_text(text_of(content), f"{name}.content"),
-    }
-    made |= {key: message[key] for key in ("name", "tool_call_id") if key in message}
-    if message.get("tool_calls"):
-        made["tool_calls"] = [_tool_call(each, f"{name}.tool_calls") for each in message["tool_calls"]]
-    return made
+    made = {"role": message["role"], "content": checked_text(text_of(content), f"{name}.content")}
+    made |= {key: message[key] for key in ("name", "tool_call_id", "tool_calls") if key in message}
+    return for_template(made, name)
 
 
-def _tool_call(call: Any, name: str) -> dict[str, Any]:
-    """A call in the history of a conversation. The API has its arguments as JSON text."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ApiError(f'{name}: must be a list of {{"function": {{"name": ..., "arguments": ...}}}}', param=name)
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = {"arguments": arguments}  # what a model wrote need not be JSON
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _tools(fields: Fields) -> tuple[list[dict[str, Any]], bool, list[str]]:
-    """The tools that the model is shown, whether its calls are parsed, and what is not followed to the letter."""
-    fields.neutral("functions", [[]], "is the old form; send tools")
-    fields.neutral("function_call", ["none", "auto"], "is the old form; send tool_choice")
-    tools = fields.raw("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise wrong("tools", tools, "must be a list of tools, each an object")
-    choice = fields.raw("tool_choice") or "auto"
-    if choice == "none":
-        return [], False, []
+def _tools(fields: Fields) -> tuple[ToolUse, list[str]]:
+    """The tools of a call, and what is not followed to the letter."""
+    tools = ToolUse.read(fields)
+    if tools.choice == "auto":
+        return tools, []
     # A call cannot be enforced without leaving the model's own distribution.
-    return tools, bool(tools), [] if choice == "auto" else [f"tool_choice = {choice!r}"]
+    return tools, [f"tool_choice = {tools.name or tools.choice}"]
 
 
 def _template_args(fields: Fields) -> dict[str, Any]:

@@ -2,85 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headwater.chat.parsers import ToolCallParser
-from headwater.core.protocols import Tokenizer
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
-from headwater.core.tool_calls import ToolCall
+from headwater.core.records import ModelRequest, SamplingParams
 from headwater.serving.openai.chat import ChatReply
-from headwater.serving.openai.plan import Plan
-from headwater.serving.output import Piece, TextRules, whole
+from headwater.serving.openai.plan import CallReading, Plan
+from headwater.serving.output import Piece, whole
 from headwater.workflows.agents.calls import ChatCall
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One reply of the model to a call, as the client receives it."""
-
-    response: ModelResponse
-    content: str
-    calls: tuple[ToolCall, ...] = ()
-
-
-def read_choice(call: ChatCall, response: ModelResponse, tokenizer: Tokenizer, parser: ToolCallParser | None) -> Choice:
-    """The reply without its stop text, split into text and tool calls."""
-    stops = call.shape.rules.stops
-    if not call.parses_calls or parser is None:
-        return Choice(response, whole(response, tokenizer, TextRules(stops)).text)
-    # Many models mark their calls with special tokens.
-    parsed = parser.parse(whole(response, tokenizer, TextRules(stops, skip_special_tokens=False)).text)
-    calls = tuple(each for each in parsed.calls if isinstance(each, ToolCall))
-    # A client that sees the text of a broken call can tell the model about it.
-    broken = [each.text for each in parsed.calls if not isinstance(each, ToolCall)]
-    return Choice(response, "".join([parsed.content, *broken]), calls)
+from headwater.workflows.episode import Episode
 
 
 class CallReply:
-    """Formats the choices of one call."""
+    """The reply to a call whose choices are the last replies of ``episodes``."""
 
-    def __init__(self, call: ChatCall, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._choices = choices
-        self._version = max((version for each in choices for version in each.response.output_versions), default=0)
-        self._pieces = [_piece(choice, tokenizer, call) for choice in choices]
-        inputs = choices[0].response.input_tokens
-        request = ModelRequest(self.id, inputs, SamplingParams(max_new_tokens=1), rng_key=0)
-        plan = Plan(self.id, call.model, int(time.time()), (request,) * len(choices), len(choices), call.shape)
-        self._writer = ChatReply(plan, tokenizer)
-        self._include_usage = call.shape.include_usage
-
-    def whole(self) -> dict[str, Any]:
-        reply = self._writer.whole(self._pieces, self._version)
-        for choice, written in zip(self._choices, reply["choices"], strict=True):
-            if choice.calls:
-                message = written["message"]
-                message["content"] = choice.content or None
-                message["tool_calls"] = [each.as_openai() for each in choice.calls]
-        return reply
+    def __init__(self, call: ChatCall, episodes: Sequence[Episode], parser: ToolCallParser | None) -> None:
+        first = episodes[0]
+        tokenizer = self._tokenizer = first.context.tokenizer
+        # The same in every run, because some chat templates show the ids of tool calls, which begin with it.
+        name = f"{first.data.rng_key} {first.name} {first.num_turns}"
+        self.id = f"chatcmpl-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
+        calls, shape = None, call.shape
+        if parser is not None and call.tools.schemas:
+            calls = CallReading(parser, call.tools.schemas, call.tools.is_parallel, first.begins_in_reasoning)
+            # Many formats mark calls with special tokens. The parser leaves the others out.
+            shape = replace(shape, rules=replace(shape.rules, skip_special_tokens=False))
+        responses = [each.response for each in episodes if each.response is not None]
+        self._pieces: list[Piece] = [whole(each, tokenizer, shape.rules) for each in responses]
+        self._version = max((version for piece in self._pieces for version in piece.versions), default=0)
+        request = ModelRequest(self.id, responses[0].input_tokens, SamplingParams(max_new_tokens=1), rng_key=0)
+        requests = (request,) * len(responses)
+        self._plan = Plan(self.id, call.model, int(time.time()), requests, len(requests), shape, calls)
+        self.body = ChatReply(self._plan, tokenizer).whole(self._pieces, self._version)
+        self.messages: list[dict[str, Any]] = [each["message"] for each in self.body["choices"]]
+        """What the client receives, one message per choice."""
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        for place in range(len(self._choices)):
-            for chunk in self._chunks(place):
+        writer = ChatReply(self._plan, self._tokenizer)
+        for place, piece in enumerate(self._pieces):
+            for chunk in writer.chunks(place, piece, self._version):
                 yield chunk
-        if self._include_usage:
-            yield self._writer.last_chunk(sum(len(each.tokens) for each in self._pieces), self._version)
-
-    def _chunks(self, place: int) -> Iterator[dict[str, Any]]:
-        choice, piece = self._choices[place], self._pieces[place]
-        *begun, ended = self._writer.chunks(place, piece, self._version)
-        yield from begun
-        for number, each in enumerate(choice.calls):
-            called = {"tool_calls": [{"index": number, **each.as_openai()}]}
-            yield {**ended, "choices": [{**ended["choices"][0], "delta": called, "finish_reason": None}]}
-        yield ended
-
-
-def _piece(choice: Choice, tokenizer: Tokenizer, call: ChatCall) -> Piece:
-    piece = whole(choice.response, tokenizer, call.shape.rules)
-    reason = "tool_calls" if choice.calls else piece.stop_reason
-    return replace(piece, text=choice.content, stop_reason=reason)
+        if self._plan.shape.include_usage:
+            yield writer.last_chunk(sum(len(piece.tokens) for piece in self._pieces), self._version)

@@ -156,7 +156,7 @@ class EndpointServer:
             answer = await session.answer(call)
         if call.shape.stream:
             return await send_events(request, answer.events())
-        return reply(answer.whole())
+        return reply(answer.body)
 
     async def _models(self, request: web.Request) -> web.Response:
         self._find(request)

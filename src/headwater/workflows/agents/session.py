@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from headwater.chat.parsers import ToolCallParser
-from headwater.core.errors import RequestError, RolloutFailed
-from headwater.core.records import ModelResponse, SamplingParams
+from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
+from headwater.core.records import SamplingParams
 from headwater.serving.errors import ApiError
+from headwater.serving.prompt import MAX_CHARACTERS_PER_TOKEN
 from headwater.workflows.agents.calls import ChatCall
-from headwater.workflows.agents.replies import CallReply, read_choice
+from headwater.workflows.agents.replies import CallReply
 from headwater.workflows.agents.transcript import Draft, NoRoom, Transcript
 from headwater.workflows.episode import Episode
 
@@ -89,19 +90,17 @@ class Session:
         if self._is_closed:  # while the body was read
             raise episode_ended()
         self._check(call)
+        parser = self._parser() if call.tools.schemas else None
         drafts: list[Draft] = []
         self._num_running += call.num_choices
         try:
             for _ in range(call.num_choices):
                 drafts.append(self._open(call))  # noqa: PERF401  those that are open are closed if one fails
             replies = (self._generate(draft, call) for draft in drafts)
-            responses = await self._until_closed(_all(replies))
-            parser = self._rules.parser() if call.parses_calls else None
-            tokenizer = self._episode.context.tokenizer
-            choices = [read_choice(call, response, tokenizer, parser) for response in responses]
-            reply = CallReply(call, choices, tokenizer)
-            for draft, choice in zip(drafts, choices, strict=True):
-                draft.commit(reply.id, choice.content, choice.calls)
+            await self._until_closed(_all(replies))
+            reply = CallReply(call, [draft.piece for draft in drafts], parser)
+            for draft, message in zip(drafts, reply.messages, strict=True):
+                draft.commit(reply.id, message)
             return reply
         finally:
             self._num_running -= call.num_choices
@@ -133,8 +132,15 @@ class Session:
                 code="max_turns_exceeded",
             )
 
+    def _parser(self) -> ToolCallParser:
+        try:
+            return self._rules.parser()
+        except HeadwaterError as error:  # the chat template does not show how this model writes calls
+            raise ApiError(str(error), param="tools", code="unsupported") from error
+
     def _open(self, call: ChatCall) -> Draft:
         try:
+            self._check_size(call)
             return self.transcript.open(call.messages, call.template_args)
         except NoRoom as error:
             self.limit = "room"
@@ -142,18 +148,25 @@ class Session:
         except RolloutFailed as error:  # for example a template that refuses two messages of the same role
             raise ApiError(str(error), param="messages", code="bad_messages") from error
 
-    async def _generate(self, draft: Draft, call: ChatCall) -> ModelResponse:
-        piece = draft.piece
+    def _check_size(self, call: ChatCall) -> None:
+        """Refuse messages that are certainly too long before they are tokenised, which all episodes would wait for."""
+        context, prompt = self._episode.context, self._episode.prompt
+        num_tokens = max(context.max_prompt_tokens, len(prompt.tokens)) + context.sampling.max_new_tokens
+        num_characters = sum(len(message["content"]) for message in call.messages)
+        if num_characters > MAX_CHARACTERS_PER_TOKEN * num_tokens:
+            raise NoRoom(
+                f"the messages have {num_characters} characters, and an episode {num_tokens} tokens; shorten them"
+            )
+
+    async def _generate(self, draft: Draft, call: ChatCall) -> None:
         try:
-            await piece.reply(call.max_tokens, call.shape.rules.stops)
+            await draft.piece.reply(call.max_tokens, call.shape.rules.stops)
         except RequestError as error:  # longer than the engine's cache
             self.limit = "room"
             raise ApiError(str(error), param="messages", code="context_length_exceeded") from error
         except RolloutFailed as error:
             self.engine_error = error
             raise
-        assert piece.response is not None
-        return piece.response
 
     async def _until_closed(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)
@@ -173,11 +186,11 @@ def episode_ended() -> ApiError:
     return ApiError("this episode has ended; its address no longer answers", status=410, code="episode_ended")
 
 
-async def _all(coroutines: Iterator[Coroutine[Any, Any, ModelResponse]]) -> list[ModelResponse]:
-    """All results. After the first error the others are cancelled."""
+async def _all(coroutines: Iterator[Coroutine[Any, Any, None]]) -> None:
+    """Run all of them. After the first error the others are cancelled."""
     tasks = [asyncio.ensure_future(each) for each in coroutines]
     try:
-        return list(await asyncio.gather(*tasks))
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

@@ -2,7 +2,7 @@
 
     draft = transcript.open(messages, {"tools": tools})    # continues a reply, branches off one, or starts anew
     await draft.piece.reply()
-    draft.commit("chatcmpl-1", content, calls)
+    draft.commit("chatcmpl-1", message)                    # as the client receives it
 
 A call that repeats the conversation up to the newest reply of a piece and adds messages continues that piece: the added
 messages are appended with ``Episode.tell``, and the model's tokens are never tokenised again. A call that repeats it up
@@ -23,8 +23,8 @@ from typing import Any
 
 from headwater.core.errors import RolloutFailed
 from headwater.core.randomness import derive_key
-from headwater.core.tool_calls import ToolCall
-from headwater.workflows.agents.conversation import Message, prefix_keys
+from headwater.serving.openai.tools import for_template
+from headwater.workflows.agents.conversation import Message, next_key, prefix_keys
 from headwater.workflows.episode import Episode
 
 
@@ -44,8 +44,8 @@ class Node:
     is_busy: bool = False
     """Whether a call is continuing this node."""
     completion_id: str = ""
-    content: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    message: Message = field(default_factory=dict)
+    """The reply as the client received it."""
     parent: Node | None = None
 
     def holder(self) -> Node:
@@ -71,23 +71,23 @@ class Draft:
     piece: Episode
     _transcript: Transcript
     _node: Node
-    _keys: tuple[Sequence[Message], Mapping[str, Any]]
+    _key: str
+    """Of the conversation before the reply."""
     _continues: bool
 
-    def commit(self, completion_id: str, content: str, calls: Sequence[ToolCall] = ()) -> None:
-        """Keep the reply, which the client receives as ``content`` and ``calls``."""
+    def commit(self, completion_id: str, message: Message) -> None:
+        """Keep the reply, which the client receives as ``message``."""
         self.close()
         node = Node(
             turn=self._node.turn + 1,
             episode=self.piece,
             completion_id=completion_id,
-            content=content,
-            calls=tuple(calls),
+            message=message,
             parent=self._node,
         )
         if self._continues:
             self._node.episode, self._node.heir = None, node
-        self._transcript.add(node, *self._keys)
+        self._transcript.add(node, next_key(self._key, message))
 
     def close(self) -> None:
         if self._continues:
@@ -126,12 +126,10 @@ class Transcript:
         self._tell(piece, node, messages[num_known:])
         if continues:
             node.is_busy = True
-        return Draft(piece, self, node, (messages, template_args), continues)
+        return Draft(piece, self, node, keys[-1], continues)
 
-    def add(self, node: Node, messages: Sequence[Message], template_args: Mapping[str, Any]) -> None:
-        calls = [call.as_message() for call in node.calls]
-        reply = {"role": "assistant", "content": node.content, "tool_calls": calls}
-        key = prefix_keys([*messages, reply], template_args)[-1]
+    def add(self, node: Node, key: str) -> None:
+        """A reply, with the key of the conversation up to and including it."""
         self._nodes.setdefault(key, []).append(node)
         self._replies.append(node)
 
@@ -185,9 +183,8 @@ class Transcript:
 
     @staticmethod
     def _tell(piece: Episode, node: Node, messages: Sequence[Message]) -> None:
-        if node.turn and not piece.tell(
-            messages, tool_calls=[call.as_message() for call in node.calls], content=node.content
-        ):
+        content = node.message.get("content") or ""
+        if node.turn and not piece.tell(messages, tool_calls=_calls_of(node.message), content=content):
             raise NoRoom(f"the messages after the model's reply do not fit: {_room(piece)}")
         if piece.room < 1:
             raise NoRoom(f"the messages have {len(piece.tokens)} tokens and do not fit: {_room(piece)}")
@@ -195,6 +192,17 @@ class Transcript:
     @staticmethod
     def _start_key(keys: Sequence[str]) -> str:
         return f"start {keys[-1]}"
+
+
+def _calls_of(message: Message) -> list[Message]:
+    """The tool calls of a reply, for the chat template. What it writes for them is not used, so their arguments may be
+    anything, but they must be a mapping."""
+    calls: list[Message] = []
+    for call in for_template(dict(message), "the reply").get("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        made = arguments if isinstance(arguments, Mapping) else {"unreadable": arguments}
+        calls.append({**call, "function": {**call["function"], "arguments": made}})
+    return calls
 
 
 def _room(piece: Episode) -> str:
