@@ -5,8 +5,9 @@
         trainer.num_prompts_per_step=2 rollout.num_samples_per_prompt=2
 
 The problems have three numbers and two operations, such as 731 * 48 + 9312. The short warm start shows how a call is
-written, but its programs compute only one of the two operations, so their answers are wrong. Right programs are learned
-from the reward. Held-out reward is measured for the model as it is, after the warm start, and after training.
+written, but nine of ten programs compute only one of the two operations, so their answers are wrong. To write right
+programs is learned from the reward. Held-out reward is measured for the model as it is, after the warm start, and after
+training.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ SYSTEM = (
     "and wait for its output. Then answer with the final number only."
 )
 OPERATIONS = ("+", "-", "*")
+WHOLE_FRACTION = 0.1
+"""Share of the demonstrations whose program computes the whole problem."""
 
 
 def rows(split: Split, count: int, seed: int) -> list[dict]:
-    """Problems of one split. A demonstration computes one of the two operations only."""
+    """Problems of one split, with demonstrations of which most compute one of the two operations only."""
     generator = task_generator(NAME, split, seed)
     made: dict[str, dict] = {}
     while len(made) < count:
@@ -50,7 +53,10 @@ def rows(split: Split, count: int, seed: int) -> list[dict]:
 
 def _part(problem: str, generator: np.random.Generator) -> str:
     first, one, second, other, third = problem.split()
-    return f"{first} {one} {second}" if generator.random() < 0.5 else f"{second} {other} {third}"
+    chance = generator.random()
+    if chance < WHOLE_FRACTION:
+        return problem
+    return f"{first} {one} {second}" if chance < (1 + WHOLE_FRACTION) / 2 else f"{second} {other} {third}"
 
 
 def _row(problem: str, part: str) -> dict:
@@ -97,8 +103,9 @@ def settings(folder: Path, args: object) -> list[str]:
         "tools.max_result_tokens": 64,
         "warm_start.num_steps": args.warm_steps,
         "warm_start.num_sequences_per_step": 16,
-        "warm_start.learning_rate": 1e-5 if args.model == "smollm2" else 1e-3,
+        "warm_start.learning_rate": 3e-5 if args.model == "smollm2" else 1e-3,
         "learner.learning_rate": 5e-6 if args.model == "smollm2" else 1e-4,
+        "learner.num_warmup_steps": 5,
         "learner.max_tokens_per_microbatch": 16384,
         "trainer.num_prompts_per_step": 32,
         "trainer.total_steps": args.steps,
@@ -113,7 +120,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the run")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--warm-steps", type=int, default=20)
+    parser.add_argument("--warm-steps", type=int, default=60)
     parser.add_argument("--eval-prompts", type=int, default=256)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -5,20 +5,24 @@
 `run` is a program that checks one assertion. `tests` is a function and its tests, in two processes. `piece` is a line
 of code in a session. `interpreter` is `python -c` with the same program, without isolation. `isolated interpreter` is
 the same under bubblewrap, which is what a sandbox without warm processes costs. Concurrency is the number of programs
-at a time; the processor time includes all processes and is more stable than the wall time on a busy machine.
+at a time. The processor time is that of all processes, with the start of the sandbox; it depends less on what else the
+machine does. That of the isolated interpreter is not known: bubblewrap does not wait for its processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from options import parser_of
 from record import write_record
 
 from headwater.config.rollout_schema import SandboxConfig
-from headwater.sandbox import Sandbox
+from headwater.sandbox import Outcome, Sandbox
 
 CODE = "assert sorted([3, 1, 2]) == [1, 2, 3]"
 
@@ -39,56 +43,72 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=200, help="open sessions whose memory is measured")
     args = parser.parse_args()
     results: dict[str, Any] = {}
-    bare = ([sys.executable, "-c", CODE], [sys.executable, "-I", "-S", "-c", CODE])
+    bare = [sys.executable, "-c", CODE]
+    commands = {"interpreter": bare, "interpreter without site": [sys.executable, "-I", "-S", "-c", CODE]}
+    if bwrap := shutil.which("bwrap"):
+        isolate = [bwrap, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
+        commands["isolated interpreter"] = [*isolate, *bare]
     for width in args.concurrency:
         for isolation in ("bubblewrap", "namespaces"):
-            with Sandbox(SandboxConfig(isolation=isolation, max_concurrent=width)) as sandbox:
-                sandbox.start()
-                measure(results, f"{isolation} run", width, args.checks, lambda: expect_ok(sandbox.run(CODE)))
-                tests = lambda: expect_ok(sandbox.run_tests("def f(x): return 2 * x", "assert f(2) == 4"))  # noqa: E731
-                measure(results, f"{isolation} tests", width, args.checks, tests)
-        measure(results, "interpreter", width, args.checks, lambda: subprocess.run(bare[0], check=True))
-        measure(results, "interpreter without site", width, args.checks, lambda: subprocess.run(bare[1], check=True))
-        if bwrap := shutil.which("bwrap"):
-            isolated = [bwrap, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", *bare[0]]
-            measure(results, "isolated interpreter", width, args.checks, lambda: subprocess.run(isolated, check=True))
+            for kind, check in (("run", run), ("tests", run_tests)):
+                sandbox = Sandbox(SandboxConfig(isolation=isolation, max_concurrent=width))
+                with measured(results, f"{isolation} {kind}", width, args.checks) as measure, sandbox:
+                    measure(partial(check, sandbox))
+        for name, command in commands.items():
+            with measured(results, name, width, args.checks) as measure:
+                measure(partial(subprocess.run, command, check=True))
     results["session"] = asyncio.run(measure_sessions(args.sessions, args.checks))
     print(results["session"])
     write_record(args.out, torch.device("cpu"), cores=os.cpu_count(), results=results)
 
 
-def expect_ok(outcome: Any) -> None:
+def run(sandbox: Sandbox) -> None:
+    expect_ok(sandbox.run(CODE))
+
+
+def run_tests(sandbox: Sandbox) -> None:
+    expect_ok(sandbox.run_tests("def f(x): return 2 * x", "assert f(2) == 4"))
+
+
+def expect_ok(outcome: Outcome) -> None:
     assert outcome.status == "ok", outcome
 
 
-def measure(results: dict[str, Any], name: str, width: int, num_checks: int, check: Callable[[], object]) -> None:
+@contextmanager
+def measured(
+    results: dict[str, Any], name: str, width: int, num_checks: int
+) -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Give a function that times a check. The processor time is known when all processes have ended."""
+    record: dict[str, float] = {}
     times: list[float] = []
 
-    def timed(_: int) -> None:
-        began = time.perf_counter()
-        check()
-        times.append(1000 * (time.perf_counter() - began))
+    def measure(check: Callable[[], object]) -> None:
+        def timed(_: int) -> None:
+            began = time.perf_counter()
+            check()
+            times.append(1000 * (time.perf_counter() - began))
 
-    timed(0)
-    times.clear()
-    busy_s, began = machine_busy_s(), time.perf_counter()
-    with ThreadPoolExecutor(width) as threads:
-        list(threads.map(timed, range(num_checks)))
-    seconds = time.perf_counter() - began
-    record = {
-        "per_second": round(num_checks / seconds, 1),
-        "median_ms": round(statistics.median(times), 2),
-        "least_ms": round(min(times), 2),
-        "machine_cpu_ms": round(1000 * (machine_busy_s() - busy_s) / num_checks, 2),
-    }
+        timed(0)
+        times.clear()
+        began = time.perf_counter()
+        with ThreadPoolExecutor(width) as threads:
+            list(threads.map(timed, range(num_checks)))
+        record["per_second"] = round(num_checks / (time.perf_counter() - began), 1)
+        record["median_ms"] = round(statistics.median(times), 2)
+        record["least_ms"] = round(min(times), 2)
+
+    before_s = processor_s()
+    yield measure
+    if name != "isolated interpreter":
+        record["processor_ms"] = round(1000 * (processor_s() - before_s) / (num_checks + 1), 2)
     results.setdefault(name, {})[str(width)] = record
     print(f"{name:28} {width} at a time: {record}", flush=True)
 
 
-def machine_busy_s() -> float:
-    """Processor time of the whole machine: what cells use is in no process's account of its children."""
-    fields = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+def processor_s() -> float:
+    """Processor time of this process and of all its descendants that have ended."""
+    usages = [resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in usages)
 
 
 async def measure_sessions(num_sessions: int, num_pieces: int) -> dict[str, float]:

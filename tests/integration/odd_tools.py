@@ -60,7 +60,7 @@ def odd() -> object:
 class Kept(BaseTool):
     """Notes what was created and what was released in the folder $ODD_TOOLS; hangs while a file ``hang`` is there."""
 
-    tool_schema = {"type": "function", "function": {"name": "kept", "description": "Keeps state."}}
+    tool_schema = {"type": "function", "function": {"name": "kept", "description": "Keeps state."}}  # noqa: RUF012
 
     async def create(self, instance_id: str) -> str:
         self._note("created")

@@ -1,7 +1,8 @@
-"""The files and commands of README.md and docs/data-and-rewards.md work as printed."""
+"""The files and commands of README.md, docs/data-and-rewards.md and docs/rewards.md work as printed."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 
@@ -9,10 +10,13 @@ import pytest
 from command import ROOT, metrics
 
 from headwater.cli.main import main
+from headwater.config.keys import settings
+from headwater.config.schema import Config
 from headwater.rewards.scorers import SCORERS
 
 README = (ROOT / "README.md").read_text()
 TEXT = (ROOT / "docs" / "data-and-rewards.md").read_text()
+REWARDS = (ROOT / "docs" / "rewards.md").read_text()
 FEWER_STEPS = [
     "trainer.total_steps=1", "trainer.num_prompts_per_step=2", "rollout.num_samples_per_prompt=2", "eval.before=false",
     "eval.after=false",
@@ -42,15 +46,41 @@ def shortened(arguments):
     return [*arguments, *FEWER_STEPS, *(fewer_rows if is_quickstart else [])]
 
 
-def test_the_files_and_commands_of_the_data_page_work(folder):
-    write_files(TEXT, folder)
-    commands = re.findall(r"^    headwater (train (?:[^\n\\]|\\\n)*)", TEXT, flags=re.MULTILINE)
-    assert len(commands) == 5
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        (TEXT, {"sums", "generated", "doubling", "rewarded"}),
+        (REWARDS, {"function", "turns", "mixture", "batched"}),
+    ],
+    ids=["data", "rewards"],
+)
+def test_the_files_and_commands_of_a_page_work(folder, page, names):
+    write_files(page, folder)
+    commands = re.findall(r"^    headwater (train (?:[^\n\\]|\\\n)*)", page, flags=re.MULTILINE)
+    assert len(commands) == len(names)
     for command in commands:
         assert main(shortened(command.replace("\\\n", " ").split())) == 0, command
-    runs = {path.name for path in (folder / "runs").iterdir()}
-    assert runs == {"sums", "generated", "doubling", "rewarded", "judged"}
-    assert all(len(metrics(folder / "runs" / name, "train")) == 1 for name in runs)
+    assert {path.name for path in (folder / "runs").iterdir()} == names
+    recorded = {name: metrics(folder / "runs" / name, "train") for name in names}
+    assert all(len(each) == 1 for each in recorded.values())
+    if page is REWARDS:
+        assert recorded["mixture"][0].keys() >= {"reward/answer/mean", "reward/form/mean", "reward/form_right/mean"}
+        assert recorded["function"][0].keys() >= {"reward/right/mean", "reward/exact_match/right/mean"}
+
+
+def test_the_judge_of_the_rewards_page_is_a_valid_recipe(folder, capsys):
+    write_files(REWARDS, folder)
+    assert main(["config", "sums.yaml", "graded.yaml", "--plain"]) == 0, capsys.readouterr().err
+
+
+def test_the_settings_of_the_rewards_page_exist():
+    named = re.findall(r"`((?:reward|rollout|trainer|data|algorithm)\.[a-z_]+)[`:]", REWARDS)
+    for key in {*named} - {"reward.py"}:
+        assert key in settings(Config), key
+    parameters = inspect.signature(SCORERS.resolve("llm_judge")).parameters
+    arguments = re.findall(r"`([a-z_]+)`", REWARDS.split("| argument |")[1].split("\n\n")[0])
+    assert {*arguments} - {"judge_cost"} <= {*parameters, "extra_body"}
+    assert {"base_url", "score_key", "max_attempts"} <= {*arguments}
 
 
 def test_the_files_and_commands_of_the_readme_work(folder, capsys):
@@ -76,8 +106,3 @@ def test_the_settings_of_the_readme_exist(folder, capsys):
     assert len(settings) == 2
     for each in settings:
         assert main(["config", "quickstart", *each, "--plain"]) == 0, capsys.readouterr().err
-
-
-def test_every_scorer_is_described():
-    table = TEXT.split("### Built-in scorers")[1].split("\n### ")[0]
-    assert set(re.findall(r"`(\w+)`", table)) >= set(SCORERS.names())

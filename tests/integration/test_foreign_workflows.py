@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pyarrow.parquet as pq
@@ -41,17 +42,19 @@ def test_a_workflow_for_areal_trains_bit_for_bit_as_rlvr(plain, tmp_path):
 
 
 def test_a_reward_function_for_areal_is_used(tmp_path):
-    settings = [AREAL, f"rollout.workflow_args.reward_fn={FOREIGN}/areal_answer.py:length_reward"]
+    settings = [AREAL, f"rollout.workflow_args.reward_fn={FOREIGN}/areal_reward.py:length_reward"]
     rows, _ = trained(tmp_path, "reward", *settings)
     for row in rows:
         assert row["reward"] % 1 == pytest.approx(len(row["response"]) / 100, abs=0.2), "the text has special tokens"
+    infos = pq.read_table(tmp_path / "reward" / "rollouts" / "step_000001.parquet")["info"].to_pylist()
+    assert os.getpid() not in {json.loads(each)["process"] for each in infos}, "in a worker"
 
 
 def test_wrong_arguments_are_named_before_a_run_begins(tmp_path):
     cases = {
         f"{AREAL} rollout.workflow_args.max_turn=2": "rollout.workflow_args.max_turn = 2: no such argument",
         f"{AREAL} rollout.workflow_args.gconfig.top_q=1": "rollout.workflow_args.gconfig",
-        f"{AREAL} rollout.workflow_args.reward_fn={FOREIGN}/areal_answer.py:nothing": "has no 'nothing'",
+        f"{AREAL} rollout.workflow_args.reward_fn={FOREIGN}/areal_reward.py:nothing": "has no 'nothing'",
         f"rollout.workflow={FOREIGN}/accept.py:broken": "broken",
         "rollout.min_new_tokens=4": "algorithm.old_logprobs=recompute",
         "rollout.min_p=0.1": "algorithm.old_logprobs=recompute",
@@ -112,6 +115,23 @@ def test_should_accept_replaces_groups_and_counts_them(tmp_path):
     assert result.code != 0
     assert "accept.py:broken on row" in result.stderr
     assert "has no attribute 'nothing'" in result.stderr
+
+
+def test_tokens_that_were_not_sampled_are_a_counted_failure_and_never_trained(tmp_path):
+    workflow = f"rollout.workflow={FOREIGN}/verl_answer.py:AnswerAltered"
+    result = headwater("train", *SMALL, f"run.root={tmp_path}", "run.name=stop", workflow)
+    assert result.code != 0
+    assert "is marked as the model's, but the engine did not sample it" in result.stderr
+    train_here(*SMALL, f"run.root={tmp_path}", "run.name=drop", workflow, "rollout.on_failure=drop")
+    steps = metrics(tmp_path / "drop", "train")
+    num_invalid = sum(each["groups/dropped_invalid"] for each in steps)
+    assert num_invalid > 0
+    assert num_invalid == sum(each["groups/dropped"] for each in steps) == steps[-1]["rollouts/rejected"]
+    for file in (tmp_path / "drop" / "rollouts").glob("*.parquet"):
+        assert all(int(uid.rpartition("/")[2]) % 3 for uid in pq.read_table(file)["uid"].to_pylist())
+    ledger = [json.loads(line) for line in (tmp_path / "drop" / "ledger.jsonl").read_text().splitlines()]
+    counts = [each["counts"] for each in ledger if each["kind"] == "step"][-1]
+    assert counts["dispatched"] == sum(count for name, count in counts.items() if name != "dispatched")
 
 
 def test_a_run_with_classes_stops_and_a_filter_is_replayed_bit_for_bit(tmp_path):

@@ -121,16 +121,17 @@ class Reader:
 
         Without an end, read everything and return an empty string as the end.
         """
-        marks, start = marks_of(ends), self._place
+        marks, start, searched = marks_of(ends), self._place, self._place
         while True:
             end, is_final = self._readable()
-            found = marks.find(self._text, start, end, is_complete=is_final)
+            found = marks.find(self._text, searched, end, is_complete=is_final)
             if found is not None:
                 self._place = found[0] + len(found[1])
                 return self._text[start : found[0]], found[1]
             if is_final:
                 self._place = end
                 return self._text[start:end], ""
+            searched = marks.certain(self._text, searched, end)
             yield
 
     def next_text(self) -> Steps[str]:

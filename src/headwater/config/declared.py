@@ -252,8 +252,9 @@ def _definition(source: Source, name: str) -> tuple[Source, Definition] | None:
 
 def _traits(traits: type[T], source: Source, definition: Definition) -> T:
     for decorator in definition.decorator_list:
-        is_registration = isinstance(decorator, ast.Call) and _last_name(decorator.func) == "register"
-        if is_registration and not _names_an_agent_loop(decorator):
+        if not isinstance(decorator, ast.Call) or _last_name(decorator.func) != "register":
+            continue
+        if not _names_an_agent_loop(decorator):
             return _from_call(traits, source, decorator)
     return traits()
 

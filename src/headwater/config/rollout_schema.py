@@ -160,3 +160,5 @@ class SandboxConfig:
     """Output that is kept of one run of code; the run ends when it writes much more."""
     max_concurrent: Annotated[int, AtLeast(0, "use 0 for the number of cores")] = 0
     """Runs of code at the same time; others wait. 0 means the number of cores."""
+    preload: tuple[str, ...] = ()
+    """Modules that are imported once, so that programs which import them start faster, for example numpy."""

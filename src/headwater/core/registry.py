@@ -37,6 +37,9 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 T = TypeVar("T")
 
+EXTENSION_PREFIX = "headwater_extension_"
+"""Modules with such names were loaded from files."""
+
 _REGISTERS = re.compile(r"^@\w+\.register\b", re.MULTILINE)
 
 
@@ -121,7 +124,7 @@ def _load_file(path: Path) -> ModuleType:
         raise UnknownName(f"{path}: no such file; give the path of an existing Python file")
     # Load a file as the same module each time; otherwise its classes would not compare equal.
     digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
-    name = f"headwater_extension_{path.stem}_{digest}"
+    name = f"{EXTENSION_PREFIX}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -36,6 +36,7 @@ MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "verl.experimental.agent_loop.tool_parser": (_VERL, ("FunctionCall", "ToolParser")),
     "verl.tools.base_tool": (_TOOLS, ("BaseTool", "OpenAIFunctionToolSchema=ToolSchema", "ToolResponse")),
     "verl.tools.schemas": (_TOOLS, ("OpenAIFunctionToolSchema=ToolSchema", "ToolResponse")),
+    "verl.tools.utils.tool_registry": ("headwater.workflows.adapters.verl_tools", ("initialize_tools_from_config",)),
     "verl.utils.profiler": (_VERL, ("simple_timer",)),
     "verl.utils.ray_utils": (_VERL, ("get_event_loop",)),
     "verl.utils.rollout_trace": (_VERL, ("rollout_trace_op",)),

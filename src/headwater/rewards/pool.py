@@ -5,8 +5,9 @@
     reply = await pool.call(function, arguments, None, timeout_s=60.0)      # scores, or a ``Failure``
     pool.close()
 
-Workers start when there is work for them. Short calls travel in batches of about five milliseconds of work. A call that
-takes too long, or ends its worker, fails alone: the worker's process group is killed, and its other calls move.
+Workers start when there is enough work for them. Short calls travel in batches of about five milliseconds of work. A
+call that takes too long, or ends its worker, fails alone: the worker's process group is killed, and its other calls
+are given to another worker.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from headwater.rewards.worker_process import Call, Reply, WorkerProcess
 _BATCH_S = 0.005
 """Work that is sent to a worker at once. Longer batches would keep calls behind a slow one."""
 _MAX_BATCH = 64
+_WORTH_STARTING_S = 0.05
+"""Another worker starts if calls have waited this long, or if that much work waits. Starting one takes that, too."""
 _START_LIMIT_S = 300.0
 """Limit for starting a worker and importing a function there."""
 _CANCEL_LIMIT_S = 5.0
@@ -70,6 +73,7 @@ class WorkerPool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ids = itertools.count()
         self._is_flushing = False
+        self._patience: asyncio.TimerHandle | None = None
         self._is_closed = False
         weakref.finalize(self, _end_all, self._workers)  # for managers that nothing closes
 
@@ -124,7 +128,7 @@ class WorkerPool:
             return loop
         if self._loop is not None and not self._loop.is_closed():
             raise HeadwaterError("a reward manager is used by two event loops at once; make one for each")
-        self._loop, self._is_flushing = loop, False
+        self._loop, self._is_flushing, self._patience = loop, False, None
         self._waiting.clear()
         for worker in list(self._workers):
             if worker.calls:
@@ -144,24 +148,39 @@ class WorkerPool:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
 
-    def _flush(self) -> None:
+    def _flush(self, *, have_waited: bool = False) -> None:
         self._is_flushing = False
         while self._waiting:
             try:
-                worker = self._free_worker()
+                worker = self._free_worker(may_start=have_waited or self._has_much_work())
             except OSError as error:
                 self._waiting.popleft().settle(Failure("worker_died", f"found no worker: it cannot start ({error})"))
                 continue
             if worker is None:
+                self._flush_if_still_waiting()
                 return
             self._send(worker, self._take_batch(worker))
 
-    def _free_worker(self) -> WorkerProcess | None:
-        """The worker that gets the next calls; None if all are busy."""
+    def _flush_if_still_waiting(self) -> None:
+        """Look again later: a call that takes long says nothing about its duration before it ends."""
+        if self._patience is None and self._loop is not None and len(self._workers) < self._num_workers:
+            self._patience = self._loop.call_later(_WORTH_STARTING_S, self._stop_waiting)
+
+    def _stop_waiting(self) -> None:
+        self._patience = None
+        is_loading = any(not all(each.loaded.values()) for each in self._workers)
+        self._flush(have_waited=not is_loading)
+
+    def _has_much_work(self) -> bool:
+        known = all(all(each.loaded.values()) for each in self._workers)
+        return known and len(self._waiting) * self._paces[self._waiting[0].key].seconds > _WORTH_STARTING_S
+
+    def _free_worker(self, *, may_start: bool) -> WorkerProcess | None:
+        """The worker that gets the next calls; None if all are busy. The first worker always starts."""
         least = min(self._workers, key=lambda each: len(each.calls), default=None)
         if least is not None and not least.calls:
             return least
-        if len(self._workers) < self._num_workers:
+        if least is None or (may_start and len(self._workers) < self._num_workers):
             return self._start_worker()
         return least if least is not None and len(least.calls) < self._max_concurrent else None
 

@@ -113,6 +113,12 @@ class Scoring:
             scores = await asyncio.gather(*coroutines, return_exceptions=True)
             return _mixed(self._parts, scores)
 
+    async def call(self, function: ScoringFunction, episode: ScorableEpisode) -> Score:
+        """Score with another function than the config's, with the same workers, limits and counts."""
+        with self._spans.span("reward"):
+            (score,) = await self._scores(function, [episode])
+        return score
+
     async def _score_part(self, part: Part, episode: ScorableEpisode) -> Score:
         function = self._function(part, episode.prompt)
         if not function.is_quick:

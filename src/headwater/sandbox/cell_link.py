@@ -22,6 +22,8 @@ _INTERRUPT_GRACE_S = 1.0
 _FLOOD_FACTOR = 4
 """A program may write this many times the output that is kept."""
 _MESSAGE_LIMIT_S = 10.0
+_MAX_MESSAGE_BYTES = 1 << 16
+"""Longest message of a cell. The code of a session can write to the connection, and must not fill our memory."""
 _OUT_OF_MEMORY = re.compile(rb"(?:^|\n)[\w.]*MemoryError\b[^\n]*\n?$")
 
 
@@ -172,7 +174,7 @@ class CellLink:
 
     def _receive(self, connection: socket.socket) -> dict[str, Any] | None:
         """Read one message; None at the end of the connection."""
-        reader = frames.Reader()
+        reader = frames.Reader(_MAX_MESSAGE_BYTES)
         try:
             while True:
                 piece = connection.recv(reader.wants)

@@ -15,6 +15,7 @@ from headwater.sandbox.view import INSIDE, INSIDE_AT, make_view, package_paths, 
 Kind = Literal["bubblewrap", "bubblewrap-single", "namespaces", "unprotected"]
 
 _NOBODY = 65534
+_CAP_SYS_ADMIN = 21
 _CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID")
 """What a zygote that root starts needs until it becomes another user."""
 _BOOT = """\
@@ -48,7 +49,7 @@ class Launch:
 def make_launch(kind: Kind, config: SandboxConfig, control: int, owner: int) -> Launch:
     """The command that starts a zygote with these descriptors."""
     is_root = os.geteuid() == 0
-    drops_root = is_root and kind in ("bubblewrap", "namespaces") and _has_privileges()
+    drops_root = is_root and kind in ("bubblewrap", "namespaces") and _may_become_nobody()
     settings = Settings(
         control=control,
         owner=owner,
@@ -56,7 +57,7 @@ def make_launch(kind: Kind, config: SandboxConfig, control: int, owner: int) -> 
             kind
         ],
         paths=package_paths(),
-        preload=(),
+        preload=config.preload,
         user_id=_NOBODY if drops_root else -1,
     )
     boot = (python(), "-I", "-S", "-c", _BOOT.format(module="zygote"))
@@ -75,11 +76,20 @@ def make_launch(kind: Kind, config: SandboxConfig, control: int, owner: int) -> 
     return Launch(command, dict(ENVIRONMENT))
 
 
-def _has_privileges() -> bool:
-    """Whether root may really do everything here; in many containers it may not."""
+def _may_become_nobody() -> bool:
+    """Whether root may really do everything here, and become another user; in many containers it may not."""
     with open("/proc/self/status") as file:
         effective = next(line for line in file if line.startswith("CapEff:"))
-    return bool(int(effective.split()[1], 16) & (1 << 21))  # CAP_SYS_ADMIN
+    if not int(effective.split()[1], 16) & (1 << _CAP_SYS_ADMIN):
+        return False
+    return all(_is_mapped(f"/proc/self/{name}") for name in ("uid_map", "gid_map"))
+
+
+def _is_mapped(path: str) -> bool:
+    """Whether the user namespace of this process has the user or group nobody."""
+    with open(path) as file:
+        ranges = [[int(each) for each in line.split()] for line in file]
+    return any(first <= _NOBODY < first + count for first, _, count in ranges)
 
 
 def find_bubblewrap() -> str | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -23,7 +25,9 @@ from headwater.sandbox.request import Request
 from headwater.sandbox.zygote_process import ZygoteLost, ZygoteProcess
 
 T = TypeVar("T")
-_ATTEMPTS = 2
+_ATTEMPTS = 3
+_PAUSE_S = 0.1
+_MAX_DESCRIPTORS = 65536
 _QUEUE_LIMIT_S = 3600.0
 """How long a program may wait for its turn."""
 
@@ -76,7 +80,7 @@ class CellPool:
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
-        self.max_concurrent = config.max_concurrent or os.cpu_count() or 1
+        self.max_concurrent = config.max_concurrent or _num_cores()
         self._zygote: ZygoteProcess | None = None
         self._zygote_lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -92,22 +96,21 @@ class CellPool:
     def with_cell(self, kind: str, bounds: Bounds, request: Request, work: Callable[[OpenCell], T]) -> T:
         """Make a cell, send it the program and do ``work`` with it.
 
-        If the cell cannot be made, for example because the zygote has died, this is done once more; no code has run.
+        If the cell cannot be made, for example because the zygote has died, this is done again; no code has run.
         """
         reason = ""
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
+            time.sleep(attempt * _PAUSE_S)
             try:
                 cell = self._open(kind, bounds, request)
             except (ZygoteLost, CellNotMade) as error:
                 reason = str(error)
-                self._forget_zygote()
                 continue
             try:
                 return work(cell)
             except CellNotMade as error:
                 reason = str(error)
                 cell.close()
-                self._forget_zygote()
         raise SandboxUnavailable(f"the sandbox no longer works on this machine: {reason}")
 
     def _open(self, kind: str, bounds: Bounds, request: Request) -> OpenCell:
@@ -133,15 +136,9 @@ class CellPool:
             if self._zygote is None or not self._zygote.is_alive:
                 if self._zygote is not None:
                     self._zygote.close()
+                _allow_many_descriptors()
                 self._zygote = choose(self._config)
             return self._zygote
-
-    def _forget_zygote(self) -> None:
-        """Start another zygote for the next cell, if this one is dead or does not make cells."""
-        with self._zygote_lock:
-            zygote, self._zygote = self._zygote, None
-        if zygote is not None:
-            zygote.close()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -196,3 +193,17 @@ class CellPool:
             zygote.close()
         if threads is not None:
             threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _allow_many_descriptors() -> None:
+    """Every open session needs four descriptors; the usual limit of 1,024 is for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -40,11 +40,14 @@ class ToolError(HeadwaterError):
 class ToolResponse:
     """What a call returns, if text alone is not enough."""
 
-    text: str
+    text: str = ""
     reward: float | None = None
     """A reward for this call."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are recorded with the episode."""
+    image: Any = None
+    """As in verl. Results can only be text, so a response with images or videos is a counted failure."""
+    video: Any = None
 
 
 class BaseTool:

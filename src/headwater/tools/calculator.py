@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Annotated, Any
@@ -81,7 +82,7 @@ class _Evaluation:
         return value
 
     def _node(self, node: ast.expr) -> Number:
-        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
             return _literal(node.value)
         if isinstance(node, ast.Name) and node.id in _CONSTANTS:
             return _CONSTANTS[node.id]
@@ -110,7 +111,7 @@ class _Evaluation:
             if abs(base) == 1:
                 return base if exponent.numerator % 2 else Fraction(1)
             return Fraction(base ** int(exponent))
-        result = float(base) ** float(exponent)
+        result: float | complex = float(base) ** float(exponent)
         if isinstance(result, complex):
             raise CannotCalculate("the result is not a real number")
         return result
@@ -123,7 +124,9 @@ def _parse(expression: str) -> ast.expr:
     if not any(character.isalpha() for character in text):
         text = _THOUSANDS.sub("", text)  # between letters, a comma separates the arguments of a function
     try:
-        return ast.parse(text, mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # such as for 1or 2; the tree is refused anyway
+            return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise CannotCalculate("this is not an arithmetic expression") from None
 
@@ -161,11 +164,12 @@ def _shown(value: Number) -> str:
 
 
 def _whole(value: Number, name: str, largest: int | None = None) -> int:
-    if value != int(value):
+    whole = int(value)
+    if value != whole:
         raise ValueError(f"{name} needs whole numbers")
-    if largest is not None and abs(value) > largest:
+    if largest is not None and abs(whole) > largest:
         raise ValueError(f"{name} needs numbers up to {largest}")
-    return int(value)
+    return whole
 
 
 def _sqrt(value: Number) -> Number:

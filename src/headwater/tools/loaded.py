@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.core.errors import DataError
-from headwater.core.protocols import Tokenizer
 from headwater.tools.base import BaseTool, ToolUnavailable
+from headwater.tools.result_text import ResultText, Side
 from headwater.tools.running import CallTimedOut, Slots, call_method, has_succeeded
 from headwater.tools.schema import ToolSchema
-from headwater.tools.truncate import Side, truncate
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +33,12 @@ class ToolLimits:
 class LoadedTool:
     """A tool, its schema, and the slots in which its methods run."""
 
-    def __init__(self, tool: Any, schema: ToolSchema, limits: ToolLimits, tokenizer: Tokenizer) -> None:
+    def __init__(self, tool: Any, schema: ToolSchema, limits: ToolLimits, texts: ResultText) -> None:
         self.tool = tool
         self.schema = schema
         self.name = schema.name
         self.limits = limits
-        self._tokenizer = tokenizer
+        self._texts = texts
         # A tool may know a lower limit, for example that of the sandbox.
         self._calls = Slots(
             self.name, min(limits.max_concurrent, getattr(tool, "max_concurrent", limits.max_concurrent))
@@ -48,7 +47,7 @@ class LoadedTool:
         self._releases = Slots(f"{self.name} (release)", limits.max_concurrent, is_patient=True)
         self._background: set[asyncio.Task[Any]] = set()
         self._is_available = True
-        self._has_blocked = False
+        self._warned: set[str] = set()
 
     def has_own(self, method: str) -> bool:
         """Whether the tool defines a method itself. Those that do nothing are not called."""
@@ -69,9 +68,10 @@ class LoadedTool:
             self._releases.run(lambda: call_method(call, self._note_blocked, interrupt=False), timeout_s)
         )
         self._keep(work)
-        done, _ = await asyncio.wait({work}, timeout=2 * timeout_s)
-        if not done:
-            raise CallTimedOut
+        while not work.done():
+            await asyncio.wait({work}, timeout=2 * timeout_s)
+            if not work.done() and self._releases.is_blocked:
+                raise CallTimedOut
         work.result()
 
     def note_unavailable(self, error: ToolUnavailable) -> None:
@@ -86,12 +86,17 @@ class LoadedTool:
         self._is_available = True
 
     def _note_blocked(self, seconds: float) -> None:
-        if not self._has_blocked:
-            logger.warning(
-                "tool %s blocked the event loop of all episodes for %.1f s; make its methods plain functions, which "
-                "run in threads, or await what takes long", self.name, seconds,
-            )  # fmt: skip
-        self._has_blocked = True
+        self.warn_once(
+            "blocked",
+            f"blocked the event loop of all episodes for {seconds:.1f} s; make its methods plain functions, which run "
+            "in threads, or await what takes long",
+        )
+
+    def warn_once(self, kind: str, text: str) -> None:
+        """Log the first problem of a kind. The others are only counted."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("tool %s %s", self.name, text)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self._keep(asyncio.ensure_future(work))
@@ -102,8 +107,15 @@ class LoadedTool:
         task.add_done_callback(self._background.discard)
         task.add_done_callback(has_succeeded)
 
-    def truncated(self, text: str) -> str:
-        return truncate(text, self.limits.max_result_tokens, self.limits.truncation, self._tokenizer)
+    def cut(self, text: str) -> tuple[str, bool]:
+        """The text as the model reads it, and whether something was removed."""
+        # The whole text is not searched: control tokens outside of what is kept do not matter.
+        limits = self.limits
+        short = self._texts.truncated(text, limits.max_result_tokens, limits.truncation)
+        safe = self._texts.without_control_tokens(short)
+        if safe != short:  # it has a few more tokens now
+            safe = self._texts.truncated(safe, limits.max_result_tokens, limits.truncation)
+        return safe, short != text
 
     def check_row(self, kwargs: Any, place: str) -> None:
         """Raise ``DataError`` if ``tools_kwargs`` of a row do not fit the methods of the tool."""

@@ -20,6 +20,7 @@ from headwater.tools import TOOLS
 from headwater.tools.config import LIMITS, ToolEntry
 from headwater.tools.function import FunctionTool
 from headwater.tools.loaded import LoadedTool, ToolLimits
+from headwater.tools.result_text import ResultText
 from headwater.tools.schema import ToolSchema
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class ToolMaker:
     def __init__(self, config: ToolsConfig, sandbox: SandboxConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._sandbox_config = sandbox
-        self._tokenizer = tokenizer
+        self._texts = ResultText(tokenizer)
         self._sandbox: Any = None
         self._made: list[Any] = []
 
@@ -120,7 +121,7 @@ class ToolMaker:
         if schema is None:
             get = getattr(tool, "get_openai_tool_schema", None)
             schema = getattr(tool, "tool_schema", None) or (get() if callable(get) else None)
-        return LoadedTool(tool, ToolSchema.read(schema, entry.place), limits, self._tokenizer)
+        return LoadedTool(tool, ToolSchema.read(schema, entry.place), limits, self._texts)
 
     def _limits(self, entry: ToolEntry) -> ToolLimits:
         defaults = ToolLimits(*(getattr(self._config, key) for key in LIMITS))

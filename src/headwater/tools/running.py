@@ -52,7 +52,13 @@ class Slots:
         self.num_running = 0
         self.num_blocked = 0
         """Calls that did not end although they were cancelled. They are among the running ones."""
+        self._has_warned = False
         self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether all slots are held by calls that do not end."""
+        return self.num_blocked >= self.limit
 
     async def run(
         self,
@@ -80,7 +86,7 @@ class Slots:
         raise CallTimedOut
 
     async def _acquire(self) -> None:
-        if self.num_blocked >= self.limit and not self._is_patient:
+        if self.is_blocked and not self._is_patient:
             raise self._all_blocked()
         if self.num_running < self.limit:
             self.num_running += 1
@@ -120,11 +126,13 @@ class Slots:
             return
         self.num_blocked += 1
         task.add_done_callback(self._unblock)
-        logger.warning(
-            "tool %s: a call did not end %.0f s after it was cancelled; it keeps one of the %d slots until it ends",
-            self.name, GRACE_S, self.limit,
-        )  # fmt: skip
-        if self.num_blocked >= self.limit and not self._is_patient:
+        if not self._has_warned:
+            logger.warning(
+                "tool %s: a call did not end %.0f s after it was cancelled; such calls keep one of the %d slots until "
+                "they end", self.name, GRACE_S, self.limit,
+            )  # fmt: skip
+        self._has_warned = True
+        if self.is_blocked and not self._is_patient:
             while self._waiting:
                 waiter = self._waiting.popleft()
                 if not waiter.done():
@@ -177,7 +185,7 @@ def _watched(coroutine: Coroutine[Any, Any, T], on_block: Callable[[float], None
             step, argument = coroutine.throw, error
 
 
-async def _in_thread(call: Callable[[], T], interrupt: bool) -> T:
+async def _in_thread(call: Callable[[], Any], interrupt: bool) -> Any:
     """Run a blocking call in a daemon thread, which cannot delay the end of the process.
 
     The first cancellation interrupts the thread, and waits until it ends. The second one does not wait.

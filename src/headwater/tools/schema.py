@@ -60,6 +60,11 @@ class ToolSchema:
         parameters = {"type": "object", "properties": {}, **inner.get("parameters", {})}
         return cls(FunctionSchema(inner["name"], inner.get("description", ""), parameters))
 
+    @classmethod
+    def model_validate(cls, value: Any) -> ToolSchema:
+        """``read``, under the name that it has in verl."""
+        return cls.read(value, "tool_schema")
+
     @property
     def name(self) -> str:
         return self.function.name

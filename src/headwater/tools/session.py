@@ -101,8 +101,8 @@ class ToolSession:
             hint = nearest(call.name, list(self._tools))
             return _failure("unknown_tool", f"there is no tool {call.name[:64]!r}; {hint}")
         result = await self._attempt(loaded, call)
-        text = loaded.truncated(result.text)
-        if text != result.text:
+        text, is_cut = loaded.cut(result.text)
+        if is_cut:
             self._add("truncated")
         return ToolResult(text, result.reward, result.metrics, result.failure)
 
@@ -121,7 +121,7 @@ class ToolSession:
             loaded.note_unavailable(error)
             return _failure("unavailable", f"{name} is not available: {error}")
         except BadResult as error:
-            logger.warning("tool %s %s", name, error)
+            loaded.warn_once("bad_result", str(error))
             return _failure("bad_result", f"{name} returned no valid result")
         except ToolError as error:
             return _failure("raised", str(error))
@@ -174,28 +174,25 @@ class _Instance:
         return await self._call("calc_reward")
 
     async def _call(self, method: str, *args: Any) -> Any:
-        await self._create()
+        async with self._creating:  # parallel first calls wait for one creation
+            if not self._id:
+                await self._create()
         return await self.loaded.run(partial(self._bound(method), self._id, *args, **self._given(method)))
 
     async def _create(self) -> None:
         """A creation that failed is tried again by the next call, under another id."""
-        if self._id:
+        # All tools of an episode have the same id, so that they can share what belongs to it.
+        self._num_created += 1
+        attempt = f"-{self._num_created}" if self._num_created > 1 else ""
+        instance_id = f"{self._episode_id}{attempt}"
+        if not self.loaded.has_own("create"):
+            self._id = instance_id
             return
-        async with self._creating:  # parallel first calls
-            if self._id:
-                return
-            # All tools of an episode have the same id, so that they can share what belongs to it.
-            self._num_created += 1
-            attempt = f"-{self._num_created}" if self._num_created > 1 else ""
-            instance_id = f"{self._episode_id}{attempt}"
-            if not self.loaded.has_own("create"):
-                self._id = instance_id
-                return
-            create = partial(self._bound("create"), instance_id, **self._given("create"))
-            # An interrupted creation might be complete or not, so it is never interrupted. One that is complete only
-            # after the time limit is released then.
-            made = await self.loaded.run(create, on_late=lambda late: self._release_late(_id_of(late, instance_id)))
-            self._id = _id_of(made, instance_id)
+        create = partial(self._bound("create"), instance_id, **self._given("create"))
+        # An interrupted creation might be complete or not, so it is never interrupted. One that is complete only after
+        # the time limit is released then.
+        made = await self.loaded.run(create, on_late=lambda late: self._release_late(_id_of(late, instance_id)))
+        self._id = _id_of(made, instance_id)
 
     async def release(self) -> None:
         if self._id:
@@ -217,7 +214,7 @@ class _Instance:
 
     def _release_failed(self, what: str) -> None:
         self._add("release_failed")
-        logger.warning("episode %s: release of tool %s %s", self._episode_id, self.loaded.name, what)
+        self.loaded.warn_once("release", f"was not released in episode {self._episode_id}: release {what}")
 
     def _bound(self, method: str) -> Any:
         return getattr(self.loaded.tool, method)

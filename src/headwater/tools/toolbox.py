@@ -63,7 +63,11 @@ class Toolbox:
         if not config.use and not config.config:
             return None
         toolbox = cls(config, sandbox, tokenizer)
-        toolbox.check()
+        try:
+            toolbox.check()
+        except BaseException:
+            toolbox.close_unused()
+            raise
         return toolbox
 
     @property

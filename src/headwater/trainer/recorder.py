@@ -235,8 +235,14 @@ def response_text(trajectory: Trajectory) -> str:
         num_turns = np.count_nonzero(is_sampled[1:] & ~is_sampled[:-1])
         if 1 < num_turns <= len(replies):
             said = trajectory.messages[replies[-num_turns] :]  # earlier replies belong to the prompt
-            return "\n\n".join(f"[{message.get('role')}]\n{message.get('content')}" for message in said)
+            return "\n\n".join(f"[{message.get('role')}]\n{_said(message)}" for message in said)
     return str(trajectory.info.get("response_text", ""))
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """The content of a message, and its tool calls as JSON."""
+    calls = [_to_json(call.get("function", call)) for call in message.get("tool_calls") or ()]
+    return "\n".join([*([str(message.get("content"))] if message.get("content") or not calls else []), *calls])
 
 
 def _to_json(value: object) -> str:

@@ -15,7 +15,7 @@ from headwater.config.declared import read_declared
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag, RewardManager
+from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag
 from headwater.core.records import DropKind, Prompt, SamplingParams
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import PromptDataset, load_dataset
@@ -62,15 +62,11 @@ class RolloutParts:
     """Raise an error for a prompt that the reward function cannot score, or that names tools that do not exist."""
     reads_column: Callable[[str], bool]
     """Whether the reward function takes a column of the data. True if that is not known."""
-    reward: RewardManager
-
-    def reward_counts(self) -> Mapping[str, float]:
-        """Metrics about failed scoring calls since the last call of this method. A custom manager may have none."""
-        return self.reward.take_counts() if isinstance(self.reward, Scoring) else {}
-
-    def reward_failures(self) -> Mapping[str, Mapping[str, Any]]:
-        """Failed scoring calls by cause, for the status file."""
-        return self.reward.status() if isinstance(self.reward, Scoring) else {}
+    reward_counts: Callable[[], Mapping[str, float]]
+    """Metrics about failed scoring calls since it was last called. A custom reward manager may have none."""
+    reward_failures: Callable[[], Mapping[str, Mapping[str, Any]]]
+    """Failed scoring calls of the run by cause, each with its count and a message."""
+    close_reward: Callable[[], object]
 
     def sleep_cache(self) -> None:
         """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
@@ -98,7 +94,7 @@ class RolloutParts:
     def close(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.engine.close)
-            stack.callback(getattr(self.reward, "close", lambda: None))
+            stack.callback(self.close_reward)
             stack.callback(self.tasks.close)
 
 
@@ -257,7 +253,9 @@ def _build(
         tools_of_row=offered,
         check_prompt=check_prompt,
         reads_column=getattr(reward, "reads_column", lambda name: True),
-        reward=reward,
+        reward_counts=getattr(reward, "take_counts", dict),
+        reward_failures=getattr(reward, "status", dict),
+        close_reward=getattr(reward, "close", lambda: None),
     )
     if eval_data is not None and (config.eval.before or config.eval.after or config.eval.every_steps):
         parts.check_prompts(config, eval_data, "data.eval")

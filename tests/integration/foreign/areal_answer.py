@@ -63,8 +63,3 @@ class AnswerWorkflow(RolloutWorkflow):
                 }
             )
         return concat_padded_tensors(results)
-
-
-def length_reward(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):
-    assert "messages" in kwargs
-    return len(completions) / 100 + (str(answer) in completions)

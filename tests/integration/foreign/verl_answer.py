@@ -41,3 +41,13 @@ class AnswerOnce(AgentLoopBase):
             num_turns=2,
             metrics=metrics,
         )
+
+
+class AnswerAltered(AnswerOnce):
+    """Returns tokens for some rows that the model did not sample."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
+        output = await super().run(sampling_params, **kwargs)
+        if int(kwargs["uid"].rpartition("/")[2]) % 3 == 0:
+            output.response_ids[0] = (output.response_ids[0] + 1) % 100
+        return output

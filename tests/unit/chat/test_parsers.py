@@ -284,7 +284,7 @@ TEMPLATES = {
     "deepseek": "...<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>...",
     "kimi": "...<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>...",
     "llama3_json": "...<|start_header_id|>...{{- '\"parameters\": ' }}...",
-    "llama3_pythonic": "...<|start_header_id|>...{{- '\"parameters\": ' }}...[func_name1(params_name1=...)]",
+    "llama3_pythonic": "<|start_header_id|>{{- '\"parameters\": ' }} [func_name1(params_name1=params_value1, ...)]",
 }
 
 

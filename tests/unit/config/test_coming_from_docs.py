@@ -16,6 +16,7 @@ from headwater.config.keys import settings
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto, DataProtoItem
 from headwater.core.registry import Registry
+from headwater.rewards.scorers import SCORERS
 from headwater.workflows import WORKFLOWS
 from headwater.workflows.adapters.verl_loop import EXTRA_SETTINGS
 
@@ -26,6 +27,7 @@ REGISTRIES: dict[str, Registry] = {
     "algorithm.advantage_args": ADVANTAGES,
     "algorithm.policy_loss_args": POLICY_LOSSES,
     "algorithm.corrections_args": CORRECTIONS,
+    "reward.function_args": SCORERS,
     "rollout.workflow_args": WORKFLOWS,
 }
 

@@ -10,6 +10,9 @@ OWN = "rollout.placement=disaggregated"
 
 
 CLASHES = [
+    (["tools.use=[calculator]"], "tools.use = [calculator]", ["rlvr calls no tools", "rollout.workflow=tool_agent"]),
+    (["tools.timeout_s=3"], "tools.timeout_s = 3", ["nothing reads this", "name no tools"]),
+    (["rollout.workflow=tool_agent"], "rollout.workflow = 'tool_agent'", ["needs tools; name some in tools.use"]),
     (
         ["learner.num_minibatches=5"],
         "learner.num_minibatches = 5 (command line)",

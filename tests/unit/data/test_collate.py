@@ -30,8 +30,8 @@ def test_every_other_field_is_an_object_column():
     ]
     columns = collate(prompts, pad_token_id=0).non_tensor_batch
     assert set(columns) == {
-        "uid", "text", "data_source", "ground_truth", "extra_info", "tools_kwargs", "messages", "multi_modal",
-        "columns",
+        "uid", "text", "data_source", "ground_truth", "extra_info", "tools_kwargs", "tool_schemas", "messages",
+        "multi_modal", "columns",
     }  # fmt: skip
     for name, column in columns.items():
         assert column.dtype == object

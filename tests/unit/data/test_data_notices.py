@@ -27,6 +27,11 @@ def test_rows_that_ask_for_tools():
     (said,) = notices(rows)
     assert said.startswith("tools_kwargs of the rows: has no effect (tools: calc), because rollout.workflow = rlvr")
     assert notices(rows, workflow="mine.py:Tools") == []
+    schema = {"type": "function", "function": {"name": "calc"}}
+    offering = [tiny.prompt(tools_kwargs={"calc": {}}, tool_schemas=(schema,))]
+    (said,) = notices(offering, workflow="tool_agent")
+    assert said.startswith("the chat template: does not mention tools")
+    assert notices(offering, workflow="tool_agent", template="{% for tool in tools %}{% endfor %}") == []
     needy = [tiny.prompt(uid="row9", extra_info={"need_tools_kwargs": True})]
     for workflow in ("rlvr", "mine.py:Tools"):
         (said,) = notices(needy, workflow=workflow)

@@ -15,7 +15,7 @@ import headwater
 from headwater.core.records import DropKind
 from headwater.observe.doctor import examine
 from headwater.observe.evidence import gather
-from headwater.observe.findings import DROP_REMEDIES, WAIT_REMEDIES
+from headwater.observe.findings import DROP_REMEDIES, REWARD_REMEDIES, WAIT_REMEDIES
 from headwater.observe.life import life_of, show_duration
 from headwater.observe.manifest import seal
 from headwater.observe.process import process_start
@@ -407,6 +407,15 @@ def test_few_drops_are_a_hint_and_very_few_are_not_mentioned(run):
     assert (problems(examine(run)), len(hints(examine(run)))) == ([], 1)
     write_ledger(run, dropped=["rejected"], trained=200)
     assert examine(run).findings == ()
+
+
+def test_failed_scoring_calls_are_named_by_cause(run):
+    failures = {cause: {"count": 3, "message": "on row 7"} for cause in REWARD_REMEDIES}
+    for cause, failure in failures.items():
+        write_status(run, reward_failures={cause: failure})
+        assert remedy(examine(run), "reward_failures") == REWARD_REMEDIES[cause]
+    (found,) = (each for each in examine(run).findings if each.kind == "reward_failures")
+    assert found.what == f"3 scoring calls failed so far ({cause}), for example: on row 7"
 
 
 def test_drops_are_read_from_the_status_if_there_is_no_ledger(run):

@@ -155,7 +155,7 @@ def f(x):
     "replaces the other functions in its process": """
 import sys
 for module in list(sys.modules.values()):
-    for name in ('encode', 'run_checks', 'read', 'write'):
+    for name in ('encode', 'pack', 'call_with_objects', 'read', 'write'):
         try:
             setattr(module, name, lambda *a, **k: None)
         except Exception:

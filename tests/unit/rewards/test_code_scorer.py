@@ -100,6 +100,43 @@ def test_humaneval_takes_whole_functions_and_completions():
     assert run("class Solution:\n    def twice(self, x: int) -> int:\n        return 2 * x", leetcode)["score"] == 1.0
 
 
+def test_a_program_has_only_what_it_imports():
+    for name in ("random", "sys", "ast", "json", "zlib", "pack", "Checks", "Any"):
+        result = run(f"def f(x):\n    return {name} and 1", ["assert f(1) == 1"])
+        assert result["detail"] == f"NameError: name {name!r} is not defined", name
+
+
+def test_classes_of_the_prompt_are_shared():
+    truth = {
+        "prompt": "class ListNode:\n    def __init__(self, val=0, next=None):\n"
+        "        self.val, self.next = val, next\n\n\n"
+        "def made(values):\n    return ListNode(values[0], made(values[1:])) if values else None\n\n\n"
+        "def listed(node):\n    return [node.val, *listed(node.next)] if node else []\n",
+        "test": "def check(candidate):\n    assert listed(candidate(made([1, 2, 3]))) == [3, 2, 1]\n"
+        "    assert candidate(head=None) is None\n    kept = made([4])\n    assert candidate(kept).val == 4\n",
+        "entry_point": "Solution().reverse",
+    }
+    program = """
+class ListNode:
+    def __init__(self, val=0, next=None):
+        self.val, self.next = val, next
+
+    def __eq__(self, other):
+        return True
+
+class Solution:
+    def reverse(self, head):
+        before = None
+        while head is not None:
+            head.next, before, head = before, head, head.next
+        return before
+"""
+    assert run(program, truth)["score"] == 1.0
+    assert run(program.partition("class Solution")[1] + program.partition("class Solution")[2], truth)["score"] == 1.0
+    assert run(program.replace("return before", "return head"), truth)["score"] == 0.0
+    assert run(program.replace("return before", "return Solution()"), truth)["score"] == 0.0
+
+
 def test_how_programs_end():
     asserts = ["assert f(1) == 1"]
     for program, verdict, detail in [

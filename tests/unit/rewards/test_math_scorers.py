@@ -6,14 +6,17 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headwater.core.errors import RewardFailed
 from headwater.rewards.scorers.geometry3k import geometry3k
 from headwater.rewards.scorers.math import math
 from headwater.rewards.scorers.math_dapo import math_dapo
-from headwater.rewards.verifier import VerifierProcess, end_verifier, verify
+from headwater.rewards.verifier import Verdict, VerifierProcess, end_verifier, verify
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -178,6 +181,14 @@ def test_answers_that_cannot_be_compared_are_named_and_take_bounded_time():
     assert math("math", f"\\boxed{{{'x+' * 1000}x}}", "5", {})["verdict"] == "too_long"
     # The process that was killed is replaced.
     assert math("math", r"\boxed{\frac{10}{2}}", "5", {})["score"] == 1.0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(st.sampled_from("\\{}()[]^_$,.=<>+-*/!%0129xyi ") | st.characters(), max_size=30))
+def test_any_text_gets_a_verdict(answer):
+    for fragment in (answer, f"\\frac{{{answer}}}{{2}}"):
+        assert verify("x+1", fragment, cpu_s=0.3) in get_args(Verdict)
+        assert math("math", f"\\boxed{{{fragment}}}", "x+1", {}, verify_cpu_s=0.3)["score"] in (0.0, 1.0)
 
 
 def test_where_the_answer_is_looked_for():

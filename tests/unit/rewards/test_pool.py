@@ -101,6 +101,14 @@ def test_many_short_calls_share_one_light_worker(functions):
     assert scores[0].info["nice"] > os.nice(0)
 
 
+def test_more_workers_start_only_if_there_is_work_for_them(functions):
+    with manager_of(functions, workers=3) as manager:
+        asyncio.run(outcomes(manager, ["ok"]))
+        assert len(manager._plain_pool.pids) == 1
+        slow = asyncio.run(outcomes(manager, ["sleep 1"] * 3))
+        assert len({score.info["pid"] for score in slow}) == len(manager._plain_pool.pids) == 3
+
+
 def test_only_the_call_that_ends_its_worker_fails(functions):
     texts = ["ok", "segfault", "ok", "exit", "killed", "sys_exit", "unsendable", "ok"]
     with manager_of(functions) as manager:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import closing
 
 import pytest
@@ -186,7 +185,7 @@ def test_a_judge_is_retried_counted_and_never_believed_blindly(monkeypatch):
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         common = {"base_url": url, "model": "m", "prompt": "{question} Grade: {response}", "api_key_env": "JUDGE_KEY"}
-        args = {**common, "price_in": 2.0, "price_out": 10.0, "timeout_s": 2.0, "max_attempts": 3}
+        args = {**common, "price_in": 2.0, "price_out": 10.0, "timeout_s": 1.5, "max_attempts": 3}
         try:
             config = RewardConfig(function="llm_judge", function_args=args, max_concurrent=8)
             with closing(NaiveRewardManager(config, Spans())) as manager:
@@ -200,7 +199,6 @@ def test_a_judge_is_retried_counted_and_never_believed_blindly(monkeypatch):
         finally:
             await runner.cleanup()
 
-    monkeypatch.setattr("headwater.rewards.scorers.llm_judge._FIRST_WAIT_S", 0.01)
     made, counts, from_json = asyncio.run(run())
     good = {"judge_prompt_tokens": 1000, "judge_completion_tokens": 10, "judge_cost": 0.0021, "judge_retries": 0}
     assert made["good"] == Score(0.75, good)
@@ -211,7 +209,7 @@ def test_a_judge_is_retried_counted_and_never_believed_blindly(monkeypatch):
     assert judge.num_requests["refused"] == 1
     assert "in 3 attempts; it answered 500: no GPU" in str(made["down"])
     assert judge.num_requests["down"] == 3
-    assert "no answer within timeout_s = 2 s" in str(made["slow"])
+    assert "no answer within timeout_s = 1.5 s" in str(made["slow"])
     assert made["closes"].cause == "judge_unavailable"
     assert "did not answer with a chat completion" in str(made["html"])
     assert "no score (score_pattern" in str(made["nonsense"])
@@ -221,12 +219,9 @@ def test_a_judge_is_retried_counted_and_never_believed_blindly(monkeypatch):
     assert counts["reward/failures/judge_nonsense"] == 3
     assert judge.keys == {"Bearer secret"}
     assert 2 < judge.most_at_once <= 8
-    assert json.dumps(good)
 
 
-def test_a_judge_without_its_settings_is_refused_before_the_run(monkeypatch):
+def test_a_judge_without_its_settings_is_refused_before_the_run():
     manager = NaiveRewardManager(RewardConfig(function="llm_judge", function_args={"model": "m"}), Spans())
-    with pytest.raises(
-        RewardFailed, match=r"nothing provides its parameter 'base_url'.*reward\.function_args\.base_url"
-    ):
+    with pytest.raises(RewardFailed, match=r"its parameter 'base_url'.*reward\.function_args\.base_url"):
         manager.check_row(tiny.prompt())

@@ -161,6 +161,27 @@ def test_a_session_survives_a_time_limit_if_its_code_stops(sandbox: Sandbox):
     asyncio.run(talk())
 
 
+def test_code_that_writes_to_the_connection_of_its_session_hurts_only_itself(sandbox: Sandbox):
+    async def talk(message: str) -> None:
+        async with sandbox.session(Limits(timeout_s=2.0)) as session:
+            await session.run("x = 1")
+            code = (
+                f"import os, time\nfor fd in range(3, 64):\n    try: os.write(fd, {message})\n    except OSError: pass"
+            )
+            outcome = await session.run(code + "\ntime.sleep(0.2)")
+            assert outcome.status in ("ok", "failed", "timed_out"), outcome
+            await session.run("os.closerange(3, 64)")
+        assert (await sandbox.arun("print(1)")).stdout == "1\n"
+
+    for message in (
+        "(1 << 29).to_bytes(4, 'big') + b'x' * 1000",  # announces more than is allowed
+        "(9).to_bytes(4, 'big') + b'{\"x\": 1}'",
+        '(60).to_bytes(4, \'big\') + b\'{"number": 2, "exit_code": "none", "ready": 0, "error": [] }\'.ljust(60)',
+        "b'\\xff' * 100_000",
+    ):
+        asyncio.run(talk(message))
+
+
 def test_a_session_uses_no_processor_time_between_runs(sandbox: Sandbox):
     async def talk() -> None:
         async with sandbox.session() as session:
@@ -318,6 +339,16 @@ def test_without_isolation_code_is_refused(monkeypatch: pytest.MonkeyPatch):
     assert "bwrap is not installed" in message
     assert "apt install bubblewrap" in message
     assert "sandbox.isolation=unprotected" in message
+
+
+def test_preloaded_modules_are_there_at_once(sandbox: Sandbox):
+    code = "import sys\nprint('colorsys' in sys.modules)"
+    assert sandbox.run(code).stdout == "False\n"
+    with Sandbox(SandboxConfig(preload=("colorsys",))) as other:
+        assert other.run(code).stdout == "True\n"
+    with Sandbox(SandboxConfig(preload=("no_such_module",))) as other, pytest.raises(SandboxUnavailable) as refused:
+        other.run(code)
+    assert "No module named 'no_such_module'" in str(refused.value)
 
 
 def test_a_closed_sandbox_says_so():

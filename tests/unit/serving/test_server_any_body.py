@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from serving.parts import NAME, limits
 from tiny import tokenizer
 
+from headwater.chat.parsers import make_parser
 from headwater.serving.app import build_app
 from headwater.serving.control import Abort, WeightsCall, read_memory_tags, read_nothing, read_version
 from headwater.serving.errors import ApiError
@@ -37,7 +38,7 @@ SCALARS = st.one_of(
     st.floats(),
     st.sampled_from([math.inf, -math.inf, math.nan]),
     st.text(st.characters(codec=None), max_size=4),
-    st.sampled_from(["abc", "user", "text", "in_place", "drain", "weights", "a\ud800"]),
+    st.sampled_from(["abc", "user", "text", "in_place", "drain", "weights", "a\ud800", "function", "required"]),
 )
 MESSAGES = st.lists(
     st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "type", "text"]), SCALARS, max_size=3), max_size=3
@@ -47,7 +48,7 @@ VALUES = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(
-            st.sampled_from(["file", "n", "temperature", "top_k", "stop", "include_usage", "max_new_tokens", "x"]),
+            st.sampled_from(["file", "function", "name", "arguments", "n", "temperature", "top_k", "stop", "x"]),
             inner,
             max_size=3,
         ),
@@ -61,8 +62,9 @@ READERS = {
          "temperature", "stop_token_ids", "min_tokens", "logit_bias", "best_of", "suffix"],
     ),
     "chat": (
-        lambda body: read_chat(body, limits(), NAME),
-        ["messages", "max_completion_tokens", "top_logprobs", "tools", "response_format", "chat_template_kwargs",
+        lambda body: read_chat(body, limits(), NAME, make_parser("auto", tokenizer())),
+        ["messages", "tool_choice", "parallel_tool_calls",
+         "max_completion_tokens", "top_logprobs", "tools", "response_format", "chat_template_kwargs",
          "continue_final_message", "add_generation_prompt", "modalities", "stop"],
     ),
     "generate": (

@@ -86,6 +86,8 @@ BAD_TOOLS = [
     ({"tools": [{"type": "web_search"}]}, 'must be {"type": "function"'),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, 'tools[0].function.name = "a b": must be 1 to 64'),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "must be a JSON schema"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "must be object"),
+    ({"tools": [schema("f", a=7)]}, "must be an object with a JSON schema for each argument"),
     ({"tools": [NOW, NOW]}, "tools[1].function.name = \"now\": another tool has this name"),
     ({"tools": [NOW] * 600}, "tools: has 600 tools"),
     ({"tool_choice": "required"}, "the request has no tools"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
-from tools.boxes import ask, call, toolbox
+from tools.boxes import ask, call, row, toolbox
 
 from headwater.config.load import load_config
 from headwater.config.paths import with_absolute_paths
@@ -177,8 +178,59 @@ def test_settings_of_a_recipe():
         load_config(["quickstart"], ["tools.use=[calculater]"])
     with pytest.raises(ConfigError, match=r"tools.args.serch: no such tool in tools.use"):
         toolbox(use=("calculator",), args={"serch": {}})
-    given = ["tools.use=[search, my.py:Shop]", "tools.args.search.corpus=a/b.jsonl", "tools.config=tools.yaml"]
+    given = ["rollout.workflow=tool_agent", "tools.use=[search, my.py:Shop]"]
+    given += ["tools.args.search.corpus=a/b.jsonl", "tools.config=tools.yaml"]
     tools = with_absolute_paths(load_config(["quickstart"], given).config).tools
     assert tools.use == ("search", f"{Path.cwd()}/my.py:Shop")
     assert tools.args["search"]["corpus"] == f"{Path.cwd()}/a/b.jsonl"
     assert tools.config == f"{Path.cwd()}/tools.yaml"
+
+
+def test_a_class_for_verl_runs_without_verl(folder):
+    (folder / "verl_tool.py").write_text("""
+from typing import Any, Optional
+from uuid import uuid4
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+class AnswerTool(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self._answers = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return self.tool_schema
+
+    async def create(self, instance_id: Optional[str] = None, ground_truth: Optional[str] = None, **kwargs):
+        instance_id = instance_id or str(uuid4())
+        self._answers[instance_id] = {"ground_truth": ground_truth, "reward": 0.0}
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs):
+        reward = float(parameters.get("answer") == self._answers[instance_id]["ground_truth"])
+        self._answers[instance_id]["reward"] = reward
+        return ToolResponse(text=f"{reward=}"), reward, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        return self._answers[instance_id]["reward"]
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        del self._answers[instance_id]
+""")
+    (folder / "verl.yaml").write_text(
+        "tools:\n  - class_name: verl_tool.AnswerTool\n    config: {type: native}\n"
+        "    tool_schema: {type: function, function: {name: answer, description: Answer., parameters: {type: object,\n"
+        "      properties: {answer: {type: string, description: The answer.}}, required: [answer]}}}\n"
+    )
+    box = toolbox(config=str(folder / "verl.yaml"))
+    prompt = row(tools_kwargs={"answer": {"create_kwargs": {"ground_truth": "46"}}})
+
+    async def run() -> None:
+        async with box.open(prompt) as session:
+            result = await session.call(call("answer", answer="46"))
+            assert (result.text, result.reward, await session.rewards()) == ("reward=1.0", 1.0, {"answer": 1.0})
+
+    asyncio.run(run())

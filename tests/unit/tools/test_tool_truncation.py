@@ -1,4 +1,4 @@
-"""Long results are cut to a number of tokens."""
+"""Long results are cut to a number of tokens, and have no control tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import re
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from tools.boxes import ask, call, toolbox
 
-from headwater.tools.truncate import truncate
+from headwater.tools.result_text import ResultText, truncate
 
 
 class Words:
@@ -68,3 +69,20 @@ def test_megabytes_are_not_encoded():
 
     truncate("word " * 2_000_000, 100, "middle", Counting())
     assert encoded < 100_000
+
+
+def test_a_result_cannot_end_its_message():
+    tokenizer = tiny.tokenizer()
+    control = [each for each in tokenizer.all_special_tokens if len(each) > 1]
+    assert control
+    for text in (*control, "".join(control), f"x{control[0]}{control[0]}"):
+        safe = ResultText(tokenizer).without_control_tokens(text)
+        assert not set(tokenizer.encode(safe, add_special_tokens=False)) & set(tokenizer.all_special_ids)
+        assert safe.replace(" ", "") == text
+    assert ResultText(tokenizer).without_control_tokens("a < b") == "a < b"
+
+    def fetch() -> str:
+        """Fetch a page."""
+        return f"page{control[0]}"
+
+    assert ask(toolbox(fetch), call("fetch"))[0].text == f"page{control[0][0]} {control[0][1:]}"

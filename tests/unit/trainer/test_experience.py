@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from trainer.experience_parts import batch, move_policy, policy_logprobs, scores, training, trajectory, with_logprobs
 
+from headwater.config.schema import Config
 from headwater.core.errors import DataError, MissingColumn, RunError
 from headwater.learner.export import merged_weights
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.padding import pad_trajectories
+from headwater.trainer.experience import logprob_sources
 
 
 def test_a_plain_run_takes_what_the_engine_recorded():
@@ -267,3 +269,15 @@ def test_rewards_that_are_no_equal_lists_are_refused(parts):
     rollouts = with_parts(batch(num_groups=1, num_samples=2), *parts)
     with pytest.raises(DataError, match=r"reward_parts must be lists.*fix reward\.function"):
         training("algorithm.advantage=gdpo").experience.make(rollouts, version=0)
+
+
+def test_a_run_says_which_log_probs_it_uses():
+    def sources(**changes) -> str:
+        return logprob_sources(replace(Config(), algorithm=replace(Config().algorithm, **changes)))
+
+    assert sources() == (
+        "Log-probs: the engine (embedded) records those of sampled tokens; updates are measured from the same "
+        "log-probs (algorithm.old_logprobs = rollout); no reference model is used"
+    )
+    assert "which a forward pass computes before the update" in sources(old_logprobs="recompute")
+    assert "the reference model computes those of algorithm.kl_in_loss" in sources(kl_in_loss=0.1)

@@ -17,7 +17,7 @@ from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
-from headwater.rollout.group import Dropped, Group, RolloutBatch
+from headwater.rollout.group import Dropped, Group, RolloutBatch, reward_metrics
 from headwater.rollout.ledger import LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.staleness import RolloutCounts
@@ -180,6 +180,31 @@ def test_rollouts_can_be_read_back(tmp_path):
         assert row["logprobs"] == pytest.approx(each.logprobs)
         assert row["reward"] == each.reward
         assert json.loads(row["messages"]) == list(said)
+
+
+def test_what_a_scorer_returns_beside_the_reward_becomes_columns_and_metrics(tmp_path):
+    infos = [
+        {"acc": True, "why": "short", "parts": [1, 2], "odd": 1},
+        {"acc": 0.0, "why": "half \ud800", "odd": "x"},
+        {"acc": float("nan")},
+    ]
+    prompts = [tiny.prompt(data_source=name) for name in ("org/a", "org/a", "b")]
+    made = [tiny.trajectory(seed, sample=seed, reward=seed) for seed in range(3)]
+    made = [replace(each, reward_info=info) for each, info in zip(made, infos, strict=True)]
+    rollouts = list(zip(prompts, made, strict=True))
+    write_rollouts(tmp_path / "r.parquet", 4, rollouts)
+    columns = pq.read_table(tmp_path / "r.parquet").to_pydict()
+    assert columns["reward_acc"][:2] == [1.0, 0.0]
+    assert columns["reward_why"] == ["short", "half \\ud800", None]
+    assert columns["reward_parts"] == ["[1, 2]", None, None]
+    assert columns["reward_odd"] == ["1", '"x"', None]
+    assert reward_metrics(rollouts) == {
+        "reward/org/a/mean": 0.5, "reward/b/mean": 2.0, "reward/acc/mean": 0.5, "reward/org/a/acc/mean": 0.5,
+        "reward/odd/mean": 1.0, "reward/org/a/odd/mean": 1.0,
+    }  # fmt: skip
+    pieces = [(tiny.prompt(), tiny.trajectory(seed, sample=0, reward=seed)) for seed in (1, 2)]
+    other = (tiny.prompt(), tiny.trajectory(3, sample=1, reward=4.5))
+    assert reward_metrics([*pieces, other]) == {"reward/arithmetic/mean": 3.0}, "pieces of an episode count once"
 
 
 def test_a_response_of_several_turns_is_the_whole_conversation(tmp_path):

@@ -13,7 +13,7 @@ from headwater.learner.engine import TrainEngine
 from headwater.learner.learner import LocalLearner
 from headwater.learner.packed_module import PolicyModule
 from headwater.observe.progress import Display
-from headwater.trainer.warm_start import warm_start
+from headwater.trainer.warm_start import demonstration, warm_start
 
 
 def run(rewards, dataset, schedule="constant", **settings):
@@ -47,6 +47,22 @@ def test_the_schedule_of_the_run_is_not_the_start_s(schedule):
 def test_it_stops_once_the_sampled_reward_is_reached():
     assert run([0.1, 0.3], ROWS, until_reward=0.25).num_steps == 20
     assert run([0.1, 0.1, 0.1], ROWS, until_reward=0.25).num_steps == 30
+
+
+def test_a_demonstration_may_be_a_conversation():
+    shown = [
+        {"role": "assistant", "content": "<tool_call>{}</tool_call>"},
+        {"role": "tool", "content": "46"},
+        {"role": "assistant", "content": "46"},
+    ]
+    made = demonstration(tiny.prompt(extra_info={"demonstration": shown}), tiny.tokenizer(), {})
+    text = "".join(tiny.tokenizer().decode(made.response_tokens))
+    assert text == "<tool_call>{}</tool_call><|end|><|tool|>46<|end|><|assistant|>46<|end|>"
+    trained = [token for token, mask in zip(made.tokens, made.loss_mask, strict=True) if mask]
+    assert tiny.tokenizer().decode(trained) == "<tool_call>{}</tool_call><|end|>46<|end|>"
+    for wrong in (shown[1:], [*shown[:1], "46"], shown[:2]):
+        with pytest.raises(DataError, match=r"row row: .*extra_info\.demonstration"):
+            demonstration(tiny.prompt(extra_info={"demonstration": wrong}), tiny.tokenizer(), {})
 
 
 def test_a_row_without_demonstration_says_what_to_do():

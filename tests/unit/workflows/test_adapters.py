@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -16,13 +17,15 @@ from hypothesis import strategies as st
 from workflows.episodes import END, ListedRewards, encode
 from workflows.scripted_engine import ScriptedEngine
 
+from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
 from headwater.core.errors import ConfigError, InvalidTrajectory, RewardFailed, RewardTimedOut, RolloutFailed
 from headwater.core.protocols import EpisodeInput
 from headwater.core.randomness import derive_key
 from headwater.core.records import SamplingParams
 from headwater.core.stand_ins import MODULES, importable
+from headwater.tools.toolbox import Toolbox
 from headwater.workflows import Episode, WorkflowContext
-from headwater.workflows.adapters import areal, verl
+from headwater.workflows.adapters import areal, verl, verl_tools
 from headwater.workflows.adapters.areal_workflow import ArealWorkflow, is_areal_workflow
 from headwater.workflows.adapters.journal import Claim, Journal
 from headwater.workflows.adapters.verl_loop import VerlWorkflow, is_agent_loop
@@ -266,6 +269,52 @@ def test_a_tool_parser_of_headwater_reads_calls():
 
     content, calls = asyncio.run(parse())
     assert (content.strip(), calls) == ("Hm.", [verl.FunctionCall("add", '{"a": 1}')])
+
+
+class CallsTools(verl.AgentLoopBase):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        path = self.rollout_config.multi_turn.tool_config_path
+        tools = verl_tools.initialize_tools_from_config(path) if path else []
+        self.tools = {tool.name: tool for tool in tools}
+        self.schemas = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
+        self.parser = verl.ToolParser.get_tool_parser("hermes", self.tokenizer)
+
+    async def run(self, sampling_params, **kwargs):
+        ids = await self.apply_chat_template(kwargs["raw_prompt"])
+        start, mask = len(ids), []
+        while True:
+            output = await self.server_manager.generate("r", prompt_ids=ids, sampling_params=sampling_params)
+            ids, mask = ids + output.token_ids, mask + [1] * len(output.token_ids)
+            _, calls = await self.parser.extract_tool_calls(output.token_ids, self.schemas)
+            if not calls:
+                break
+            for call in calls:
+                instance, _ = await self.tools[call.name].create()
+                response, _, _ = await self.tools[call.name].execute(instance, json.loads(call.arguments))
+                await self.tools[call.name].release(instance)
+                told = list(encode(response.text))
+                ids, mask = ids + told, mask + [0] * len(told)
+        output = {"prompt_ids": ids[:start], "response_ids": ids[start:], "response_mask": mask}
+        return verl.AgentLoopOutput(**output, reward_score=1.0)
+
+
+def test_an_agent_loop_calls_the_tools_of_the_run():
+    async def go():
+        toolbox = Toolbox(ToolsConfig(use=("calculator",)), SandboxConfig(), tiny.tokenizer())
+        context = replace(context_of(), tools=toolbox)
+        call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+        episode = episode_of(context, answer(call), answer("42"))
+        made = await VerlWorkflow(CallsTools, "rollout.workflow = x.py:X", {}, context).run(episode)
+        counts = dict(toolbox.counts)
+        await toolbox.close()
+        return made, counts
+
+    (made,), counts = asyncio.run(go())
+    assert tiny.tokenizer().decode(made.response_tokens, skip_special_tokens=True).endswith("4242")
+    assert counts == {"calls": 1}
+    with pytest.raises(RolloutFailed, match=r"set tools\.config"):
+        verl_tools.initialize_tools_from_config("tools.yaml")
 
 
 # AReaL

@@ -226,7 +226,7 @@ def test_the_real_engine_has_cached_the_prefix_of_the_next_turn():
             text = render_chat(made, ASK, {**chat.args, "tools": [ADD]})
             prompt = Prompt(name, ASK, text, encode_rendered(made, text), data_source="x", tool_schemas=(ADD,))
             # A reply that ends by itself, because the engine does not keep one that reached its limit.
-            sampling = SamplingParams(1200, grammar=Grammar("regex", "<tool_call>[a-z]{20}</tool_call>"))
+            sampling = SamplingParams(1200, grammar=Grammar("regex", "[a-z]{18}"))
             context = WorkflowContext(made, ListedRewards([1.0]), sampling, chat.args)
             episode = Episode(context, engine, EpisodeInput(prompt, sample=0, rng_key=number))
 

@@ -27,7 +27,7 @@ from headwater.workflows.tool_agent import ToolAgentWorkflow, tell_results
 class Counter(BaseTool):
     """Counts its calls in an episode. The reward of a call is its amount; that of the episode is 10."""
 
-    tool_schema = {
+    tool_schema = {  # noqa: RUF012
         "type": "function",
         "function": {
             "name": "count",
@@ -236,7 +236,7 @@ def test_tools_are_released_whatever_happens():
     async def cancel() -> None:
         episode = scene.episode(call("count", amount=1), call("meet", me="a", other="nobody"))
         task = asyncio.ensure_future(ToolAgentWorkflow(scene.context).run(episode))
-        while episode.data.state.now()[:2] != ("calling_tools", "calling meet"):
+        while episode.data.state.now()[:2] != ("calling_tools", "calling meet"):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[^\W\d][\w.]*")
 
 @PARSERS.register
 class Llama3Pythonic(CallFormat):
-    template_marks = ("<|start_header_id|>", '"parameters": ', "[func_name1(")
+    template_marks = ("[func_name1(", "params_name1=", "params_value1")
 
     def shape(self, template: str) -> CallShape:
         keyed = KeyedArguments("", "=", "", separator=", ")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import binascii
 import inspect
 import json
+import marshal
 import secrets
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.errors import HeadwaterError, RewardFailed
+from headwater.rewards.programs import inside
 from headwater.rewards.programs.cases import CallCases, Cases, CheckCases, OutputCases
 from headwater.rewards.programs.compare import same_output, same_value
-from headwater.rewards.programs.inside import load_program, run_checks
 from headwater.sandbox import Limits, Outcome, Sandbox
 
 End = Literal["passed", "wrong", "error", "timed_out", "out_of_memory", "too_much_output", "killed"]
@@ -105,7 +108,7 @@ class Judge:
         else:
             job |= {"prompt": cases.prompt, "setup": cases.setup, "tests": cases.tests}
         secret = secrets.token_hex(16)
-        program = f"{_source(load_program)}\nload_program({job['prompt']!r}, {code!r}, {cases.entry!r})\n"
+        program = f"{_functions()}_inside()['load_program']({job['prompt']!r}, {code!r}, {cases.entry!r})\n"
         outcome = self._sandbox.run_tests(program, _tests(job, secret), limits=limits)
         results = _results(outcome, secret)
         if results is None:
@@ -114,15 +117,24 @@ class Judge:
 
 
 @cache
-def _source(function: Callable[..., Any]) -> str:
-    return f"from __future__ import annotations\n\n{inspect.getsource(function)}"
+def _functions() -> str:
+    """Code that defines what is in ``inside.py``: compiled, because compiling it takes longer than a test."""
+    code = compile(inspect.getsource(inside), "inside.py", "exec", optimize=2)
+    text = binascii.b2a_base64(zlib.compress(marshal.dumps(code)), newline=False).decode()
+    return (
+        "def _inside():\n"  # a function, so that a program does not find modules that it has not imported
+        "    import binascii, marshal, zlib\n"
+        "    names = {'__name__': 'inside'}\n"
+        f"    exec(marshal.loads(zlib.decompress(binascii.a2b_base64({text!r}))), names)\n"
+        "    return names\n"
+    )
 
 
 def _tests(job: dict[str, Any], secret: str) -> str:
     """The code of the tests' process. Its last line has a secret mark, because tests may print."""
     return (
-        f"{_source(run_checks)}\nimport json\n"
-        f"results = run_checks(json.loads({json.dumps(job)!r}), solution)\n"
+        f"{_functions()}import json\n"
+        f"results = _inside()['Checks'](json.loads({json.dumps(job)!r}), solution).run()\n"
         f"print('\\n{secret}', json.dumps(results, default=lambda value: sorted(value)))\n"
     )
 

@@ -66,6 +66,8 @@ class Cell:
         """
         calls_from, calls_to = os.pipe()
         answers_from, answers_to = os.pipe()
+        if linux.is_supported():
+            linux.set_dumpable(False)  # before there is another process: what it has opened once, it can read for ever
         if os.fork() == 0:
             try:
                 self._confine(_nowhere(), stdout=_nowhere(), keep=(calls_from, answers_to))

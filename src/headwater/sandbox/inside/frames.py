@@ -18,7 +18,8 @@ class BrokenFrame(Exception):
 class Reader:
     """Puts one message together from its pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._received = bytearray()
         self._length = _LENGTH.size
         self._has_head = False
@@ -39,7 +40,7 @@ class Reader:
             (self._length,) = _LENGTH.unpack(self._received)
             self._has_head = True
             self._received.clear()
-            if not 0 < self._length <= MAX_FRAME_BYTES:
+            if not 0 < self._length <= self._max_bytes:
                 raise BrokenFrame(f"a message of {self._length} bytes was announced")
         if not self._has_head or len(self._received) < self._length:
             return None

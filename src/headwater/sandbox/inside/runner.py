@@ -100,7 +100,7 @@ def read(path: str) -> bytes:
 def execute(source: str | bytes, path: str, names: dict[str, Any], shows_value: bool = False) -> int:
     """Execute source code and return its exit status. An exception is printed without the frames of this file."""
     try:
-        tree = compile(source, path, "exec", flags=ast.PyCF_ONLY_AST, dont_inherit=True)
+        tree: Any = compile(source, path, "exec", flags=ast.PyCF_ONLY_AST, dont_inherit=True)
         last = _take_last_expression(tree) if shows_value else None
         _remember_lines(source, path)
         exec(compile(tree, path, "exec", dont_inherit=True), names)

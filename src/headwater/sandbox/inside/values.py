@@ -84,7 +84,7 @@ def _sequence_kind(value: Any) -> str | None:
         (Iterator, "iterator"),
         ((type({}.keys()), type({}.values()), type({}.items())), "list"),
     ):
-        if isinstance(value, kind):  # type: ignore[arg-type]
+        if isinstance(value, kind):
             return name if name != "range" else "list"
     return None
 

@@ -30,8 +30,9 @@ from headwater.sandbox.inside.place import NAMESPACES, Place, prepare_folder, pr
 from headwater.sandbox.inside.watched import WatchedCell
 
 _PRELOADED = (
-    "bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
-    "linecache", "math", "operator", "random", "re", "statistics", "string", "threading", "time", "traceback", "typing",
+    "ast", "bisect", "collections", "copy", "ctypes", "datetime", "decimal", "fractions", "functools", "heapq",
+    "itertools", "json", "linecache", "math", "operator", "pickle", "random", "re", "statistics", "string",
+    "threading", "time", "traceback", "typing",
 )  # fmt: skip
 """Modules that programs often import."""
 _MAX_REQUEST_BYTES = 4096

@@ -106,11 +106,21 @@ def _read_tool(tool: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise wrong(f"{where}.function.name", name, "must be 1 to 64 letters, digits, dots, - or _")
     parameters = function.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise wrong(f"{where}.function.parameters", parameters, "must be a JSON schema")
+    if parameters is not None:
+        _check_parameters(parameters, f"{where}.function.parameters")
     # Templates print the tool as it is. OpenAI's strict is not part of what a model is shown.
     shown = {key: value for key, value in function.items() if value is not None and key != "strict"}
     return {"type": "function", "function": shown}
+
+
+def _check_parameters(schema: Any, where: str) -> None:
+    if not isinstance(schema, dict):
+        raise wrong(where, schema, "must be a JSON schema")
+    if schema.get("type", "object") != "object":
+        raise wrong(f"{where}.type", schema["type"], "must be object, because arguments have names")
+    properties = schema.get("properties") or {}
+    if not isinstance(properties, dict) or not all(isinstance(each, dict) for each in properties.values()):
+        raise wrong(f"{where}.properties", properties, "must be an object with a JSON schema for each argument")
 
 
 def _named(choice: Any, schemas: Sequence[Mapping[str, Any]]) -> str:

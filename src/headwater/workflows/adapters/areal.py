@@ -13,23 +13,20 @@ class Answer(RolloutWorkflow):
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-import inspect
 import logging
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 
-from headwater.core.errors import RewardFailed, RewardTimedOut
 from headwater.core.protocols import Tokenizer
 from headwater.models.load import load_tokenizer
+from headwater.workflows.adapters.areal_reward import AsyncRewardWrapper
 from headwater.workflows.adapters.journal import current_journal
 
 T = TypeVar("T")
@@ -120,51 +117,6 @@ class RolloutWorkflow(ABC):
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
         """Tensors of one or more sequences, or None to reject the episode."""
-
-
-RewardFunction = Callable[..., Any]
-
-
-class AsyncRewardWrapper:
-    """Calls ``reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`` without blocking other episodes.
-
-    A function that raises or takes too long is a failure of the episode. It is never a reward of 0.
-    """
-
-    def __init__(
-        self,
-        reward_fn: RewardFunction,
-        timeout_seconds: float = 15,
-        max_workers: int | None = None,
-        max_retries: int = 3,
-        **kwargs: Any,
-    ) -> None:
-        self.reward_fn = reward_fn
-        self.timeout_seconds = timeout_seconds
-        self.max_retries = max_retries
-
-    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = getattr(self.reward_fn, "__name__", type(self.reward_fn).__name__)
-        for num_left in reversed(range(self.max_retries + 1)):
-            try:
-                return await asyncio.wait_for(self._call(*args, **kwargs), self.timeout_seconds)
-            except TimeoutError as error:
-                raise RewardTimedOut(
-                    f"reward {name}: no result within {self.timeout_seconds:g} s; make it faster, or pass a larger "
-                    "timeout_seconds to AsyncRewardWrapper"
-                ) from error
-            except RewardFailed:
-                raise
-            except Exception as error:  # a user's function may raise anything
-                if not num_left:
-                    raise RewardFailed(f"reward {name} raised {type(error).__name__}: {error}") from error
-        raise AssertionError("the last attempt ends in a result or an error")
-
-    async def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if inspect.iscoroutinefunction(self.reward_fn) or hasattr(self.reward_fn, "is_async"):
-            return await self.reward_fn(*args, **kwargs)
-        result = await asyncio.to_thread(partial(self.reward_fn, *args, **kwargs))
-        return await result if isinstance(result, Awaitable) else result
 
 
 def concat_padded_tensors(items: Sequence[Mapping[str, torch.Tensor]], pad_value: float = 0.0) -> dict[str, Any]:

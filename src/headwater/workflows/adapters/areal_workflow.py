@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.core.errors import ConfigError, InvalidTrajectory, RolloutFailed
-from headwater.core.records import Answer, Prompt, SamplingParams, Trajectory
+from headwater.core.records import Prompt, SamplingParams, Trajectory
 from headwater.core.registry import blaming, is_path, load_object
 from headwater.core.stand_ins import importable
 from headwater.workflows.adapters import areal
+from headwater.workflows.adapters.areal_reward import RunReward
 from headwater.workflows.adapters.binding import bind, construct, constructor_parameters, with_token_lists
-from headwater.workflows.adapters.journal import Claim, Journal, current_journal, open_journal
+from headwater.workflows.adapters.journal import Claim, Journal, open_journal
 from headwater.workflows.episode import Episode, EpisodeResult, WorkflowContext
 
 _REWARD_ARGUMENTS = ("prompt", "completion", "completions", "prompt_ids", "completion_ids")
@@ -29,25 +30,6 @@ def is_areal_workflow(thing: object) -> bool:
         return False
     is_derived = any(each.__name__ == "RolloutWorkflow" for each in thing.__mro__[1:])
     return is_derived or not _AREAL_PARAMETERS.isdisjoint(constructor_parameters(thing)[0])
-
-
-class RunReward:
-    """The run's reward as a function for workflows: it scores the completion by the recipe's ``reward`` settings."""
-
-    is_async = True
-    """``AsyncRewardWrapper`` awaits it."""
-
-    def __init__(self, context: WorkflowContext) -> None:
-        self._context = context
-
-    async def __call__(self, prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-        journal = current_journal()
-        if journal is None:
-            raise RolloutFailed("the run's reward can be computed only within an episode; call it in arun_episode")
-        text = self._context.tokenizer.decode(list(completion_ids), skip_special_tokens=True)
-        score = await self._context.reward.score(Answer(journal.episode.prompt, text))
-        journal.notes.update(score.info)
-        return score.value
 
 
 @dataclass(frozen=True)
@@ -152,7 +134,7 @@ class ArealWorkflow:
             self._made = construct(made, setting, bind(made, setting, own, offered))
 
     async def run(self, episode: Episode) -> EpisodeResult:
-        with open_journal(episode) as journal:
+        async with open_journal(episode) as journal:
             result = await self._made.arun_episode(JournalEngine(journal), row_of(episode.prompt))
             if result is None:
                 return None

@@ -8,8 +8,8 @@ engine did not sample in exactly this context are never trained on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from headwater.core.records import (
     StopReason,
     Trajectory,
 )
+from headwater.tools.session import ToolSession
 from headwater.workflows.episode import Episode
 
 _SAME_LOGPROB = 1e-3
@@ -85,6 +86,9 @@ class Journal:
         self.notes: dict[str, Any] = {}
         """Values that the class reports about its episode; they become the ``info`` of the rollout."""
         self._name = f"{episode.prompt.uid}#{episode.sample}"
+        self.tools: ToolSession | None = None
+        """The tools of the episode; None if the run has none."""
+        self.tool_schemas: Sequence[Mapping[str, Any]] = ()
         self.newest_version = 0
         """The newest policy version in the responses so far."""
         self._num_requests = 0
@@ -251,13 +255,22 @@ _current: ContextVar[Journal] = ContextVar("headwater_journal")
 """The journal of the episode that the present task runs."""
 
 
-@contextmanager
-def open_journal(episode: Episode) -> Iterator[Journal]:
-    """The journal of an episode, which ``current_journal`` returns inside this block and in tasks started there."""
+@asynccontextmanager
+async def open_journal(episode: Episode) -> AsyncIterator[Journal]:
+    """The journal of an episode, which ``current_journal`` returns inside this block and in tasks started there.
+
+    If the run has tools, those of the episode are open inside this block.
+    """
     journal = Journal(episode)
     token = _current.set(journal)
+    toolbox = episode.context.tools
     try:
-        yield journal
+        if toolbox is None:
+            yield journal
+            return
+        async with toolbox.open(episode.prompt) as journal.tools:
+            journal.tool_schemas = toolbox.schemas(episode.prompt)
+            yield journal
     finally:
         _current.reset(token)
 

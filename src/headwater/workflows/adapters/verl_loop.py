@@ -62,15 +62,15 @@ def config_in_verl_names(context: WorkflowContext, extra: Mapping[str, Any]) -> 
         "max_parallel_calls": 1,
         "max_tool_response_length": 256,
         "tool_response_truncate_side": "middle",
-        "tool_config_path": None,
-        "format": "hermes",
+        "tool_config_path": None if context.tools is None else "tools.config",
+        "format": "auto",
     }
     rollout = {**lengths, **sampling_in_verl_names(sampling), "calculate_log_probs": True, "multi_turn": multi_turn}
     data = {
         "max_prompt_length": context.max_prompt_tokens,
         "max_response_length": sampling.max_new_tokens,
         "apply_chat_template_kwargs": dict(context.chat_template_args),
-        "tool_config_path": None,
+        "tool_config_path": multi_turn["tool_config_path"],
     }
     return VerlConfig.of({"actor_rollout_ref": {"rollout": rollout, "model": {}}, "data": data}, extra)
 
@@ -188,7 +188,7 @@ class VerlWorkflow:
         self._takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
     async def run(self, episode: Episode) -> EpisodeResult:
-        with open_journal(episode) as journal:
+        async with open_journal(episode) as journal:
             with importable():  # some constructors import more of verl
                 loop = construct(self._loop, self._setting, {**self._bound, "server_manager": JournalServer(journal)})
             output = await loop.run(**self._arguments(episode))

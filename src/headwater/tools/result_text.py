@@ -1,15 +1,36 @@
-"""Cuts long results to a number of tokens."""
+"""The text of a result as the model reads it: in a limited number of tokens, and without control tokens."""
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
+from headwater.chat.special_tokens import special_tokens
 from headwater.core.protocols import Tokenizer
 
 Side = Literal["left", "right", "middle"]
 
-_CHARACTERS_PER_TOKEN = 32
+_CHARACTERS_PER_TOKEN = 8
 """How much text is encoded at first for each token that is kept, so that megabytes are never encoded as a whole."""
+
+
+class ResultText:
+    """Makes the texts of results. One object serves all tools of a run."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        names = sorted((name for name in special_tokens(tokenizer) if len(name) > 1), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, names))) if names else None
+
+    def without_control_tokens(self, text: str) -> str:
+        """``text`` in which a token such as ``<|im_end|>`` is ordinary text, with a space after its first character.
+
+        Otherwise a document or the output of a program could end the tool's message, and continue as another role.
+        """
+        return self._control.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text) if self._control else text
+
+    def truncated(self, text: str, max_tokens: int, side: Side) -> str:
+        return truncate(text, max_tokens, side, self._tokenizer)
 
 
 def truncate(text: str, max_tokens: int, side: Side, tokenizer: Tokenizer) -> str:
