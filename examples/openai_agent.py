@@ -18,7 +18,6 @@ CALCULATOR: Any = {
     "type": "function",
     "function": {
         "name": "calculator",
-        "description": "Computes one sum, difference or product of whole numbers.",
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }

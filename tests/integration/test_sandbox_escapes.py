@@ -26,7 +26,7 @@ from sandbox_attempts import ATTEMPTS, FORGERIES, PRELUDE
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.sandbox import Limits, Sandbox, SandboxUnavailable
 
-SHORT = Limits(timeout_s=0.8, cpu_s=0.5, memory_mib=96, max_processes=16, max_file_mib=16, max_output_kib=16)
+SHORT = Limits(timeout_s=0.5, cpu_s=0.4, memory_mib=96, max_processes=16, max_file_mib=16, max_output_kib=16)
 """For programs that use up the time that they get."""
 LIMITS = Limits(timeout_s=60.0, cpu_s=20.0, memory_mib=96, max_processes=16, max_file_mib=16, max_output_kib=64)
 BROKEN = ("NameError", "SyntaxError", "ImportError", "AttributeError", "TypeError", "IndentationError")

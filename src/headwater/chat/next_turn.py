@@ -9,8 +9,8 @@ Templates differ in what they accept after a message with tool calls. ``next_tur
 chat, from the most to the least complete, and takes the first whose text can be told apart:
 
 1. the calls beside the placeholder; the template's text for the calls is left out, because the model has written them;
-2. the placeholder without calls, for templates that hide the content of a message with calls, or do not mark its end;
-3. the calls without content, for templates that need calls before a result but hide the content;
+2. the calls without content, for templates that show either calls or content;
+3. the placeholder without calls, for templates that do not mark the end of a message, or refuse several calls;
 4. the messages as one user message, for templates that do not know the role ``tool`` or refuse two messages of a role;
 5. the same four without the earlier conversation, for templates that refuse it.
 """
@@ -21,6 +21,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -31,7 +32,10 @@ from headwater.core.protocols import Tokenizer
 
 Message = Mapping[str, Any]
 _LAST = "[what-the-model-said-last]"
+_CALLED = "[what-it-called]"
 _TOLD = "[what-it-was-told]"
+_ARGUMENTS: tuple[Callable[[Mapping[str, str]], Any], ...] = (dict, json.dumps)
+"""What makes the arguments of a call: most templates expect an object, some JSON text."""
 _SHORT_HISTORY: Sequence[Message] = ({"role": "user", "content": "?"},)
 """Instead of a history that the template refuses. What follows the model's message does not depend on it."""
 
@@ -93,26 +97,29 @@ class _Chat:
     template_args: Mapping[str, Any]
 
     def attempts(self) -> list[Callable[[], _After]]:
-        has_calls = bool(self.turn.get("tool_calls"))
         has_tools = any(message.get("role") == "tool" for message in self.told)
         merging = [self._as_user_message] if has_tools or len(self.told) > 1 else []
-        if has_calls:
-            return [self._with_calls, self._plain, self._only_calls, *merging]
-        return [self._plain, *merging]
+        if not self.turn.get("tool_calls"):
+            return [self._plain, *merging]
+        calling = [partial(self._calling, content, make) for content in (_LAST, None) for make in _ARGUMENTS]
+        return [*calling, self._plain, *merging]
 
-    def _with_calls(self) -> _After:
-        turn = {**self.turn, "tool_calls": _neutral(self.turn["tool_calls"])}
-        after = self._after({**turn, "content": _LAST}, self.told)
-        return _from_closing(after, self._closing()), turn, self.told
+    def _calling(self, content: str | None, make: Callable[[Mapping[str, str]], Any]) -> _After:
+        """With the calls, beside the placeholder or without content. ``make`` gives the form of the arguments."""
+        calls = self.turn["tool_calls"]
+        turn = {**self.turn, "content": content, "tool_calls": _neutral(calls, make({"text": _CALLED}))}
+        closing = self._closing()
+
+        def after_calls(text: str) -> str:
+            if _CALLED not in text:
+                raise RolloutFailed("the chat template does not show tool calls; call tell() without tool_calls")
+            return _from_closing(text.rpartition(_CALLED)[2], closing)
+
+        text = self._after(turn, self.told, after_calls)
+        return text, {**self.turn, "tool_calls": _neutral(calls, make({}))}, self.told
 
     def _plain(self) -> _After:
         return self._after(self._plain_turn, self.told), self._turn_for_later(), self.told
-
-    def _only_calls(self) -> _After:
-        calls = _neutral(self.turn["tool_calls"])
-        marked = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {"text": _LAST}}}
-        after = self._after({"role": "assistant", "content": "", "tool_calls": [*calls[:-1], marked]}, self.told)
-        return _from_closing(after, self._closing()), {**self.turn, "tool_calls": calls}, self.told
 
     def _as_user_message(self) -> _After:
         texts = [_text_of(message.get("content")) for message in self.told]
@@ -123,7 +130,7 @@ class _Chat:
         """The model's message with its calls, if the template accepts them: some count messages with calls apart."""
         if not self.turn.get("tool_calls"):
             return self.turn
-        turn = {**self.turn, "tool_calls": _neutral(self.turn["tool_calls"])}
+        turn = {**self.turn, "tool_calls": _neutral(self.turn["tool_calls"], {})}
         try:
             self._render([*self.history, turn, *self.told])
         except RolloutFailed:
@@ -134,26 +141,30 @@ class _Chat:
     def _plain_turn(self) -> Message:
         return {"role": "assistant", "content": _LAST}
 
-    def _after(self, turn: Message, told: Sequence[Message]) -> str:
-        """What the template writes after the placeholder in ``turn``."""
+    def _after(self, turn: Message, told: Sequence[Message], cut: Callable[[str], str] = str) -> str:
+        """What the template writes after ``turn``. ``cut`` removes the calls from what follows the placeholder."""
+        text = self._text(turn, told, cut)
+        for place, message in enumerate(told):
+            if _shows(text, message.get("content")):
+                continue
+            marked = [{**each, "content": _TOLD} if number == place else each for number, each in enumerate(told)]
+            if _TOLD not in self._text(turn, marked, cut):
+                raise RolloutFailed(
+                    f"the chat template leaves out a message of the role {message.get('role')!r}; use a template that "
+                    "shows it, or another role"
+                )
+        return text
+
+    def _text(self, turn: Message, told: Sequence[Message], cut: Callable[[str], str]) -> str:
         text = self._render([*self.history, turn, *told])
+        if turn["content"] is None:
+            return cut(text)
         if (count := text.count(_LAST)) != 1:
             raise RolloutFailed(
                 f"the chat template shows the model's answer {count} times, so the tokens of the next turn are "
                 "unknown; use a template that shows every answer exactly once"
             )
-        after = text.partition(_LAST)[2]
-        for place, message in enumerate(told):
-            if not (_shows(after, message.get("content")) or self._shows_place(turn, told, place)):
-                raise RolloutFailed(
-                    f"the chat template leaves out a message of the role {message.get('role')!r}; use a template that "
-                    "shows it, or another role"
-                )
-        return after
-
-    def _shows_place(self, turn: Message, told: Sequence[Message], place: int) -> bool:
-        marked = [{**each, "content": _TOLD} if number == place else each for number, each in enumerate(told)]
-        return _TOLD in self._render([*self.history, turn, *marked])
+        return cut(text.partition(_LAST)[2])
 
     def _closing(self) -> str:
         """What the template writes after every message of the model, for example ``<|im_end|>`` and a line break."""
@@ -191,13 +202,13 @@ def _without_calls(turn: Message) -> Message:
     return {key: value for key, value in turn.items() if key != "tool_calls"}
 
 
-def _neutral(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The calls without arguments. What the model wrote there could contain the marks of the template."""
+def _neutral(calls: Sequence[Mapping[str, Any]], arguments: Any) -> list[dict[str, Any]]:
+    """The calls with other arguments. What the model wrote there could contain the marks of the template."""
     neutral = []
     for call in calls:
         function = call.get("function", call)
         name = re.sub(r"[^\w.-]", "_", str(function.get("name")))
-        neutral.append({**call, "type": "function", "function": {"name": name, "arguments": {}}})
+        neutral.append({**call, "type": "function", "function": {"name": name, "arguments": arguments}})
     return neutral
 
 

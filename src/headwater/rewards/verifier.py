@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from functools import lru_cache
+from pathlib import Path
 from typing import IO, Any, Literal
 
 from headwater.core.errors import RewardFailed
@@ -82,7 +83,8 @@ class VerifierProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "headwater.rewards.verifier_process"],
+                # By its path and without the folder of this file (-P): it starts faster if it imports nothing of ours.
+                [sys.executable, "-P", str(Path(__file__).with_name("verifier_process.py"))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 # Comparisons iterate over sets: with one order of hashes, the same answers get the same verdict.

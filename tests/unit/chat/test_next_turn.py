@@ -102,6 +102,31 @@ def test_templates_that_hide_content_or_do_not_mark_its_end():
     assert follows(open_ended, "add()", (USER, CALLING, RESULT)) == "\ntool: 2\nassistant:"
 
 
+CALLS_FIRST = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<result>{{ m.content }}{% else %}{{ m.role }}: "
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ '[' + c.function.name + c.function.arguments + ']' }}"
+    "{% endfor %}{% else %}{{ m.content }}{% endif %}<|end|>{% endif %}{% endfor %}"
+)
+SEPARATE_CALLS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% for c in m.tool_calls or [] %}"
+    "assistant calls {{ c.function | tojson }}<|end|>{% endfor %}{% endfor %}"
+)
+RESULTS_FIRST = (
+    "{% for m in messages if m.role != 'tool' %}{{ m.role }}: {% for t in messages if t.role == 'tool' and "
+    "m.role == 'assistant' %}({{ t.content }}){% endfor %}{{ m.content }}<|end|>{% endfor %}"
+)
+
+
+def test_templates_with_rules_of_their_own():
+    chat = (USER, CALLING, RESULT)
+    # Arguments must be text, and calls hide the content.
+    assert follows(CALLS_FIRST, "add()<|end|>", chat) == "<result>2"
+    # Calls are messages of their own, which the model has written already.
+    assert follows(SEPARATE_CALLS, "add()<|end|>", chat) == "tool: 2<|end|>"
+    # A result before the model's text cannot be appended, but a user message can.
+    assert follows(RESULTS_FIRST, "add()<|end|>", chat) == "user: 2<|end|>"
+
+
 def test_results_that_the_template_refuses_become_one_user_message():
     results = (RESULT, {"role": "tool", "content": [{"type": "text", "text": "3"}]})
     made = tokenizer(STRICT)

@@ -10,7 +10,7 @@ OWN = "rollout.placement=disaggregated"
 
 
 CLASHES = [
-    (["tools.use=[calculator]"], "tools.use = ['calculator']", ["rlvr calls no tools", "rollout.workflow=tool_agent"]),
+    (["tools.use=[calculator]"], "tools.use = [calculator]", ["rlvr calls no tools", "rollout.workflow=tool_agent"]),
     (["tools.timeout_s=3"], "tools.timeout_s = 3", ["nothing reads this", "name no tools"]),
     (["rollout.workflow=tool_agent"], "rollout.workflow = 'tool_agent'", ["needs tools; name some in tools.use"]),
     (

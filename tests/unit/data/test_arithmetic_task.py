@@ -122,4 +122,12 @@ def test_bad_options_are_named(options, named):
 
 def test_registered_under_its_file_name():
     assert TASKS.resolve("arithmetic") is arithmetic
-    assert TASKS.names() == ["arithmetic", "calculator", "countdown", "gsm8k", "humaneval", "largest_digit", "reasoning_gym"]
+    assert TASKS.names() == [
+        "arithmetic",
+        "calculator",
+        "countdown",
+        "gsm8k",
+        "humaneval",
+        "largest_digit",
+        "reasoning_gym",
+    ]

@@ -20,12 +20,16 @@ Message = Mapping[str, Any]
 
 def prefix_keys(messages: Sequence[Message], template_args: Mapping[str, Any]) -> list[str]:
     """One key per message, for the conversation up to and including that message."""
-    state = hashlib.blake2b(_json(template_args), digest_size=16)
-    keys = []
+    key, keys = _digest("", template_args), []
     for message in messages:
-        state.update(b"\n" + _json(_meaning(message)))
-        keys.append(state.hexdigest())
+        key = next_key(key, message)
+        keys.append(key)
     return keys
+
+
+def next_key(key: str, message: Message) -> str:
+    """The key of a conversation that has one more message."""
+    return _digest(key, _meaning(message))
 
 
 def text_of(content: Any) -> str:
@@ -56,5 +60,6 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
     return [function.get("name"), arguments or {}]
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, ensure_ascii=True, default=str).encode()
+def _digest(before: str, value: Any) -> str:
+    text = before + json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -24,7 +24,7 @@ from typing import Any
 from headwater.core.errors import RolloutFailed
 from headwater.core.randomness import derive_key
 from headwater.serving.openai.tools import for_template
-from headwater.workflows.agents.conversation import Message, prefix_keys
+from headwater.workflows.agents.conversation import Message, next_key, prefix_keys
 from headwater.workflows.episode import Episode
 
 
@@ -71,7 +71,8 @@ class Draft:
     piece: Episode
     _transcript: Transcript
     _node: Node
-    _keys: tuple[Sequence[Message], Mapping[str, Any]]
+    _key: str
+    """Of the conversation before the reply."""
     _continues: bool
 
     def commit(self, completion_id: str, message: Message) -> None:
@@ -86,7 +87,7 @@ class Draft:
         )
         if self._continues:
             self._node.episode, self._node.heir = None, node
-        self._transcript.add(node, *self._keys)
+        self._transcript.add(node, next_key(self._key, message))
 
     def close(self) -> None:
         if self._continues:
@@ -125,10 +126,10 @@ class Transcript:
         self._tell(piece, node, messages[num_known:])
         if continues:
             node.is_busy = True
-        return Draft(piece, self, node, (messages, template_args), continues)
+        return Draft(piece, self, node, keys[-1], continues)
 
-    def add(self, node: Node, messages: Sequence[Message], template_args: Mapping[str, Any]) -> None:
-        key = prefix_keys([*messages, node.message], template_args)[-1]
+    def add(self, node: Node, key: str) -> None:
+        """A reply, with the key of the conversation up to and including it."""
         self._nodes.setdefault(key, []).append(node)
         self._replies.append(node)
 
