@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sandbox_here import skip_without_sandbox
 
 from headwater.rewards.scorers.code import code, end_judge
 
@@ -186,6 +187,7 @@ def f(x):
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_process_is_left():
+    skip_without_sandbox()
     yield
     end_judge()
 

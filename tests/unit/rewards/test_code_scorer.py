@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from sandbox_here import skip_without_sandbox
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.errors import RewardFailed
@@ -16,6 +17,7 @@ from headwater.rewards.scorers.code import code, end_judge
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_process_is_left():
+    skip_without_sandbox()
     yield
     end_judge()
 

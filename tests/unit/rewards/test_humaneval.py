@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
+from sandbox_here import skip_without_sandbox
 
 from headwater.rewards.scorers.code import code, end_judge
 
@@ -34,6 +35,7 @@ def _changed(value):
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_process_is_left():
+    skip_without_sandbox()
     yield
     end_judge()
 

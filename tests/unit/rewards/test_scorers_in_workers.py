@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import tiny
+from sandbox_here import skip_without_sandbox
 
 from headwater.config.rollout_schema import RewardConfig, SandboxConfig
 from headwater.core.errors import RewardFailed
@@ -22,6 +23,7 @@ def ended(data_source: str, text: str, ground_truth: object) -> Answer:
 
 
 def test_mathematics_and_programs_in_one_run():
+    skip_without_sandbox()
     asserts = ["assert f(2) == 4"]
     sandbox = SandboxConfig(memory_mib=64, timeout_s=20.0)
     with closing(NaiveRewardManager(RewardConfig(workers=1), Spans(), sandbox=sandbox)) as manager:
