@@ -142,7 +142,9 @@ def main() -> None:
             return rounds
 
         rounds = asyncio.run(run())
-        best = min(rounds, key=lambda each: each["microseconds_per_call"])
+        # Later rounds use the memory that earlier ones have freed.
+        most = max(each["kib_per_session"] for each in rounds)
+        best = {**min(rounds, key=lambda each: each["microseconds_per_call"]), "kib_per_session": most}
         results[name] = {**best, "mib_after": [each["mib_after"] for each in rounds], "counts": dict(box.counts)}
         print(name, {key: round(value, 1) for key, value in best.items()}, dict(box.counts), flush=True)
         if isinstance(tool, Stateful):

@@ -34,8 +34,6 @@ Message = Mapping[str, Any]
 _LAST = "[what-the-model-said-last]"
 _CALLED = "[what-it-called]"
 _TOLD = "[what-it-was-told]"
-_ARGUMENTS: tuple[Callable[[Mapping[str, str]], Any], ...] = (dict, json.dumps)
-"""What makes the arguments of a call: most templates expect an object, some JSON text."""
 _SHORT_HISTORY: Sequence[Message] = ({"role": "user", "content": "?"},)
 """Instead of a history that the template refuses. What follows the model's message does not depend on it."""
 
@@ -101,13 +99,12 @@ class _Chat:
         merging = [self._as_user_message] if has_tools or len(self.told) > 1 else []
         if not self.turn.get("tool_calls"):
             return [self._plain, *merging]
-        calling = [partial(self._calling, content, make) for content in (_LAST, None) for make in _ARGUMENTS]
-        return [*calling, self._plain, *merging]
+        return [partial(self._calling, _LAST), partial(self._calling, None), self._plain, *merging]
 
-    def _calling(self, content: str | None, make: Callable[[Mapping[str, str]], Any]) -> _After:
-        """With the calls, beside the placeholder or without content. ``make`` gives the form of the arguments."""
+    def _calling(self, content: str | None) -> _After:
+        """With the calls, beside the placeholder or without content."""
         calls = self.turn["tool_calls"]
-        turn = {**self.turn, "content": content, "tool_calls": _neutral(calls, make({"text": _CALLED}))}
+        turn = {**self.turn, "content": content, "tool_calls": _neutral(calls, {"text": _CALLED})}
         closing = self._closing()
 
         def after_calls(text: str) -> str:
@@ -116,7 +113,7 @@ class _Chat:
             return _from_closing(text.rpartition(_CALLED)[2], closing)
 
         text = self._after(turn, self.told, after_calls)
-        return text, {**self.turn, "tool_calls": _neutral(calls, make({}))}, self.told
+        return text, {**self.turn, "tool_calls": _neutral(calls, {})}, self.told
 
     def _plain(self) -> _After:
         return self._after(self._plain_turn, self.told), self._turn_for_later(), self.told

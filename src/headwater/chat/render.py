@@ -11,7 +11,9 @@ and conversations shown to a reward model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
@@ -21,6 +23,10 @@ from headwater.core.protocols import Tokenizer
 
 RESERVED_ARGUMENTS = ("tokenize", "return_dict", "return_tensors", "conversation", "chat_template")
 """Arguments of ``apply_chat_template`` that the renderer sets itself or that no template receives."""
+
+
+_REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
+"""What a chat template raises for messages that it cannot render."""
 
 
 class ChatTemplateOwner(Protocol):
@@ -57,10 +63,24 @@ def render_chat(
     arguments = {"add_generation_prompt": add_generation_prompt, **(template_args or {}), "tokenize": False}
     try:
         return str(owner.apply_chat_template([dict(message) for message in messages], **arguments))
-    except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
+    except _REFUSALS as error:
         if not has_template(owner):
             raise ChatError("the model has no chat template", has_template=False) from error
+        if any(message.get("tool_calls") for message in messages):
+            # A few templates, such as DeepSeek's, expect the arguments of calls as text.
+            with suppress(*_REFUSALS):
+                return str(owner.apply_chat_template([_with_text_arguments(each) for each in messages], **arguments))
         raise ChatError(f"{type(error).__name__}: {error}", has_template=True) from error
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """``message`` with the arguments of its tool calls as JSON text."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function, arguments = call["function"], call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def encode_plain(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -157,6 +157,8 @@ WAIT_REMEDIES = {
     "{base_url}/finish, and the agent has not done so yet; rollout.workflow_args.timeout_s limits the wait",
     "rollout_thread": "an episode blocks the thread that runs all episodes: run slow code of a workflow, tool or "
     "reward in asyncio.to_thread",
+    "tools": "tools are checked before the run starts, and a service or MCP server that they need does "
+    "not answer; its own output says more",
     "sandbox": "programs of the model wait for their turn: raise sandbox.max_concurrent if cores are free, or lower "
     "sandbox.timeout_s and sandbox.cpu_s",
 }

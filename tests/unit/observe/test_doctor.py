@@ -362,6 +362,8 @@ REMEDIES = {
     "agent_finish": "wait_for_finish",
     "rollout_thread": "to_thread",
     "rollouts": "eval.num_prompts",
+    "tools": "MCP server",
+    "sandbox": "sandbox.max_concurrent",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -13,12 +14,15 @@ from pathlib import Path
 
 import pytest
 import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, RewardTimedOut
 from headwater.core.records import Answer, Score
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
+from headwater.rewards.worker import Frames, frame
 
 FUNCTIONS = """
 import asyncio, ctypes, os, subprocess, sys, time
@@ -90,6 +94,21 @@ def wait_until(condition, limit_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() - began < limit_s, "the condition did not become true"
         time.sleep(0.01)
+
+
+@given(
+    batches=st.lists(st.lists(st.tuples(st.text(max_size=5), st.integers(), st.binary(max_size=200)), max_size=4)),
+    sizes=st.lists(st.integers(1, 300), min_size=1),
+)
+@settings(max_examples=50, deadline=None)
+def test_messages_survive_any_division_into_packets(batches, sizes):
+    sent, frames, received = b"".join(map(frame, batches)), Frames(), []
+    for size in itertools.cycle(sizes):
+        if not sent:
+            break
+        packet, sent = sent[:size], sent[size:]
+        received += frames.add(packet)
+    assert received == list(itertools.chain.from_iterable(batches))
 
 
 def test_many_short_calls_share_one_light_worker(functions):

@@ -76,6 +76,32 @@ def test_closing_ends_what_runs_and_the_thread():
     assert not tasks.is_alive
 
 
+def test_what_episodes_have_used_is_cleaned_up_after_them():
+    order = []
+
+    async def episode():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            order.append("episode")
+
+    async def broken():
+        order.append("broken")
+        raise OSError("cannot close")
+
+    async def clean_up():
+        order.append("clean up")
+
+    tasks = AsyncTaskRunner()
+    for each in (broken, clean_up):
+        tasks.at_end(each)
+    tasks.start(episode())
+    tasks.call(lambda: None, "starting")
+    tasks.close()
+    tasks.close()
+    assert order == ["episode", "broken", "clean up"]
+
+
 def test_a_second_close_has_no_effect():
     tasks = AsyncTaskRunner()
     tasks.close()

@@ -48,7 +48,7 @@ def pack(value: Any, classes: dict[str, type]) -> dict[str, Any]:
 
 def unpack(data: dict[str, Any], classes: dict[str, type]) -> Any:
     """The value that ``pack`` packed, with objects of these classes."""
-    objects = [object.__new__(classes[name]) for name, _ in data["objects"]]
+    objects: list[Any] = [object.__new__(classes[name]) for name, _ in data["objects"]]
 
     def unpacked(each: list[Any]) -> Any:
         kind, content = each
