@@ -93,9 +93,14 @@ def test_stops_and_truncation_of_a_recipe_have_an_effect_in_training_and_evaluat
             assert row["stop_reason"] == "stop" if len(response) < 12 else True
         assert ended == {"token", "text"}, folder
     (step, *_) = metrics(tmp_path / "stops", "train")
-    assert step["rollout/generate_s/max"] >= step["rollout/generate_s/mean"] >= step["rollout/generate_s/min"] > 0
-    assert step["rollout/queue_s/mean"] >= 0
-    assert step["rollout/group_s/max"] >= step["rollout/generate_s/max"]
+    assert (
+        step["time/rollout/generate_s/max"]
+        >= step["time/rollout/generate_s/mean"]
+        >= step["time/rollout/generate_s/min"]
+        > 0
+    )
+    assert step["time/rollout/queue_s/mean"] >= 0
+    assert step["time/rollout/group_s/max"] >= step["time/rollout/generate_s/max"]
     assert step["rollouts/enqueued"] == 0
     assert step["rollouts/rejected"] == 0
 

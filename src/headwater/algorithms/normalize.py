@@ -126,6 +126,6 @@ def _std(centred: Tensor, kept: Tensor, groups: Groups | None, unbiased: bool, a
         return None
     squares, count = _total(centred.square() * kept, groups), _total(kept, groups)
     if not unbiased:
-        return torch.where(count > _NO_WEIGHT, squares / count.clamp(min=_NO_WEIGHT), 1.0).sqrt()
+        return torch.where((count > _NO_WEIGHT) & ~alone, squares / count.clamp(min=_NO_WEIGHT), 1.0).sqrt()
     has_deviation = (count - 1 > _NO_WEIGHT) & ~alone
     return torch.where(has_deviation, squares / (count - 1).clamp(min=1), 1.0).sqrt()

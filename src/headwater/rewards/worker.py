@@ -118,6 +118,7 @@ class _Worker:
     def __init__(self, parent: socket.socket) -> None:
         self.parent = parent
         self._functions: dict[str, partial[Any]] = {}
+        self._not_loaded: dict[str, Failure] = {}
 
     def serve(self) -> None:
         frames = Frames()
@@ -131,12 +132,11 @@ class _Worker:
     def load(self, message: Message) -> None:
         """Import a function, and say whether that worked."""
         _, key, path, settings = message
-        failure = None
         try:
             self._functions[key] = partial(SCORERS.resolve(path), **settings)
         except HeadwaterError as error:
-            failure = Failure("not_loaded", f"cannot be loaded by a reward worker: {error}")
-        self.send([("loaded", key, failure)])
+            self._not_loaded[key] = Failure("not_loaded", f"cannot be loaded by a reward worker: {error}")
+        self.send([("loaded", key, self._not_loaded.get(key))])
 
     def send(self, messages: list[Message]) -> None:
         self.parent.sendall(frame(messages))
@@ -152,6 +152,9 @@ class _Worker:
 
     def _call(self, message: Message) -> None:
         _, call, key, arguments, count = message
+        if key in self._not_loaded:  # the call was sent before the parent knew
+            self.send_result(call, self._not_loaded[key], 0.0)
+            return
         function = self._functions[key]
         if "asyncio" in sys.modules:
             _have_event_loop()
@@ -206,6 +209,9 @@ class _AsyncWorker(_Worker):
         import asyncio
 
         _, call, key, arguments, count = message
+        if key in self._not_loaded:
+            self.send_result(call, self._not_loaded[key], 0.0)
+            return
         function, began = self._functions[key], time.perf_counter()
         result: Any
         try:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headwater.core.records import Score
+from headwater.core.signals import signal_name
 from headwater.rewards.functions import Failure
 from headwater.rewards.worker import Frames
 
@@ -111,4 +112,4 @@ class WorkerProcess:
         if code >= 0:
             return f"ended with exit status {code}"
         hint = "; the system may have killed it for lack of memory" if -code == signal.SIGKILL else ""
-        return f"was ended by {signal.Signals(-code).name}{hint}"
+        return f"was ended by {signal_name(-code)}{hint}"

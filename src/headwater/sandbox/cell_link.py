@@ -6,12 +6,12 @@ import contextlib
 import os
 import re
 import select
-import signal
 import socket
 import time
 from dataclasses import dataclass
 from typing import Any
 
+from headwater.core.signals import signal_name
 from headwater.sandbox.inside import frames
 from headwater.sandbox.inside.watched import GO, INTERRUPT, STOP
 from headwater.sandbox.outcome import Outcome, Status
@@ -250,17 +250,10 @@ def _status(ending: _Ending, stderr: bytes) -> tuple[Status, str]:
     if exit_code == 0:
         return "ok", ""
     if exit_code is not None and exit_code < 0:
-        return "killed", f"ended by {_signal_name(-exit_code)}"
+        return "killed", f"ended by {signal_name(-exit_code)}"
     if _OUT_OF_MEMORY.search(stderr):
         return "out_of_memory", "the program could not get the memory that it asked for"
     return "failed", ""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _integer(value: object) -> int:

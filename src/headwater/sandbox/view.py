@@ -42,8 +42,8 @@ def make_view() -> View:
             links.append((os.readlink(path), path))
         else:
             wanted.append(path)
-    if sys.base_prefix == "/usr":
-        wanted.remove("/usr")
+    # The Python of the system is in /usr/bin and /usr/lib; the rest of /usr is not needed.
+    wanted = [path for path in wanted if path != "/usr"]
     binds = [(str(INSIDE), INSIDE_AT)] + [(path, path) for path in _outermost(wanted)]
     folders = {"/tmp", "/proc"}
     for _, path in (*binds, *links):

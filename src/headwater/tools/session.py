@@ -94,14 +94,19 @@ class ToolSession:
         self._totals[key] += 1
 
     async def _result(self, call: ToolCall | MalformedCall) -> ToolResult:
+        loaded = None if isinstance(call, MalformedCall) else self._tools.get(call.name)
         if isinstance(call, MalformedCall):
-            return _failure("malformed", f"the tool call could not be read: {call.reason}")
-        loaded = self._tools.get(call.name)
-        if loaded is None:
+            result = _failure("malformed", f"the tool call could not be read: {call.reason}")
+        elif loaded is None:
             hint = nearest(call.name, list(self._tools))
-            return _failure("unknown_tool", f"there is no tool {call.name[:64]!r}; {hint}")
-        result = await self._attempt(loaded, call)
-        text, is_cut = loaded.cut(result.text)
+            result = _failure("unknown_tool", f"there is no tool {call.name[:64]!r}; {hint}")
+        else:
+            result = await self._attempt(loaded, call)
+        # Messages about a wrong call quote what the model wrote, so they are cut like results.
+        cutting = loaded or next(iter(self._tools.values()), None)
+        if cutting is None:
+            return result
+        text, is_cut = cutting.cut(result.text)
         if is_cut:
             self._add("truncated")
         return ToolResult(text, result.reward, result.metrics, result.failure)

@@ -199,14 +199,14 @@ def step_metrics(
 
 
 def time_metrics(times: Sequence[GroupTimes]) -> dict[str, float]:
-    """``rollout/group_s``, ``rollout/queue_s`` and ``rollout/generate_s``: the mean, the shortest and the longest."""
+    """``time/rollout/group_s``, ``queue_s`` and ``generate_s``: the mean, the shortest and the longest."""
     values = {
         "group_s": [each.total_s for each in times],
         "queue_s": [value for each in times for value in each.queue_s],
         "generate_s": [value for each in times for value in each.generate_s],
     }
     return {
-        f"rollout/{name}/{statistic}": compute(of)
+        f"time/rollout/{name}/{statistic}": compute(of)
         for name, of in values.items()
         if of
         for statistic, compute in (("mean", statistics.fmean), ("min", min), ("max", max))

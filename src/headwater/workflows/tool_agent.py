@@ -58,6 +58,8 @@ class Record:
     calls: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    num_executed: int = 0
+    """Calls that a tool was asked to do. Calls over a limit are refused and do not count towards it."""
     num_user_turns: int = 0
     seconds: float = 0.0
 
@@ -171,12 +173,13 @@ class ToolAgentWorkflow:
         self, episode: Episode, session: ToolSession, calls: Sequence[Call], record: Record
     ) -> list[ToolResult]:
         """The results in the order of the calls, which run at the same time."""
-        num_allowed = self._limits.num_allowed(len(calls), record.calls.total())
+        num_allowed = self._limits.num_allowed(len(calls), record.num_executed)
         began = time.monotonic()
         names = ", ".join(dict.fromkeys(call.name or _UNREADABLE for call in calls))
         with episode.doing(f"calling {names}", "calling_tools"):
             results = list(await asyncio.gather(*(session.call(call) for call in calls[:num_allowed])))
         record.seconds += time.monotonic() - began
+        record.num_executed += num_allowed
         results += [self._refused(num_allowed)] * (len(calls) - num_allowed)
         record.add(calls, results)
         return results
@@ -202,9 +205,12 @@ class ToolAgentWorkflow:
 
 def tell_results(episode: Episode, reply: ParsedReply, results: Sequence[ToolResult]) -> bool:
     """Append the results of a reply's calls as ``tool`` messages. Returns False if they do not fit."""
+    # A name that the model made up is not repeated: it may contain control tokens of the template.
+    known = {schema["function"]["name"] for schema in episode.prompt.tool_schemas}
+    names = [call.name if call.name in known else _UNREADABLE for call in reply.calls]
     messages = [
-        {"role": "tool", "tool_call_id": call.call_id, "name": call.name or _UNREADABLE, "content": result.text}
-        for call, result in zip(reply.calls, results, strict=True)
+        {"role": "tool", "tool_call_id": call.call_id, "name": name, "content": result.text}
+        for call, name, result in zip(reply.calls, names, results, strict=True)
     ]
     return episode.tell(messages, tool_calls=[_as_message(call) for call in reply.calls], content=reply.content)
 

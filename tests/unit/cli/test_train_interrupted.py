@@ -50,7 +50,7 @@ def test_ctrl_c_while_responses_are_generated_is_answered_at_once(tmp_path, caps
     interrupt_in(WorkflowExecutor, "prepare_batch")
     code, lines = train(tmp_path, capsys)
     assert code == 130
-    assert lines[2] == "Stopping: saving step 0."
+    assert lines[3] == "Stopping: saving step 0."
     assert lines[-1] == f"Interrupted; everything up to step 0 is saved. Resume with:  headwater train --resume {run}"
     _, lines = train(tmp_path, capsys)
     assert lines[:2] == [
@@ -65,7 +65,7 @@ def test_ctrl_c_again_while_the_run_ends_says_what_is_kept(tmp_path, capsys, int
     interrupt_in(summary, "draw_reward_curve")
     code, lines = train(tmp_path, capsys)
     assert code == 130
-    assert lines[2:] == [
+    assert lines[3:] == [
         "Stopping: saving step 0.",
         "Stopping after this checkpoint. Ctrl-C again stops immediately.",
         f"Interrupted; everything up to step 0 is saved. Resume with:  headwater train --resume {tmp_path / 'stopped'}",

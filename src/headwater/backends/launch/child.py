@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headwater.core.errors import RolloutFailed
+from headwater.core.signals import signal_name
 from headwater.core.waits import ENGINE_START_LIMIT_S, named_wait
 
 _STOP_LIMIT_S = 15.0
@@ -82,7 +82,7 @@ class ChildServer:
         code = await self._process.wait()
         await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
         if code < 0:
-            return f"process {self.pid} was killed by {signal.Signals(-code).name}"
+            return f"process {self.pid} was killed by {signal_name(-code)}"
         return f"process {self.pid} ended with exit status {code}"
 
     def kill(self) -> None:

@@ -155,7 +155,10 @@ class Server:
         if os.WIFSIGNALED(status):
             self._report(child.number, outcome="killed", signal=os.WTERMSIG(status), output=printed)
         elif written:
-            ended = json.loads(written)
+            try:
+                ended = json.loads(written)
+            except ValueError:  # a process that the agent forked returned from it, too
+                ended = {"outcome": "raised", "error": "more than one result: did the agent call os.fork()?"}
             self._report(child.number, output=printed, **ended)
             import_too(ended.get("imported", []))
         elif os.WEXITSTATUS(status):

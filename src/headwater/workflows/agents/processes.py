@@ -8,13 +8,13 @@ import itertools
 import json
 import os
 import pickle
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from headwater.core.errors import AgentFailed, ConfigError
+from headwater.core.signals import signal_name
 from headwater.core.waits import named_wait
 from headwater.workflows.agents import fork_server
 from headwater.workflows.agents.runner import OFFERED, AgentEnd, AgentSettings, Invitation
@@ -198,5 +198,5 @@ def _end(message: dict[str, Any]) -> AgentEnd:
         case "exited":
             return AgentEnd("exited", reason=f"exited with status {message['status']}", detail=output)
         case _:
-            name = signal.Signals(message["signal"]).name
+            name = signal_name(message["signal"])
             return AgentEnd("killed", reason=f"was killed by {name}", detail=output)

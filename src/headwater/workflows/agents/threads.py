@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from headwater.core.errors import ConfigError
@@ -63,14 +63,17 @@ class AgentThreads:
 async def _outcome_of(function: Callable[..., Any], arguments: dict[str, Any]) -> AgentEnd:
     try:
         return AgentEnd("returned", plain(await function(**arguments)))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  an agent may raise anything
+    except BaseException as error:  # noqa: BLE001  an agent may raise anything, also CancelledError
         return _raised(error)
 
 
 def _in_thread(function: Callable[..., Any], arguments: dict[str, Any], ended: asyncio.Future[AgentEnd]) -> None:
     try:
-        end = AgentEnd("returned", plain(function(**arguments)))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  an agent may raise anything
+        value = function(**arguments)
+        if inspect.isawaitable(value):  # for example of a class with ``async def __call__``
+            value = asyncio.run(_awaited(value))
+        end = AgentEnd("returned", plain(value))
+    except BaseException as error:  # noqa: BLE001  an agent may raise anything, also CancelledError
         end = _raised(error)
 
     def tell() -> None:
@@ -79,6 +82,10 @@ def _in_thread(function: Callable[..., Any], arguments: dict[str, Any], ended: a
 
     with contextlib.suppress(RuntimeError):  # the run has ended, and with it the event loop
         ended.get_loop().call_soon_threadsafe(tell)
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def _raised(error: BaseException) -> AgentEnd:
