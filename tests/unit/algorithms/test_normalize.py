@@ -36,6 +36,14 @@ def test_what_is_alone_of_its_group_counts_for_nothing_in_any_turn():
     assert made.tolist() == [[1.0, -3.0], [3.0, -1.0], [0.0, 0.0]]
 
 
+def test_the_deviation_of_one_score_is_one_whatever_the_deviation_divides_by():
+    scores, groups = torch.tensor([[1.0], [5.0], [2.0], [9.0]]), torch.arange(4)
+    for unbiased in (True, False):
+        changed = {"mean_level": "batch", "unbiased": unbiased}
+        made = normalize_rewards(scores, torch.zeros(4, dtype=torch.long), groups=groups, **{**BY_GROUP, **changed})
+        assert made[:, 0].tolist() == [-3.25, 0.75, -2.25, 4.75]
+
+
 levels = st.sampled_from(("none", "batch", "group"))
 
 

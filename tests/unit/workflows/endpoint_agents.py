@@ -218,3 +218,14 @@ async def answers_async(base_url, api_key, messages):
 
 async def sleeps(base_url, api_key):
     await asyncio.sleep(600)
+
+
+class AnswersWhenCalled:
+    """An object that is called, and whose call is async."""
+
+    async def __call__(self, base_url: str, api_key: str, messages: list) -> float:
+        return await answers_async(base_url, api_key, messages)
+
+
+def is_cancelled(base_url: str) -> None:
+    raise asyncio.CancelledError

@@ -313,11 +313,13 @@ def test_rewards_for_single_completions():
 
 def test_agents_in_threads():
     async def run() -> None:
-        for agent, reward in [("twice", 0.5), ("answers_async", 0.25)]:
+        for agent, reward in [("twice", 0.5), ("answers_async", 0.25), ("AnswersWhenCalled", 0.25)]:
             (one,) = await episode(agent, KeyedEngine(), run_in="thread")
             assert one.reward == reward
         with pytest.raises(Exception, match="raised KeyError"):
             await episode("raises", KeyedEngine(), run_in="thread")
+        with pytest.raises(Exception, match="raised CancelledError"):
+            await episode("is_cancelled", KeyedEngine(), run_in="thread")
         with pytest.raises(Exception, match=r"did not end within 0\.2 s"):
             await episode("sleeps", KeyedEngine(), run_in="thread", timeout_s=0.2)
 

@@ -165,6 +165,8 @@ def test_each_limit_ends_or_refuses_what_it_says():
     told = [message["content"] for message in made.messages if message["role"] == "tool"]
     assert told == ["total 1", "total 2", "Error: not called, because the limit of 2 calls per message is reached."]
     assert (made.info["tool_failures"], made.info["ended_by"]) == ({"over_limit": 1}, "answer")
+    made = scene.run(one * 6, one * 2, one * 2, "ok", max_calls=6, max_calls_per_turn=2)
+    assert made.info["tool_failures"] == {"over_limit": 4}, "refused calls do not use up the limit"
     made = scene.run(one, one + one, one, "ok", max_calls=2)
     told = [message["content"] for message in made.messages if message["role"] == "tool"]
     refusal = "Error: not called, because the limit of 2 calls per conversation is reached."
@@ -175,7 +177,7 @@ def test_each_limit_ends_or_refuses_what_it_says():
     assert (made.info["ended_by"], made.info["num_tool_calls"]) == ("answer", 1), (
         "a complete call in a cut reply counts"
     )
-    assert (scene.counter.num_released, scene.counter.totals) == (5, {})
+    assert (scene.counter.num_released, scene.counter.totals) == (6, {})
     for spare, ended_by in ((0, "room"), (1, "room"), (40, "answer")):
         small = Scene(max_new_tokens=len(said(one)) + spare)
         made = small.run(one, "ok")
