@@ -68,11 +68,11 @@ def test_an_agent_of_the_agents_sdk_learns_to_call_its_tool(tmp_path):
     python = Path(os.environ.get("HEADWATER_CLIENTS_PYTHON", ROOT / ".venv-clients" / "bin" / "python"))
     assert python.exists(), f"{python} does not exist; run `make setup-clients` first"
     train_here(
-        "examples/openai_agent.yaml", f"run.root={tmp_path}", "trainer.total_steps=14",
-        "eval.every_steps=14", "eval.num_prompts=64",
+        "examples/openai_agent.yaml", f"run.root={tmp_path}", "trainer.total_steps=20",
+        "eval.every_steps=20", "eval.num_prompts=64",
         "rollout.workflow_args.agent=examples/openai_agents_sdk.py:solve", f"rollout.workflow_args.python={python}",
     )  # fmt: skip
     before, after = (each["reward/mean"] for each in metrics(tmp_path / "openai-agent", "eval"))
     assert after > before + 0.1
-    rows = pq.read_table(tmp_path / "openai-agent" / "rollouts" / "step_000014.parquet").to_pylist()
-    assert any("<tool_call>" in row["response"] for row in rows)
+    rows = pq.read_table(tmp_path / "openai-agent" / "rollouts" / "step_000020.parquet").to_pylist()
+    assert any('{"name": "calculator", "arguments": ' in row["response"] for row in rows)
