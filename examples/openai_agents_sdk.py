@@ -1,4 +1,4 @@
-"""An agent of the OpenAI Agents SDK, trained as it is. The SDK may be installed in an environment of its own.
+"""An agent of the OpenAI Agents SDK, trained as it is. The SDK may be installed in a separate environment.
 
     headwater train examples/openai_agent.yaml rollout.workflow_args.agent=examples/openai_agents_sdk.py:solve \
         rollout.workflow_args.python=.venv-clients/bin/python

@@ -85,7 +85,7 @@ class _Writer:
         self._marks = re.compile("|".join(sorted(map(re.escape, special), key=len, reverse=True))) if special else None
 
     def text(self, text: str) -> str:
-        """Fixed text. A special token is a token of its own, which ordinary text does not match."""
+        """Fixed text. A special token is a separate token, which ordinary text does not match."""
         parts, place = [], 0
         for match in self._marks.finditer(text) if self._marks else ():
             parts += [_quoted(text[place : match.start()]), f"<[{self.special[match.group()]}]>"]

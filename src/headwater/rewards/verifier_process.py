@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 MEMORY_LIMIT = 1 << 30
 REQUESTS_PER_WORKER = 2000
-"""After so many comparisons, a worker is replaced, with what sympy has cached."""
+"""A worker is replaced after this number of comparisons, which also frees what sympy has cached."""
 _LOOK_S = 5.0
 
 

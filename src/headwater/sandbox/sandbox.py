@@ -8,7 +8,7 @@
         outcome = await session.run("x * 7")
     sandbox.close()
 
-Every program runs in a *cell*: namespaces of its own (processes, mounts, network, users, IPC, host name), with a
+Every program runs in a *cell*: separate namespaces (processes, mounts, network, users, IPC, host name), with a
 scratch folder in memory that vanishes with it. A cell is a fork of a warm interpreter, so it costs milliseconds.
 """
 

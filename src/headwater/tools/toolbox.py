@@ -165,7 +165,7 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 def run_apart(work: Coroutine[Any, Any, T], what: str) -> T:
-    """Run a coroutine on an event loop of its own in another thread, and wait for its result.
+    """Run a coroutine on a separate event loop in another thread, and wait for its result.
 
     Tools are made and checked before the event loop of the episodes exists.
     """

@@ -1,4 +1,4 @@
-"""Calls as plain JSON, as models without a format of their own write them.
+"""Calls as plain JSON, as models without a special format write them.
 
 The whole message, apart from reasoning, is one call, a list of calls, or several calls in a row:
 

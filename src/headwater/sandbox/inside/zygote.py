@@ -1,4 +1,4 @@
-"""A warm interpreter inside the sandbox. For every program, it forks a cell: a process in namespaces of its own.
+"""A warm interpreter inside the sandbox. For every program, it forks a cell: a process in separate namespaces.
 
 The owner sends four descriptors for every cell. Two belong to the program's output and one brings the program, so this
 process never has a program or its output in its memory, which every later cell begins with a copy of. Through the
@@ -49,7 +49,7 @@ class Settings:
     owner: int
     """A descriptor that becomes readable when the owner ends; -1 where the system has none."""
     mode: str
-    """`nested`: every cell in namespaces of its own. `single`: only one cell, because this process already is in
+    """`nested`: every cell in separate namespaces. `single`: only one cell, because this process already is in
     namespaces for it. `plain`: forked processes without any isolation."""
     paths: tuple[str, ...]
     """Folders with installed packages, in addition to the standard library."""
