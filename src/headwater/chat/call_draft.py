@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headwater.chat.call_events import ArgumentText, CallBegun, CallDone
 from headwater.chat.call_json import BadCall
-from headwater.chat.reader import Reader
+from headwater.chat.reader import Reader, Steps
 from headwater.core.tool_calls import MalformedCall, ToolCall
 
 
@@ -50,3 +50,20 @@ class CallDraft:
         call_id = self._call_id or self._reader.new_call_id()
         text = self._reader.text_from(self._start)
         self._reader.report(CallDone(MalformedCall(call_id, text, str(error), self._name or error.name)))
+
+
+def read_marked_call(
+    reader: Reader, begin: str, end: str, *others: str, read: Callable[[Reader, CallDraft], Steps[None]]
+) -> Steps[None]:
+    """Read a call that stands between two marks; the reader is behind ``begin``.
+
+    The call also ends where another one, or one of ``others``, begins. What ``read`` refuses is a malformed call.
+    """
+    draft = CallDraft(reader, reader.place - len(begin))
+    with reader.fenced(end, begin, *others):
+        try:
+            yield from read(reader, draft)
+        except BadCall as error:
+            yield from reader.until()
+            draft.fail(error)
+    yield from reader.accept(end)

@@ -10,7 +10,7 @@ The schemas of the tools give the types of the arguments.
 
 from __future__ import annotations
 
-from headwater.chat.call_draft import CallDraft
+from headwater.chat.call_draft import CallDraft, read_marked_call
 from headwater.chat.call_grammar import CallShape, KeyedArguments
 from headwater.chat.call_json import BadCall
 from headwater.chat.parsers import PARSERS, CallFormat
@@ -31,14 +31,7 @@ class Glm(CallFormat):
 
     def read(self, reader: Reader) -> Steps[None]:
         while (yield from reader.content_until(_BEGIN)):
-            draft = CallDraft(reader, reader.place - len(_BEGIN))
-            with reader.fenced(_END, _BEGIN):
-                try:
-                    yield from _read_call(reader, draft)
-                except BadCall as error:
-                    yield from reader.until()
-                    draft.fail(error)
-            yield from reader.accept(_END)
+            yield from read_marked_call(reader, _BEGIN, _END, read=_read_call)
 
 
 def _read_call(reader: Reader, draft: CallDraft) -> Steps[None]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from headwater.chat.call_draft import CallDraft
+from headwater.chat.call_draft import CallDraft, read_marked_call
 from headwater.chat.call_grammar import CallShape
 from headwater.chat.call_json import BadCall, checked_name
 from headwater.chat.call_object import read_named_call
@@ -38,14 +38,7 @@ class Kimi(CallFormat):
         while mark := (yield from reader.content_until(_SECTION, _BEGIN, _SECTION_END)):
             if mark != _BEGIN:
                 continue
-            draft = CallDraft(reader, reader.place - len(_BEGIN))
-            with reader.fenced(_END, _BEGIN, _SECTION_END):
-                try:
-                    yield from _read_call(reader, draft)
-                except BadCall as error:
-                    yield from reader.until()
-                    draft.fail(error)
-            yield from reader.accept(_END)
+            yield from read_marked_call(reader, _BEGIN, _END, _SECTION_END, read=_read_call)
 
 
 def _read_call(reader: Reader, draft: CallDraft) -> Steps[None]:
