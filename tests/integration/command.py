@@ -98,7 +98,7 @@ def children(pid: int) -> list[int]:
             command = (stat.parent / "cmdline").read_bytes()
         except OSError:
             continue  # it has ended meanwhile
-        if int(fields[1]) == pid and b"serve" in command:
+        if int(fields[1]) == pid and b"serve" in command.split(b"\0"):
             found.append(int(stat.parent.name))
     return found
 
