@@ -70,7 +70,7 @@ CASES = {
     "bfloat16": Case(("model.dtype=bfloat16",)),
     "adapters in bfloat16": Case(("lora.rank=4", "model.dtype=bfloat16")),
 }
-FEW = ("critic and reference",)
+FEW = ("critic and reference", "adapters")
 """Of the fast tests."""
 RESUMED = ("plain", "adapters", "critic and reference")
 
