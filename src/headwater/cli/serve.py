@@ -22,6 +22,7 @@ from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
 from headwater.core.protocols import InferenceEngine
+from headwater.models.source import check_model
 from headwater.observe.progress import discard
 from headwater.observe.run_directory import RunDirectory
 from headwater.serving.options import (
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
         threading.Thread(target=_stop_at_eof, name="until-eof", daemon=True).start()
     config = read_engine_config(args.overrides)
     model = find_model(args.model)
+    check_model(model, "MODEL")  # a mistyped name is refused before torch is imported
     options = _options(args, model)
     if not 0 <= args.port <= 65535:
         raise HeadwaterError(f"--port = {args.port}: must be in 0 to 65535; 0 takes a free one")
