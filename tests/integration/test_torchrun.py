@@ -64,7 +64,8 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     """Columns of the same weights are equal to rounding."""
     assert actual.keys() == expected.keys(), name
     for key, tensor in expected.items():
-        torch.testing.assert_close(actual[key], tensor, atol=1e-5, rtol=1e-5, msg=lambda text: f"{name}: {key}: {text}")
+        message = f"{name}: {key} differs by up to {(actual[key] - tensor).abs().max()}"
+        torch.testing.assert_close(actual[key], tensor, atol=1e-5, rtol=1e-5, msg=message)
 
 
 def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str) -> None:
