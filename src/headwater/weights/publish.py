@@ -75,9 +75,9 @@ def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, 
 class StreamChecksums:
     """The checksums of a stream of buckets, computed while an engine reads it.
 
-        checksums = StreamChecksums(torch.bfloat16)
-        engine.update_weights(WeightUpdate(version, shapes, checksums.watch(learner.export())))
-        serving, trained = checksums.texts()
+    checksums = StreamChecksums(torch.bfloat16)
+    engine.update_weights(WeightUpdate(version, shapes, checksums.watch(learner.export())))
+    serving, trained = checksums.texts()
     """
 
     def __init__(self, serving_dtype: torch.dtype) -> None:
