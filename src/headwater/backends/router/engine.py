@@ -85,6 +85,11 @@ class RouterEngine:
         """Drain a server, then close its engine. Without ``move``, wait until its requests have ended."""
         self._roster.remove(name, move=move, limit_s=limit_s)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all servers."""
+        return tuple(each.name for each in self._roster.all())
+
     # What it can do
 
     @property
