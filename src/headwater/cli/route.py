@@ -17,7 +17,7 @@ from headwater.core.errors import HeadwaterError
 
 if TYPE_CHECKING:
     from headwater.backends.router.engine import RoutedServer, RouterEngine
-    from headwater.core.protocols import Tokenizer
+    from headwater.core.protocols import InferenceEngine, Tokenizer
 
 HELP = (
     "Run a router: one address in front of several running servers, with OpenAI's, SGLang's and Headwater's calls. "
@@ -27,6 +27,7 @@ HELP = (
 
 BACKENDS = ("native", "vllm", "sglang")
 _ANSWER_S = 10.0
+"""How long a server may not answer before the router connects to it anew."""
 _RETRY_S = 5.0
 """Time between two attempts to reach a server that was down when the router started."""
 
@@ -122,14 +123,18 @@ def connector(backend: str, model: str, tokenizer: Tokenizer) -> Callable[[str],
     config = replace(
         defaults,
         model=replace(defaults.model, path=model),
-        rollout=replace(defaults.rollout, backend=backend, max_new_tokens=1),
+        rollout=replace(defaults.rollout, backend=backend, max_new_tokens=1, server_timeout_s=_ANSWER_S),
         data=replace(defaults.data, max_prompt_tokens=1),
     )
     context = BackendContext(config, model, tokenizer, Spans(), owns_weights=False, is_one_of_many=True)
     kind: Any = KNOWN.resolve(backend)
 
     def connect(url: str) -> RoutedServer:
-        return RoutedServer(url, kind.connect(url, context))
+        def again() -> InferenceEngine:
+            engine: InferenceEngine = kind.connect(url, context)
+            return engine
+
+        return RoutedServer(url, again(), connect=again)
 
     return connect
 
