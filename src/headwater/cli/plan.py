@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 HELP = (
     "Predict tokens/s, step time and staleness of a recipe on a number of GPUs, and the best division of the GPUs "
-    "between the learner and inference servers. The scheduler of training runs on a virtual clock, with measured costs; "
-    "nothing is trained."
+    "between the learner and inference servers. The scheduler of training runs on a virtual clock, with measured "
+    "costs; nothing is trained."
 )
 EXAMPLES = """\
 examples:
@@ -176,6 +176,8 @@ def _costs(args: argparse.Namespace, config: Config) -> tuple[CostModel, Lengths
 
 
 def _workload(args: argparse.Namespace, config: Config, lengths: Lengths | None) -> Workload:
+    import numpy as np
+
     from headwater.planner.workload import Lengths, Workload
 
     rollout = config.rollout
@@ -190,7 +192,7 @@ def _workload(args: argparse.Namespace, config: Config, lengths: Lengths | None)
         max_concurrent=rollout.max_concurrent_groups,
         on_stale=rollout.on_stale,
         update_mode=config.engine.chosen_update_mode,
-        episode_wait_s=args.wait_s,
+        waits_s=np.full((1, 1), args.wait_s),
         timeout_s=rollout.timeout_s,
         episode_timeout_s=rollout.episode_timeout_s,
         shares_prompts=config.learner.share_prompts,

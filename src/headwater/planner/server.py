@@ -100,7 +100,7 @@ class SimulatedServer:
         )
 
     def update(self, version: int, *, pause_s: float, recomputes: bool) -> None:
-        """Use new weights from now on. ``recomputes``: the keys and values of all running sequences are computed again."""
+        """Use new weights from now on. ``recomputes``: keys and values of running sequences are computed again."""
         self._advance()
         self._version = version
         for _, _, sequence in self._running:

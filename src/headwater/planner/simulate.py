@@ -40,7 +40,7 @@ class Prediction:
     tokens_per_s: float
     """Trained tokens per second: responses only, without tokens that were too old."""
     total_tokens_per_s: float
-    """As ``tokens_per_s``, with prompts. AReaL's paper counts these."""
+    """All tokens of the batches per second: prompts, responses and tokens that were too old."""
     wait_s: float
     """Per step, how long the learner waited for rollouts."""
     train_s: float
@@ -67,9 +67,16 @@ class Prediction:
 
 
 def simulate(
-    workload: Workload, costs: Costs, num_servers: int, *, num_steps: int | None = None, warm_up: int | None = None
+    workload: Workload,
+    costs: Costs,
+    num_servers: int,
+    *,
+    num_steps: int | None = None,
+    warm_up: int | None = None,
+    ends: bool = False,
 ) -> Prediction:
-    """Run ``num_steps`` steps after ``warm_up`` steps that do not count.
+    """Run ``num_steps`` steps after ``warm_up`` steps that do not count. If the run ``ends`` after them, nothing is
+    generated for later steps.
 
     The learner trains while the servers generate, as far as ``workload.max_staleness`` allows; the executor decides.
     """
@@ -78,7 +85,7 @@ def simulate(
     warm_up = 2 + ahead if warm_up is None else warm_up
     num_steps = 4 + 2 * ahead if num_steps is None else num_steps
     with _without_garbage_collection(), VirtualTasks() as tasks:
-        run = _Run(workload, costs, num_servers, tasks)
+        run = _Run(workload, costs, num_servers, tasks, warm_up + num_steps if ends else None)
         for _ in range(warm_up):
             run.step()
         run.begin_counting()
@@ -102,11 +109,13 @@ def _without_garbage_collection() -> Iterator[None]:
 class _Run:
     """The training loop with a learner that only takes time."""
 
-    def __init__(self, workload: Workload, costs: Costs, num_servers: int, tasks: VirtualTasks) -> None:
+    def __init__(
+        self, workload: Workload, costs: Costs, num_servers: int, tasks: VirtualTasks, num_batches: int | None
+    ) -> None:
         self.workload, self.costs, self.tasks = workload, costs, tasks
         self.servers = [SimulatedServer(tasks.loop, costs.generation) for _ in range(num_servers)]
         self.fleet = SimulatedFleet(self.servers)
-        self.executor = make_executor(workload, self.fleet, tasks)
+        self.executor = make_executor(workload, self.fleet, tasks, num_batches)
         self.version = 0
         self._num_drawn = 0
         self._prompt = (workload.prompt_tokens,)  # one token stands for all; see planner/server.py
@@ -168,7 +177,7 @@ class _Run:
         num_episodes = sum(each.num_episodes for each in steps)
         num_trained = sum(each.num_trained for each in steps)
         num_masked = sum(each.num_masked for each in steps)
-        num_all = sum(each.num_tokens for each in steps) - num_masked
+        num_all = sum(each.num_tokens for each in steps)
         num_sampled = num_trained + num_masked
         busy_s = sum(server.busy_s for server in self.servers) - self._busy_before
         return Prediction(
@@ -244,7 +253,9 @@ class _Step:
         )
 
 
-def make_executor(workload: Workload, fleet: SimulatedFleet, tasks: AsyncTaskRunner) -> WorkflowExecutor:
+def make_executor(
+    workload: Workload, fleet: SimulatedFleet, tasks: AsyncTaskRunner, num_batches: int | None = None
+) -> WorkflowExecutor:
     """The executor of a run, as ``trainer/rollout_setup.py`` makes it, with episodes that only take time."""
     unused: Any = None  # the workflow needs neither a tokenizer nor a reward
     runner = EpisodeRunner(
@@ -259,6 +270,7 @@ def make_executor(workload: Workload, fleet: SimulatedFleet, tasks: AsyncTaskRun
             batch_size=workload.num_prompts,
             max_staleness=workload.max_staleness,
             max_concurrent=workload.max_concurrent,
+            num_batches=num_batches,
             on_stale=workload.on_stale,
             in_waves=workload.max_staleness == 0 and not workload.is_deterministic,
             holds_engine=False,
@@ -283,8 +295,8 @@ class _SimulatedEpisodes:
             sampling = self._sampling[length] = SamplingParams(max_new_tokens=length)
         request = ModelRequest(f"{prompt.uid}#{data.sample}", prompt.tokens, sampling, rng_key=data.rng_key)
         response = await engine.agenerate(request)
-        if workload.episode_wait_s:
-            await asyncio.sleep(workload.episode_wait_s)
+        if (wait_s := workload.wait_of(int(prompt.uid), data.sample)) > 0:
+            await asyncio.sleep(wait_s)
         return _trajectory(data, response.output_tokens, response.output_versions)
 
 

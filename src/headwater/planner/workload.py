@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -95,8 +95,8 @@ class Workload:
     max_concurrent: int = 0
     on_stale: Literal["mask", "drop", "wait"] = "mask"
     update_mode: UpdateMode = "in_flight"
-    episode_wait_s: float = 0.0
-    """What an episode waits for besides its response: tools and rewards."""
+    waits_s: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
+    """``[groups, samples]``: how long an episode waits for its tools and rewards. A smaller array is repeated."""
     timeout_s: float = 1800.0
     """``rollout.timeout_s``."""
     episode_timeout_s: float = 1800.0
@@ -115,7 +115,13 @@ class Workload:
         return num_responded + self.prompt_tokens * (num_groups if self.shares_prompts else num_episodes)
 
     def length_of(self, number: int, sample: int) -> int:
-        """The response length of one sample of the ``number``-th prompt, the same in every simulation."""
-        groups = self.lengths.groups
-        # A stride that shares no factor with the number of groups visits all of them in a mixed order.
-        return int(groups[(number * 2654435761) % len(groups), sample % groups.shape[1]])
+        """The response length of one sample of the ``number``-th prompt. After the last group, the first one follows."""
+        return int(_at(self.lengths.groups, number, sample))
+
+    def wait_of(self, number: int, sample: int) -> float:
+        """As ``length_of``: how long an episode waits for its tools and rewards."""
+        return float(_at(self.waits_s, number, sample))
+
+
+def _at(values: np.ndarray, number: int, sample: int) -> float:
+    return values[number % values.shape[0], sample % values.shape[1]]  # type: ignore[no-any-return]

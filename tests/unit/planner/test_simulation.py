@@ -173,7 +173,7 @@ def test_modes_of_weight_updates_and_waiting_episodes():
              for mode in ("in_flight", "interrupt", "drain")}  # fmt: skip
     assert steps["in_flight"] < steps["interrupt"]
     assert steps["in_flight"] < steps["drain"]
-    tools = simulate(workload_of(episode_wait_s=5.0), costs_of(train_s=0.5), 1)
+    tools = simulate(workload_of(waits_s=np.full((1, 1), 5.0)), costs_of(train_s=0.5), 1)
     assert tools.step_s == pytest.approx(6.5, rel=1e-2)
 
 
