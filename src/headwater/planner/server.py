@@ -14,6 +14,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headwater.backends.router.policy import Policy
+from headwater.backends.router.roster import RouterOptions
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.planner.costs import GenerationCosts
 
@@ -203,38 +205,42 @@ class SimulatedServer:
 
 
 class SimulatedFleet:
-    """Several servers. A request goes to the one with the fewest requests."""
+    """Several servers, and the router's own policy to choose one for each request."""
 
-    def __init__(self, servers: Sequence[SimulatedServer]) -> None:
+    def __init__(self, servers: Sequence[SimulatedServer], options: RouterOptions | None = None) -> None:
         self.servers = tuple(servers)
-        self._order: list[tuple[int, int]] = [(0, index) for index in range(len(servers))]
-        """A heap of (load, server). An entry counts only if its load is the present one."""
+        self._policy = Policy()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[str]] = {}
+        options = options or RouterOptions()
+        for index in range(len(servers)):
+            self._policy.add(str(index), options.max_open_per_server)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        index = self._least_loaded()
-        server = self.servers[index]
-        heapq.heappush(self._order, (server.load + 1, index))
-        response = await server.generate(request)
-        heapq.heappush(self._order, (server.load, index))
-        return response
-
-    def _least_loaded(self) -> int:
-        while self._order:
-            load, index = heapq.heappop(self._order)
-            if self.servers[index].load == load:
-                return index
-        self._order = [(server.load, index) for index, server in enumerate(self.servers)]
-        heapq.heapify(self._order)
-        return heapq.heappop(self._order)[1]
+        key = next(self._numbers)
+        name = self._policy.enter(key, request.session)
+        if name is None:
+            self._waiting[key] = asyncio.get_running_loop().create_future()
+            name = await self._waiting.pop(key)
+        seen: int | None = None
+        try:
+            response = await self.servers[int(name)].generate(request)
+            seen = response.output_versions[-1]
+            return response
+        finally:
+            self._policy.leave(key, seen)
+            for placed, server in self._policy.take_placed():
+                self._waiting[placed].set_result(server)
 
     def update(self, version: int, *, pause_s: float, recomputes: bool) -> None:
         """All servers take new weights; see ``SimulatedServer.update``."""
-        for server in self.servers:
+        for index, server in enumerate(self.servers):
             server.update(version, pause_s=pause_s, recomputes=recomputes)
+            self._policy.set_version(str(index), version)
 
     @property
     def num_open(self) -> int:
-        return sum(server.load for server in self.servers)
+        return self._policy.num_waiting + sum(server.load for server in self.servers)
 
     def pause(self) -> None:
         """Called around requests that start together. On a virtual clock they do so anyway."""

@@ -293,7 +293,8 @@ class _SimulatedEpisodes:
         sampling = self._sampling.get(length)
         if sampling is None:
             sampling = self._sampling[length] = SamplingParams(max_new_tokens=length)
-        request = ModelRequest(f"{prompt.uid}#{data.sample}", prompt.tokens, sampling, rng_key=data.rng_key)
+        name = f"{prompt.uid}#{data.sample}"
+        request = ModelRequest(name, prompt.tokens, sampling, rng_key=data.rng_key, session=name)
         response = await engine.agenerate(request)
         if (wait_s := workload.wait_of(int(prompt.uid), data.sample)) > 0:
             await asyncio.sleep(wait_s)

@@ -115,7 +115,7 @@ class Workload:
         return num_responded + self.prompt_tokens * (num_groups if self.shares_prompts else num_episodes)
 
     def length_of(self, number: int, sample: int) -> int:
-        """The response length of one sample of the ``number``-th prompt. After the last group, the first one follows."""
+        """The response length of one sample of the ``number``-th prompt. The groups are repeated."""
         return int(_at(self.lengths.groups, number, sample))
 
     def wait_of(self, number: int, sample: int) -> float:
