@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headwater.backends.launch.child import ChildServer
+from headwater.backends.launch.child import Child
 from headwater.core.errors import RolloutFailed
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,11 @@ class Service(Protocol):
         """How many requests wait for an answer."""
         ...
 
-    async def start_child(self) -> ChildServer:
+    async def start_child(self) -> Child:
         """Start a process and return when it answers."""
         ...
 
-    async def on_up(self, child: ChildServer) -> None:
+    async def on_up(self, child: Child) -> None:
         """Connect to a child that has just started, and tell it what the last one knew.
 
         The child serves when this returns. After an error it is replaced. A ``ConnectionError`` means that it no
@@ -91,7 +91,7 @@ class ChildKeeper:
         self._remedy = remedy
         self._num_deaths = 0
         """In a row, without a finished request in between."""
-        self._child: ChildServer | None = None
+        self._child: Child | None = None
         self._why_killed = ""
         """Why this process killed the current or last child; empty if it did not."""
         self._watch: asyncio.Task[None] | None = None
