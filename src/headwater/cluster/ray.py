@@ -2,7 +2,7 @@
 
     with closing(RayCluster.join(config)) as cluster:       # the cluster of RAY_ADDRESS, or one on this machine
         learner = cluster.build(spec)                       # ranks as actors (``ray_ranks.py``)
-        engine = cluster.make_engine(context)               # servers in actors (``ray_servers.py``)
+        rollout = build_rollout(..., places=cluster.places())   # servers in actors (``ray_servers.py``)
         cluster.log_to(run.path / "logs")
 
 The training loop runs in this process, the driver. Resources are reserved by placement groups before anything starts:
@@ -18,10 +18,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.cluster.resources import Need, Node, Room, needs_of, shares_learner, shortages
+from headwater.backends import ServerPlace
+from headwater.cluster.resources import Need, Node, Room, needs_of, num_servers, shares_learner, shortages
 from headwater.config.paths import looks_like_folder, with_absolute_paths
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, HeadwaterError, WaitTimeout
@@ -38,6 +40,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headwater.cluster.ray_actor import EVENTS
 from headwater.cluster.ray_ranks import RayRanks
+from headwater.cluster.ray_servers import RayChild, ServerSlot
 
 if TYPE_CHECKING:
     from headwater.core.protocols import Learner
@@ -64,6 +67,7 @@ class RayCluster:
         self._events: Path | None = None
         self._told: list[str] = []
         self._learner_group: Any = None
+        self._slots: list[ServerSlot] = []
 
     @classmethod
     def join(cls, config: Config) -> RayCluster:
@@ -118,6 +122,8 @@ class RayCluster:
         self._events = folder / EVENTS
         for text in self._told:
             self.tell(text)
+        for slot in self._slots:
+            slot.log_to(folder, token)
         for rank, where in enumerate(self._ranks.log_to(folder, token)):
             self.tell(f"learner rank {rank} ({self._ranks.places[rank]}) logs to {where}")
 
@@ -158,6 +164,40 @@ class RayCluster:
             raise
         self._groups.append(group)
         return group
+
+    def places(self) -> tuple[ServerPlace, ...]:
+        """Where the servers of the run are started, for ``BackendContext.places``. Empty if none are."""
+        is_shared = shares_learner(self._config)
+        on_gpu = self._needs["learner ranks" if is_shared else "rollout servers"].each.gpus > 0
+        size = 1 if is_shared else self._config.rollout.launch.tensor_parallel
+        devices = tuple(f"cuda:{index}" for index in range(size)) if on_gpu else ("cpu",) * size
+        places = []
+        for number in range(num_servers(self._config)):
+            slot = self._slot(number)
+            self._slots.append(slot)
+            places.append(ServerPlace(slot.name, devices, is_shared, partial(RayChild.start, slot)))
+        return tuple(places)
+
+    def _slot(self, number: int) -> ServerSlot:
+        config, name = self._config, f"rollout-{number}"
+        groups: list[Any] = []
+
+        def reserve() -> dict[str, Any]:
+            cpus = {"num_cpus": config.cluster.rollout.cpus_per_server}
+            if shares_learner(config):
+                need, bundle = self._needs["learner ranks"], number % config.cluster.learner.num_ranks
+                strategy = PlacementGroupSchedulingStrategy(self._learner_group, bundle)
+                return {**cpus, "num_gpus": need.each.gpus * (1 - LEARNER_SHARE), "scheduling_strategy": strategy}
+            need = self._needs["rollout servers"]
+            groups.append(self.reserve(need, 1, f"{config.run.name} {name}"))
+            strategy = PlacementGroupSchedulingStrategy(groups[-1], 0)
+            return {**cpus, "num_gpus": need.each.gpus, "scheduling_strategy": strategy}
+
+        def release() -> None:
+            while groups:
+                self.release(groups.pop())
+
+        return ServerSlot(name, reserve, release, self.tell)
 
     def release(self, group: Any) -> None:
         self._groups.remove(group)

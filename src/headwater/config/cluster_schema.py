@@ -33,8 +33,6 @@ class RolloutServersConfig:
     """CPU cores that Ray reserves for each server."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels that a node must have to run a disaggregated server."""
-    max_restarts: Annotated[int, AtLeast(0, "use 0 to continue without a server that has died")] = 3
-    """How often a server that dies is replaced, counted from the last time that it took new weights."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
+from headwater.backends.launch.child import ChildServer, StartChild
 from headwater.backends.native.client import ConnectionLost, ServerClient
 from headwater.backends.native.requests import OpenRequest
 from headwater.backends.native.server import NativeServer
@@ -78,11 +79,12 @@ class NativeEngine:
         transfer: WeightTransfer,
         spans: Spans,
         longest_response_s: float = 0.0,
+        start_child: StartChild = ChildServer.start,
     ) -> None:
         """``longest_response_s`` extends the limit of a weight update, in which running responses may have to end."""
         self._update_limit_s = min(max(ENGINE_CALL_LIMIT_S, longest_response_s), _LONGEST_LIMIT_S)
         self._transport: Transport = TRANSPORTS.resolve(transfer)(resolve_dtype(dtype))
-        self._server = NativeServer(model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans)
+        self._server = NativeServer(model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans, start_child)
         self._numbers = itertools.count()
         self._mailboxes = Mailboxes()
         self._is_closed = False
@@ -104,7 +106,11 @@ class NativeEngine:
     def launch(cls, context: BackendContext, devices: Sequence[str]) -> NativeEngine:
         """Start ``headwater serve`` with the engine of ``rollout.backend``."""
         config = context.config
-        device, is_shared = engine_device(devices[0], config.model.device)
+        start: StartChild = ChildServer.start
+        if context.places:
+            device, is_shared, start = devices[0], context.places[0].shares_device, context.places[0].start_child
+        else:
+            device, is_shared = engine_device(devices[0], config.model.device)
         backend = "embedded" if config.rollout.backend == "native" else config.rollout.backend
         arguments = ["--backend", backend, "--device", device, "--seed", str(config.run.seed)]
         arguments += ["--threads", str(config.trainer.num_threads), *config.rollout.launch.args]
@@ -115,6 +121,7 @@ class NativeEngine:
             transfer=chosen_transfer(config) or "shared_memory",
             spans=context.spans,
             longest_response_s=config.rollout.timeout_s,
+            start_child=start,
         )
         try:
             check_length(context, engine.limits.max_model_tokens)

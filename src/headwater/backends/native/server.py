@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.backends.launch.child import ChildServer, Command
+from headwater.backends.launch.child import HOST, Child, ChildServer, Command, StartChild
 from headwater.backends.launch.keeper import ChildKeeper
 from headwater.backends.native.client import ConnectionLost, EngineFailed, RequestLink, ServerClient
 from headwater.backends.native.requests import OpenRequest, OpenRequests
@@ -27,7 +27,7 @@ from headwater.weights import ControlCall
 logger = logging.getLogger(__name__)
 
 SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
-_OPTIONS = ("--host", "127.0.0.1", "--port", "0", "--until-eof")
+_OPTIONS = ("--host", HOST, "--port", "0", "--until-eof")
 _READY = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
 _REMEDY = "try it alone with `headwater serve`, or use rollout.placement=colocated"
 _LOST_S = 0.1
@@ -76,13 +76,15 @@ class NativeServer:
     later. Each ``ServerClient`` belongs to one process.
     """
 
-    def __init__(self, model: str, arguments: Sequence[str], api_key: str, spans: Spans) -> None:
+    def __init__(self, model: str, arguments: Sequence[str], api_key: str, spans: Spans, start_child: StartChild = ChildServer.start
+    ) -> None:
         self.state = ServerState()
         self.keeper = ChildKeeper(self, _REMEDY)
         self.requests = OpenRequests(spans, on_finish=self.keeper.note_progress, on_failed_engine=self.keeper.kill)
         self._model = model
         self._arguments = arguments
         self._api_key = api_key
+        self._start_child = start_child
         self._client: ServerClient | None = None
         self._link: RequestLink | None = None
         self._incomplete: ServerClient | None = None
@@ -196,11 +198,11 @@ class NativeServer:
     def num_open(self) -> int:
         return len(self.requests)
 
-    async def start_child(self) -> ChildServer:
+    async def start_child(self) -> Child:
         arguments = (*SERVE, self._model, *_OPTIONS, *self._arguments)
-        return await ChildServer.start(Command(arguments, self._model, _READY, {KEY_VARIABLE: self._api_key}))
+        return await self._start_child(Command(arguments, self._model, _READY, {KEY_VARIABLE: self._api_key}))
 
-    async def on_up(self, child: ChildServer) -> None:
+    async def on_up(self, child: Child) -> None:
         self._client = ServerClient(child.url, self._api_key)
         await self.state.restore(self._client)
         self._link = await self._client.connect(self.requests)
