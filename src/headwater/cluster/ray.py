@@ -100,7 +100,7 @@ class RayCluster:
         if config.model.dtype != "auto":
             return config
         assert self._ranks is not None, "started"
-        name: Any = self._ranks.auto_dtype(config.model.device)
+        name: Any = self._ranks.auto_dtype(config.model.device) if self.has_gpus else "float32"
         return replace(config, model=replace(config.model, dtype=name))
 
     def build(self, spec: LearnerSpec) -> Learner:

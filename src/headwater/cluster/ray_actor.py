@@ -53,10 +53,6 @@ class ActorProcess:
         return self._name
 
     @ray.method(concurrency_group="side")
-    def place(self) -> ActorPlace:
-        return ActorPlace.here()
-
-    @ray.method(concurrency_group="side")
     def log_to(self, folder: Path, token: str) -> str:
         return redirect_output(folder, token, self._name)
 

@@ -1,6 +1,6 @@
 """Learner ranks as Ray actors: each holds a shard of the learner, with torch.distributed between them.
 
-    ranks = RayRanks.start(places, names, timeout_s=1800)
+    ranks = RayRanks.start([{"name": "learner-0", "num_cpus": 1}, ...], timeout_s=1800)
     learner = ranks.build(build_learner, spec)      # a ``LearnerGroup``
     ...
     ranks.close()
@@ -28,6 +28,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,17 +90,22 @@ class LearnerRank(ActorProcess):
         self._store = TCPStore(address, 0, self._num_ranks, is_master=True, wait_for_workers=False)
         return address, self._store.port
 
-    def join(self, address: str, port: int) -> None:
-        """Join the process group of the rank that has opened a store there."""
+    def join(self, store_address: tuple[str, int]) -> Outcome:
+        """Join the process group of the rank that has opened a store there. Returns where this rank runs."""
+        return self._attempt("join", lambda: self._join(*store_address))
+
+    def _join(self, address: str, port: int) -> ActorPlace:
+        place = ActorPlace.here()
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # Ray shows an actor only its own GPU
-        if interface := _interface_of(ActorPlace.here().address):
+        if interface := _interface_of(place.address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         store = self._store or TCPStore(address, port, self._num_ranks, is_master=False)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
             backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=_COLLECTIVE_LIMIT
         )
+        return place
 
     def build(self, builder: Callable[[LearnerSpec], LocalLearner], spec: LearnerSpec) -> Outcome:
         def make() -> None:
@@ -154,36 +160,31 @@ class LearnerRank(ActorProcess):
 class RayRanks:
     """Calls all ranks together (``group.RankCalls``)."""
 
-    def __init__(self, actors: Sequence[Any], places: Sequence[ActorPlace], *, timeout_s: float) -> None:
-        self.places = tuple(places)
+    def __init__(self, actors: Sequence[Any], *, timeout_s: float) -> None:
+        """The actors join a process group while this object can already be used."""
         self._actors = list(actors)
         self._timeout_s = timeout_s
         self._failure = ""
         self._is_closed = False
         self._condition = threading.Condition()
         self._turns = Turns(self._check)
-        self._lives = [actor.until_end.remote() for actor in self._actors]
+        address = actors[0].open_store.remote()
+        self._joining = [actor.join.remote(address) for actor in actors]
+        self._lives = [actor.until_end.remote() for actor in actors]
         self._watch = threading.Thread(target=self._watch_actors, name="watch of ranks", daemon=True)
         self._watch.start()
 
     @classmethod
     def start(cls, options: Sequence[dict[str, Any]], *, timeout_s: float) -> RayRanks:
-        """Start one actor per entry of ``options``, which are Ray's, and join them to a process group."""
+        """Start one actor per entry of ``options``, which are Ray's."""
         remote = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"side": 2})(LearnerRank)
-        actors = [
-            remote.options(**each).remote(each["name"], rank, len(options)) for rank, each in enumerate(options)
-        ]
-        try:
-            places: list[ActorPlace] = ray.get([actor.place.remote() for actor in actors], timeout=_START_LIMIT_S)
-            address, port = ray.get(actors[0].open_store.remote(), timeout=_START_LIMIT_S)
-            ray.get([actor.join.remote(address, port) for actor in actors], timeout=_START_LIMIT_S)
-        except BaseException as error:
-            for actor in actors:
-                ray.kill(actor)
-            if isinstance(error, RayError):
-                raise RankFailed(f"the learner ranks could not start: {death_of(error)}") from error
-            raise
-        return cls(actors, places, timeout_s=timeout_s)
+        actors = [remote.options(**each).remote(each["name"], rank, len(options)) for rank, each in enumerate(options)]
+        return cls(actors, timeout_s=timeout_s)
+
+    @cached_property
+    def places(self) -> tuple[ActorPlace, ...]:
+        """Where each rank runs. Waits until all of them have started."""
+        return tuple(self._gather("start", self._joining))
 
     @property
     def num_ranks(self) -> int:
@@ -199,6 +200,7 @@ class RayRanks:
 
     def build(self, builder: Callable[[LearnerSpec], LocalLearner], spec: LearnerSpec) -> LearnerGroup:
         with self._turns.take("build"):
+            logger.debug("learner ranks: %s", "; ".join(map(str, self.places)))
             self._gather("build", [actor.build.remote(builder, spec) for actor in self._actors])
         return LearnerGroup(spec.config, self)
 
@@ -322,10 +324,11 @@ class RayRanks:
             ended, _ = ray.wait([life], timeout=0)
             if not ended:
                 continue
+            where = f" ({self.__dict__['places'][rank]})" if "places" in self.__dict__ else ""
             try:
                 ray.get(life)
             except RayError as error:
-                told.append(f"rank {rank} ({self.places[rank]}) has ended: {death_of(error)}")
+                told.append(f"rank {rank}{where} has ended: {death_of(error)}")
         return "; ".join(told)
 
 

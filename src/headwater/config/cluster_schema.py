@@ -49,9 +49,8 @@ class RewardActorsConfig:
 @dataclass(frozen=True)
 class ClusterConfig:
     kind: Literal["local", "ray"] = "local"
-    """Where the learner and the servers run: `local` on this machine, `ray` as actors of a Ray cluster: the one that
-    the environment variable RAY_ADDRESS names, or one that the run starts on this machine. `cluster=ray` is short for
-    cluster.kind=ray."""
+    """Where the learner and the servers run: `local` on this machine, or `ray` as actors of a Ray cluster, which the
+    environment variable RAY_ADDRESS names or the run starts on this machine. The short form is cluster=ray."""
     learner: LearnerRanksConfig = field(default_factory=LearnerRanksConfig)
     rollout: RolloutServersConfig = field(default_factory=RolloutServersConfig)
     reward: RewardActorsConfig = field(default_factory=RewardActorsConfig)
