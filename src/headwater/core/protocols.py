@@ -51,6 +51,8 @@ class WeightUpdate:
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of every tensor of the model, by name."""
     buckets: Iterable[Bucket]
+    is_repeat: bool = False
+    """The same weights were published as this version before. Only engines that do not have them need to take them."""
 
     @classmethod
     def of(cls, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:

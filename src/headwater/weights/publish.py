@@ -28,7 +28,12 @@ class Published:
 
 
 def publish(
-    learner: WeightSource, engine: InferenceEngine, version: int, *, longest_response_s: float = 0.0
+    learner: WeightSource,
+    engine: InferenceEngine,
+    version: int,
+    *,
+    longest_response_s: float = 0.0,
+    is_repeat: bool = False,
 ) -> Published:
     """Stream the learner's weights to the engine as ``version``, and return their checksums.
 
@@ -38,19 +43,22 @@ def publish(
 
     The wait ends after ``ENGINE_CALL_LIMIT_S``, or after ``longest_response_s`` if that is longer, because running
     responses may have to end first. If the engine's process dies during the transfer, the weights are sent again to the
-    process that replaces it.
+    process that replaces it. With ``is_repeat``, the same weights were published before, and only servers that do not
+    have them need them.
     """
     while True:
         try:
-            return _publish_once(learner, engine, version, longest_response_s)
+            return _publish_once(learner, engine, version, longest_response_s, is_repeat)
         except TransferLost as error:
             # The engine limits how often it is restarted, and then fails with another error.
             logger.warning("policy version %d is sent again: %s", version, error)
 
 
-def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, longest_response_s: float) -> Published:
+def _publish_once(
+    learner: WeightSource, engine: InferenceEngine, version: int, longest_response_s: float, is_repeat: bool
+) -> Published:
     checksums = StreamChecksums(dtype_of_checksum(engine.capabilities.dtype))
-    update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()))
+    update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()), is_repeat)
     done = engine.update_weights(update)
     try:
         wait_for_future(
@@ -75,9 +83,9 @@ def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, 
 class StreamChecksums:
     """The checksums of a stream of buckets, computed while an engine reads it.
 
-        checksums = StreamChecksums(torch.bfloat16)
-        engine.update_weights(WeightUpdate(version, shapes, checksums.watch(learner.export())))
-        serving, trained = checksums.texts()
+    checksums = StreamChecksums(torch.bfloat16)
+    engine.update_weights(WeightUpdate(version, shapes, checksums.watch(learner.export())))
+    serving, trained = checksums.texts()
     """
 
     def __init__(self, serving_dtype: torch.dtype) -> None:
