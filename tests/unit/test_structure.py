@@ -57,7 +57,9 @@ def test_imports_flow_one_way():
             if parts[0] == "headwater" and len(parts) > 1:
                 assert parts[1] in allowed, f"{path}: {folder} must not import {module}"
             elif parts[0] in ONLY_IN:
-                assert str(path.relative_to(SOURCE)).startswith(ONLY_IN[parts[0]]), f"{path}: must not import {parts[0]}"
+                assert str(path.relative_to(SOURCE)).startswith(ONLY_IN[parts[0]]), (
+                    f"{path}: must not import {parts[0]}"
+                )
 
 
 def test_who_keeps_a_process_alive_does_not_know_how_to_talk_to_it():

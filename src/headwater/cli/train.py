@@ -16,11 +16,11 @@ from headwater.cluster import keep_ray_local, launched_rank, num_launched
 from headwater.core.errors import HeadwaterError, RankFailed, RunError
 
 if TYPE_CHECKING:
-    from headwater.backends import ServerPlace
     from headwater.config.schema import Config
     from headwater.learner.build import LearnerBuilder
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
+    from headwater.trainer.rollout_setup import RemoteParts
 
 logger = logging.getLogger(__name__)
 
@@ -203,12 +203,12 @@ def _fit(
     display = Display()
     resuming = run is not None
     attempts.run, attempts.max_restarts = run, config.cluster.max_restarts
-    model_path = str(checkpoint / "model") if checkpoint else config.model.path
     with ExitStack() as lock, ExitStack() as stack:
         site = stack.enter_context(_site(config))
         config = site.config
+        model_path = str(checkpoint.absolute() / "model") if checkpoint else config.model.path
         # Everything that bad input can break is built first, so that only a run that can start gets a directory.
-        rollout = stack.enter_context(closing(build_rollout(config, model_path, places=site.places)))
+        rollout = stack.enter_context(closing(build_rollout(config, model_path, remote=site.remote())))
         if config.learner.offload_during_rollout:
             rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
         # Without a checkpoint, a warm start is repeated and makes the reference again.
@@ -236,7 +236,9 @@ def _fit(
         if checkpoint is not None:
             trainer.restore(checkpoint)
             display.say(f"Resuming {run.path} after step {trainer.step}")
-            if site.is_here and resolve_dtype(config.model.dtype) != (chosen := auto_dtype(resolve_device(config.model.device))):
+            if site.is_here and resolve_dtype(config.model.dtype) != (
+                chosen := auto_dtype(resolve_device(config.model.device))
+            ):
                 name = str(chosen).removeprefix("torch.")
                 kept = f"The run keeps model.dtype = {config.model.dtype}"
                 display.say(f"{kept}; on this device, auto would choose {name}")
@@ -272,7 +274,8 @@ class _Site:
     """cuda or cpu: the kind of device that the learner uses."""
     make_learner: LearnerBuilder | None = None
     """Builds the learner over several ranks; None builds it in this process."""
-    places: tuple[ServerPlace, ...] = ()
+    remote: Callable[[], RemoteParts | None] = lambda: None
+    """What of the rollouts runs in a cluster."""
     log_to: Callable[[Path], None] = lambda folder: None
     """Send the output of other processes to files in a folder."""
     is_here: bool = True
@@ -311,17 +314,20 @@ def _site(config: Config) -> Iterator[_Site]:
 def _ray_site(config: Config) -> Iterator[_Site]:
     if num_launched() > 1:
         raise HeadwaterError(
-            "cluster.kind = ray: Ray starts the ranks itself (cluster.learner.num_ranks); start the run without torchrun"
+            "cluster.kind = ray: Ray starts the ranks itself (cluster.learner.num_ranks); start the run without "
+            "torchrun"
         )
     keep_ray_local()
     from headwater.cluster.ray import RayCluster
+    from headwater.config.paths import with_absolute_paths
+    from headwater.trainer.rollout_setup import RemoteParts
 
     with closing(RayCluster.join(config)) as cluster, _failure_of(lambda: cluster.failure):
         yield _Site(
-            cluster.with_dtype(config),
+            with_absolute_paths(cluster.with_dtype(config)),  # actors have other working directories
             "cuda" if cluster.has_gpus else "cpu",
             cluster.build,
-            cluster.places(),
+            lambda: RemoteParts(cluster.places(), cluster.reward_pool()),
             cluster.log_to,
             is_here=False,
         )

@@ -40,6 +40,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headwater.cluster.ray_actor import EVENTS
 from headwater.cluster.ray_ranks import RayRanks
+from headwater.cluster.ray_rewards import RayRewardPool
 from headwater.cluster.ray_servers import RayChild, ServerSlot
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class RayCluster:
         self._told: list[str] = []
         self._learner_group: Any = None
         self._slots: list[ServerSlot] = []
+        self._rewards: RayRewardPool | None = None
 
     @classmethod
     def join(cls, config: Config) -> RayCluster:
@@ -109,7 +111,10 @@ class RayCluster:
 
         assert self._ranks is not None, "started"
         # The ranks have other working directories.
-        paths = [os.path.abspath(each) if looks_like_folder(each) else each for each in (spec.model_path, spec.reference_path)]
+        paths = [
+            os.path.abspath(each) if looks_like_folder(each) else each
+            for each in (spec.model_path, spec.reference_path)
+        ]
         return self._ranks.build(build_learner, LearnerSpec(with_absolute_paths(spec.config), *paths))
 
     def log_to(self, folder: Path) -> None:
@@ -117,13 +122,18 @@ class RayCluster:
         assert self._ranks is not None, "started"
         folder = folder.absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        token = f"# {secrets.token_hex(8)}"
-        (folder / EVENTS).write_text(f"{token}\n", encoding="utf-8")
-        self._events = folder / EVENTS
+        events = folder / EVENTS
+        if not events.exists():  # that of a run that is resumed is continued
+            events.write_text(f"# {secrets.token_hex(8)}\n", encoding="utf-8")
+        token = events.read_text(encoding="utf-8").splitlines()[0]
+        self._events = events
         for text in self._told:
             self.tell(text)
         for slot in self._slots:
             slot.log_to(folder, token)
+        if self._rewards is not None:
+            for number, where in enumerate(self._rewards.log_to(folder, token)):
+                self.tell(f"reward-{number} logs to {where}")
         for rank, where in enumerate(self._ranks.log_to(folder, token)):
             self.tell(f"learner rank {rank} ({self._ranks.places[rank]}) logs to {where}")
 
@@ -178,6 +188,25 @@ class RayCluster:
             places.append(ServerPlace(slot.name, devices, is_shared, partial(RayChild.start, slot)))
         return tuple(places)
 
+    def reward_pool(self) -> RayRewardPool | None:
+        """The actors that score; None if scoring stays on this machine."""
+        settings = self._config.cluster.reward
+        if not settings.num_actors:
+            return None
+        need = self._needs["reward actors"]
+        group = self.reserve(need, need.count, f"{self._config.run.name} rewards")
+        options = [
+            {
+                "name": f"reward-{number}",
+                "num_cpus": settings.cpus_per_actor,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, number),
+            }
+            for number in range(need.count)
+        ]
+        max_concurrent = self._config.reward.max_concurrent
+        self._rewards = RayRewardPool.make(options, num_workers=settings.cpus_per_actor, max_concurrent=max_concurrent)
+        return self._rewards
+
     def _slot(self, number: int) -> ServerSlot:
         config, name = self._config, f"rollout-{number}"
         groups: list[Any] = []
@@ -206,6 +235,8 @@ class RayCluster:
 
     def close(self) -> None:
         """End all actors, give back their resources, and end a Ray that this run has started."""
+        if self._rewards is not None:
+            self._rewards.close()
         if self._ranks is not None:
             self._ranks.close()
         for group in list(self._groups):
@@ -237,8 +268,8 @@ def _connect(config: Config) -> bool:
             ray.init(address, **common)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise HeadwaterError(
-                f"RAY_ADDRESS = {address}: no Ray cluster answers there ({error}); check it with `ray status`, or unset "
-                "it to start Ray on this machine"
+                f"RAY_ADDRESS = {address}: no Ray cluster answers there ({error}); check it with `ray status`, or "
+                "unset it to start Ray on this machine"
             ) from error
         return False
     store = config.cluster.object_store_mib * 2**20

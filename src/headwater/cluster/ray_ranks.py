@@ -18,10 +18,8 @@ import os
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -42,7 +40,7 @@ from headwater.cluster.group import LearnerGroup
 from headwater.cluster.ray_actor import ActorPlace, ActorProcess, SentError, death_of
 from headwater.cluster.turns import Turns
 from headwater.core.data_proto import DataProto
-from headwater.core.errors import HeadwaterError, OtherRankFailed, RankFailed, WaitTimeout
+from headwater.core.errors import OtherRankFailed, RankFailed, WaitTimeout
 from headwater.core.waits import wait_until
 
 if TYPE_CHECKING:
@@ -150,10 +148,9 @@ class LearnerRank(ActorProcess):
     def _attempt(self, name: str, function: Callable[[], Any]) -> Outcome:
         try:
             return Outcome(function())
-        except Exception as error:  # noqa: BLE001  sent to the training loop, which raises it there
+        except Exception as error:
             if not isinstance(error, OtherRankFailed):
-                print(f"rank {self._rank} failed in {name}", file=sys.stderr)
-                traceback.print_exc()
+                logger.error("rank %d failed in %s", self._rank, name, exc_info=True)  # to the log of this rank
             return Outcome(error=SentError.of(error))
 
 
@@ -358,7 +355,9 @@ def _pack(bucket: Any) -> Any:
     packed = []
     for name, tensor in bucket:
         flat = tensor.detach().contiguous().cpu()
-        packed.append((name, str(flat.dtype).removeprefix("torch."), tuple(flat.shape), flat.view(-1).view(torch.uint8).numpy()))
+        packed.append(
+            (name, str(flat.dtype).removeprefix("torch."), tuple(flat.shape), flat.view(-1).view(torch.uint8).numpy())
+        )
     return packed
 
 
@@ -366,7 +365,8 @@ def _unpack(packed: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the arrays cannot be written to, and are not
         return [
-            (name, torch.from_numpy(array).view(getattr(torch, dtype)).view(shape)) for name, dtype, shape, array in packed
+            (name, torch.from_numpy(array).view(getattr(torch, dtype)).view(shape))
+            for name, dtype, shape, array in packed
         ]
 
 

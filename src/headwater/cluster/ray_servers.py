@@ -58,7 +58,8 @@ class RolloutServer:
             command = replace(command, arguments=(sys.executable, *command.arguments[1:]))
 
         def echo(text: str) -> None:
-            print(text, end="", flush=True)
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
         try:
             self._child = await ChildServer.start(command, host=ActorPlace.here().address, echo=echo)
@@ -96,7 +97,9 @@ class ServerSlot:
         self.log = (folder, token)
         if self.actor is not None:
             with suppress(RayError):  # the next actor is told when it starts
-                self.tell(f"{self.name} logs to {ray.get(self.actor.log_to.remote(folder, token), timeout=_STOP_LIMIT_S)}")
+                self.tell(
+                    f"{self.name} logs to {ray.get(self.actor.log_to.remote(folder, token), timeout=_STOP_LIMIT_S)}"
+                )
 
 
 class RayChild:
@@ -158,12 +161,13 @@ class RayChild:
         try:
             # Shielded: the keeper gives up waiting and asks again.
             end = asyncio.shield(asyncio.wrap_future(self._end.future()))
-            how, self._last_lines = await (asyncio.wait_for(end, _DEATH_LIMIT_S) if self._is_killed else end)
+            server, self._last_lines = await (asyncio.wait_for(end, _DEATH_LIMIT_S) if self._is_killed else end)
+            how = f"has ended, because its {server}"
         except RayError as error:
-            how = f"actor on {self._place} has ended: {death_of(error)}"
+            how = f"has ended: {death_of(error)}"
         except TimeoutError:
-            how = f"actor on {self._place} was killed"
-        return f"{self._slot.name}: {how}" if self._slot.name not in how else how
+            how = "was killed"
+        return f"actor {self._slot.name} ({self._place}) {how}"
 
     def kill(self) -> None:
         self._is_killed = True
@@ -175,7 +179,7 @@ class RayChild:
             with suppress(RayError, TimeoutError, HeadwaterError):
                 await asyncio.wait_for(asyncio.wrap_future(self._actor.stop.remote().future()), _STOP_LIMIT_S)
             self.kill()
-        self._slot.tell(f"{self._slot.name} has ended: {await self.wait()}")
+        self._slot.tell(await self.wait())
         self._slot.actor = None
         self._slot.release()
 

@@ -14,7 +14,8 @@ PlacementStrategy = Literal["pack", "spread", "strict_pack", "strict_spread"]
 @dataclass(frozen=True)
 class LearnerRanksConfig:
     num_ranks: Annotated[int, AtLeast(1)] = 1
-    """Ranks that train together, each an actor. Each uses one GPU if the cluster has GPUs and model.device is not cpu."""
+    """Ranks that train together, each an actor. Each uses one GPU, unless the cluster has none or model.device is
+    cpu."""
     cpus_per_rank: Annotated[float, MoreThan(0)] = 1.0
     """CPU cores that Ray reserves for each rank."""
     strategy: PlacementStrategy = "pack"

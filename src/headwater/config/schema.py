@@ -253,7 +253,8 @@ class LearnerConfig:
     offload_during_rollout: bool = False
     """On a GPU, move the learner to main memory during generation, and free the KV cache during training."""
     rank_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
-    """With several ranks (torchrun or Ray), the longest time that one call of the learner may take before the run ends."""
+    """With several ranks (torchrun or Ray), the longest time that one call of the learner may take before the run
+    ends."""
 
     @property
     def forward_tokens(self) -> int:

@@ -26,6 +26,7 @@ from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
+from headwater.rewards.pool import CallPool
 from headwater.rewards.scoring import Scoring
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.filters import GroupFilter, load_should_accept, scores_differ
@@ -130,18 +131,25 @@ def check_requests_fit(config: Config, limits: EngineLimits, longest_prompt: int
     )
 
 
+@dataclass(frozen=True)
+class RemoteParts:
+    """What runs in a cluster instead of on this machine."""
+
+    places: tuple[ServerPlace, ...] = ()
+    """Where servers are started."""
+    reward_pool: CallPool | None = None
+    """Where scoring functions run."""
+
+
 def build_rollout(
     config: Config,
     model_path: str,
     schedule: RecordedSchedule | None = None,
-    places: tuple[ServerPlace, ...] = (),
+    remote: RemoteParts | None = None,
 ) -> RolloutParts:
-    """With ``schedule``, the rollouts of a recorded run are replayed. Otherwise new ones are generated.
-
-    ``places`` are those of the servers in a cluster.
-    """
+    """With ``schedule``, the rollouts of a recorded run are replayed. Otherwise new ones are generated."""
     with ExitStack() as after_failure:
-        parts = _build(with_dtype(config), model_path, schedule, places, after_failure)
+        parts = _build(with_dtype(config), model_path, schedule, remote or RemoteParts(), after_failure)
         after_failure.pop_all()
     return parts
 
@@ -150,7 +158,7 @@ def _build(
     config: Config,
     model_path: str,
     schedule: RecordedSchedule | None,
-    places: tuple[ServerPlace, ...],
+    remote: RemoteParts,
     after_failure: ExitStack,
 ) -> RolloutParts:
     """``after_failure`` closes what was made before something fails."""
@@ -176,12 +184,14 @@ def _build(
     train_sampling, eval_sampling = make_sampling(config)
 
     # Created last, after everything that can fail because of wrong settings: it has threads and may be a process.
-    context = BackendContext(config, model_path, tokenizer, spans, places=places)
+    context = BackendContext(config, model_path, tokenizer, spans, places=remote.places)
     engine = make_engine(context, replays=schedule is not None)
     after_failure.callback(engine.close)
     check_stop_tokens(config, engine)
     if isinstance(reward, Scoring):
         after_failure.callback(reward.close)
+        if remote.reward_pool is not None:
+            reward.use(remote.reward_pool)
         reward.start()
     tasks = AsyncTaskRunner()
     after_failure.callback(tasks.close)

@@ -39,8 +39,10 @@ def test_a_resolved_recipe_loads_again(tmp_path):
         (["cluster=ray", "cluster.reward.num_actors=1", "reward.where=threads"], ["reward.where=processes"]),
         (["cluster=ray", "cluster.reward.labels={a: b}"], ["cluster.reward.num_actors"]),
         (
-            ["cluster=ray", "rollout.placement=disaggregated", "rollout.launch.num_servers=2"]
-            + ["cluster.rollout.num_servers=3"],
+            [
+                *("cluster=ray", "rollout.placement=disaggregated"),
+                *("rollout.launch.num_servers=2", "cluster.rollout.num_servers=3"),
+            ],
             ["rollout.launch.num_servers = 2"],
         ),
     ],

@@ -27,8 +27,8 @@ class Command:
     """How a server is started."""
 
     arguments: Sequence[str]
-    """The program and its arguments, with ``HOST`` and ``PORT`` where the address belongs. It must end when its standard
-    input closes."""
+    """The program and its arguments, with ``HOST`` and ``PORT`` where the address belongs. It must end when its
+    standard input closes."""
     serves: str
     """What it serves, for messages."""
     ready: re.Pattern[str]

@@ -84,7 +84,9 @@ class NativeEngine:
         """``longest_response_s`` extends the limit of a weight update, in which running responses may have to end."""
         self._update_limit_s = min(max(ENGINE_CALL_LIMIT_S, longest_response_s), _LONGEST_LIMIT_S)
         self._transport: Transport = TRANSPORTS.resolve(transfer)(resolve_dtype(dtype))
-        self._server = NativeServer(model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans, start_child)
+        self._server = NativeServer(
+            model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans, start_child
+        )
         self._numbers = itertools.count()
         self._mailboxes = Mailboxes()
         self._is_closed = False

@@ -76,7 +76,13 @@ class NativeServer:
     later. Each ``ServerClient`` belongs to one process.
     """
 
-    def __init__(self, model: str, arguments: Sequence[str], api_key: str, spans: Spans, start_child: StartChild = ChildServer.start
+    def __init__(
+        self,
+        model: str,
+        arguments: Sequence[str],
+        api_key: str,
+        spans: Spans,
+        start_child: StartChild = ChildServer.start,
     ) -> None:
         self.state = ServerState()
         self.keeper = ChildKeeper(self, _REMEDY)
