@@ -43,6 +43,7 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
         return engines[0]
     from headwater.backends.router.engine import RoutedServer, RouterEngine
 
+    # A server that the run has started may have another address after a restart, so its name is its place.
     return RouterEngine([RoutedServer(name, engine) for name, engine in zip(starts, engines, strict=True)])
 
 

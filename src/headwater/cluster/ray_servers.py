@@ -1,4 +1,4 @@
-"""Servers in Ray actors. To whoever keeps a server alive, one is a ``Child`` like a process on this machine.
+"""Servers in Ray actors. To whoever keeps a server alive, one is a ``ServerProcess``, like a child process.
 
     start = partial(RayChild.start, slot)         # a ``StartChild`` for ``BackendContext.start_child``
     child = await start(command)                  # an actor on some node has started the server, and it answers
@@ -103,7 +103,7 @@ class ServerSlot:
 
 
 class RayChild:
-    """A server in an actor (``launch.child.Child``)."""
+    """A server in an actor (``launch.keeper.ServerProcess``)."""
 
     def __init__(self, slot: ServerSlot, actor: Any, place: ActorPlace, url: str) -> None:
         self.url = url

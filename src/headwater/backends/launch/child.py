@@ -8,8 +8,8 @@ import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from headwater.backends.launch.keeper import ServerProcess
 from headwater.core.errors import RolloutFailed
 from headwater.core.signals import signal_name
 from headwater.core.waits import ENGINE_START_LIMIT_S, named_wait
@@ -46,27 +46,7 @@ class Command:
         return replace(self, arguments=tuple(filled.get(each, each) for each in self.arguments))
 
 
-class Child(Protocol):
-    """A server's process, here or on another machine."""
-
-    @property
-    def url(self) -> str: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def last_lines(self) -> str:
-        """The end of its output."""
-        ...
-
-    async def wait(self) -> str:
-        """Wait until it has ended, and return a description of how."""
-        ...
-
-    def kill(self) -> None: ...
-    async def stop(self) -> None: ...
-
-
-StartChild = Callable[[Command], Awaitable[Child]]
+StartChild = Callable[[Command], Awaitable[ServerProcess]]
 """Starts a server and returns when it answers. If it ends before, ``RolloutFailed`` has its last output."""
 
 
@@ -120,6 +100,10 @@ class ChildServer:
         return self._process.pid
 
     @property
+    def name(self) -> str:
+        return f"process {self.pid}"
+
+    @property
     def last_lines(self) -> str:
         """The end of its output."""
         return self._output.strip() or "(no output)"
@@ -129,8 +113,8 @@ class ChildServer:
         code = await self._process.wait()
         await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
         if code < 0:
-            return f"process {self.pid} was killed by {signal_name(-code)}"
-        return f"process {self.pid} ended with exit status {code}"
+            return f"{self.name} was killed by {signal_name(-code)}"
+        return f"{self.name} ended with exit status {code}"
 
     def kill(self) -> None:
         if self._process.returncode is None:

@@ -1,6 +1,6 @@
-"""An engine in a separate process, which is replaced if it dies.
+"""An engine in a separate process, which is replaced if it dies, or a running server.
 
-    engine = NativeEngine("tiny:qwen3", (), dtype="float32", transfer="shared_memory", spans=Spans())
+    engine = NativeEngine(OwnServer("tiny:qwen3", dtype="float32"), transfer="shared_memory", spans=Spans())
     response = await engine.agenerate(request)      # also if the process is killed midway
 
 Every generated token has arrived in this process. A new process is therefore given the newest weights, the prompt and
@@ -18,22 +18,29 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import json
-import secrets
+import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
 from headwater.backends.launch.child import ChildServer, StartChild
-from headwater.backends.native.client import ConnectionLost, ServerClient
+from headwater.backends.native.channel import EngineChannel
+from headwater.backends.native.client import ConnectionLost
+from headwater.backends.native.places import (
+    SERVER_KEY,
+    ForeignServer,
+    OwnServer,
+    check_running,
+    engine_arguments,
+)
 from headwater.backends.native.requests import OpenRequest
 from headwater.backends.native.server import NativeServer
-from headwater.config.schema import Dtype, EngineConfig, WeightTransfer
+from headwater.config.schema import WeightTransfer
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
@@ -51,10 +58,10 @@ from headwater.core.protocols import (
 from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
-from headwater.engine.kv_cache import SHARED_FRACTION
+from headwater.models.checksum import dtype_of_checksum
 from headwater.models.device import resolve_dtype
 from headwater.observe.spans import Spans
-from headwater.weights import TRANSPORTS, ControlCall, Transport
+from headwater.weights import TRANSPORTS, Transport
 
 T = TypeVar("T")
 
@@ -72,21 +79,24 @@ class NativeEngine:
 
     def __init__(
         self,
-        model: str,
-        arguments: Sequence[str],
+        place: OwnServer | ForeignServer,
         *,
-        dtype: Dtype,
         transfer: WeightTransfer,
         spans: Spans,
+        weight_folder: str = "",
         longest_response_s: float = 0.0,
-        start_child: StartChild = ChildServer.start,
+        mode: UpdateMode | None = None,
+        hands_over: bool = False,
     ) -> None:
-        """``longest_response_s`` extends the limit of a weight update, in which running responses may have to end."""
+        """``longest_response_s`` extends the limit of a weight update, in which running responses may have to end.
+
+        ``mode`` is the default of ``update_weights``; None leaves it to the server. ``hands_over`` fails open requests
+        with ``ServerLost`` when the process is lost, instead of continuing them when it is back.
+        """
         self._update_limit_s = min(max(ENGINE_CALL_LIMIT_S, longest_response_s), _LONGEST_LIMIT_S)
-        self._transport: Transport = TRANSPORTS.resolve(transfer)(resolve_dtype(dtype))
-        self._server = NativeServer(
-            model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans, start_child
-        )
+        self._transfer, self._weight_folder, self._mode = transfer, weight_folder, mode
+        self._place = place
+        self._server = NativeServer(place, spans, hands_over=hands_over)
         self._numbers = itertools.count()
         self._mailboxes = Mailboxes()
         self._is_closed = False
@@ -99,7 +109,7 @@ class NativeEngine:
         self._thread.start()
         atexit.register(self.close)
         try:
-            self._do(self._server.keeper.start(), f"the engine's process starts with {model}", limit_s=_START_LIMIT_S)
+            self._do(self._server.keeper.start(), f"the engine's {self._server.name} starts", limit_s=_START_LIMIT_S)
         except BaseException:
             self.close()
             raise
@@ -108,22 +118,47 @@ class NativeEngine:
     def launch(cls, context: BackendContext, devices: Sequence[str]) -> NativeEngine:
         """Start ``headwater serve`` with the engine of ``rollout.backend``."""
         config = context.config
-        start: StartChild = ChildServer.start
+        start_child: StartChild = ChildServer.start
         if context.places:
-            device, is_shared, start = devices[0], context.places[0].shares_device, context.places[0].start_child
+            (place,) = context.places
+            device, is_shared, start_child = devices[0], place.shares_device, place.start_child
         else:
             device, is_shared = engine_device(devices[0], config.model.device)
         backend = "embedded" if config.rollout.backend == "native" else config.rollout.backend
-        arguments = ["--backend", backend, "--device", device, "--seed", str(config.run.seed)]
-        arguments += ["--threads", str(config.trainer.num_threads), *config.rollout.launch.args]
+        arguments = ["--backend", backend, "--device", device]
+        arguments += ["--seed", str(config.run.seed), "--threads", str(config.trainer.num_threads)]
+        arguments += [*config.rollout.launch.args, *engine_arguments(config.engine, shares_device=is_shared)]
+        return cls._made(context, OwnServer(context.model_path, arguments, config.model.dtype, start_child=start_child))
+
+    @classmethod
+    def connect(cls, url: str, context: BackendContext) -> NativeEngine:
+        """Use a running ``headwater serve``."""
+        config = context.config
+        place = ForeignServer(
+            url, os.environ.get(SERVER_KEY, ""), config.rollout.server_timeout_s, owns_weights=context.owns_weights
+        )
+        mode = None if config.engine.update_mode == "auto" else config.engine.update_mode
+        engine = cls._made(context, place, mode)
+        try:
+            check_running(context, url, engine._info)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    @classmethod
+    def _made(
+        cls, context: BackendContext, place: OwnServer | ForeignServer, mode: UpdateMode | None = None
+    ) -> NativeEngine:
+        config = context.config
         engine = cls(
-            context.model_path,
-            [*arguments, *engine_arguments(config.engine, shares_device=is_shared)],
-            dtype=config.model.dtype,
+            place,
             transfer=chosen_transfer(config) or "shared_memory",
             spans=context.spans,
+            weight_folder=config.rollout.weight_folder,
             longest_response_s=config.rollout.timeout_s,
-            start_child=start,
+            mode=mode,
+            hands_over=context.is_one_of_many,
         )
         try:
             check_length(context, engine.limits.max_model_tokens)
@@ -134,8 +169,23 @@ class NativeEngine:
 
     @property
     def pid(self) -> int:
-        """The id of the process that serves now."""
-        return self._server.keeper.pid
+        """The id of the process that serves now, if this process has started it."""
+        child = self._server.keeper.child
+        assert isinstance(child, ChildServer), "started here"
+        return child.pid
+
+    @property
+    def url(self) -> str:
+        """The address of the process that serves now, or served last."""
+        return self._server.url
+
+    @cached_property
+    def _transport(self) -> Transport:
+        place = self._place
+        is_own = isinstance(place, OwnServer)
+        dtype = resolve_dtype(place.dtype) if is_own else dtype_of_checksum(self.capabilities.dtype)
+        make = TRANSPORTS.resolve(self._transfer)
+        return make(dtype, self._weight_folder) if self._transfer == "file" else make(dtype)
 
     @cached_property
     def _info(self) -> dict[str, Any]:
@@ -179,6 +229,7 @@ class NativeEngine:
             is_paused=state.is_paused,
             is_asleep=bool(state.asleep),
             is_alive=is_alive,
+            is_reachable=keeper.is_settled and is_alive,
             metrics=metrics,
         )
 
@@ -283,7 +334,8 @@ class NativeEngine:
             self._thread.join(_THREAD_END_S)
             if not self._thread.is_alive():
                 self._loop.close()
-            self._transport.close()
+            if "_transport" in vars(self):
+                self._transport.close()
 
     def _ask(self, path: str) -> dict[str, Any]:
         return self._do(self._server.call(path), f"the engine's process answers {path}")
@@ -310,11 +362,14 @@ class NativeEngine:
     # On the sender's thread
 
     def _send(self, update: WeightUpdate, mode: UpdateMode | None) -> None:
+        mode = mode or self._mode
         try:
+            self._do(self._server.check_untouched(), "the engine's process tells its version")
             client = None
             if not self._transport.survives_restart:
                 client = self._do(self._server.begin_transfer(), "the engine's process serves")
-            self._transport.send(update, _EngineChannel(self, update.version, client, self._update_limit_s), mode)
+            channel = EngineChannel(self._server, self._start, update.version, client, self._update_limit_s)
+            self._transport.send(update, channel, mode)
         except CancelledError as error:
             raise RolloutFailed("the engine is closed") from error
         finally:
@@ -350,54 +405,6 @@ class NativeEngine:
         for task in unfinished:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
-
-
-@dataclass
-class _EngineChannel:
-    """The control calls of one weight update."""
-
-    engine: NativeEngine
-    version: int
-    client: ServerClient | None
-    """The process that takes the update. None until the first answer if every process may take it."""
-    limit_s: float
-    is_pinned: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.is_pinned = self.client is not None
-
-    def call(self, call: ControlCall) -> Future[dict[str, Any]]:
-        return self.engine._start(self._call(call))
-
-    def accepted(self, again: ControlCall | None) -> None:
-        self._do(lambda server, client: server.weights_arrived(client, self.version, again))
-
-    def incomplete(self) -> None:
-        self._do(lambda server, client: server.weights_incomplete(client))
-
-    async def _call(self, call: ControlCall) -> dict[str, Any]:
-        server = self.engine._server
-        if self.is_pinned:
-            assert self.client is not None, "given"
-            return await server.call_same(self.client, call.path, call.body)
-        self.client, answer = await server.call_any(call.path, call.body)
-        return answer
-
-    def _do(self, change: Callable[[NativeServer, ServerClient], None]) -> None:
-        async def on_the_engines_thread() -> None:
-            assert self.client is not None, "it has answered"
-            change(self.engine._server, self.client)
-
-        self.engine._do(on_the_engines_thread(), "the engine's process has taken weights")
-
-
-def engine_arguments(config: EngineConfig, *, shares_device: bool) -> list[str]:
-    """All settings of the engine, as ``headwater serve`` takes them."""
-    values = {each.name: getattr(config, each.name) for each in fields(config)}
-    if shares_device:
-        # A server alone on a device takes most of the free memory, which the learner needs here.
-        values["memory_fraction"] = config.memory_fraction or SHARED_FRACTION
-    return [f"engine.{name}={json.dumps(value)}" for name, value in values.items()]
 
 
 def _settle(answer: asyncio.Future[ModelResponse], result: ModelResponse | HeadwaterError) -> None:
