@@ -44,7 +44,12 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
     from headwater.backends.router.engine import RoutedServer, RouterEngine
 
     # A server that the run has started may have another address after a restart, so its name is its place.
-    return RouterEngine([RoutedServer(name, engine) for name, engine in zip(starts, engines, strict=True)])
+    # A running server that was given up may come back, and so may a node of a cluster. One that the run starts on this
+    # machine was restarted often enough.
+    again = starts if rollout.servers or context.places else {}
+    return RouterEngine(
+        [RoutedServer(name, engine, connect=again.get(name)) for name, engine in zip(starts, engines, strict=True)]
+    )
 
 
 def devices_of_servers(config: Config) -> list[tuple[str, ...]]:
