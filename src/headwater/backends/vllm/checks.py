@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import aclosing
 
-from headwater.backends.vllm.link import Link, VllmInfo
+from headwater.backends.vllm.link import INSIDE, OWN_WORKER, Link, VllmInfo
 from headwater.backends.vllm.model import RunModel
 from headwater.backends.vllm.wire import Garbage, write_request
 from headwater.core.errors import ConfigError, RequestError
@@ -35,6 +35,18 @@ def _changes_logits(sampling: SamplingParams) -> bool:
     cuts = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     is_random = sampling.temperature > 0
     return (is_random and (cuts or sampling.temperature != 1)) or bool(sampling.logit_bias or sampling.min_new_tokens)
+
+
+def check_reload(info: VllmInfo, model: RunModel, where: str) -> None:
+    """Raise if this vLLM would keep some of the old weights when it is told to load new ones."""
+    is_tied = bool(model.skeleton.config.get_text_config().tie_word_embeddings)
+    if info.device == "cpu" and is_tied and not info.has_own_worker:
+        raise ConfigError(
+            [
+                f"{where}: on a CPU, vLLM does not reload an output layer that shares its weights with the embedding; "
+                f"start it with --worker-extension-cls {OWN_WORKER} and PYTHONPATH={INSIDE}"
+            ]
+        )
 
 
 async def check_model(link: Link, info: VllmInfo, model: RunModel, where: str) -> None:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
-from headwater.backends.vllm.checks import check_logprobs, check_model, logprobs_problem
+from headwater.backends.vllm.checks import check_logprobs, check_model, check_reload, logprobs_problem
 from headwater.backends.vllm.http import HttpLink
 from headwater.backends.vllm.link import LinkLost, VllmInfo
 from headwater.backends.vllm.model import RunModel, model_folder
@@ -134,11 +134,12 @@ class VllmEngine:
         from headwater.backends.vllm.launch import LaunchedServer, command
 
         model = RunModel.of(context)
+        check_length(context, model.max_tokens)
         with ExitStack() as stack:
             # A process that replaces the first one loads the folder again.
             folder = stack.enter_context(model_folder(context))
             _, is_shared = engine_device(devices[0], context.config.model.device)
-            how = command(context, folder, devices, max_tokens=model.max_tokens, shares_device=is_shared)
+            how = command(context, folder, devices, shares_device=is_shared)
             engine = cls("the vLLM server", context, model, lambda session: LaunchedServer(session, how))
             engine._resources = stack.pop_all()
         return engine
@@ -153,6 +154,7 @@ class VllmEngine:
         async def check(link: HttpLink, info: VllmInfo) -> None:
             if context.owns_weights:
                 await link.resume()  # an earlier run may have left it paused
+                check_reload(info, model, where)
             await check_model(link, info, model, where)
 
         def make(session: Session) -> Server:

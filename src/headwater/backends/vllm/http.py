@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from headwater.backends.vllm.dialect import dialect_of
-from headwater.backends.vllm.link import LinkLost, PauseMode, VllmInfo
+from headwater.backends.vllm.link import OWN_WORKER, LinkLost, PauseMode, VllmInfo
 from headwater.backends.vllm.wire import Chunk, Garbage, read_event
 from headwater.core.errors import ConfigError, RequestError, RolloutFailed
 from headwater.core.protocols import MemoryTag
@@ -43,12 +43,13 @@ class HttpLink:
             headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
         )
         self._dialect = dialect_of("0.23")
+        self._reload = "reload_weights"
 
     async def describe(self) -> VllmInfo:
         version = (await self._call("GET", "/version"))["version"]
         self._dialect = dialect_of(version)
         try:
-            told = (await self._call("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
+            told = await self._told()
         except RequestError as error:
             raise ConfigError(
                 [
@@ -57,11 +58,25 @@ class HttpLink:
                 ]
             ) from error
         try:
-            return read_info(version, told)
+            info = read_info(version, told)
         except (LookupError, TypeError, ValueError) as error:
             raise RolloutFailed(
                 f"{self.url}/server_info: {type(error).__name__}: {error}; is this a vLLM server of a known version?"
             ) from error
+        self._reload = "headwater_reload" if info.has_own_worker else "reload_weights"
+        return info
+
+    async def _told(self) -> Mapping[str, Any]:
+        """vLLM's config as JSON. The workers' own method is much faster, but only servers of a run have it."""
+        try:
+            answer = await self._call("POST", "/collective_rpc", {"method": "headwater_describe"})
+            told: Mapping[str, Any] = answer["results"][0]
+        except RolloutFailed as error:
+            if isinstance(error, RequestError):
+                raise
+            answer = await self._call("GET", "/server_info", params={"config_format": "json"})
+            told = answer["vllm_config"]
+        return told
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         path = "/inference/v1/generate"
@@ -79,26 +94,27 @@ class HttpLink:
         await self._call("POST", "/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
 
     async def pause(self, mode: PauseMode) -> None:
-        # vLLM ignores clear_cache for keep; requests carry the version as a salt of the cache.
-        await self._call("POST", "/pause", params={"mode": mode, "clear_cache": "true"}, limit_s=float("inf"))
+        # Requests that are kept also keep their cache. Others do not see it: the version is part of its key.
+        clear = "false" if mode == "keep" else "true"
+        await self._call("POST", "/pause", params={"mode": mode, "clear_cache": clear}, limit_s=float("inf"))
 
     async def resume(self) -> None:
         await self._call("POST", "/resume")
 
     async def reload(self, folder: str) -> None:
-        await self._call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+        argument = "folder" if self._reload == "headwater_reload" else "weights_path"
+        await self._call("POST", "/collective_rpc", {"method": self._reload, "kwargs": {argument: folder}})
 
     async def set_label(self, label: str) -> None:
         await self._call("POST", "/update_weight_version", {"new_version": label})
 
-    async def get_label(self) -> str:
-        return str((await self._call("GET", "/weight_info"))["weight_version"])
-
     async def sleep(self, tags: Sequence[MemoryTag]) -> None:
         if tuple(tags) == ("kv_cache",) and self._dialect.releases_cache_alone:
             await self._call("POST", "/release_kv_cache_memory")
-        else:
-            await self._call("POST", "/sleep", params={"level": "1", "mode": "keep"})
+            return
+        await self._call("POST", "/sleep", params={"level": "1", "mode": "keep"})
+        if "weights" not in tags:
+            await self.wake(("weights",))
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
         await self._call("POST", "/wake_up", params=[("tags", tag) for tag in tags])
@@ -158,6 +174,8 @@ def read_info(version: str, told: Mapping[str, Any]) -> VllmInfo:
         max_model_tokens=int(model["max_model_len"]),
         max_sequences=int(told["scheduler_config"]["max_num_seqs"]),
         logprobs_mode=str(model["logprobs_mode"]),
+        device=str(told["device_config"]["device"]),
+        has_own_worker=told["parallel_config"].get("worker_extension_cls") == OWN_WORKER,
         can_sleep=bool(model.get("enable_sleep_mode")),
     )
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from headwater.backends import BackendContext
 from headwater.backends.launch.child import ChildServer, Command
 from headwater.backends.launch.keeper import ChildKeeper
 from headwater.backends.vllm.http import HttpLink
+from headwater.backends.vllm.link import INSIDE
 from headwater.backends.vllm.session import Session
 from headwater.backends.vllm.wire import STREAM_INTERVAL
-from headwater.config.schema import Config, EngineConfig
+from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, RolloutFailed
 
-CHILD = Path(__file__).with_name("child.py")
+CHILD = INSIDE / "headwater_vllm_child.py"
 _READY = re.compile(r"^vLLM serves at (http://\S+)$", re.MULTILINE)
 _REMEDY = "try its command alone, or change rollout.launch.args"
 _CPU_CACHE_GIB = 1.0
@@ -25,49 +27,54 @@ _SHARED_FRACTION = 0.4
 """Share of a GPU's memory for a server on the device of the learner."""
 
 
-def command(
-    context: BackendContext, model: Path, devices: Sequence[str], *, max_tokens: int, shares_device: bool = False
-) -> Command:
+def command(context: BackendContext, model: Path, devices: Sequence[str], *, shares_device: bool = False) -> Command:
     """How a server of the run's model starts on ``devices``."""
     config = context.config
     launch = config.rollout.launch
     python = str(Path(launch.python).expanduser()) if launch.python else sys.executable
     if launch.python and not os.access(python, os.X_OK):
         raise ConfigError([f"rollout.launch.python = {launch.python}: no such program; give the path of a Python"])
-    on_cpu = devices[0] == "cpu"
-    arguments = [python, str(CHILD), *_arguments(config, model, max_tokens)]
-    arguments += ["--tensor-parallel-size", str(len(devices))] if len(devices) > 1 else []
-    arguments += ["--enforce-eager"] if on_cpu else _gpu_memory(config.engine, shares_device)
-    environment = _environment(config, devices, is_other_python=python != sys.executable)
+    is_on_cpu = devices[0] == "cpu"
+    settings = engine_settings(config, is_on_cpu=is_on_cpu, shares_device=shares_device)
+    settings |= {"model": model, "tensor_parallel_size": len(devices), "uvicorn_log_level": "warning"}
+    arguments = [python, str(CHILD), *_options(settings), *(["--enforce-eager"] if is_on_cpu else [])]
+    environment = _environment(devices, is_other_python=python != sys.executable)
     return Command([*arguments, *launch.args], f"{context.model_path} with vLLM", _READY, environment)
 
 
-def _arguments(config: Config, model: Path, max_tokens: int) -> list[str]:
+def engine_settings(config: Config, *, is_on_cpu: bool, shares_device: bool) -> dict[str, Any]:
+    """The settings of the run by the names of vLLM's engine arguments."""
     engine = config.engine
-    needed = min(max_tokens, config.data.max_prompt_tokens + config.rollout.max_new_tokens)
-    arguments = ["--model", str(model), "--served-model-name", "policy", "--dtype", config.model.dtype]
-    arguments += ["--max-model-len", str(needed), "--seed", str(config.run.seed)]
-    # Log-probs under the distribution that was sampled from: temperature and truncation applied.
-    arguments += ["--logprobs-mode", "processed_logprobs"]
-    arguments += ["--stream-interval", str(STREAM_INTERVAL), "--uvicorn-log-level", "warning"]
-    arguments += ["--enable-prefix-caching" if engine.prefix_cache else "--no-enable-prefix-caching"]
-    if engine.max_sequences:
-        arguments += ["--max-num-seqs", str(engine.max_sequences)]
-    if engine.max_prefill_tokens:
-        arguments += ["--max-num-batched-tokens", str(engine.max_prefill_tokens)]
-    if engine.page_tokens:
-        arguments += ["--block-size", str(engine.page_tokens)]
-    return arguments
+    settings: dict[str, Any] = {
+        "served_model_name": "policy",
+        "dtype": config.model.dtype,
+        "max_model_len": config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        "seed": config.run.seed,
+        # Log-probs under the distribution that was sampled from: temperature and truncation applied.
+        "logprobs_mode": "processed_logprobs",
+        "stream_interval": STREAM_INTERVAL,
+        "enable_prefix_caching": engine.prefix_cache,
+        "max_num_seqs": engine.max_sequences,
+        "max_num_batched_tokens": engine.max_prefill_tokens,
+        "block_size": engine.page_tokens,
+        "kv_cache_memory_bytes": int((engine.kv_cache_gib or (_CPU_CACHE_GIB if is_on_cpu else 0)) * 2**30),
+    }
+    if not is_on_cpu and not engine.kv_cache_gib:
+        settings["gpu_memory_utilization"] = engine.memory_fraction or (_SHARED_FRACTION if shares_device else 0)
+    return {name: value for name, value in settings.items() if value not in (0, 0.0) or isinstance(value, bool)}
 
 
-def _gpu_memory(engine: EngineConfig, shares_device: bool) -> list[str]:
-    if engine.kv_cache_gib:
-        return ["--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * 2**30))]
-    fraction = engine.memory_fraction or (_SHARED_FRACTION if shares_device else 0)
-    return ["--gpu-memory-utilization", str(fraction)] if fraction else []
+def _options(settings: Mapping[str, Any]) -> Iterator[str]:
+    """As options of a command line."""
+    for name, value in settings.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{option}" if value else f"--no-{option}"
+        else:
+            yield from (f"--{option}", str(value))
 
 
-def _environment(config: Config, devices: Sequence[str], *, is_other_python: bool) -> dict[str, str]:
+def _environment(devices: Sequence[str], *, is_other_python: bool) -> dict[str, str]:
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weight updates and what it tells about itself
         "VLLM_NO_USAGE_STATS": "1",
@@ -76,9 +83,7 @@ def _environment(config: Config, devices: Sequence[str], *, is_other_python: boo
     }
     if is_other_python:
         environment["PYTHONPATH"] = ""  # packages of this Python would hide those of the other
-    if devices[0] == "cpu":
-        environment["VLLM_CPU_KVCACHE_SPACE"] = f"{max(1, round(config.engine.kv_cache_gib or _CPU_CACHE_GIB))}"
-    else:
+    if devices[0] != "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(_visible, devices))
     return environment
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from headwater.backends.vllm.dialect import Dialect
 from headwater.backends.vllm.wire import Chunk
 from headwater.core.protocols import MemoryTag
 
+INSIDE = Path(__file__).parent / "inside"
+"""What runs in the environment of vLLM."""
+OWN_WORKER = "headwater_vllm_worker.Worker"
+"""The class in this folder whose methods vLLM's workers get."""
 PauseMode = Literal["abort", "wait", "keep"]
 """What vLLM does with running requests: end them with the tokens they have, finish them, or keep them for later."""
 
@@ -33,6 +38,10 @@ class VllmInfo:
     max_model_tokens: int
     max_sequences: int
     logprobs_mode: str
+    device: str
+    """``cpu`` or ``cuda``."""
+    has_own_worker: bool
+    """Its workers have the methods of ``inside/headwater_vllm_worker.py``."""
     can_sleep: bool
     """It was started with ``--enable-sleep-mode`` on a device that has it."""
 
@@ -62,7 +71,6 @@ class Link(Protocol):
         """Label the present weights. Only for a dialect that labels tokens."""
         ...
 
-    async def get_label(self) -> str: ...
     async def sleep(self, tags: Sequence[MemoryTag]) -> None: ...
     async def wake(self, tags: Sequence[MemoryTag]) -> None: ...
     async def check_alive(self) -> None: ...

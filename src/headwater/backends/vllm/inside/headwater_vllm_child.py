@@ -1,7 +1,8 @@
 """What the Python of a vLLM environment runs: vLLM's server, which ends when its standard input closes.
 
 Headwater is not installed in that environment, so this file uses only the standard library. It chooses a free port,
-turns on the interface for tokens where that needs an option, and prints one line when the server answers.
+turns on the interface for tokens where that needs an option, adds Headwater's methods to the workers, and prints one
+line when the server answers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import urllib.request
 from pathlib import Path
 
 _SERVER = "vllm.entrypoints.openai.api_server"
+_WORKER = "headwater_vllm_worker.Worker"
 _POLL_S = 0.2
 _STOP_LIMIT_S = 10.0
 _HOST = "127.0.0.1"
@@ -31,7 +33,10 @@ def main() -> None:
     port = _free_port()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     threading.Thread(target=_announce, args=(port,), daemon=True).start()
-    sys.argv[1:] = ["--host", _HOST, "--port", str(port), *_token_interface(), *sys.argv[1:]]
+    # Workers are new processes, which find the file of their methods by this variable.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    options = ["--host", _HOST, "--port", str(port), "--worker-extension-cls", _WORKER, *_token_interface()]
+    sys.argv[1:] = [*options, *sys.argv[1:]]
     runpy.run_module(_SERVER, run_name="__main__", alter_sys=True)
 
 
