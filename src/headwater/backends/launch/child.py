@@ -84,8 +84,6 @@ class ChildServer:
         """Wait until it has ended, and return a description of how."""
         code = await self._process.wait()
         self._end_group()
-                self.pid, signal.SIGKILL
-            )  # processes that it started, and that it could not end when it was killed
         await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
         if code < 0:
             return f"process {self.pid} was killed by {signal_name(-code)}"
