@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headwater.cluster import torchrun
+from headwater.cluster import torchrun, turns
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.protocols import LearnerStatus
 
@@ -122,9 +122,9 @@ def is_read_by_another_thread(group: torchrun.TorchrunGroup, learner: Any) -> di
     reader = threading.Thread(target=read_slowly)
     reader.start()
     is_reading.wait()
-    torchrun._TURN_LIMIT_S = 0.5
+    turns._TURN_LIMIT_S = 0.5
     refused = error_of(learner.offload)
-    torchrun._TURN_LIMIT_S = 60.0
+    turns._TURN_LIMIT_S = 60.0
     threading.Timer(0.5, may_end.set).start()
     learner.offload()
     events.append("call")

@@ -85,6 +85,7 @@ class Journal:
         self.episode = episode
         self.notes: dict[str, Any] = {}
         """Values that the class reports about its episode; they become the ``info`` of the rollout."""
+        self._reward_info: dict[str, Any] = {}
         self._name = f"{episode.prompt.uid}#{episode.sample}"
         self.tools: ToolSession | None = None
         """The tools of the episode; None if the run has none."""
@@ -115,6 +116,7 @@ class Journal:
             input_tokens=tuple(map(int, tokens)),
             sampling=sampling,
             rng_key=derive_key(key, "turn", number) if number else key,
+            session=self.episode.session,
         )
         response = await self.episode.engine.agenerate(request)
         if response.stop_reason == "abort":
@@ -124,6 +126,11 @@ class Journal:
         self.newest_version = max(self.newest_version, *response.output_versions, 0)
         self._answers.setdefault(len(request.input_tokens), []).append(_Answer(response, sampling))
         return response
+
+    def note_score(self, score: Score) -> None:
+        """What a reward function returned beside the score that the class receives."""
+        self.notes.update(score.info)
+        self._reward_info.update(score.info)
 
     def trajectory(self, claim: Claim, score: Score | float, info: Mapping[str, Any] | None = None) -> Trajectory:
         """The trajectory of a claimed sequence. Raises ``InvalidTrajectory`` if the claim is not true."""
@@ -146,6 +153,7 @@ class Journal:
             stop_reason=found.stop_reason,
             info={**score.info, "response_text": last, "num_turns": found.num_turns, **self.notes, **(info or {})},
             messages=(*prompt.messages, {"role": "assistant", "content": text}),
+            reward_info={**self._reward_info, **score.info},
         )
 
 
