@@ -114,3 +114,9 @@ MODEL_TURN: Mapping[str, Any] = {"role": "assistant", "content": _WORDS}
 
 def is_model_turn(message: Mapping[str, Any]) -> bool:
     return message.get("content") == _WORDS
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Special tokens and their ids: tokens that decoding leaves out with ``skip_special_tokens``."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token.content): int(number) for number, token in added.items() if token.special}
