@@ -1,11 +1,14 @@
 """Inference engines behind one interface (see ``core.protocols.InferenceEngine``).
 
 ``embedded`` and ``hf`` run in this process. ``native`` talks to a ``headwater serve`` of any backend, which ``launch``
-starts and keeps alive. A backend class has two constructors:
+starts and keeps alive. ``fleet.make_fleet`` makes the engine of a run, a router if
+it has several servers. A backend class has some of these constructors:
 
-- ``from_context(BackendContext)``, for a training run, loads, starts or connects to what it needs.
-- ``load(model_path, config, *, tokenizer, dtype, device, seed)``, for ``headwater serve`` and therefore for
-  ``rollout.placement=disaggregated``.
+- ``from_context(BackendContext)``, for ``rollout.placement=colocated``: an engine in this process.
+- ``connect(url, BackendContext)``, for a running server (``rollout.servers``).
+- ``launch(BackendContext, devices)``, for ``rollout.placement=disaggregated``: start a server, and keep it alive.
+- ``load(model_path, config, *, tokenizer, dtype, device, seed)``, for ``headwater serve``, which serves a class
+  without ``launch``.
 
 ``declared_capabilities`` on the class is optional: what the config asks for is then checked before a model is loaded.
 """
@@ -18,14 +21,28 @@ from typing import Any
 
 import torch
 
+from headwater.backends.launch.child import StartChild
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, ModelError
 from headwater.core.protocols import Capabilities, Tokenizer
 from headwater.core.registry import Registry
 from headwater.models.device import resolve_device
+from headwater.models.load import vocabulary_size
 from headwater.observe.spans import Spans
 
 BACKENDS = Registry("backend", "headwater.backends")
+
+
+@dataclass(frozen=True)
+class ServerPlace:
+    """Where a server is started, if not on this machine."""
+
+    name: str
+    devices: tuple[str, ...]
+    """As the server's process names them."""
+    shares_device: bool
+    """Whether the learner uses them too."""
+    start_child: StartChild
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,13 @@ class BackendContext:
     """A folder, hub id or built-in name; a checkpoint's model when a run is resumed."""
     tokenizer: Tokenizer
     spans: Spans
+    owns_weights: bool = True
+    """Whether this process decides which weights a running server uses. If not, they stay as they are."""
+    is_one_of_many: bool = False
+    """Other servers can continue the requests of this one: it raises ``ServerLost`` as soon as it is lost."""
+    places: tuple[ServerPlace, ...] = ()
+    """Where servers are started, one in each; empty starts those of ``rollout.launch`` on this machine. The context of
+    one server has only its own place."""
 
 
 def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = False) -> list[str]:
@@ -60,11 +84,12 @@ def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = F
     return problems
 
 
-def engine_device(wanted: str, learner: str) -> tuple[str, bool]:
+def engine_device(wanted: str, learner: str, place: int = 0) -> tuple[str, bool]:
     """The device of a disaggregated engine, and whether the learner uses it too.
 
     ``wanted`` is ``rollout.device``, ``learner`` is ``model.device``. ``auto`` is the last GPU that no rank of the
-    learner on this machine uses, or the learner's device if there is none.
+    learner on this machine uses, or the learner's device if there is none. Engines with other values of ``place`` get
+    other GPUs while there are some.
     """
     own = resolve_device(learner)
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -72,13 +97,27 @@ def engine_device(wanted: str, learner: str) -> tuple[str, bool]:
     if wanted == "auto":
         num_gpus = torch.cuda.device_count() if own.type == "cuda" else 0
         free = [device for device in (torch.device("cuda", index) for index in range(num_gpus)) if device not in used]
-        chosen = free[-1] if free else own
+        chosen = free[-1 - place % len(free)] if free else own
     else:
         try:
             chosen = resolve_device(wanted, "rollout.device")
         except ModelError as error:
             raise ConfigError([str(error)]) from error
     return str(chosen), chosen in used
+
+
+def other_model(context: BackendContext, vocab_size: int) -> str | None:
+    """What shows that a server with this vocabulary does not serve the model of the run, and the remedy.
+
+    A server of another model with the same vocabulary refuses the weights, which every run publishes first.
+    """
+    own = vocabulary_size(context.model_path)
+    if own == vocab_size:
+        return None
+    return (
+        f"whose vocabulary has {vocab_size} tokens, but {context.model_path} has {own}; start the server with "
+        f"{context.model_path}, or correct model.path"
+    )
 
 
 def check_lengths(context: BackendContext, model: Any) -> None:

@@ -36,31 +36,75 @@ def dtype_name(tensors: Iterable[Tensor]) -> str:
     return kinds.pop() if len(kinds) == 1 else "mixed"
 
 
+Sums = dict[str, dict[int, int]]
+"""What a checksum is computed from: by tensor (name, number type and shape), the sum of each chunk by its number."""
+
+PART_BYTES = 8
+"""A part of a tensor that is added alone must start at a multiple of this, and end at one or at the tensor's end."""
+
+
 class Checksum:
-    """The checksum of tensors that come one bucket at a time. Keeps a few numbers per tensor, on its device."""
+    """The checksum of tensors that come one bucket at a time. Keeps a few numbers per tensor, on its device.
+
+    Ranks that hold parts of tensors add their parts with ``add_part``, and the sums of all ranks are merged:
+
+        whole = Checksum.merged([sums_of_rank_0, sums_of_rank_1]).text()
+    """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         """Count the tensors as they are, or as they would be in ``dtype``."""
         self._dtype = dtype
-        self._sums: list[tuple[str, list[Tensor]]] = []
-        self._dtypes: set[str] = set()
+        self._sums: dict[str, list[tuple[int, Tensor]]] = {}
+
+    @classmethod
+    def merged(cls, parts: Iterable[Sums]) -> Checksum:
+        """The checksum of all tensors whose parts have these sums."""
+        whole = cls()
+        for sums in parts:
+            for header, chunks in sums.items():
+                values = [(chunk, torch.tensor(value)) for chunk, value in chunks.items()]
+                whole._sums.setdefault(header, []).extend(values)
+        return whole
+
+    def add(self, tensors: Iterable[tuple[str, Tensor]], same: Checksum | None = None) -> None:
+        """``same`` has counted these tensors in their own number type, which need not be computed again."""
+        for name, tensor in tensors:
+            header = self._header(name, tensor.dtype, tuple(tensor.shape))
+            if same is not None and header in same._sums:
+                self._sums[header] = same._sums[header]
+            else:
+                self.add_part(name, tuple(tensor.shape), 0, tensor)
 
     @torch.no_grad()
-    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in tensors:
-            kind = _name(self._dtype or tensor.dtype)
-            self._dtypes.add(kind)
-            self._sums.append((f"{name} {kind} {tuple(tensor.shape)}", _chunk_sums(tensor.detach(), self._dtype)))
+    def add_part(self, name: str, shape: tuple[int, ...], start: int, part: Tensor) -> None:
+        """Count the elements of a tensor from number ``start``, in the order of memory. See ``PART_BYTES``."""
+        sums = self._sums.setdefault(self._header(name, part.dtype, shape), [])
+        sums.extend(_chunk_sums(part.detach(), self._dtype, start))
+
+    def sums(self) -> Sums:
+        """The numbers so far. The device is waited for only here, when all its work is queued."""
+        return {header: _added(chunks) for header, chunks in self._sums.items()}
 
     def text(self) -> str:
         """The number type and a hash of all tensors so far."""
         digest = hashlib.blake2b(digest_size=16)
-        # The device is waited for only here, when all its work is queued.
-        for header, chunks in sorted(self._sums, key=lambda each: each[0]):
+        for header, chunks in sorted(self.sums().items()):
             digest.update(f"{header}\n".encode())
-            for value in torch.stack(chunks).tolist() if chunks else ():
+            for _, value in sorted(chunks.items()):
                 digest.update(value.to_bytes(8, "little", signed=True))
-        return f"{next(iter(self._dtypes)) if len(self._dtypes) == 1 else 'mixed'}-{digest.hexdigest()}"
+        dtypes = {header.rsplit(" (", 1)[0].rsplit(" ", 1)[-1] for header in self._sums}
+        return f"{next(iter(dtypes)) if len(dtypes) == 1 else 'mixed'}-{digest.hexdigest()}"
+
+    def _header(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+        return f"{name} {_name(self._dtype or dtype)} {shape}"
+
+
+def _added(chunks: list[tuple[int, Tensor]]) -> dict[int, int]:
+    """Parts of one chunk are added as the words within a part are: modulo 2**64."""
+    values: dict[int, int] = {}
+    for (chunk, _), value in zip(chunks, torch.stack([each for _, each in chunks]).tolist() if chunks else ()):
+        values[chunk] = (values.get(chunk, 0) + value + 2**63) % 2**64 - 2**63
+    return values
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
@@ -78,8 +122,8 @@ def dtype_of_checksum(text: str) -> torch.dtype:
     return dtype
 
 
-def _chunk_sums(tensor: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
-    """One number per chunk, on the tensor's device.
+def _chunk_sums(tensor: Tensor, dtype: torch.dtype | None, first: int = 0) -> list[tuple[int, Tensor]]:
+    """The number of each chunk and its sum, on the tensor's device. ``tensor`` begins at element ``first`` of a whole.
 
     A chunk is read as 64-bit words, and each word is multiplied by an odd number that depends on its position. Before
     that, the upper bits of a word are folded onto its lower bits: otherwise a change of the highest bit would have the
@@ -87,15 +131,19 @@ def _chunk_sums(tensor: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
     way on every device, and an integer sum does not depend on the order of its terms.
     """
     flat = tensor.reshape(-1)
-    num_elements = _CHUNK_BYTES // (dtype or flat.dtype).itemsize
+    itemsize = (dtype or flat.dtype).itemsize
+    num_elements = _CHUNK_BYTES // itemsize
     sums = []
-    for start in range(0, len(flat), num_elements):
-        words = _words(flat[start : start + num_elements].to(dtype or flat.dtype))
+    end = first + len(flat)
+    for chunk in range(first // num_elements, -(-end // num_elements)):
+        start, stop = max(first, chunk * num_elements), min(end, (chunk + 1) * num_elements)
+        words = _words(flat[start - first : stop - first].to(dtype or flat.dtype))
         folded = words >> _FOLD
         folded &= 2 ** (64 - _FOLD) - 1  # the sign was shifted in
         folded ^= words
-        folded *= _multipliers(flat.device)[: len(words)]
-        sums.append(folded.sum())
+        position = (start - chunk * num_elements) * itemsize // PART_BYTES
+        folded *= _multipliers(flat.device)[position : position + len(words)]
+        sums.append((chunk, folded.sum()))
     return sums
 
 

@@ -26,10 +26,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from headwater.core.errors import HeadwaterError
-from headwater.rewards.functions import Failure, ScoringFunction
+from headwater.rewards.functions import Failure
 from headwater.rewards.worker import Message, frame
 from headwater.rewards.worker_process import Call, Reply, WorkerProcess
 
@@ -54,6 +54,36 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class Scorable(Protocol):
+    """A function that workers find by its path."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+    @property
+    def is_async(self) -> bool: ...
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteFunction:
+    """A function that this process has not loaded itself."""
+
+    path: str
+    settings: Mapping[str, Any]
+    is_async: bool
+
+
+class CallPool(Protocol):
+    """Calls scoring functions in other processes."""
+
+    async def call(
+        self, function: Scorable, arguments: Mapping[str, Any], count: int | None, timeout_s: float
+    ) -> Reply: ...
+    def start(self, function: Scorable) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Pace:
     """How long the calls of one function take: the longest of the recent ones, forgotten by a tenth with every call."""
@@ -73,7 +103,7 @@ class WorkerPool:
         """Workers that died, or were killed because of a call."""
         self._num_workers = num_workers
         self._max_concurrent = max_concurrent
-        self._keys: dict[ScoringFunction, str] = {}
+        self._keys: dict[Scorable, str] = {}
         self._loads: dict[str, Message] = {}
         self._paces: dict[str, _Pace] = {}
         self._waiting: deque[Call] = deque()
@@ -92,7 +122,7 @@ class WorkerPool:
         return [each.process.pid for each in self._workers]
 
     async def call(
-        self, function: ScoringFunction, arguments: Mapping[str, Any], count: int | None, timeout_s: float
+        self, function: Scorable, arguments: Mapping[str, Any], count: int | None, timeout_s: float
     ) -> Reply:
         """Call ``function`` in a worker. The time limit begins when the call does, not while it waits."""
         loop = self._attach()
@@ -110,7 +140,7 @@ class WorkerPool:
             self._cancel(call)
             raise
 
-    def start(self, function: ScoringFunction) -> None:
+    def start(self, function: Scorable) -> None:
         """Start a worker and load a function there, before there is a call."""
         self._send(self._start_worker(), [], self._key(function))
 
@@ -122,7 +152,7 @@ class WorkerPool:
 
     # Sending
 
-    def _key(self, function: ScoringFunction) -> str:
+    def _key(self, function: Scorable) -> str:
         if function not in self._keys:
             self._keys[function] = key = str(len(self._keys))
             self._loads[key] = ("load", key, function.path, dict(function.settings))

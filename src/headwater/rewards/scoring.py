@@ -21,7 +21,7 @@ from headwater.core.records import Prompt, Score
 from headwater.core.registry import is_path
 from headwater.observe.spans import Spans
 from headwater.rewards.functions import Failure, ScoreFunction, ScoringFunction, failure_of, read_result
-from headwater.rewards.pool import TIMED_OUT, WorkerPool, usable_cores
+from headwater.rewards.pool import TIMED_OUT, CallPool, WorkerPool, usable_cores
 from headwater.rewards.threads import in_daemon_thread
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ class Scoring:
         """The scorers so far, by the part and the data source."""
         self._failures = Failures(config.max_failed_share)
         num_workers = config.workers or usable_cores()
-        self._plain_pool = WorkerPool(num_workers)
-        self._async_pool = WorkerPool(1, config.max_concurrent)
+        self._plain_pool: CallPool = WorkerPool(num_workers)
+        self._async_pool: CallPool = WorkerPool(1, config.max_concurrent)
         self._free_threads = asyncio.Semaphore(num_workers)
         self._free_async = asyncio.Semaphore(config.max_concurrent)
 
@@ -86,6 +86,11 @@ class Scoring:
         """Whether a function that the config names receives a column of the data."""
         signatures = [part.function.signature for part in self._parts if part.function is not None]
         return any(signature.takes_rest or name in signature.columns for signature in signatures)
+
+    def use(self, pool: CallPool) -> None:
+        """Call functions there instead of in worker processes of this machine."""
+        self.close()
+        self._plain_pool = self._async_pool = pool
 
     def start(self) -> None:
         """Start a worker for each function that needs one, so that it is loaded when the first episode ends."""
@@ -183,7 +188,7 @@ class Scoring:
     def _runs_in_pool(self, function: ScoringFunction) -> bool:
         return self._config.where == "processes" and bool(function.path) and not function.is_quick
 
-    def _pool(self, function: ScoringFunction) -> WorkerPool:
+    def _pool(self, function: ScoringFunction) -> CallPool:
         return self._async_pool if function.is_async else self._plain_pool
 
     def _function(self, part: Part, prompt: Prompt) -> ScoringFunction:

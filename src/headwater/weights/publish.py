@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from headwater.core.errors import TransferLost, WeightsError
-from headwater.core.protocols import InferenceEngine, WeightSource, WeightUpdate
+from headwater.core.protocols import Bucket, InferenceEngine, WeightSource, WeightUpdate
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
 from headwater.models.checksum import Checksum, dtype_of_checksum
 
@@ -26,28 +28,37 @@ class Published:
 
 
 def publish(
-    learner: WeightSource, engine: InferenceEngine, version: int, *, longest_response_s: float = 0.0
+    learner: WeightSource,
+    engine: InferenceEngine,
+    version: int,
+    *,
+    longest_response_s: float = 0.0,
+    is_repeat: bool = False,
 ) -> Published:
     """Stream the learner's weights to the engine as ``version``, and return their checksums.
 
-    Both sides compute a checksum when the engine generates again, and ``WeightsError`` is raised if they differ. The
-    learner's comes from a second pass over its buckets: computed in the first one, it would lengthen the pause of the
-    engine. Tokens of a damaged version are never trained on, because the error ends the run.
+    The learner's checksums are computed from the buckets as they are sent, the engine's when it generates again, and
+    ``WeightsError`` is raised if they differ. Tokens of a damaged version are never trained on, because the error ends
+    the run.
 
     The wait ends after ``ENGINE_CALL_LIMIT_S``, or after ``longest_response_s`` if that is longer, because running
     responses may have to end first. If the engine's process dies during the transfer, the weights are sent again to the
-    process that replaces it.
+    process that replaces it. With ``is_repeat``, the same weights were published before, and only servers that do not
+    have them need them.
     """
     while True:
         try:
-            return _publish_once(learner, engine, version, longest_response_s)
+            return _publish_once(learner, engine, version, longest_response_s, is_repeat)
         except TransferLost as error:
             # The engine limits how often it is restarted, and then fails with another error.
             logger.warning("policy version %d is sent again: %s", version, error)
 
 
-def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, longest_response_s: float) -> Published:
-    update = WeightUpdate(version, learner.shapes(), learner.export())
+def _publish_once(
+    learner: WeightSource, engine: InferenceEngine, version: int, longest_response_s: float, is_repeat: bool
+) -> Published:
+    checksums = StreamChecksums(dtype_of_checksum(engine.capabilities.dtype))
+    update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()), is_repeat)
     done = engine.update_weights(update)
     try:
         wait_for_future(
@@ -59,7 +70,7 @@ def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, 
     finally:
         if done.done():  # otherwise the engine's thread still reads
             update.close()
-    published = _checksums(learner, dtype_of_checksum(engine.capabilities.dtype))
+    published = Published(*checksums.texts())
     if engine.capabilities.checksums and (serving := engine.weights_checksum()) != published.serving:
         raise WeightsError(
             f"policy version {version}: the engine serves weights with checksum {serving}, the learner's have "
@@ -69,13 +80,53 @@ def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, 
     return published
 
 
-def _checksums(learner: WeightSource, serving_dtype: torch.dtype) -> Published:
-    serving, trained = Checksum(serving_dtype), Checksum()
-    exported = WeightUpdate(0, learner.shapes(), learner.export())
-    try:
-        for bucket in exported.buckets:
-            serving.add(bucket)
-            trained.add(bucket)
-    finally:
-        exported.close()
-    return Published(serving.text(), trained.text())
+class StreamChecksums:
+    """The checksums of a stream of buckets, computed while an engine reads it.
+
+    checksums = StreamChecksums(torch.bfloat16)
+    engine.update_weights(WeightUpdate(version, shapes, checksums.watch(learner.export())))
+    serving, trained = checksums.texts()
+    """
+
+    def __init__(self, serving_dtype: torch.dtype) -> None:
+        self._serving, self._trained = Checksum(serving_dtype), Checksum()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def watch(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        exported = WeightUpdate(0, {}, buckets)
+        try:
+            for bucket in buckets:
+                self._add(bucket)
+                yield bucket
+        finally:
+            exported.close()
+
+    def texts(self) -> tuple[str, str]:
+        """The checksum in the engine's number type, and the one in the learner's."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        return self._serving.text(), self._trained.text()
+
+    def _add(self, bucket: Bucket) -> None:
+        by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in bucket:
+            by_device.setdefault(tensor.device, []).append((name, tensor))
+        for device, tensors in by_device.items():
+            with self._beside(device, tensors):
+                self._trained.add(tensors)
+                self._serving.add(tensors, same=self._trained)
+
+    @contextmanager
+    def _beside(self, device: torch.device, tensors: Bucket) -> Iterator[None]:
+        """Compute on another stream of a GPU, so that the engine, which is paused, does not wait for checksums."""
+        if device.type != "cuda":
+            yield
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+        for _, tensor in tensors:
+            tensor.record_stream(stream)

@@ -1,6 +1,6 @@
-"""An engine in a separate process, which is replaced if it dies.
+"""An engine in a separate process, which is replaced if it dies, or a running server.
 
-    engine = NativeEngine("tiny:qwen3", (), dtype="float32", transfer="shared_memory", spans=Spans())
+    engine = NativeEngine(OwnServer("tiny:qwen3", dtype="float32"), transfer="shared_memory", spans=Spans())
     response = await engine.agenerate(request)      # also if the process is killed midway
 
 Every generated token has arrived in this process. A new process is therefore given the newest weights, the prompt and
@@ -18,21 +18,31 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import json
-import secrets
+import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from headwater.backends import BackendContext, check_length, engine_device
-from headwater.backends.native.client import ConnectionLost, ServerClient
+from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
+from headwater.backends.launch.child import ChildServer, StartChild
+from headwater.backends.native.channel import EngineChannel
+from headwater.backends.native.client import ConnectionLost
+from headwater.backends.native.places import (
+    SERVER_KEY,
+    ForeignServer,
+    OwnServer,
+    check_running,
+    engine_arguments,
+)
 from headwater.backends.native.requests import OpenRequest
 from headwater.backends.native.server import NativeServer
-from headwater.config.schema import Dtype, EngineConfig, WeightTransfer
+from headwater.config.schema import WeightTransfer
+from headwater.config.server_checks import chosen_transfer
+from headwater.config.traits import BackendTraits
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
 from headwater.core.protocols import (
     ALL_TAGS,
@@ -43,15 +53,14 @@ from headwater.core.protocols import (
     UpdateMode,
     WeightUpdate,
     check_features,
-    whole_response,
 )
 from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
-from headwater.engine.kv_cache import SHARED_FRACTION
+from headwater.models.checksum import dtype_of_checksum
 from headwater.models.device import resolve_dtype
 from headwater.observe.spans import Spans
-from headwater.weights import TRANSPORTS, ControlCall, Transport
+from headwater.weights import TRANSPORTS, Transport
 
 T = TypeVar("T")
 
@@ -63,23 +72,30 @@ _THREAD_END_S = 5.0
 _METRICS_LIMIT_S = 5.0
 
 
+@BACKENDS.register(BackendTraits(connects=True))
 class NativeEngine:
     """An ``InferenceEngine`` whose work is done by ``headwater serve`` as a child process."""
 
     def __init__(
         self,
-        model: str,
-        arguments: Sequence[str],
+        place: OwnServer | ForeignServer,
         *,
-        dtype: Dtype,
         transfer: WeightTransfer,
         spans: Spans,
+        weight_folder: str = "",
         longest_response_s: float = 0.0,
+        mode: UpdateMode | None = None,
+        hands_over: bool = False,
     ) -> None:
-        """``longest_response_s`` extends the limit of a weight update, in which running responses may have to end."""
+        """``longest_response_s`` extends the limit of a weight update, in which running responses may have to end.
+
+        ``mode`` is the default of ``update_weights``; None leaves it to the server. ``hands_over`` fails open requests
+        with ``ServerLost`` when the process is lost, instead of continuing them when it is back.
+        """
         self._update_limit_s = min(max(ENGINE_CALL_LIMIT_S, longest_response_s), _LONGEST_LIMIT_S)
-        self._transport: Transport = TRANSPORTS.resolve(transfer)(resolve_dtype(dtype))
-        self._server = NativeServer(model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans)
+        self._transfer, self._weight_folder, self._mode = transfer, weight_folder, mode
+        self._place = place
+        self._server = NativeServer(place, spans, hands_over=hands_over)
         self._numbers = itertools.count()
         self._mailboxes = Mailboxes()
         self._is_closed = False
@@ -92,24 +108,56 @@ class NativeEngine:
         self._thread.start()
         atexit.register(self.close)
         try:
-            self._do(self._server.keeper.start(), f"the engine's process starts with {model}", limit_s=_START_LIMIT_S)
+            self._do(self._server.keeper.start(), f"the engine's {self._server.name} starts", limit_s=_START_LIMIT_S)
         except BaseException:
             self.close()
             raise
 
     @classmethod
-    def from_context(cls, context: BackendContext) -> NativeEngine:
+    def launch(cls, context: BackendContext, devices: Sequence[str]) -> NativeEngine:
+        """Start ``headwater serve`` with the engine of ``rollout.backend``."""
         config = context.config
-        device, is_shared = engine_device(config.rollout.device, config.model.device)
-        arguments = ["--backend", config.rollout.backend, "--device", device, "--seed", str(config.run.seed)]
-        arguments += ["--threads", str(config.trainer.num_threads)]
+        start_child: StartChild = ChildServer.start
+        if context.places:
+            (place,) = context.places
+            device, is_shared, start_child = devices[0], place.shares_device, place.start_child
+        else:
+            device, is_shared = engine_device(devices[0], config.model.device)
+        backend = "embedded" if config.rollout.backend == "native" else config.rollout.backend
+        arguments = ["--backend", backend, "--device", device]
+        arguments += ["--seed", str(config.run.seed), "--threads", str(config.trainer.num_threads)]
+        arguments += [*config.rollout.launch.args, *engine_arguments(config.engine, shares_device=is_shared)]
+        return cls._made(context, OwnServer(context.model_path, arguments, config.model.dtype, start_child=start_child))
+
+    @classmethod
+    def connect(cls, url: str, context: BackendContext) -> NativeEngine:
+        """Use a running ``headwater serve``."""
+        config = context.config
+        place = ForeignServer(
+            url, os.environ.get(SERVER_KEY, ""), config.rollout.server_timeout_s, owns_weights=context.owns_weights
+        )
+        mode = None if config.engine.update_mode == "auto" else config.engine.update_mode
+        engine = cls._made(context, place, mode)
+        try:
+            check_running(context, url, engine._info)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    @classmethod
+    def _made(
+        cls, context: BackendContext, place: OwnServer | ForeignServer, mode: UpdateMode | None = None
+    ) -> NativeEngine:
+        config = context.config
         engine = cls(
-            context.model_path,
-            [*arguments, *engine_arguments(config.engine, shares_device=is_shared)],
-            dtype=config.model.dtype,
-            transfer=config.rollout.weight_transfer,
+            place,
+            transfer=chosen_transfer(config) or "shared_memory",
             spans=context.spans,
+            weight_folder=config.rollout.weight_folder,
             longest_response_s=config.rollout.timeout_s,
+            mode=mode,
+            hands_over=context.is_one_of_many,
         )
         try:
             check_length(context, engine.limits.max_model_tokens)
@@ -120,8 +168,23 @@ class NativeEngine:
 
     @property
     def pid(self) -> int:
-        """The id of the process that serves now."""
-        return self._server.keeper.pid
+        """The id of the process that serves now, if this process has started it."""
+        child = self._server.keeper.child
+        assert isinstance(child, ChildServer), "started here"
+        return child.pid
+
+    @property
+    def url(self) -> str:
+        """The address of the process that serves now, or served last."""
+        return self._server.url
+
+    @cached_property
+    def _transport(self) -> Transport:
+        place = self._place
+        is_own = isinstance(place, OwnServer)
+        dtype = resolve_dtype(place.dtype) if is_own else dtype_of_checksum(self.capabilities.dtype)
+        make = TRANSPORTS.resolve(self._transfer)
+        return make(dtype, self._weight_folder) if self._transfer == "file" else make(dtype)
 
     @cached_property
     def _info(self) -> dict[str, Any]:
@@ -129,14 +192,14 @@ class NativeEngine:
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        """Those of the engine in the process, except that callers here get whole responses."""
+        """Those of the engine in the process, except for what does not travel between the two processes."""
         told: dict[str, Any] = self._info["capabilities"]
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
         }
         # Only tokens, log-probs and versions are sent between the two processes.
         features = tuple(each for each in values["features"] if each not in ("top_logprobs", "prompt_logprobs"))
-        return replace(Capabilities(**values), streaming=False, rounds=False, features=features)
+        return replace(Capabilities(**values), rounds=False, features=features)
 
     @cached_property
     def limits(self) -> EngineLimits:
@@ -165,6 +228,7 @@ class NativeEngine:
             is_paused=state.is_paused,
             is_asleep=bool(state.asleep),
             is_alive=is_alive,
+            is_reachable=keeper.is_settled and is_alive,
             metrics=metrics,
         )
 
@@ -178,12 +242,38 @@ class NativeEngine:
         def deliver(result: ModelResponse | HeadwaterError) -> None:
             mailbox.post(lambda: _settle(answer, result))
 
-        opened = OpenRequest(next(self._numbers), request, deliver)
+        with self._opened(OpenRequest(next(self._numbers), request, deliver)):
+            return await answer
+
+    async def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
+        """Yield new tokens as they arrive; with a server that cannot stream, the complete response once."""
+        news: asyncio.Queue[Delta | HeadwaterError] = asyncio.Queue()
+        mailbox = self._mailboxes.of_running_loop()
+
+        def deliver(result: ModelResponse | HeadwaterError) -> None:
+            last = result if isinstance(result, HeadwaterError) else Delta((), (), (), result.stop_reason)
+            mailbox.post(lambda: news.put_nowait(last))
+
+        def take(new: Delta) -> None:
+            mailbox.post(lambda: news.put_nowait(new))
+
+        with self._opened(OpenRequest(next(self._numbers), request, deliver, take)):
+            while True:
+                new = await news.get()
+                if isinstance(new, HeadwaterError):
+                    raise new
+                yield new
+                if new.stop_reason is not None:
+                    return
+
+    @contextmanager
+    def _opened(self, opened: OpenRequest) -> Iterator[None]:
+        """A request that the server works on within the block."""
         with self._closing:
             self._check_open()
             self._inbox.post(lambda: self._server.enter(opened))
         try:
-            return await answer
+            yield
         finally:
             if not opened.has_ended:
                 self._inbox.post(lambda: self._server.requests.leave(opened))
@@ -198,10 +288,6 @@ class NativeEngine:
                 f"request {request.request_id}: {num_tokens} tokens exceed the engine's limit of "
                 f"{self.limits.max_request_tokens}; shorten the prompt or lower max_new_tokens"
             )
-
-    def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
-        """Yield the complete response once."""
-        return whole_response(self, request)
 
     def abort(self, request_id: str | None = None) -> int:
         """End the requests with this id, or all. They return the tokens they have."""
@@ -269,7 +355,8 @@ class NativeEngine:
             self._thread.join(_THREAD_END_S)
             if not self._thread.is_alive():
                 self._loop.close()
-            self._transport.close()
+            if "_transport" in vars(self):
+                self._transport.close()
 
     def _ask(self, path: str) -> dict[str, Any]:
         return self._do(self._server.call(path), f"the engine's process answers {path}")
@@ -296,11 +383,14 @@ class NativeEngine:
     # On the sender's thread
 
     def _send(self, update: WeightUpdate, mode: UpdateMode | None) -> None:
+        mode = mode or self._mode
         try:
+            self._do(self._server.check_untouched(), "the engine's process tells its version")
             client = None
             if not self._transport.survives_restart:
                 client = self._do(self._server.begin_transfer(), "the engine's process serves")
-            self._transport.send(update, _EngineChannel(self, update.version, client, self._update_limit_s), mode)
+            channel = EngineChannel(self._server, self._start, update.version, client, self._update_limit_s)
+            self._transport.send(update, channel, mode)
         except CancelledError as error:
             raise RolloutFailed("the engine is closed") from error
         finally:
@@ -336,54 +426,6 @@ class NativeEngine:
         for task in unfinished:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
-
-
-@dataclass
-class _EngineChannel:
-    """The control calls of one weight update."""
-
-    engine: NativeEngine
-    version: int
-    client: ServerClient | None
-    """The process that takes the update. None until the first answer if every process may take it."""
-    limit_s: float
-    is_pinned: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.is_pinned = self.client is not None
-
-    def call(self, call: ControlCall) -> Future[dict[str, Any]]:
-        return self.engine._start(self._call(call))
-
-    def accepted(self, again: ControlCall | None) -> None:
-        self._do(lambda server, client: server.weights_arrived(client, self.version, again))
-
-    def incomplete(self) -> None:
-        self._do(lambda server, client: server.weights_incomplete(client))
-
-    async def _call(self, call: ControlCall) -> dict[str, Any]:
-        server = self.engine._server
-        if self.is_pinned:
-            assert self.client is not None, "given"
-            return await server.call_same(self.client, call.path, call.body)
-        self.client, answer = await server.call_any(call.path, call.body)
-        return answer
-
-    def _do(self, change: Callable[[NativeServer, ServerClient], None]) -> None:
-        async def on_the_engines_thread() -> None:
-            assert self.client is not None, "it has answered"
-            change(self.engine._server, self.client)
-
-        self.engine._do(on_the_engines_thread(), "the engine's process has taken weights")
-
-
-def engine_arguments(config: EngineConfig, *, shares_device: bool) -> list[str]:
-    """All settings of the engine, as ``headwater serve`` takes them."""
-    values = {each.name: getattr(config, each.name) for each in fields(config)}
-    if shares_device:
-        # A server alone on a device takes most of the free memory, which the learner needs here.
-        values["memory_fraction"] = config.memory_fraction or SHARED_FRACTION
-    return [f"engine.{name}={json.dumps(value)}" for name, value in values.items()]
 
 
 def _settle(answer: asyncio.Future[ModelResponse], result: ModelResponse | HeadwaterError) -> None:
