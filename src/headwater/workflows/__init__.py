@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from headwater.config.arguments import with_arguments
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.registry import Registry, blaming, is_path
 from headwater.workflows.episode import Episode, EpisodeResult, WorkflowContext
 
@@ -41,15 +40,12 @@ class RolloutWorkflow(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """A workflow and the context that its episodes run in."""
+    """How episodes run: ``runner.workflow.run(Episode(runner.context, engine, data))``."""
 
     workflow: RolloutWorkflow
     context: WorkflowContext
     name: str
     """The workflow's name in error messages."""
-
-    async def run(self, engine: EpisodeEngine, data: EpisodeInput) -> EpisodeResult:
-        return await self.workflow.run(Episode(self.context, engine, data))
 
 
 @dataclass(frozen=True)
