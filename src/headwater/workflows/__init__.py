@@ -8,7 +8,7 @@ agent loops for verl work too (``adapters``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -63,11 +63,7 @@ class EngineWorkflow:
 class FunctionWorkflow:
     """Adapter for a plain function ``async def workflow(episode)`` with its arguments bound."""
 
-    function: Callable[..., Any]
-
-    async def run(self, episode: Episode) -> EpisodeResult:
-        result: EpisodeResult = await self.function(episode)
-        return result
+    run: Callable[[Episode], Coroutine[Any, Any, EpisodeResult]]
 
 
 def bind_workflow(name: str, arguments: Mapping[str, Any]) -> Callable[[WorkflowContext], EpisodeRunner]:
