@@ -38,8 +38,11 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
         return engines[0]
     from headwater.backends.router.engine import RoutedServer, RouterEngine
 
-    # A server that the run has started may have another address after a restart, so its name is its place.
-    return RouterEngine([RoutedServer(name, engine) for name, engine in zip(starts, engines, strict=True)])
+    # A running server that was given up may come back. One that the run starts was restarted often enough.
+    again = starts if rollout.servers else {}
+    return RouterEngine(
+        [RoutedServer(name, engine, connect=again.get(name)) for name, engine in zip(starts, engines, strict=True)]
+    )
 
 
 def devices_of_servers(config: Config) -> list[tuple[str, ...]]:
