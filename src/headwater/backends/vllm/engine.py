@@ -159,7 +159,11 @@ class VllmEngine:
 
         def make(session: Session) -> Server:
             session.weights.is_needed = context.owns_weights
-            return ConnectedServer(session, url, os.environ.get(KEY_VARIABLE, ""), check)
+            key, limit_s = os.environ.get(KEY_VARIABLE, ""), context.config.rollout.server_timeout_s
+            is_one_of_many = context.is_one_of_many
+            return ConnectedServer(
+                session, url, api_key=key, check=check, limit_s=limit_s, is_one_of_many=is_one_of_many
+            )
 
         return cls(where, context, model, make)
 
@@ -337,7 +341,8 @@ class VllmEngine:
         raise WeightsError(f"mode = {wanted}: vLLM {self._info.version} only has {', '.join(can)}")
 
     def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
-        written = FileWeights(update.shapes, DTYPES[self._info.dtype])  # type: ignore[index]
+        folder = self._config.rollout.weight_folder
+        written = FileWeights(update.shapes, DTYPES[self._info.dtype], folder)  # type: ignore[index]
         limit_s = max(ENGINE_CALL_LIMIT_S, self._config.rollout.timeout_s)
         try:
             written.write(update.buckets)

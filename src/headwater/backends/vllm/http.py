@@ -36,7 +36,8 @@ class HttpLink:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_LIMIT_S)
         # Each stream is a connection. Those beyond the limit of open files wait here.
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        streams = aiohttp.TCPConnector(limit=max(_FEWEST_STREAMS, most - _SPARE_FILES))
+        # A connection is not used again, because the server may close it at the same moment.
+        streams = aiohttp.TCPConnector(limit=max(_FEWEST_STREAMS, most - _SPARE_FILES), force_close=True)
         self._streams = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=streams)
         # Control calls must not wait for streams.
         self._control = aiohttp.ClientSession(
