@@ -258,7 +258,7 @@ class Session:
         self._link, self._lost_by = None, why
         self._attached.clear()
         self._settle()
-        logger.warning("%s: the connection to vLLM is lost, and %d requests wait: %s", self.name, self.num_open, why)
+        logger.warning("%s: the connection is lost, and %d requests wait: %s", self.name, self.num_open, why)
         if self._is_one_of_many:
             for opened in list(self._open):
                 opened.fail(ServerLost(f"{self.name}: {why}", opened.partial()))
