@@ -28,7 +28,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
-from headwater.backends.launch.child import ChildServer
+from headwater.backends.launch.child import ChildServer, StartChild
 from headwater.backends.native.channel import EngineChannel
 from headwater.backends.native.client import ConnectionLost
 from headwater.backends.native.places import (
@@ -117,12 +117,17 @@ class NativeEngine:
     def launch(cls, context: BackendContext, devices: Sequence[str]) -> NativeEngine:
         """Start ``headwater serve`` with the engine of ``rollout.backend``."""
         config = context.config
-        device, is_shared = engine_device(devices[0], config.model.device)
+        start_child: StartChild = ChildServer.start
+        if context.places:
+            (place,) = context.places
+            device, is_shared, start_child = devices[0], place.shares_device, place.start_child
+        else:
+            device, is_shared = engine_device(devices[0], config.model.device)
         backend = "embedded" if config.rollout.backend == "native" else config.rollout.backend
         arguments = ["--backend", backend, "--device", device]
         arguments += ["--seed", str(config.run.seed), "--threads", str(config.trainer.num_threads)]
         arguments += [*config.rollout.launch.args, *engine_arguments(config.engine, shares_device=is_shared)]
-        return cls._made(context, OwnServer(context.model_path, arguments, config.model.dtype))
+        return cls._made(context, OwnServer(context.model_path, arguments, config.model.dtype, start_child=start_child))
 
     @classmethod
     def connect(cls, url: str, context: BackendContext) -> NativeEngine:
