@@ -105,6 +105,8 @@ def test_two_running_servers_generate_what_the_embedded_engine_does(servers, tmp
     assert [each["url"] for each in status["servers"]] == [each.url for each in servers]
     told = headwater("doctor", tmp_path / "servers")
     assert all(each.url in told.stdout for each in servers), told.stdout
+    told = headwater("eval", tmp_path / "servers", "eval.num_prompts=2")
+    assert told.code == 0, told.stderr
 
 
 def test_a_run_ahead_over_two_servers_loses_no_group(servers, tmp_path):

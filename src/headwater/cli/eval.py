@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     parts = build_rollout(config, subject.model_path)
     try:
         if parts.engine.status().needs_weights:
-            _give_weights(parts.engine, subject.model_path)
+            _give_weights(parts.engine, subject.model_path, config.run.seed)
         if parts.eval_data is None:
             raise RunError(f"{subject.name}: no held-out prompts; name some, for example --data test.parquet")
         console = lasting_console()
@@ -94,13 +94,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _give_weights(engine: InferenceEngine, model_path: str) -> None:
+def _give_weights(engine: InferenceEngine, model_path: str, seed: int) -> None:
     """Servers that the command line names serve any weights until they get those of the model."""
     from headwater.core.protocols import WeightUpdate
     from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
     from headwater.models.load import load_model
 
-    model = load_model(model_path, dtype=engine.capabilities.dtype, device="cpu", seed=0)
+    model = load_model(model_path, dtype=engine.capabilities.dtype, device="cpu", seed=seed)
     update = WeightUpdate.of(0, [(name, value.detach()) for name, value in model.named_parameters()])
     what = f"the servers take the weights of {model_path}"
     wait_for_future(engine.update_weights(update), lambda: what, kind="weights", hard_limit_s=ENGINE_CALL_LIMIT_S)
