@@ -223,6 +223,11 @@ def weight_transfer_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
             "nothing reads this, because rollout.placement = colocated passes weights within the process; use "
             f"rollout.placement=disaggregated, or set it back to {show(default)}",
         )
+    if config.rollout.weight_encoding != "plain" and config.rollout.weight_transfer != "collective":
+        yield Clash(
+            ("rollout.weight_encoding", "rollout.weight_transfer"),
+            "only rollout.weight_transfer = collective encodes weights; use it, or set it back to 'plain'",
+        )
 
 
 def colocated_engine_has_the_learners_device(config: Config, layers: Layers) -> Iterator[Clash]:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from headwater.config.constraints import AtLeast, Extension, LessThan, MoreThan, NotEmpty, Within
 
-WeightTransfer = Literal["shared_memory", "file"]
+WeightTransfer = Literal["shared_memory", "file", "collective"]
+WeightEncoding = Literal["plain", "delta"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ class RolloutConfig:
     """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
     the learner's device if there is none."""
     weight_transfer: WeightTransfer = "shared_memory"
-    """How new weights are sent to a disaggregated engine: in pieces through shared memory, or through a file."""
+    """How new weights are sent to a disaggregated engine: in pieces through `shared_memory`, through a `file`, or
+    `collective`: every rank of the learner sends its part over the network, also to engines on other machines."""
+    weight_encoding: WeightEncoding = "plain"
+    """With weight_transfer=collective: `delta` sends only the compressed difference from the weights before, for slow
+    networks. The engine gets exactly the same weights; both sides keep a copy of the weights in main memory."""
     episode_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """Time limit for the episodes of one prompt, including rewards and tools; exceeding it is a failure."""
     timeout_s: Annotated[float, MoreThan(0)] = 1800.0

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, PlainName, Within
 from headwater.config.rollout_schema import RewardConfig, RolloutConfig, SandboxConfig, ToolsConfig
+from headwater.config.rollout_schema import WeightEncoding as WeightEncoding
 from headwater.config.rollout_schema import WeightTransfer as WeightTransfer
 from headwater.core.protocols import UpdateMode as UpdateMode
 

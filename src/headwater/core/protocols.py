@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from headwater.core.data_proto import DataProto
     from headwater.core.new_tokens import NewTokens
+    from headwater.core.parcels import DirectSend, Parcel, SendOrder, SendReport
 
 
 class Tokenizer(Protocol):
@@ -51,6 +52,8 @@ class WeightUpdate:
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of every tensor of the model, by name."""
     buckets: Iterable[Bucket]
+    direct: DirectSend | None = None
+    """The learner, if its ranks can send the weights themselves. An engine then need not read ``buckets``."""
 
     @classmethod
     def of(cls, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
@@ -116,6 +119,8 @@ class Capabilities:
     """The modes that ``update_weights`` supports."""
     dtype: str = "float32"
     """The number type of the engine's weights, for example ``bfloat16``. Published weights are converted to it."""
+    direct_weights: bool = False
+    """The engine takes weights straight from the learner's ranks (``WeightUpdate.direct``)."""
     features: tuple[SamplingFeature, ...] = ()
     """The settings of ``SamplingParams`` beyond the usual ones that requests may use (``SamplingParams.features``)."""
 
@@ -397,6 +402,23 @@ class Learner(Protocol):
 
     def shapes(self, role: Role = "policy") -> Mapping[str, tuple[int, ...]]:
         """The names and shapes that ``export`` yields."""
+        ...
+
+    @property
+    def connected(self) -> SendOrder | None:
+        """The group of engines that all ranks can send to; None before ``connect`` and after a failure."""
+        ...
+
+    def parcels(self) -> Sequence[Parcel]:
+        """Every tensor that ``export`` yields, and which rank holds which part of it."""
+        ...
+
+    def connect(self, order: SendOrder) -> Sequence[SendReport]:
+        """Join a group of engines on every rank (``weights.collective``). One report per rank."""
+        ...
+
+    def broadcast(self, order: SendOrder) -> Sequence[SendReport]:
+        """Every rank sends its part of the policy to the engines. Nothing is gathered."""
         ...
 
     def checksum(self, role: Role = "policy") -> str:

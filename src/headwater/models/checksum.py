@@ -102,7 +102,8 @@ class Checksum:
 def _added(chunks: list[tuple[int, Tensor]]) -> dict[int, int]:
     """Parts of one chunk are added as the words within a part are: modulo 2**64."""
     values: dict[int, int] = {}
-    for (chunk, _), value in zip(chunks, torch.stack([each for _, each in chunks]).tolist() if chunks else ()):
+    numbers = torch.stack([each for _, each in chunks]).tolist() if chunks else []
+    for (chunk, _), value in zip(chunks, numbers, strict=True):
         values[chunk] = (values.get(chunk, 0) + value + 2**63) % 2**64 - 2**63
     return values
 

@@ -24,7 +24,7 @@ from headwater.trainer.learner_setup import TrainingParts
 from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import RolloutParts, num_left_out
 from headwater.trainer.warm_start import warm_start
-from headwater.weights.publish import publish
+from headwater.weights.publish import Published, publish
 
 NOTHING = -1
 """The step of a run from which nothing is kept."""
@@ -179,8 +179,8 @@ class Trainer:
                 with self._interrupts.deferred("this update"):
                     experience = self._make_experience(batch)
                     update = self._update(experience)
-                    self._publish()
-                    self._record(batch, update)
+                    sent = self._publish()
+                    self._record(batch, {**update, **sent.metrics()})
                 if _due(self._state.step, self._config.eval.every_steps):
                     self._evaluate()
                 if _due(self._state.step, self._config.trainer.checkpoint_every_steps):
@@ -218,7 +218,7 @@ class Trainer:
         with self._recorder.stage("train"):
             return {**experience.metrics, **self._learner.update(experience.data)}
 
-    def _publish(self) -> None:
+    def _publish(self) -> Published:
         """Send the new weights to the engine. This completes the step."""
         step = self._state.step + 1
         with self._recorder.stage("publish", version=step):
@@ -232,6 +232,7 @@ class Trainer:
         self._state = self._state_at(step)
         self._consistent = True
         self._rollouts.set_version(step)
+        return published
 
     def _checksum(self, policy: str) -> str:
         """The checksum of everything that is trained; ``policy`` is the one of the policy's weights."""

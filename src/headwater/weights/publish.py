@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from headwater.core.errors import TransferLost, WeightsError
+from headwater.core.parcels import DirectSend, RankedSource
 from headwater.core.protocols import Bucket, InferenceEngine, WeightSource, WeightUpdate
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
 from headwater.models.checksum import Checksum, dtype_of_checksum
@@ -19,12 +22,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Published:
-    """The checksums of one published version."""
+    """One published version: its checksums, and what sending it took."""
 
     serving: str
-    """Of the weights in the engine's number type: those that generate."""
+    """Checksum of the weights in the engine's number type: those that generate."""
     trained: str
-    """Of the weights in the number type in which they are trained."""
+    """Checksum of the weights in the number type in which they are trained."""
+    num_bytes: int = 0
+    """Sent to each engine, after conversion and encoding."""
+    seconds: float = 0.0
+    """Until the engine used the weights. The comparison of checksums comes afterwards."""
+    pause_s: float | None = None
+    """How long the engine did not generate, if it tells."""
+
+    def metrics(self) -> dict[str, float]:
+        """``weights/bytes``, ``seconds``, ``gb_per_s`` and, if known, ``pause_s``."""
+        rate = self.num_bytes / 1e9 / self.seconds if self.seconds else 0.0
+        values = {"bytes": float(self.num_bytes), "seconds": self.seconds, "gb_per_s": rate}
+        if self.pause_s is not None:
+            values["pause_s"] = self.pause_s
+        return {f"weights/{name}": value for name, value in values.items()}
 
 
 def publish(
@@ -50,7 +67,9 @@ def publish(
 
 def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, longest_response_s: float) -> Published:
     checksums = StreamChecksums(dtype_of_checksum(engine.capabilities.dtype))
-    update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()))
+    direct = DirectSend(cast(RankedSource, learner)) if hasattr(learner, "broadcast") else None
+    update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()), direct)
+    started = time.perf_counter()
     done = engine.update_weights(update)
     try:
         wait_for_future(
@@ -62,11 +81,21 @@ def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, 
     finally:
         if done.done():  # otherwise the engine's thread still reads
             update.close()
-    published = Published(*checksums.texts())
-    if engine.capabilities.checksums and (serving := engine.weights_checksum()) != published.serving:
+    seconds = time.perf_counter() - started
+    pause_s = engine.status().metrics.get("last_update_pause_s")
+    if direct is not None and direct.reports:
+        serving, trained = (
+            Checksum.merged(getattr(each, name) for each in direct.reports).text() for name in ("serving", "trained")
+        )
+        num_bytes = sum(each.num_bytes for each in direct.reports)
+    else:
+        serving, trained = checksums.texts()
+        num_bytes = checksums.num_bytes
+    published = Published(serving, trained, num_bytes, seconds, pause_s)
+    if engine.capabilities.checksums and (served := engine.weights_checksum()) != serving:
         raise WeightsError(
-            f"policy version {version}: the engine serves weights with checksum {serving}, the learner's have "
-            f"{published.serving}; they were damaged on the way or changed in the meantime: resume from the last "
+            f"policy version {version}: the engine serves weights with checksum {served}, the learner's have "
+            f"{serving}; they were damaged on the way or changed in the meantime: resume from the last "
             "checkpoint"
         )
     return published
@@ -75,13 +104,16 @@ def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, 
 class StreamChecksums:
     """The checksums of a stream of buckets, computed while an engine reads it.
 
-        checksums = StreamChecksums(torch.bfloat16)
-        engine.update_weights(WeightUpdate(version, shapes, checksums.watch(learner.export())))
-        serving, trained = checksums.texts()
+    checksums = StreamChecksums(torch.bfloat16)
+    engine.update_weights(WeightUpdate(version, shapes, checksums.watch(learner.export())))
+    serving, trained = checksums.texts()
     """
 
     def __init__(self, serving_dtype: torch.dtype) -> None:
         self._serving, self._trained = Checksum(serving_dtype), Checksum()
+        self._itemsize = serving_dtype.itemsize
+        self.num_bytes = 0
+        """So far, in the engine's number type."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def watch(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
@@ -104,6 +136,7 @@ class StreamChecksums:
         for name, tensor in bucket:
             by_device.setdefault(tensor.device, []).append((name, tensor))
         for device, tensors in by_device.items():
+            self.num_bytes += sum(tensor.numel() for _, tensor in tensors) * self._itemsize
             with self._beside(device, tensors):
                 self._trained.add(tensors)
                 self._serving.add(tensors, same=self._trained)

@@ -67,6 +67,7 @@ class ServerClient:
     """Belongs to one event loop."""
 
     def __init__(self, url: str, api_key: str) -> None:
+        self.url = url
         # No time limit here: the server limits its calls itself, and a server that has ended closes its connections.
         self._session = aiohttp.ClientSession(
             url,

@@ -32,7 +32,7 @@ from headwater.backends import BackendContext, check_length, engine_device
 from headwater.backends.native.client import ConnectionLost, ServerClient
 from headwater.backends.native.requests import OpenRequest
 from headwater.backends.native.server import NativeServer
-from headwater.config.schema import Dtype, EngineConfig, WeightTransfer
+from headwater.config.schema import Dtype, EngineConfig, WeightEncoding, WeightTransfer
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
 from headwater.core.protocols import (
     ALL_TAGS,
@@ -74,11 +74,14 @@ class NativeEngine:
         dtype: Dtype,
         transfer: WeightTransfer,
         spans: Spans,
+        encoding: WeightEncoding = "plain",
         longest_response_s: float = 0.0,
     ) -> None:
         """``longest_response_s`` extends the limit of a weight update, in which running responses may have to end."""
         self._update_limit_s = min(max(ENGINE_CALL_LIMIT_S, longest_response_s), _LONGEST_LIMIT_S)
-        self._transport: Transport = TRANSPORTS.resolve(transfer)(resolve_dtype(dtype))
+        options = {"encoding": encoding} if transfer == "collective" else {}
+        self._transport: Transport = TRANSPORTS.resolve(transfer)(resolve_dtype(dtype), **options)
+        self._direct_weights = transfer == "collective"
         self._server = NativeServer(model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans)
         self._numbers = itertools.count()
         self._mailboxes = Mailboxes()
@@ -108,6 +111,7 @@ class NativeEngine:
             [*arguments, *engine_arguments(config.engine, shares_device=is_shared)],
             dtype=config.model.dtype,
             transfer=config.rollout.weight_transfer,
+            encoding=config.rollout.weight_encoding,
             spans=context.spans,
             longest_response_s=config.rollout.timeout_s,
         )
@@ -136,7 +140,13 @@ class NativeEngine:
         }
         # Only tokens, log-probs and versions are sent between the two processes.
         features = tuple(each for each in values["features"] if each not in ("top_logprobs", "prompt_logprobs"))
-        return replace(Capabilities(**values), streaming=False, rounds=False, features=features)
+        return replace(
+            Capabilities(**values),
+            streaming=False,
+            rounds=False,
+            direct_weights=self._direct_weights,
+            features=features,
+        )
 
     @cached_property
     def limits(self) -> EngineLimits:
@@ -351,6 +361,15 @@ class _EngineChannel:
 
     def __post_init__(self) -> None:
         self.is_pinned = self.client is not None
+
+    @property
+    def url(self) -> str:
+        assert self.client is not None, "known before the first call, or after it"
+        return self.client.url
+
+    @property
+    def process(self) -> str:
+        return f"{self.url} {id(self.client)}"
 
     def call(self, call: ControlCall) -> Future[dict[str, Any]]:
         return self.engine._start(self._call(call))
