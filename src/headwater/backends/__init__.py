@@ -1,11 +1,14 @@
 """Inference engines behind one interface (see ``core.protocols.InferenceEngine``).
 
 ``embedded`` and ``hf`` run in this process. ``native`` talks to a ``headwater serve`` of any backend, which ``launch``
-starts and keeps alive. A backend class has two constructors:
+starts and keeps alive. ``fleet.make_fleet`` makes the engine of a run, a router if
+it has several servers. A backend class has some of these constructors:
 
-- ``from_context(BackendContext)``, for a training run, loads, starts or connects to what it needs.
-- ``load(model_path, config, *, tokenizer, dtype, device, seed)``, for ``headwater serve`` and therefore for
-  ``rollout.placement=disaggregated``.
+- ``from_context(BackendContext)``, for ``rollout.placement=colocated``: an engine in this process.
+- ``connect(url, BackendContext)``, for a running server (``rollout.servers``).
+- ``launch(BackendContext, devices)``, for ``rollout.placement=disaggregated``: start a server, and keep it alive.
+- ``load(model_path, config, *, tokenizer, dtype, device, seed)``, for ``headwater serve``, which serves a class
+  without ``launch``.
 
 ``declared_capabilities`` on the class is optional: what the config asks for is then checked before a model is loaded.
 """
@@ -37,6 +40,10 @@ class BackendContext:
     """A folder, hub id or built-in name; a checkpoint's model when a run is resumed."""
     tokenizer: Tokenizer
     spans: Spans
+    owns_weights: bool = True
+    """Whether this process decides which weights a running server uses. If not, they stay as they are."""
+    is_one_of_many: bool = False
+    """Other servers can continue the requests of this one: it raises ``ServerLost`` as soon as it is lost."""
 
 
 def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = False) -> list[str]:
@@ -60,11 +67,12 @@ def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = F
     return problems
 
 
-def engine_device(wanted: str, learner: str) -> tuple[str, bool]:
+def engine_device(wanted: str, learner: str, place: int = 0) -> tuple[str, bool]:
     """The device of a disaggregated engine, and whether the learner uses it too.
 
     ``wanted`` is ``rollout.device``, ``learner`` is ``model.device``. ``auto`` is the last GPU that no rank of the
-    learner on this machine uses, or the learner's device if there is none.
+    learner on this machine uses, or the learner's device if there is none. Engines with other values of ``place`` get
+    other GPUs while there are some.
     """
     own = resolve_device(learner)
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -72,7 +80,7 @@ def engine_device(wanted: str, learner: str) -> tuple[str, bool]:
     if wanted == "auto":
         num_gpus = torch.cuda.device_count() if own.type == "cuda" else 0
         free = [device for device in (torch.device("cuda", index) for index in range(num_gpus)) if device not in used]
-        chosen = free[-1] if free else own
+        chosen = free[-1 - place % len(free)] if free else own
     else:
         try:
             chosen = resolve_device(wanted, "rollout.device")

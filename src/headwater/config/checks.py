@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwater.config.declared import WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.paths import is_file, with_absolute_paths
 from headwater.config.schema import Config
-from headwater.config.traits import BackendTraits
 from headwater.config.tree import DEFAULT, show
 from headwater.core.records import wrong_stop
 from headwater.core.registry import is_path
@@ -195,69 +193,6 @@ def eval_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
         yield from unread(given_in("eval", layers), switches, why, layers)
 
 
-def engine_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
-    # Compared with the default, not with what was given: a resolved recipe gives every key, and must load again.
-    backend = config.rollout.backend
-    try:
-        declared = read_declared(BackendTraits, backend)
-    except WrongDeclaration as error:
-        yield Clash(("rollout.backend",), str(error))
-        return
-    read = {f"engine.{name}" for name in declared.traits.engine_settings} if declared is not None else set()
-    for key, setting in settings(Config).items():
-        is_read = not read or key in read or not key.startswith("engine.")
-        if not is_read and value_at(config, key) != setting.default():
-            yield Clash(
-                (key, "rollout.backend"),
-                f"the {backend} backend does not read this; use rollout.backend=embedded, or set it back to "
-                f"{show(setting.default())}",
-            )
-
-
-def weight_transfer_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
-    # Compared with the default: a resolved recipe gives every key, and must load again.
-    default = settings(Config)["rollout.weight_transfer"].default()
-    if config.rollout.placement == "colocated" and config.rollout.weight_transfer != default:
-        yield Clash(
-            ("rollout.weight_transfer", "rollout.placement"),
-            "nothing reads this, because rollout.placement = colocated passes weights within the process; use "
-            f"rollout.placement=disaggregated, or set it back to {show(default)}",
-        )
-    if config.rollout.weight_encoding != "plain" and config.rollout.weight_transfer != "collective":
-        yield Clash(
-            ("rollout.weight_encoding", "rollout.weight_transfer"),
-            "only rollout.weight_transfer = collective encodes weights; use it, or set it back to 'plain'",
-        )
-
-
-def colocated_engine_has_the_learners_device(config: Config, layers: Layers) -> Iterator[Clash]:
-    device = config.rollout.device
-    if config.rollout.placement == "colocated" and device not in ("auto", config.model.device):
-        yield Clash(
-            ("rollout.device", "rollout.placement"),
-            f"a colocated engine runs on the learner's device, model.device = {show(config.model.device)}; use "
-            "rollout.placement=disaggregated, or set it back to 'auto'",
-        )
-
-
-def offloading_learner_takes_turns(config: Config, layers: Layers) -> Iterator[Clash]:
-    if not config.learner.offload_during_rollout:
-        return
-    remedy = "set it to false"
-    if config.rollout.max_staleness > 0:
-        yield Clash(
-            ("learner.offload_during_rollout", "rollout.max_staleness"),
-            "the learner and the engine must take turns on the device, but with rollout.max_staleness = "
-            f"{config.rollout.max_staleness} both work at the same time; {remedy}, or use rollout.max_staleness=0",
-        )
-    if config.rollout.placement == "disaggregated":
-        yield Clash(
-            ("learner.offload_during_rollout", "rollout.placement"),
-            "rollout.placement = disaggregated runs the engine in a separate process, which does not take turns with "
-            f"the learner; {remedy}, or use rollout.placement=colocated",
-        )
-
-
 def schedule_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.learner.schedule == "constant":
         why = "learner.schedule = constant never falls; use linear or cosine"
@@ -315,11 +250,7 @@ CHECKS: tuple[Check, ...] = (
     files_evaluate_on_something,
     warm_start_settings_are_read,
     eval_settings_are_read,
-    engine_settings_are_read,
     schedule_settings_are_read,
-    weight_transfer_is_read,
-    colocated_engine_has_the_learners_device,
-    offloading_learner_takes_turns,
     partial_groups_are_kept,
     shortest_reply_fits,
     stop_texts_can_be_found,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from headwater.core.registry import is_path, known_names, nearest
 
@@ -130,6 +131,25 @@ class PlainName(Constraint):
         if value and value not in (".", "..") and not set(value) & set("/\\\0"):
             return None
         return f"must be {self.rule}, for example 'quickstart'"
+
+
+@dataclass(frozen=True)
+class ServerUrl(Constraint):
+    """The URL of a server, without a path."""
+
+    @property
+    def rule(self) -> str:
+        return "a URL such as http://10.0.0.5:8000"
+
+    def broken_by(self, value: Any) -> str | None:
+        try:
+            parts = urlsplit(value)
+            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:  # for example a port that is not a number
+            is_valid = False
+        if is_valid and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username):
+            return None
+        return f"must be {self.rule}: http or https, a host and a port, and nothing after them"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from headwater.config.traits import (
     WorkflowTraits,
 )
 from headwater.config.tree import show
-from headwater.core.registry import PACKAGE_ROOT, is_path, nearest
+from headwater.core.registry import is_path, nearest, registered_file
 
 T = TypeVar("T", AdvantageTraits, LossTraits, CorrectionTraits, WorkflowTraits, BackendTraits, ScorerTraits)
 
@@ -114,7 +114,7 @@ def read_declared(traits: type[T], name: str) -> Declared[T] | None:
     """
     kind: Any = traits  # mypy does not take a type with a variable for hashable
     if not is_path(name):
-        path = PACKAGE_ROOT.joinpath(*traits.package.split(".")[1:], f"{name}.py")
+        path = registered_file(traits.package, name)
         if not path.is_file():
             return None
         source = _source(path)

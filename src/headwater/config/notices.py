@@ -49,7 +49,7 @@ def _gpu_only(config: Config, given: Collection[str], automatic: str | None) -> 
 
 
 def _device_of(key: str, config: Config) -> tuple[str, str]:
-    is_separate = config.rollout.placement == "disaggregated" and config.rollout.device != "auto"
+    is_separate = config.rollout.is_separate and config.rollout.device != "auto"
     source = "rollout.device" if key.startswith("engine.") and is_separate else "model.device"
     return source, value_at(config, source)
 

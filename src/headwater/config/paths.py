@@ -68,6 +68,11 @@ def _model(text: str) -> str:
     return _path(text) if looks_like_folder(text) else text
 
 
+def _program(text: str) -> str:
+    """A program with a path; the name of one on PATH stays as it is."""
+    return _path(text) if "/" in text or os.sep in text else text
+
+
 def _extension(text: str) -> str:
     """``path/to/file.py:Thing`` with the whole path; ``package.module:Thing`` and names stay as they are."""
     module, colon, thing = text.rpartition(":") if ":" in text else (text, "", "")
@@ -109,6 +114,8 @@ _EXACT: Mapping[str, Callable[[str], str]] = {
     "data.dataset": _extension,
     "reward.function": _extension,
     "rollout.should_accept": _extension,
+    "rollout.weight_folder": _path,
+    "rollout.launch.python": _program,
     "tools.config": _path,
 }
 

@@ -6,10 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from headwater.config.constraints import AtLeast, Extension, LessThan, MoreThan, NotEmpty, Within
+from headwater.config.constraints import AtLeast, Extension, LessThan, MoreThan, NotEmpty, ServerUrl, Within
 
 WeightTransfer = Literal["shared_memory", "file", "collective"]
 WeightEncoding = Literal["plain", "delta"]
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    num_servers: Annotated[int, AtLeast(1)] = 1
+    """Servers that the run starts itself; requests are distributed over them."""
+    devices: tuple[Annotated[str, NotEmpty("use cpu or cuda:N")], ...] = ()
+    """Device of each server, for example [cuda:2, cuda:3]; with tensor_parallel, the devices of the first server, then
+    those of the second. Empty uses rollout.device for all."""
+    tensor_parallel: Annotated[int, AtLeast(1)] = 1
+    """Devices of one server, over which it splits the model; for vllm and sglang."""
+    python: str = ""
+    """Python interpreter of the environment in which vLLM or SGLang is installed; empty means that of this process."""
+    args: tuple[str, ...] = ()
+    """Further command-line arguments of every server, for example [--max-model-len, "4096"]."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +67,25 @@ class RolloutConfig:
     max_concurrent_groups: Annotated[int, AtLeast(0, "use 0 for as many as max_staleness allows")] = 0
     """Prompt groups that may run at the same time; 0 means as many as max_staleness allows."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
-    """Where generation runs: `colocated` shares the process and device of the learner, `disaggregated` uses a
-    separate process."""
+    """Where generation runs: `colocated` shares the process and device of the learner, `disaggregated` uses servers in
+    separate processes, which rollout.launch describes. Running servers (rollout.servers) are always separate."""
+    servers: tuple[Annotated[str, ServerUrl()], ...] = ()
+    """URLs of running servers that only this run uses, instead of starting some. rollout.backend names their kind:
+    native (`headwater serve`), vllm or sglang. The environment variable HEADWATER_SERVER_KEY holds their API key."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     device: Annotated[str, NotEmpty("use auto, cpu, cuda or cuda:N")] = "auto"
     """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
     the learner's device if there is none."""
-    weight_transfer: WeightTransfer = "shared_memory"
-    """How new weights are sent to a disaggregated engine: in pieces through `shared_memory`, through a `file`, or
-    `collective`: every rank of the learner sends its part over the network, also to engines on other machines."""
+    weight_transfer: Literal["auto", "shared_memory", "file", "collective"] = "auto"
+    """How new weights are sent to servers: in pieces through `shared_memory`, for `headwater serve` on this machine,
+    through a `file`, or `collective`: every rank of the learner sends its part over the network, also to other machines.
+    `auto` takes the first that works for these servers."""
     weight_encoding: WeightEncoding = "plain"
     """With weight_transfer=collective: `delta` sends only the compressed difference from the weights before, for slow
     networks. The engine gets exactly the same weights; both sides keep a copy of the weights in main memory."""
+    weight_folder: str = ""
+    """Folder for weight_transfer=file that the run and all servers see under this path, such as a network file system.
+    Empty means a temporary folder of this machine."""
     episode_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """Time limit for the episodes of one prompt, including rewards and tools; exceeding it is a failure."""
     timeout_s: Annotated[float, MoreThan(0)] = 1800.0
@@ -74,6 +97,11 @@ class RolloutConfig:
     """How often a failed group is retried before on_failure applies."""
     allow_partial_groups: bool = False
     """With on_failure=drop, keep a group without its failed samples if at least two are left."""
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether engines run in other processes than the learner."""
+        return bool(self.servers) or self.placement == "disaggregated"
 
 
 @dataclass(frozen=True)

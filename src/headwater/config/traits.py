@@ -96,6 +96,12 @@ class BackendTraits(Traits):
 
     engine_settings: tuple[str, ...] = ()
     """The settings of the section ``engine`` that it reads; empty means all of them."""
+    connects: bool = False
+    """It talks to servers: running ones (``rollout.servers``) or its own (``rollout.launch``)."""
+    is_foreign: bool = False
+    """Its servers are another program in a Python environment of their own (``rollout.launch.python``)."""
+    transfers: tuple[str, ...] = ("shared_memory", "file", "collective")
+    """The values of ``rollout.weight_transfer`` that it supports, the preferred one first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,10 @@ Headwater and keeps its traceback.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headwater.core.records import ModelResponse
 
 
 class HeadwaterError(Exception):
@@ -93,6 +97,15 @@ class RequestError(RolloutFailed):
 
 class QueueFull(RolloutFailed):
     """The engine's queue is full; the request may be sent again later."""
+
+
+class ServerLost(RolloutFailed):
+    """A server ended or stopped answering during a request. Another server can continue after ``partial``."""
+
+    def __init__(self, message: str = "", partial: ModelResponse | None = None) -> None:
+        super().__init__(message)
+        self.partial = partial
+        """What had arrived, with stop reason ``abort``; None if nothing had."""
 
 
 class MemoryRefused(RolloutFailed):

@@ -52,6 +52,8 @@ class WeightUpdate:
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of every tensor of the model, by name."""
     buckets: Iterable[Bucket]
+    is_repeat: bool = False
+    """The same weights were published as this version before. Only engines that do not have them need to take them."""
     direct: DirectSend | None = None
     """The learner, if its ranks can send the weights themselves. An engine then need not read ``buckets``."""
 
@@ -140,6 +142,25 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """One server behind an engine that uses several."""
+
+    name: str
+    """Unique within the engine."""
+    url: str = ""
+    """Empty for an engine in this process."""
+    version: int = 0
+    """The policy version that it serves."""
+    num_running: int = 0
+    num_waiting: int = 0
+    is_alive: bool = True
+    """False while it cannot be reached or has failed."""
+    num_restarts: int = 0
+    state: str = "serving"
+    """In words, for example ``serving``, ``draining`` or ``unreachable: connection refused``."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """The state of an engine at one moment."""
 
@@ -156,6 +177,10 @@ class EngineStatus:
     """Some of the engine's memory is released, so it generates nothing until ``wake``."""
     is_alive: bool = True
     """False after the engine has failed or was closed; every request then fails."""
+    is_reachable: bool = True
+    """False while the engine's process or server does not answer, for example because it restarts. Requests wait."""
+    servers: tuple[ServerStatus, ...] = ()
+    """The servers of an engine that uses several (``backends/router``)."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The engine's settings, with automatic values resolved."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -247,6 +247,9 @@ class ModelRequest:
     given_tokens: tuple[int, ...] = ()
     """The beginning of the response, if it was generated earlier. Generation continues after it as if it had not been
     interrupted. These tokens count towards every limit of ``sampling``; the response holds only the new tokens."""
+    session: str = ""
+    """Requests with the same session share a prefix, such as the turns of an episode. A router sends them to the same
+    server, which has the prefix in its cache, and never to one with older weights. Empty if there is no session."""
 
     def __post_init__(self) -> None:
         if not self.input_tokens:

@@ -40,6 +40,9 @@ T = TypeVar("T")
 EXTENSION_PREFIX = "headwater_extension_"
 """Modules with such names were loaded from files."""
 
+_MAIN = "engine"
+"""The file of a registered folder that registers it."""
+
 _REGISTERS = re.compile(r"^@\w+\.register\b", re.MULTILINE)
 
 
@@ -53,10 +56,20 @@ def is_path(name: str) -> bool:
 
 
 def known_names(package: str) -> list[str]:
-    """Return the names in a registry folder: its files that register something, found without importing them."""
+    """Return the names in a registry folder: its files that register something, found without importing them.
+
+    A folder with a file ``engine.py`` that registers something is a name as well.
+    """
     folder = PACKAGE_ROOT.joinpath(*package.split(".")[1:])
-    files = (path for path in folder.glob("*.py") if not path.stem.startswith("_"))
-    return sorted(path.stem for path in files if _REGISTERS.search(path.read_text(encoding="utf-8")))
+    files = {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    files |= {path.parent.name: path for path in folder.glob(f"*/{_MAIN}.py")}
+    return sorted(name for name, path in files.items() if _REGISTERS.search(path.read_text(encoding="utf-8")))
+
+
+def registered_file(package: str, name: str) -> Path:
+    """The file of a name in a registry folder, which need not exist."""
+    path = PACKAGE_ROOT.joinpath(*package.split(".")[1:], f"{name}.py")
+    return path if path.is_file() else path.with_suffix("") / f"{_MAIN}.py"
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -165,7 +178,7 @@ class Registry:
             return self.register
         if self._prepare is not None:
             thing = self._prepare(thing)
-        package, _, name = str(thing.__module__).rpartition(".")
+        package, _, name = str(thing.__module__).removesuffix(f".{_MAIN}").rpartition(".")
         if package == self.package:
             if name in self._objects and self._objects[name] is not thing:
                 raise ValueError(f"{thing.__module__} registers two {self.kind}s; a file may register one")
@@ -181,7 +194,8 @@ class Registry:
         if name not in self._objects:
             if name not in self.names():
                 raise UnknownName(f"unknown {self.kind} {name!r}; {nearest(name, self.names())}")
-            importlib.import_module(f"{self.package}.{name}")
+            is_folder = registered_file(self.package, name).stem != name
+            importlib.import_module(f"{self.package}.{name}.{_MAIN}" if is_folder else f"{self.package}.{name}")
         if name not in self._objects:
             raise UnknownName(f"{self.package}.{name} registers no {self.kind}")
         return self._objects[name]

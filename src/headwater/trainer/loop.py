@@ -248,7 +248,7 @@ class Trainer:
                 self._interrupts.deferred("sending the weights"),
                 self._recorder.stage("publish", version=self._state.step),
             ):
-                publish(self._learner, self._parts.engine, self._state.step)
+                publish(self._learner, self._parts.engine, self._state.step, is_repeat=True)
 
     def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:
         self._recorder.step(self._state.step, batch, update, self._books)

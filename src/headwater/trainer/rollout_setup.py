@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.backends import BACKENDS, BackendContext, missing_capabilities
-from headwater.backends.native.engine import NativeEngine
+from headwater.backends.fleet import make_fleet
 from headwater.chat.parsers import make_parser
 from headwater.config.declared import read_declared
 from headwater.config.schema import Config
@@ -99,25 +99,13 @@ class RolloutParts:
 
 
 def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceEngine:
-    """The engine that ``rollout.placement`` and ``rollout.backend`` name, if it can do what the config asks for."""
-    rollout = context.config.rollout
-    backend = BACKENDS.resolve(rollout.backend)
+    """The engine or the servers of the config, if they can do what it asks for."""
+    backend = BACKENDS.resolve(context.config.rollout.backend)
     # If the class states what it can do, wrong settings are told before a model is loaded.
     declared: Capabilities | None = getattr(backend, "declared_capabilities", None)
     if declared is not None and (problems := missing_capabilities(context.config, declared, replays=replays)):
         raise ConfigError(problems)
-    engine: InferenceEngine
-    if rollout.placement == "disaggregated":
-        if not hasattr(backend, "load"):
-            raise ConfigError(
-                [
-                    f"rollout.placement = disaggregated: rollout.backend = {rollout.backend} cannot be served, because "
-                    "it has no method load(model_path, ...); use rollout.placement=colocated"
-                ]
-            )
-        engine = NativeEngine.from_context(context)
-    else:
-        engine = backend.from_context(context)
+    engine = make_fleet(context)
     if problems := missing_capabilities(context.config, engine.capabilities, replays=replays):
         engine.close()
         raise ConfigError(problems)
@@ -290,7 +278,7 @@ def make_admission(config: Config) -> Admission:
         on_stale=rollout.on_stale,
         # A deterministic engine gives the same result for any batch composition, so it does not need waves.
         in_waves=rollout.max_staleness == 0 and not config.engine.deterministic,
-        holds_engine=rollout.placement == "colocated",
+        holds_engine=not rollout.is_separate,
         max_rounds=config.algorithm.max_filter_rounds if _filters_groups(config) else None,
     )
 

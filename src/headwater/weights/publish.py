@@ -45,7 +45,12 @@ class Published:
 
 
 def publish(
-    learner: WeightSource, engine: InferenceEngine, version: int, *, longest_response_s: float = 0.0
+    learner: WeightSource,
+    engine: InferenceEngine,
+    version: int,
+    *,
+    longest_response_s: float = 0.0,
+    is_repeat: bool = False,
 ) -> Published:
     """Stream the learner's weights to the engine as ``version``, and return their checksums.
 
@@ -55,20 +60,23 @@ def publish(
 
     The wait ends after ``ENGINE_CALL_LIMIT_S``, or after ``longest_response_s`` if that is longer, because running
     responses may have to end first. If the engine's process dies during the transfer, the weights are sent again to the
-    process that replaces it.
+    process that replaces it. With ``is_repeat``, the same weights were published before, and only servers that do not
+    have them need them.
     """
     while True:
         try:
-            return _publish_once(learner, engine, version, longest_response_s)
+            return _publish_once(learner, engine, version, longest_response_s, is_repeat)
         except TransferLost as error:
             # The engine limits how often it is restarted, and then fails with another error.
             logger.warning("policy version %d is sent again: %s", version, error)
 
 
-def _publish_once(learner: WeightSource, engine: InferenceEngine, version: int, longest_response_s: float) -> Published:
+def _publish_once(
+    learner: WeightSource, engine: InferenceEngine, version: int, longest_response_s: float, is_repeat: bool
+) -> Published:
     checksums = StreamChecksums(dtype_of_checksum(engine.capabilities.dtype))
     direct = DirectSend(cast(RankedSource, learner)) if hasattr(learner, "broadcast") else None
-    update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()), direct)
+    update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()), is_repeat, direct)
     started = time.perf_counter()
     done = engine.update_weights(update)
     try:

@@ -51,6 +51,7 @@ Message = Mapping[str, Any]
 EpisodeResult = Trajectory | list[Trajectory] | None
 """One trajectory, several pieces of the same episode, or None if the workflow rejects the episode."""
 
+_KEY_MASK = 2**64 - 1
 _NUM_OPENING_TOKENS = 16
 """How many tokens before a reply are decoded to see whether they begin reasoning."""
 
@@ -101,6 +102,8 @@ class Episode:
         self.engine = engine
         self.data = data
         self._name = f"{data.prompt.uid}#{data.sample}"
+        self.session = f"{self._name}@{data.rng_key & _KEY_MASK:x}"
+        """Names the episode to a router. All its pieces share it, because they share a prefix."""
         self._num_requests = 0
         self._num_branches = 0
         # Some templates write the tools anew in every turn, so each rendering needs them.
@@ -393,7 +396,7 @@ class Episode:
             min_new_tokens=min(sampling.min_new_tokens, limit),
             stop_strings=(*sampling.stop_strings, *stop),
         )
-        return ModelRequest(request_id=name, input_tokens=self.tokens, sampling=sampling, rng_key=key)
+        return ModelRequest(name, self.tokens, sampling, key, session=self.session)
 
     def _append_response(self, response: ModelResponse) -> None:
         if not (self._chat and is_model_turn(self._chat[-1])):

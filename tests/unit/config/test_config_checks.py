@@ -91,7 +91,7 @@ CLASHES = [
     (
         ["rollout.weight_transfer=file"],
         "rollout.weight_transfer = 'file'",
-        ["rollout.placement=disaggregated", "shared_memory"],
+        ["rollout.placement=disaggregated", "'auto'"],
     ),
     (["rollout.device=cuda:1"], "rollout.device = 'cuda:1'", ["rollout.placement=disaggregated", "'auto'"]),
     (

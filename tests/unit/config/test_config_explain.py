@@ -14,7 +14,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headwater.config import keys
-from headwater.config.constraints import AtLeast, Constraint, Extension, LessThan, MoreThan, NotEmpty, PlainName, Within
+from headwater.config.constraints import (
+    AtLeast,
+    Constraint,
+    Extension,
+    LessThan,
+    MoreThan,
+    NotEmpty,
+    PlainName,
+    ServerUrl,
+    Within,
+)
 from headwater.config.convert import Converter
 from headwater.config.explain import explain, explanation, to_yaml
 from headwater.config.load import load_config
@@ -121,6 +131,8 @@ def constrained(inner: Any, constraints: list[Constraint]) -> st.SearchStrategy[
     for constraint in constraints:
         if isinstance(constraint, Extension):
             return st.sampled_from([*known_names(constraint.package), "my.module:Thing"])
+        if isinstance(constraint, ServerUrl):
+            return st.integers(1, 65535).map("http://10.0.0.5:{}".format)
         if isinstance(constraint, PlainName):
             return TEXT.filter(lambda text, rule=constraint: rule.broken_by(text) is None)
         if isinstance(constraint, AtLeast | MoreThan):

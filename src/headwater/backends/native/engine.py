@@ -28,11 +28,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from headwater.backends import BackendContext, check_length, engine_device
+from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
 from headwater.backends.native.client import ConnectionLost, ServerClient
 from headwater.backends.native.requests import OpenRequest
 from headwater.backends.native.server import NativeServer
 from headwater.config.schema import Dtype, EngineConfig, WeightEncoding, WeightTransfer
+from headwater.config.server_checks import chosen_transfer
+from headwater.config.traits import BackendTraits
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
 from headwater.core.protocols import (
     ALL_TAGS,
@@ -63,6 +65,7 @@ _THREAD_END_S = 5.0
 _METRICS_LIMIT_S = 5.0
 
 
+@BACKENDS.register(BackendTraits(connects=True))
 class NativeEngine:
     """An ``InferenceEngine`` whose work is done by ``headwater serve`` as a child process."""
 
@@ -101,16 +104,18 @@ class NativeEngine:
             raise
 
     @classmethod
-    def from_context(cls, context: BackendContext) -> NativeEngine:
+    def launch(cls, context: BackendContext, devices: Sequence[str]) -> NativeEngine:
+        """Start ``headwater serve`` with the engine of ``rollout.backend``."""
         config = context.config
-        device, is_shared = engine_device(config.rollout.device, config.model.device)
-        arguments = ["--backend", config.rollout.backend, "--device", device, "--seed", str(config.run.seed)]
-        arguments += ["--threads", str(config.trainer.num_threads)]
+        device, is_shared = engine_device(devices[0], config.model.device)
+        backend = "embedded" if config.rollout.backend == "native" else config.rollout.backend
+        arguments = ["--backend", backend, "--device", device, "--seed", str(config.run.seed)]
+        arguments += ["--threads", str(config.trainer.num_threads), *config.rollout.launch.args]
         engine = cls(
             context.model_path,
             [*arguments, *engine_arguments(config.engine, shares_device=is_shared)],
             dtype=config.model.dtype,
-            transfer=config.rollout.weight_transfer,
+            transfer=chosen_transfer(config) or "shared_memory",
             encoding=config.rollout.weight_encoding,
             spans=context.spans,
             longest_response_s=config.rollout.timeout_s,

@@ -21,6 +21,7 @@ def write_request(request: ModelRequest) -> dict[str, Any]:
         "given_tokens": request.given_tokens,
         "sampling": asdict(request.sampling),
         "rng_key": request.rng_key,
+        "session": request.session,
     }
 
 
@@ -33,12 +34,13 @@ def read_request(body: Mapping[str, Any], limits: ModelLimits) -> ModelRequest:
     limits.check_ids(given_tokens, "given_tokens", most=limits.engine.max_model_tokens)
     sampling = fields.mapping("sampling")
     rng_key = fields.optional_integer("rng_key", minimum=-(2**63), maximum=2**63 - 1)
+    session = fields.text("session") or ""
     fields.done()
     if sampling is None:
         raise ApiError('sampling: is missing; give at least {"max_new_tokens": 16}', param="sampling")
     if rng_key is None:
         raise ApiError("rng_key: is missing; give the number that decides every sampled token", param="rng_key")
-    return ModelRequest(request_id, input_tokens, _read_sampling(sampling, limits), rng_key, given_tokens)
+    return ModelRequest(request_id, input_tokens, _read_sampling(sampling, limits), rng_key, given_tokens, session)
 
 
 def check_length(request: ModelRequest, limits: ModelLimits) -> None:

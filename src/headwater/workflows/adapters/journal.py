@@ -115,6 +115,7 @@ class Journal:
             input_tokens=tuple(map(int, tokens)),
             sampling=sampling,
             rng_key=derive_key(key, "turn", number) if number else key,
+            session=self.episode.session,
         )
         response = await self.episode.engine.agenerate(request)
         if response.stop_reason == "abort":

@@ -1,0 +1,81 @@
+"""The engine of a run: one in this process, one server, or a router over several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from headwater.backends import BACKENDS, BackendContext, engine_device
+from headwater.config.schema import Config
+from headwater.core.errors import ConfigError
+from headwater.core.protocols import InferenceEngine
+
+Start = Callable[[], InferenceEngine]
+
+
+def make_fleet(context: BackendContext) -> InferenceEngine:
+    """Load the engine, connect to the servers of ``rollout.servers``, or start those of ``rollout.launch``."""
+    rollout = context.config.rollout
+    backend = BACKENDS.resolve(rollout.backend)
+    if not rollout.is_separate:
+        engine: InferenceEngine = backend.from_context(context)
+        return engine
+    num_servers = len(rollout.servers) or rollout.launch.num_servers
+    context = replace(context, is_one_of_many=num_servers > 1)
+    if rollout.servers:
+        starts = {url.rstrip("/"): partial(backend.connect, url.rstrip("/"), context) for url in rollout.servers}
+    else:
+        launch = _launcher(backend, rollout.backend)
+        starts = {
+            f"server {place}": partial(launch, context, devices)
+            for place, devices in enumerate(devices_of_servers(context.config))
+        }
+    engines = _start_all(list(starts.values()))
+    if num_servers == 1:
+        return engines[0]
+    from headwater.backends.router.engine import RoutedServer, RouterEngine
+
+    return RouterEngine([RoutedServer(name, engine) for name, engine in zip(starts, engines, strict=True)])
+
+
+def devices_of_servers(config: Config) -> list[tuple[str, ...]]:
+    """The devices of every server that the run starts."""
+    launch, size = config.rollout.launch, config.rollout.launch.tensor_parallel
+    wanted = launch.devices or (config.rollout.device,) * (launch.num_servers * size)
+    # Resolved here, so that a device that does not exist is reported before a server starts.
+    devices = [engine_device(each, config.model.device, place)[0] for place, each in enumerate(wanted)]
+    return [tuple(devices[first : first + size]) for first in range(0, len(devices), size)]
+
+
+def _launcher(backend: Any, name: str) -> Callable[[BackendContext, Sequence[str]], InferenceEngine]:
+    if hasattr(backend, "launch"):
+        launch: Callable[[BackendContext, Sequence[str]], InferenceEngine] = backend.launch
+        return launch
+    if not hasattr(backend, "load"):
+        raise ConfigError(
+            [
+                f"rollout.placement = disaggregated: rollout.backend = {name} cannot be served, because it has no "
+                "method load(model_path, ...); use rollout.placement=colocated"
+            ]
+        )
+    from headwater.backends.native.engine import NativeEngine
+
+    return NativeEngine.launch
+
+
+def _start_all(starts: Sequence[Start]) -> list[InferenceEngine]:
+    """Start or connect to all servers at the same time, because each may take minutes. If one fails, close the rest."""
+    if len(starts) == 1:
+        return [starts[0]()]
+    with ThreadPoolExecutor(len(starts), thread_name_prefix="headwater-fleet") as threads:
+        started = [threads.submit(start) for start in starts]
+    errors = [error for each in started if (error := each.exception()) is not None]
+    if errors:
+        for each in started:
+            if each.exception() is None:
+                each.result().close()
+        raise errors[0]
+    return [each.result() for each in started]

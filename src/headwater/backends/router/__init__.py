@@ -1,0 +1,9 @@
+"""A router: one ``InferenceEngine`` over many.
+
+- ``policy.py`` decides which server gets a request, without input or output.
+- ``work.py`` is one request on its way, with what has been generated for it.
+- ``member.py`` is one server as the router sees it: its state, health checks and control calls.
+- ``engine.py`` is the engine: requests, control, servers that come and go.
+- ``updates.py`` sends a weight update to all servers.
+- ``routes.py`` has the calls of ``headwater route`` to list, add, drain and remove servers.
+"""

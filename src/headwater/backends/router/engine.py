@@ -1,0 +1,340 @@
+"""An ``InferenceEngine`` over many.
+
+    router = RouterEngine([RoutedServer("a", engine_a), RoutedServer("b", engine_b)])
+    response = await router.agenerate(request)      # also if a server dies midway
+    router.add(RoutedServer("c", engine_c))
+    router.drain("a")
+
+``policy.py`` chooses the server of a request. What a server has generated before it is lost, drained or told to stop is
+kept, and another server continues after it. Callers may be on any thread or event loop. Control calls go to all servers
+at the same time, each in a separate thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from headwater.backends.router.member import Member, RoutedServer, common_capabilities, common_limits
+from headwater.backends.router.requests import answer, stream
+from headwater.backends.router.roster import Roster, RouterOptions
+from headwater.backends.router.updates import send_to_all
+from headwater.core.errors import (
+    HeadwaterError,
+    MemoryRefused,
+    RolloutFailed,
+    ServerLost,
+    TransferLost,
+    WeightsError,
+    WeightsIncomplete,
+)
+from headwater.core.protocols import (
+    ALL_TAGS,
+    Capabilities,
+    EngineLimits,
+    EngineStatus,
+    InferenceEngine,
+    MemoryTag,
+    UpdateMode,
+    WeightUpdate,
+    check_features,
+    whole_response,
+)
+from headwater.core.records import Delta, ModelRequest, ModelResponse
+from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future, wait_until
+
+__all__ = ["RoutedServer", "RouterEngine", "RouterOptions"]
+
+T = TypeVar("T")
+
+
+class RouterEngine:
+    """Its version is the newest that was published through it, or else the oldest that a server has."""
+
+    def __init__(self, servers: Sequence[RoutedServer], options: RouterOptions | None = None) -> None:
+        if not servers:
+            raise ValueError("a router needs at least one server")
+        self._options = options or RouterOptions()
+        self._published: int | None = None
+        """The newest version that was sent to the servers from here."""
+        self._is_paused = False
+        self._asleep: set[MemoryTag] = set()
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="headwater-router-weights")
+        """Sends one update at a time, in the order in which they were requested."""
+        self._roster = Roster(self._options, self._restore)
+        for server in servers:
+            self.add(server)
+
+    # Servers
+
+    def add(self, server: RoutedServer) -> None:
+        """A server that gets requests from now on, or as soon as it has the newest weights."""
+        self._roster.add(server, self._published)
+
+    def drain(self, name: str, *, move: bool = False) -> None:
+        """Send no more requests to a server. With ``move``, other servers continue those that it has."""
+        self._roster.drain(name, move=move)
+
+    def undrain(self, name: str) -> None:
+        """Send requests to a server that was drained."""
+        self._roster.undrain(name)
+
+    def remove(self, name: str, *, move: bool = True, limit_s: float = ENGINE_CALL_LIMIT_S) -> None:
+        """Drain a server, then close its engine. Without ``move``, wait until its requests have ended."""
+        self._roster.remove(name, move=move, limit_s=limit_s)
+
+    # What it can do
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return common_capabilities([each.can for each in self._roster.all()])
+
+    @property
+    def limits(self) -> EngineLimits:
+        return common_limits([each.limits for each in self._roster.all()], self._options.max_waiting)
+
+    def status(self) -> EngineStatus:
+        """From the last health check, about a second old. Makes no call to a server."""
+        roster = self._roster
+        with roster.lock:
+            members = list(roster.members.values())
+            servers = tuple(each.status(roster.policy.num_open(each.name)) for each in members)
+            counts = roster.policy.counts
+            return EngineStatus(
+                version=self.get_version(),
+                num_running=sum(each.num_running for each in servers),
+                num_waiting=sum(each.num_waiting for each in servers) + roster.policy.num_waiting,
+                num_restarts=sum(each.num_restarts for each in servers),
+                needs_weights=any(each.needs_weights for each in members),
+                is_paused=self._is_paused,
+                is_asleep=bool(self._asleep),
+                is_alive=not roster.is_closed and not all(each.has_failed for each in members),
+                is_reachable=any(not each.lost for each in members),
+                servers=servers,
+                metrics={
+                    "router_num_servers": len(servers),
+                    "router_num_open_servers": sum(each.is_open for each in members),
+                    "router_num_waiting": roster.policy.num_waiting,
+                    "router_num_sessions": roster.policy.num_sessions,
+                    "router_num_placed": counts.num_placed,
+                    "router_num_sticky": counts.num_sticky,
+                    "router_num_sessions_moved": counts.num_moved,
+                    "router_num_requests_moved": roster.num_moved,
+                    "router_num_servers_lost": roster.num_lost,
+                },
+            )
+
+    def check(self, request: ModelRequest) -> None:
+        if request.sampling.features:
+            check_features(request, self.capabilities)
+        members = [each for each in self._roster.all() if not each.lost]
+        if members:
+            min(members, key=lambda each: each.limits.max_request_tokens).engine.check(request)
+
+    # Requests
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        return await answer(self._roster, request)
+
+    def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
+        return stream(self._roster, request) if self.capabilities.streaming else whole_response(self, request)
+
+    def abort(self, request_id: str | None = None) -> int:
+        """End the requests with this id, or all. They return the tokens they have."""
+        with self._roster.lock:
+            works = [each for each in self._roster.works.values() if request_id in (None, each.request.request_id)]
+        for work in works:
+            self._roster.abort(work)
+        return len(works)
+
+    # Control
+
+    def pause(self) -> None:
+        self._is_paused = True  # first, because a server that comes back meanwhile must know
+        self._on_all(lambda engine: engine.pause(), "pauses")
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._on_all(lambda engine: engine.resume(), "resumes")
+
+    def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        self._asleep |= set(tags)
+        self._on_all(lambda engine: engine.sleep(tags), "goes to sleep")
+
+    def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        self._on_all(lambda engine: engine.wake(tags), "wakes up")
+        self._asleep -= set(tags)
+
+    def close(self) -> None:
+        """End every request with the tokens it has, and close all engines. Closing twice is allowed."""
+        self._roster.close()
+        self._sender.shutdown(wait=True, cancel_futures=True)
+
+    # Weights
+
+    def get_version(self) -> int:
+        if self._published is not None:
+            return self._published
+        members = self._roster.all()
+        return min((each.version for each in members if not each.lost), default=0)
+
+    def set_version(self, version: int) -> None:
+        self._on_all(lambda engine: engine.set_version(version), f"sets its version to {version}")
+        with self._roster.lock:
+            self._begin_version(version)
+            self._published = version
+            for member in self._roster.all():
+                if not member.lost:
+                    member.version, member.num_updates = version, member.num_updates + 1
+                    self._roster.sync(member)
+
+    def weights_checksum(self) -> str:
+        """The checksum of the newest weights, which all servers that have them must agree on."""
+        found = self._on_all(lambda engine: engine.weights_checksum(), "computes a checksum", newest_only=True)
+        if not found:
+            raise TransferLost("no server has the newest weights any more; they are sent again")
+        first = next(iter(found.values()))
+        for name, value in found.items():
+            if value != first:
+                told = ", ".join(f"{each}: {text}" for each, text in found.items())
+                raise WeightsError(f"server {name} serves other weights than the others ({told}); restart it")
+        return first
+
+    def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
+        """Send the weights to all servers, over one stream that they read in lockstep.
+
+        A server that is lost or too slow gets no requests until the weights are sent again (``needs_weights``).
+        """
+        try:
+            self._roster.check_open()
+            return self._sender.submit(self._send, update, mode)
+        except (HeadwaterError, RuntimeError) as error:  # a RuntimeError if it was closed just now
+            refused: Future[None] = Future()
+            refused.set_exception(error if isinstance(error, HeadwaterError) else RolloutFailed(str(error)))
+            return refused
+
+    def _send(self, update: WeightUpdate, mode: UpdateMode | None) -> None:
+        roster = self._roster
+        refused: dict[str, BaseException] = {}
+
+        def on_end(member: Member, error: BaseException | None) -> None:
+            with roster.lock:
+                member.num_updates += 1
+                if error is None:
+                    member.version, member.stale, member.num_refusals = update.version, "", 0
+                elif isinstance(error, WeightsError) and not _changed_weights(error):
+                    refused[member.name] = error  # its old weights are still in place
+                else:
+                    member.stale = str(error) or type(error).__name__
+                    member.num_refusals += not isinstance(error, TransferLost)
+                roster.sync(member)
+
+        try:
+            receivers = self._receivers(update)
+            send_to_all(
+                update,
+                mode,
+                receivers,
+                on_end,
+                start_limit_s=self._options.update_start_limit_s,
+                bucket_limit_s=self._options.update_bucket_limit_s,
+            )
+        finally:
+            update.close()
+        with roster.lock:
+            self._published = update.version
+            for name, member in roster.members.items():
+                if name in refused:
+                    member.stale, member.num_refusals = str(refused[name]), member.num_refusals + 1
+                elif name not in receivers and not (update.is_repeat and not member.stale):
+                    member.stale = member.stale or f"it missed version {update.version}"
+                roster.sync(member)
+
+    def _receivers(self, update: WeightUpdate) -> dict[str, Member]:
+        """The servers that take an update, once there is one: all that can be reached.
+
+        An update that is repeated is only for those that do not have it.
+        """
+        roster = self._roster
+
+        def reachable() -> dict[str, Member]:
+            members = roster.members.items()
+            return {name: each for name, each in members if not each.lost and not each.is_unfit}
+
+        with roster.changed:
+            found = wait_until(
+                roster.changed,
+                reachable,
+                lambda: f"no server can be reached that could take the weights of version {update.version}",
+                kind="weights",
+                hard_limit_s=self._options.no_server_limit_s,
+            )
+            if update.is_repeat:
+                found = {name: each for name, each in found.items() if each.stale} or found
+            self._begin_version(update.version)
+            for member in found.values():
+                member.num_updates += 1
+            return found
+
+    def _begin_version(self, version: int) -> None:
+        if self._published is not None and version < self._published:
+            self._roster.policy.forget_versions()  # another run has begun, or this one continues from a checkpoint
+
+    # All servers
+
+    def _restore(self, engine: InferenceEngine) -> None:
+        """Tell a server that is new or back what the others were told."""
+        if self._is_paused:
+            engine.pause()
+        elif engine.status().is_paused:
+            engine.resume()
+        if self._asleep:
+            engine.sleep(tuple(tag for tag in ALL_TAGS if tag in self._asleep))
+
+    def _on_all(self, action: Callable[[InferenceEngine], T], what: str, *, newest_only: bool = False) -> dict[str, T]:
+        """Call every server at the same time. One that is lost meanwhile is left out; any other error is raised."""
+        self._roster.check_open()
+        members = [each for each in self._roster.all() if not each.lost and not (newest_only and each.stale)]
+        calls = [(each, each.start(partial(action, each.engine), "control")) for each in members]
+        results: dict[str, T] = {}
+        errors: list[HeadwaterError] = []
+        losses: list[HeadwaterError] = []
+        for member, call in calls:
+            try:
+                results[member.name] = self._await(member, call, what)
+            except TransferLost as error:
+                with self._roster.lock:
+                    member.stale = str(error)
+                    self._roster.sync(member)
+            except MemoryRefused as error:
+                errors.append(error)
+            except RolloutFailed as error:
+                losses.append(error)
+                self._roster.lose(member, str(error))
+            except HeadwaterError as error:
+                errors.append(error)
+        if not results:
+            errors += losses
+        if errors:
+            raise errors[0]
+        return results
+
+    def _await(self, member: Member, call: Future[T], what: str) -> T:
+        def stop_if_lost() -> None:
+            if member.lost and not call.done():
+                raise ServerLost(member.lost)
+
+        return wait_for_future(
+            call,
+            lambda: f"server {member.name} {what}",
+            kind="engine_call",
+            hard_limit_s=ENGINE_CALL_LIMIT_S,
+            while_waiting=stop_if_lost,
+        )
+
+
+def _changed_weights(error: WeightsError) -> bool:
+    """Whether the server may hold a part of the new weights."""
+    return isinstance(error, TransferLost | WeightsIncomplete)

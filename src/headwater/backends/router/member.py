@@ -1,0 +1,208 @@
+"""One server as the router sees it: its engine, whether it may get requests, and its health."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.protocols import Capabilities, EngineLimits, EngineStatus, InferenceEngine, ServerStatus
+
+T = TypeVar("T")
+
+_MAX_REFUSALS = 3
+"""After so many failed weight updates in a row, a server gets no more until its process is replaced."""
+
+
+@dataclass(frozen=True)
+class RoutedServer:
+    """A server to add to a router."""
+
+    name: str
+    """Unique within the router, for example its address."""
+    engine: InferenceEngine
+    url: str = ""
+    """Shown in the status. Defaults to ``name`` if that is an address."""
+
+
+class Member:
+    """The state of one server. Its router changes it while holding a lock; other threads may read it."""
+
+    def __init__(self, server: RoutedServer) -> None:
+        self.name = server.name
+        self.url = server.url or (server.name if "://" in server.name else "")
+        self.engine = server.engine
+        self.can = server.engine.capabilities
+        self.limits = server.engine.limits
+        self.version = server.engine.get_version()
+        self.is_draining = False
+        self.is_restoring = False
+        """It is back, and is being told whether the router is paused or asleep."""
+        self.lost = ""
+        """Why it cannot be reached, or empty."""
+        self.has_failed = False
+        """It will not come back by itself."""
+        self.stale = ""
+        """Why it does not have the newest weights, or empty. It gets no requests until it has them."""
+        self.num_refusals = 0
+        self.num_updates = 0
+        """Weight updates that have begun. A report from before the last one says nothing about its weights."""
+        self.report = EngineStatus(self.version)
+        """What it last told about itself."""
+        self._asked_at = self._lost_at = 0.0
+        self._asked_updates = 0
+        self._pending: Future[EngineStatus] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may get requests."""
+        return not (self.is_draining or self.is_restoring or self.lost or self.stale)
+
+    @property
+    def is_unfit(self) -> bool:
+        """It does not take the weights, so sending them again is of no use."""
+        return self.num_refusals >= _MAX_REFUSALS
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether sending it the newest weights again would let it serve."""
+        return bool(self.stale) and not self.lost and not self.is_unfit
+
+    def state(self, num_open: int) -> str:
+        """In words."""
+        if self.has_failed:
+            return f"failed: {self.lost}"
+        if self.lost:
+            return f"unreachable: {self.lost}"
+        if self.is_restoring:
+            return "coming back"
+        if self.is_draining:
+            return f"draining, {num_open} requests left" if num_open else "drained"
+        if self.stale:
+            return f"without the newest weights: {self.stale}"
+        return "serving"
+
+    def status(self, num_open: int) -> ServerStatus:
+        num_running = min(num_open, self.report.num_running)
+        return ServerStatus(
+            name=self.name,
+            url=self.url,
+            version=self.version,
+            num_running=num_running,
+            num_waiting=num_open - num_running,
+            is_alive=not self.lost,
+            num_restarts=self.report.num_restarts,
+            state=self.state(num_open),
+        )
+
+    def start(self, action: Callable[[], T], what: str) -> Future[T]:
+        """Run a call that may block in a thread of its own, so that a server that hangs holds up no other."""
+        done: Future[T] = Future()
+        done.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                result = action()
+            except BaseException as error:  # noqa: BLE001  the error belongs to the one who waits for the future
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        threading.Thread(target=run, name=f"headwater-router-{what}-{self.name}", daemon=True).start()
+        return done
+
+    # Health
+
+    def mark_lost(self, reason: str) -> None:
+        """A request has found out that the server is gone. Only a report that is asked for later can refute it."""
+        self.lost, self._lost_at = reason or "lost", time.monotonic()
+
+    def look(self, limit_s: float) -> None:
+        """Take the last report, if it has arrived, and ask for the next one."""
+        now = time.monotonic()
+        if self._pending is not None:
+            if self._pending.done():
+                self._take_report(self._pending)
+                self._pending = None
+            elif now - self._asked_at > limit_s:
+                self.mark_lost(f"has not reported its status for {now - self._asked_at:.0f} s")
+        if self._pending is None and not self.has_failed:
+            self._asked_at, self._asked_updates = now, self.num_updates
+            self._pending = self.start(self.engine.status, "status")
+
+    def _take_report(self, pending: Future[EngineStatus]) -> None:
+        error = pending.exception()
+        if error is not None:
+            self.mark_lost(f"{error}" if isinstance(error, HeadwaterError) else f"{type(error).__name__}: {error}")
+            return
+        report = pending.result()
+        if report.num_restarts != self.report.num_restarts:
+            self.num_refusals = 0
+        self.report = report
+        if not report.is_alive:
+            self.has_failed = True
+            self.mark_lost("its engine has failed or was closed")
+        elif not report.is_reachable:
+            self.mark_lost("its process does not answer")
+        elif self._asked_at > self._lost_at:
+            self.lost = ""
+        if self._asked_updates == self.num_updates:
+            self._take_version(report)
+
+    def _take_version(self, report: EngineStatus) -> None:
+        if report.needs_weights:
+            self.stale = self.stale or "it has restarted"
+        elif self.num_updates and report.version < self.version and not self.stale:
+            self.stale = f"it is back at version {report.version}"
+        self.version = report.version
+
+
+def check_alike(new: Member, others: Sequence[Member]) -> None:
+    """Refuse a server whose model differs from that of the others."""
+    for other in others:
+        for what, its, theirs in (
+            ("vocabulary", new.limits.vocab_size, other.limits.vocab_size),
+            ("number type", new.can.dtype, other.can.dtype),
+        ):
+            if its != theirs:
+                raise ConfigError(
+                    [f"server {new.name}: its {what} is {its}, and that of {other.name} is {theirs}; serve one model"]
+                )
+
+
+def common_capabilities(every: Sequence[Capabilities]) -> Capabilities:
+    """What every server can do."""
+    first = every[0]
+
+    def everywhere(name: str) -> bool:
+        return all(getattr(each, name) for each in every)
+
+    return replace(
+        first,
+        per_token_versions=everywhere("per_token_versions"),
+        seeded_sampling=everywhere("seeded_sampling"),
+        resumable=everywhere("resumable"),
+        checksums=everywhere("checksums"),
+        adapters=everywhere("adapters"),
+        media=everywhere("media"),
+        tools=everywhere("tools"),
+        streaming=everywhere("streaming"),
+        rounds=False,
+        memory_tags=tuple(tag for tag in first.memory_tags if all(tag in each.memory_tags for each in every)),
+        update_modes=tuple(mode for mode in first.update_modes if all(mode in its.update_modes for its in every)),
+        features=tuple(name for name in first.features if all(name in each.features for each in every)),
+    )
+
+
+def common_limits(every: Sequence[EngineLimits], max_queue: int) -> EngineLimits:
+    """The smallest of every limit, except for the queue, which is the router's."""
+    return EngineLimits(
+        vocab_size=min(each.vocab_size for each in every),
+        max_model_tokens=min(each.max_model_tokens for each in every),
+        max_request_tokens=min(each.max_request_tokens for each in every),
+        max_queue=max_queue,
+    )

@@ -1,0 +1,327 @@
+"""The servers of a router and the requests that they have: who may get requests, who is lost, who comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from headwater.backends.router.member import Member, RoutedServer, check_alike
+from headwater.backends.router.policy import MAX_SESSIONS, Policy
+from headwater.backends.router.work import Work
+from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed
+from headwater.core.protocols import InferenceEngine
+from headwater.core.records import ModelRequest
+from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_until
+
+logger = logging.getLogger(__name__)
+
+_EVACUATE_S = 5.0
+"""How long an engine may take to return what it has of the requests of a lost server."""
+_THREAD_END_S = 5.0
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """Limits of a router."""
+
+    max_open_per_server: int = 1024
+    """The largest number of requests that a server has at the same time. A server's own limit may be smaller."""
+    max_waiting: int = 65_536
+    """The largest number of requests that wait for a server. More are refused."""
+    max_sessions: int = MAX_SESSIONS
+    """How many sessions are remembered; those that were used least recently are forgotten."""
+    health_every_s: float = 1.0
+    """Time between two health checks."""
+    health_limit_s: float = 15.0
+    """A server that does not report its status for this long counts as lost."""
+    no_server_limit_s: float = 600.0
+    """Requests fail if no server could take any request for this long."""
+    update_start_limit_s: float = ENGINE_CALL_LIMIT_S
+    """How long a server may take to begin a weight update. Running responses may have to end first."""
+    update_bucket_limit_s: float = 120.0
+    """A server that takes longer for one bucket of a weight update is dropped from it."""
+
+
+class Roster:
+    """Its methods may be called from any thread. A thread looks at the servers every ``health_every_s``."""
+
+    def __init__(self, options: RouterOptions, restore: Callable[[InferenceEngine], None]) -> None:
+        """``restore`` tells a server that is new or back what the others were told."""
+        self.options = options
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.policy = Policy(max_sessions=options.max_sessions)
+        self.members: dict[str, Member] = {}
+        self.works: dict[int, Work] = {}
+        self.is_closed = False
+        self.num_moved = 0
+        """Requests that another server had to continue."""
+        self.num_lost = 0
+        """How often a server was lost."""
+        self._restore = restore
+        self._keys = itertools.count()
+        self._none_open_since: float | None = None
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="headwater-router", daemon=True)
+        self._watcher.start()
+
+    # Servers
+
+    def all(self) -> list[Member]:
+        with self.lock:
+            return list(self.members.values())
+
+    def add(self, server: RoutedServer, published: int | None) -> None:
+        """``published`` is the version that the server needs; None if it may have any."""
+        member = Member(server)
+        check_alike(member, self.all())
+        self._restore(member.engine)
+        with self.lock:
+            self.check_open()
+            if server.name in self.members:
+                raise ValueError(f"server {server.name!r} is in the router already; use another name")
+            if published is not None and member.version != published:
+                member.stale = "it is new"
+            self.members[member.name] = member
+            capacity = min(member.limits.max_queue, self.options.max_open_per_server)
+            self.policy.add(member.name, capacity, member.version, is_open=member.is_open)
+            self._hand_out()
+
+    def drain(self, name: str, *, move: bool) -> None:
+        with self.lock:
+            member = self.member(name)
+            member.is_draining = True
+            self.sync(member)
+        if move:
+            self._evacuate(member)
+
+    def undrain(self, name: str) -> None:
+        with self.lock:
+            member = self.member(name)
+            member.is_draining, member.num_refusals = False, 0
+            self.sync(member)
+
+    def remove(self, name: str, *, move: bool, limit_s: float) -> None:
+        self.drain(name, move=move)
+        with self.changed:
+            member = self.member(name)
+            wait_until(
+                self.changed,
+                lambda: not self.policy.num_open(name),
+                lambda: f"server {name} is removed and has {self.policy.num_open(name)} requests left",
+                kind="router",
+                hard_limit_s=limit_s,
+            )
+            del self.members[name]
+            self.policy.remove(name)
+            self._hand_out()
+        member.engine.close()
+
+    def member(self, name: str) -> Member:
+        if name not in self.members:
+            raise KeyError(f"server {name!r} is not in the router; its servers are {', '.join(self.members)}")
+        return self.members[name]
+
+    def lose(self, member: Member, reason: str) -> None:
+        """A server does not answer: other servers continue its requests until it does."""
+        with self.lock:
+            is_news = not member.lost
+            member.mark_lost(reason)
+            self.sync(member)
+        if is_news:
+            self._tell_lost(member)
+
+    def sync(self, member: Member) -> None:
+        """Pass the state of a server on to the policy."""
+        with self.lock:
+            if member.name in self.members:
+                self.policy.set_version(member.name, member.version)
+                self.policy.set_open(member.name, member.is_open)
+                self._hand_out()
+                self.changed.notify_all()
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise RolloutFailed("the engine is closed")
+
+    def close(self) -> None:
+        """End every request with the tokens it has, and close all engines."""
+        with self.lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            works = list(self.works.values())
+        self._stop.set()
+        for work in works:
+            self.abort(work)
+        closing = [each.start(each.engine.close, "close") for each in self.all()]
+        for each in closing:
+            each.exception(ENGINE_CALL_LIMIT_S)
+        self._watcher.join(_THREAD_END_S)
+
+    # Requests
+
+    def begin(self, request: ModelRequest) -> Work:
+        with self.lock:
+            self.check_open()
+            work = Work(next(self._keys), request, asyncio.get_running_loop())
+            self.works[work.key] = work
+        return work
+
+    def end(self, work: Work) -> None:
+        with self.lock:
+            self.leave(work)
+            del self.works[work.key]
+
+    async def place(self, work: Work) -> Member | None:
+        """A server for the work, once one has room. None if the work was aborted meanwhile."""
+        with self.lock:
+            if work.is_aborted:
+                return None
+            self.check_open()
+            name = self._enter(work)
+            waiting = work.place = None if name is not None else work.loop.create_future()
+        if waiting is not None:
+            try:
+                name = await waiting
+            finally:
+                work.place = None
+        with self.lock:
+            return self.members.get(name or "")
+
+    def leave(self, work: Work) -> None:
+        """The work no longer waits for a server, or its server is done with it."""
+        with self.lock:
+            if work.is_in_policy:
+                work.is_in_policy = False
+                self.policy.leave(work.key, work.newest_version)
+                self._hand_out()
+                self.changed.notify_all()
+
+    def abort(self, work: Work) -> None:
+        """Let a request end with the tokens it has."""
+        work.is_aborted = True
+        # On the loop of its caller, where the request is either waiting or entirely with a server.
+        with suppress(RuntimeError):  # no caller waits on a closed event loop
+            work.loop.call_soon_threadsafe(self._abort_on_loop, work)
+
+    def _enter(self, work: Work) -> str | None:
+        if self.policy.num_waiting >= self.options.max_waiting:
+            raise QueueFull(
+                f"request {work.request.request_id}: {self.policy.num_waiting} requests wait for a server already; "
+                "send it again later, or add servers"
+            )
+        name = self.policy.enter(work.key, work.request.session, first=work.num_tries > 0)
+        work.num_tries += 1
+        work.is_in_policy = True
+        if name is None and all(each.has_failed for each in self.members.values()):
+            raise self._no_server(work)
+        return name
+
+    def _abort_on_loop(self, work: Work) -> None:
+        if work.place is not None and not work.place.done():
+            work.place.set_result("")
+        elif work.server is not None:
+            with self.lock:
+                member = self.members.get(work.server)
+            if member is not None:
+                engine, name = member.engine, work.request.request_id
+                member.start(lambda: engine.abort(name), "abort")
+
+    def _hand_out(self) -> None:
+        """Tell those that have waited which server they get."""
+        for key, name in self.policy.take_placed():
+            work = self.works[key]
+            with suppress(RuntimeError):  # a closed event loop, whose callers are gone
+                work.loop.call_soon_threadsafe(_give, work, name)
+
+    def _no_server(self, work: Work) -> RolloutFailed:
+        states = "; ".join(f"{each.name}: {each.state(0)}" for each in self.members.values())
+        return RolloutFailed(
+            f"request {work.request.request_id}: no server can take it ({states}); start or add a server"
+        )
+
+    # Health
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.options.health_every_s):
+            for member in self.all():
+                self._look(member)
+            self._fail_hopeless()
+
+    def _look(self, member: Member) -> None:
+        with self.lock:
+            was_lost = bool(member.lost)
+            member.look(self.options.health_limit_s)
+            is_back = was_lost and not member.lost
+            if is_back and not member.is_restoring:
+                member.is_restoring = True
+                restored = member.start(lambda: self._restore(member.engine), "restore")
+                restored.add_done_callback(lambda done: self._restored(member, done.exception()))
+            self.sync(member)
+        if member.lost and not was_lost:
+            self._tell_lost(member)
+
+    def _restored(self, member: Member, error: BaseException | None) -> None:
+        with self.lock:
+            member.is_restoring = False
+            if error is not None:
+                member.mark_lost(str(error))
+            else:
+                logger.warning("server %s is back", member.name)
+            self.sync(member)
+
+    def _tell_lost(self, member: Member) -> None:
+        self.num_lost += 1
+        logger.warning("server %s is lost: %s; other servers continue its requests", member.name, member.lost)
+        self._evacuate(member)
+
+    def _evacuate(self, member: Member) -> None:
+        """Let the engine of a server return what it has, so that other servers continue."""
+
+        def move() -> None:
+            with self.lock:
+                moved = [(each, each.task) for each in self.works.values() if each.server == member.name]
+            if moved:
+                with suppress(HeadwaterError):
+                    member.start(member.engine.abort, "abort").exception(_EVACUATE_S)
+                time.sleep(_EVACUATE_S)
+            for work, task in moved:
+                # Tokens that did not come back are generated again by the next server.
+                if task is not None and work.task is task and not task.done():
+                    with suppress(RuntimeError):
+                        work.loop.call_soon_threadsafe(task.cancel)
+
+        member.start(move, "evacuate")
+
+    def _fail_hopeless(self) -> None:
+        """Fail the requests that wait while no server can take any, after a limit or if none will come back."""
+        with self.lock:
+            if any(each.is_open for each in self.members.values()):
+                self._none_open_since = None
+                return
+            now = time.monotonic()
+            self._none_open_since = self._none_open_since or now
+            will_return = not all(each.has_failed for each in self.members.values())
+            if will_return and now - self._none_open_since < self.options.no_server_limit_s:
+                return
+            for work in self.works.values():
+                if work.place is not None:
+                    with suppress(RuntimeError):
+                        work.loop.call_soon_threadsafe(_fail, work, self._no_server(work))
+
+
+def _give(work: Work, name: str) -> None:
+    if work.place is not None and not work.place.done():
+        work.place.set_result(name)
+
+
+def _fail(work: Work, error: RolloutFailed) -> None:
+    if work.place is not None and not work.place.done():
+        work.place.set_exception(error)

@@ -1,0 +1,225 @@
+"""Settings of engines and servers that are valid alone but not together."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator
+from typing import get_args
+from urllib.parse import urlsplit
+
+from headwater.config.checks import Check, Clash, Layers
+from headwater.config.declared import WrongDeclaration, read_declared
+from headwater.config.keys import settings, value_at
+from headwater.config.rollout_schema import WeightTransfer
+from headwater.config.schema import Config
+from headwater.config.traits import BackendTraits
+from headwater.config.tree import show
+
+_KEPT_BY_SERVERS = ("engine.update_mode", "engine.deterministic")
+"""The settings of the section ``engine`` that also concern a server that was started with its own settings."""
+
+
+def backend_traits(config: Config) -> BackendTraits:
+    """What ``rollout.backend`` declares. A class whose source cannot be read has the defaults."""
+    try:
+        declared = read_declared(BackendTraits, config.rollout.backend)
+    except WrongDeclaration:  # ``engine_settings_are_read`` reports it
+        return BackendTraits()
+    return declared.traits if declared is not None else BackendTraits()
+
+
+def is_on_this_machine(url: str) -> bool:
+    """Whether a server's address is one of this machine, as far as that can be told."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    if host == "localhost" or host.endswith(".localhost") or host == socket.gethostname().lower():
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or str(address) in _own_addresses()
+
+
+def _own_addresses() -> set[str]:
+    try:
+        return set(socket.gethostbyname_ex(socket.gethostname())[2])
+    except OSError:  # this machine's name has no address
+        return set()
+
+
+def chosen_transfer(config: Config) -> WeightTransfer | None:
+    """How weights travel to the servers of this run; None if no supported way works for them."""
+    if config.rollout.weight_transfer != "auto":
+        return config.rollout.weight_transfer
+    supported = backend_traits(config).transfers
+    works = [each for each in get_args(WeightTransfer) if each in supported and not transfer_problem(config, each)]
+    return min(works, key=supported.index, default=None)
+
+
+def transfer_problem(config: Config, transfer: str) -> str | None:
+    """Why a transfer does not work for ``rollout.servers``, and the remedy."""
+    rollout = config.rollout
+    far = [url for url in rollout.servers if not is_on_this_machine(url)]
+    if transfer == "shared_memory" and far:
+        return (
+            f"{far[0]} is not on this machine, so it has no memory in common with the learner; use "
+            "rollout.weight_transfer=collective, or file with rollout.weight_folder, a folder that both machines see"
+        )
+    if transfer == "file" and far and not rollout.weight_folder:
+        return (
+            f"{far[0]} is not on this machine, so it cannot read a temporary file of this one; set "
+            "rollout.weight_folder to a folder that both machines see"
+        )
+    return None
+
+
+def servers_have_a_backend(config: Config, layers: Layers) -> Iterator[Clash]:
+    rollout, traits = config.rollout, backend_traits(config)
+    if rollout.servers and not traits.connects:
+        yield Clash(
+            ("rollout.servers", "rollout.backend"),
+            f"rollout.backend = {rollout.backend} does not talk to servers; use rollout.backend=native for `headwater "
+            "serve`, or vllm or sglang",
+        )
+    if rollout.backend == "native" and not rollout.is_separate:
+        yield Clash(
+            ("rollout.backend", "rollout.placement", "rollout.servers"),
+            "native talks to servers; name running ones in rollout.servers, or use rollout.placement=disaggregated to "
+            "start some",
+        )
+    urls = [url.rstrip("/") for url in rollout.servers]
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
+        yield Clash(("rollout.servers",), f"{url} is named twice; name every server once")
+
+
+def launch_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    # Compared with the defaults: a resolved recipe gives every key, and must load again.
+    rollout, launch, traits = config.rollout, config.rollout.launch, backend_traits(config)
+    if rollout.servers or not rollout.is_separate:
+        why, other = "rollout.placement = colocated starts no server", "rollout.placement"
+        remedy = "use rollout.placement=disaggregated, or remove this"
+        if rollout.servers:
+            why, other, remedy = "rollout.servers names running ones", "rollout.servers", "remove one of the two"
+        for key, setting in settings(Config).items():
+            if key.startswith("rollout.launch.") and value_at(config, key) != setting.default():
+                yield Clash((key, other), f"nothing reads this, because {why}; {remedy}")
+        return
+    for key in ("rollout.launch.python", "rollout.launch.tensor_parallel"):
+        if not traits.is_foreign and value_at(config, key) != settings(Config)[key].default():
+            yield Clash(
+                (key, "rollout.backend"),
+                f"the servers of rollout.backend = {rollout.backend} do not read this; use vllm or sglang, or set it "
+                f"back to {show(settings(Config)[key].default())}",
+            )
+    needed = launch.num_servers * launch.tensor_parallel
+    if launch.devices and len(launch.devices) != needed:
+        yield Clash(
+            ("rollout.launch.devices", "rollout.launch.num_servers"),
+            f"has {len(launch.devices)} devices for rollout.launch.num_servers = {launch.num_servers} with "
+            f"rollout.launch.tensor_parallel = {launch.tensor_parallel}; name {needed}, or none",
+        )
+    if launch.devices and rollout.device != "auto":
+        yield Clash(
+            ("rollout.device", "rollout.launch.devices"),
+            "rollout.launch.devices names the devices already; remove one of the two",
+        )
+
+
+def engine_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    # Compared with the default, not with what was given: a resolved recipe gives every key, and must load again.
+    backend = config.rollout.backend
+    try:
+        declared = read_declared(BackendTraits, backend)
+    except WrongDeclaration as error:
+        yield Clash(("rollout.backend",), str(error))
+        return
+    read = {f"engine.{name}" for name in declared.traits.engine_settings} if declared is not None else set()
+    if config.rollout.servers:
+        read = set(_KEPT_BY_SERVERS)
+    for key, setting in settings(Config).items():
+        is_read = not read or key in read or not key.startswith("engine.")
+        if not is_read and value_at(config, key) != setting.default():
+            yield Clash(
+                (key, "rollout.backend"),
+                f"the {backend} backend does not read this; use rollout.backend=embedded, or set it back to "
+                f"{show(setting.default())}",
+            )
+
+
+def weight_transfer_works(config: Config, layers: Layers) -> Iterator[Clash]:
+    rollout, traits = config.rollout, backend_traits(config)
+    wanted = rollout.weight_transfer
+    if not rollout.is_separate and wanted != "auto":
+        yield Clash(
+            ("rollout.weight_transfer", "rollout.placement"),
+            "nothing reads this, because rollout.placement = colocated passes weights within the process; use "
+            "rollout.placement=disaggregated, or set it back to 'auto'",
+        )
+    elif rollout.is_separate:
+        if wanted != "auto" and wanted not in traits.transfers:
+            yield Clash(
+                ("rollout.weight_transfer", "rollout.backend"),
+                f"the servers of rollout.backend = {rollout.backend} take weights through "
+                f"{' or '.join(traits.transfers)}; use one of these, or auto",
+            )
+        elif (problem := transfer_problem(config, chosen_transfer(config) or traits.transfers[0])) is not None:
+            yield Clash(("rollout.weight_transfer", "rollout.servers"), problem)
+
+
+def weight_encoding_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    rollout = config.rollout
+    if rollout.weight_encoding != "plain" and not (rollout.is_separate and chosen_transfer(config) == "collective"):
+        yield Clash(
+            ("rollout.weight_encoding", "rollout.weight_transfer"),
+            "only rollout.weight_transfer=collective to servers encodes weights; use it, or set it back to 'plain'",
+        )
+
+
+def weight_folder_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    rollout = config.rollout
+    if rollout.weight_folder and not (rollout.is_separate and chosen_transfer(config) == "file"):
+        yield Clash(
+            ("rollout.weight_folder", "rollout.weight_transfer"),
+            "only rollout.weight_transfer=file to servers writes weights to a folder; use it, or remove this",
+        )
+
+
+def colocated_engine_has_the_learners_device(config: Config, layers: Layers) -> Iterator[Clash]:
+    device = config.rollout.device
+    if not config.rollout.is_separate and device not in ("auto", config.model.device):
+        yield Clash(
+            ("rollout.device", "rollout.placement"),
+            f"a colocated engine runs on the learner's device, model.device = {show(config.model.device)}; use "
+            "rollout.placement=disaggregated, or set it back to 'auto'",
+        )
+
+
+def offloading_learner_takes_turns(config: Config, layers: Layers) -> Iterator[Clash]:
+    if not config.learner.offload_during_rollout:
+        return
+    remedy = "set it to false"
+    if config.rollout.max_staleness > 0:
+        yield Clash(
+            ("learner.offload_during_rollout", "rollout.max_staleness"),
+            "the learner and the engine must take turns on the device, but with rollout.max_staleness = "
+            f"{config.rollout.max_staleness} both work at the same time; {remedy}, or use rollout.max_staleness=0",
+        )
+    if config.rollout.is_separate:
+        yield Clash(
+            ("learner.offload_during_rollout", "rollout.placement"),
+            "the engine runs in a separate process (rollout.placement = disaggregated, or rollout.servers), which does "
+            f"not take turns with the learner; {remedy}, or use rollout.placement=colocated",
+        )
+
+
+SERVER_CHECKS: tuple[Check, ...] = (
+    servers_have_a_backend,
+    launch_settings_are_read,
+    engine_settings_are_read,
+    weight_transfer_works,
+    weight_folder_is_read,
+    weight_encoding_is_read,
+    colocated_engine_has_the_learners_device,
+    offloading_learner_takes_turns,
+)

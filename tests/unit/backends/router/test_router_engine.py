@@ -1,0 +1,297 @@
+"""The router over engines that die, hang, refuse weights, come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from backends.router.scripted import ScriptedEngine, expected
+
+from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
+from headwater.core.errors import ConfigError, QueueFull, RolloutFailed, WeightsError, WeightsIncomplete
+from headwater.core.protocols import WeightUpdate
+from headwater.core.records import Grammar, ModelRequest, SamplingParams
+
+pytestmark = pytest.mark.timeout(120)
+
+FAST = RouterOptions(health_every_s=0.02, update_bucket_limit_s=1.0, update_start_limit_s=5.0)
+
+
+@contextmanager
+def routed(*engines: ScriptedEngine, options: RouterOptions = FAST) -> Iterator[RouterEngine]:
+    router = RouterEngine([RoutedServer(f"s{place}", engine) for place, engine in enumerate(engines)], options)
+    try:
+        yield router
+    finally:
+        router.close()
+
+
+def request(key: int, num_tokens: int = 20, session: str = "", **fields) -> ModelRequest:
+    sampling = SamplingParams(max_new_tokens=num_tokens)
+    return ModelRequest(f"r{key}", (1,), sampling, key, session=session or f"session {key}", **fields)
+
+
+def until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+async def all_of(router: RouterEngine, requests: list[ModelRequest], then: Callable[[], object] | None = None):
+    tasks = [asyncio.create_task(router.agenerate(each)) for each in requests]
+    await asyncio.sleep(0.02)
+    if then is not None:
+        await asyncio.to_thread(then)
+    return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+
+def is_whole(asked: ModelRequest, response) -> bool:
+    return response.output_tokens == expected(asked) and response.stop_reason == "length"
+
+
+def update(version: int, value: float, **fields) -> WeightUpdate:
+    buckets = ([(f"w{place}", torch.full((2,), value + place))] for place in range(3))
+    return WeightUpdate(version, {f"w{place}": (2,) for place in range(3)}, buckets, **fields)
+
+
+def test_requests_are_spread_and_bounded_and_sessions_stay():
+    engines = [ScriptedEngine(max_queue=8), ScriptedEngine(max_queue=8)]
+    with routed(*engines) as router:
+        asked = [request(key, 5) for key in range(60)]
+        for _ in range(2):
+            responses = asyncio.run(all_of(router, asked))
+            assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
+        assert [engine.most_open for engine in engines] == [8, 8]
+        status = router.status()
+        assert status.metrics["router_num_placed"] == 120
+        assert status.metrics["router_num_sessions"] == 60
+        assert [(each.name, each.state) for each in status.servers] == [("s0", "serving"), ("s1", "serving")]
+        # One after the other, so that no server is full: every session finds its cache again.
+        homes = {name: place for place, engine in enumerate(engines) for name in engine.sessions}
+        for each in asked[:10]:
+            asyncio.run(router.agenerate(each))
+            assert engines[homes[each.session]].sessions[-1] == each.session
+
+
+def test_a_server_that_dies_loses_no_token():
+    for resumable in (True, False):
+        engines = [ScriptedEngine(resumable=resumable) for _ in range(3)]
+        with routed(*engines) as router:
+            asked = [request(key, 40) for key in range(30)]
+
+            def kill(engines: list[ScriptedEngine] = engines) -> None:
+                engines[0].is_dead = True
+
+            responses = asyncio.run(all_of(router, asked, kill))
+            assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True)), resumable
+            status = router.status()
+            assert status.servers[0].state.startswith("unreachable: connection refused")
+            assert status.metrics["router_num_requests_moved"] >= 10
+            engines[0].is_dead = False
+            until(lambda router=router: router.status().servers[0].state == "serving")
+
+
+def test_a_server_that_hangs_gives_back_what_it_has():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    with routed(*engines) as router:
+        asked = [request(key, 40) for key in range(10)]
+
+        def hang() -> None:
+            engines[1].is_hanging = True
+
+        responses = asyncio.run(all_of(router, asked, hang))
+        assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
+
+
+def test_an_engine_that_has_failed_for_good_is_left_out_and_without_any_requests_fail():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    with routed(*engines) as router:
+
+        def fail_first() -> None:
+            engines[0].has_failed = True
+
+        asked = [request(key, 30) for key in range(6)]
+        responses = asyncio.run(all_of(router, asked, fail_first))
+        assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
+        engines[1].has_failed = True
+        with pytest.raises(RolloutFailed, match="no server can take it.*s0: failed"):
+            asyncio.run(router.agenerate(request(99, 200)))
+        assert not router.status().is_alive
+
+
+def test_a_request_that_kills_every_server_fails_in_the_end():
+    class Deadly(ScriptedEngine):
+        async def agenerate(self, request):
+            from headwater.core.errors import ServerLost
+
+            raise ServerLost("reset by peer")
+
+    with routed(*(Deadly() for _ in range(3))) as router:
+        with pytest.raises(RolloutFailed, match="this request may be the cause"):
+            asyncio.run(asyncio.wait_for(router.agenerate(request(0)), 60))
+
+
+def test_drain_move_add_and_remove_under_load():
+    engines = [ScriptedEngine(tick_s=0.005), ScriptedEngine(tick_s=0.005)]
+    with routed(*engines) as router:
+        third = ScriptedEngine()
+
+        def change() -> None:
+            router.drain("s0")
+            assert router.status().servers[0].state.startswith("draining, ")
+            router.add(RoutedServer("s2", third))
+            router.remove("s1")
+
+        asked = [request(key, 40) for key in range(20)]
+        responses = asyncio.run(all_of(router, asked, change))
+        assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
+        assert engines[1].is_closed and third.num_served >= 10
+        assert [(each.name, each.state) for each in router.status().servers] == [("s0", "drained"), ("s2", "serving")]
+        router.undrain("s0")
+        assert router.status().servers[0].state == "serving"
+        with pytest.raises(KeyError, match="'s1' is not in the router; its servers are s0, s2"):
+            router.drain("s1")
+        with pytest.raises(ConfigError, match="serve one model"):
+            other = ScriptedEngine()
+            other.limits = replace(other.limits, vocab_size=5)
+            router.add(RoutedServer("s3", other))
+
+
+def test_abort_returns_what_there_is_running_or_waiting():
+    engines = [ScriptedEngine(max_queue=1)]
+    with routed(*engines) as router:
+
+        async def scene() -> None:
+            tasks = [asyncio.create_task(router.agenerate(request(key, 2000))) for key in range(3)]
+            await asyncio.sleep(0.05)
+            assert router.abort("r0") == 1
+            first = await asyncio.wait_for(tasks[0], 30)
+            assert first.stop_reason == "abort" and 0 < first.output_len < 2000
+            assert first.output_tokens == expected(request(0, 2000))[: first.output_len]
+            assert router.abort() == 2
+            others = await asyncio.wait_for(asyncio.gather(*tasks[1:]), 30)
+            assert [each.stop_reason for each in others] == ["abort", "abort"]
+
+        asyncio.run(scene())
+
+
+def test_a_cancelled_caller_frees_its_place_and_a_full_queue_refuses():
+    engine = ScriptedEngine(max_queue=1)
+    with routed(engine, options=replace(FAST, max_waiting=1)) as router:
+
+        async def scene() -> None:
+            running = asyncio.create_task(router.agenerate(request(0, 2000)))
+            waiting = asyncio.create_task(router.agenerate(request(1, 5)))
+            await asyncio.sleep(0.02)
+            with pytest.raises(QueueFull, match="1 requests wait"):
+                await router.agenerate(request(2))
+            running.cancel()
+            assert is_whole(request(1, 5), await asyncio.wait_for(waiting, 30))
+
+        asyncio.run(scene())
+        assert router.status().num_waiting == 0
+
+
+def test_control_reaches_all_and_a_server_that_comes_back_is_told():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    with routed(*engines) as router:
+        engines[1].is_dead = True
+        router.pause()
+        router.sleep(["kv_cache"])
+        assert engines[0].is_paused and router.status().is_paused and router.status().is_asleep
+        engines[1].is_dead = False
+        until(lambda: router.status().servers[1].state == "serving")
+        assert engines[1].is_paused and engines[1].asleep == {"kv_cache"}
+        router.wake()
+        router.resume()
+        assert not any(engine.is_paused or engine.asleep for engine in engines)
+
+
+def test_weights_reach_all_and_one_that_was_lost_gets_them_again():
+    engines = [ScriptedEngine() for _ in range(3)]
+    with routed(*engines) as router:
+        router.update_weights(update(1, 1.0)).result(30)
+        assert [engine.version for engine in engines] == [1, 1, 1]
+        assert router.weights_checksum() == "w0=2,w1=4,w2=6"
+        engines[2].is_dead = True
+        until(lambda: not router.status().servers[2].is_alive)
+        router.update_weights(update(2, 5.0)).result(30)
+        assert (router.get_version(), router.status().needs_weights) == (2, False)
+        engines[2].is_dead = False
+        until(lambda: router.status().needs_weights)
+        assert "without the newest weights" in router.status().servers[2].state
+        asyncio.run(all_of(router, [request(key, 2) for key in range(12)]))
+        assert engines[2].num_served == 0, "it must not serve old weights"
+        engines[0].fails_update = AssertionError("it has them already")
+        router.update_weights(update(2, 5.0, is_repeat=True)).result(30)
+        assert not router.status().needs_weights
+        assert router.weights_checksum() == "w0=10,w1=12,w2=14"
+        engines[1].weights = "damaged"
+        with pytest.raises(WeightsError, match="s1 serves other weights"):
+            router.weights_checksum()
+
+
+def test_a_server_that_dies_during_an_update_does_not_hold_up_the_others():
+    engines = [ScriptedEngine() for _ in range(2)]
+    with routed(*engines) as router:
+        engines[1].fails_update = WeightsIncomplete("half")
+        router.update_weights(update(1, 1.0)).result(30)
+        assert [each.version for each in router.status().servers] == [1, 0]
+        assert router.status().needs_weights
+        engines[1].fails_update = None
+        router.update_weights(update(1, 1.0, is_repeat=True)).result(30)
+        assert not router.status().needs_weights and router.weights_checksum()
+
+
+def test_weights_that_all_refuse_leave_everything_as_it_was():
+    engines = [ScriptedEngine() for _ in range(2)]
+    with routed(*engines) as router:
+        for engine in engines:
+            engine.fails_update = WeightsError("weight update refused")
+        with pytest.raises(WeightsError, match="refused"):
+            router.update_weights(update(1, 1.0)).result(30)
+        assert all(each.state == "serving" for each in router.status().servers)
+        # One that alone refuses has another model, and is not asked for ever.
+        engines[0].fails_update = None
+        router.update_weights(update(1, 1.0)).result(30)
+        for _ in range(2):
+            assert router.status().needs_weights
+            with pytest.raises(WeightsError):
+                router.update_weights(update(1, 1.0, is_repeat=True)).result(30)
+        asyncio.run(router.agenerate(request(0)))
+
+
+def test_no_session_sees_a_version_go_back():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    with routed(*engines) as router:
+
+        async def scene() -> None:
+            seen = 0
+            for turn in range(8):
+                if turn % 2:
+                    engines[turn // 2 % 2].version = turn  # a rolling update by someone else
+                    await asyncio.sleep(0.1)
+                response = await asyncio.wait_for(router.agenerate(request(turn, 3, session="one")), 30)
+                assert min(response.output_versions) >= seen
+                seen = max(response.output_versions)
+
+        asyncio.run(scene())
+
+
+def test_a_grammar_is_begun_again_on_a_server_that_cannot_continue_it():
+    engines = [ScriptedEngine(resumable=False), ScriptedEngine(resumable=False)]
+    with routed(*engines) as router:
+        plain = request(0, 40)
+        asked = replace(plain, sampling=replace(plain.sampling, grammar=Grammar("regex", "a*")))
+
+        def kill() -> None:
+            next(each for each in engines if each.num_open).is_dead = True
+
+        [response] = asyncio.run(all_of(router, [asked], kill))
+        assert is_whole(asked, response)

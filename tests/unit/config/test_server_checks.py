@@ -1,0 +1,66 @@
+"""Settings of servers that are valid alone but not together."""
+
+import socket
+
+from headwater.config.load import load_config
+from headwater.config.server_checks import chosen_transfer, is_on_this_machine
+
+OWN = "rollout.placement=disaggregated"
+NATIVE = "rollout.backend=native"
+NEAR = "rollout.servers=[http://127.0.0.1:8000, http://localhost:8001]"
+FAR = "rollout.servers=[http://127.0.0.1:8000, http://10.9.8.7:8000]"
+
+CLASHES = [
+    ([NEAR], "rollout.servers", ["rollout.backend = embedded", "rollout.backend=native"]),
+    ([NATIVE], "rollout.backend = 'native'", ["rollout.servers", "rollout.placement=disaggregated"]),
+    (
+        [NATIVE, "rollout.servers=[http://localhost:1, http://localhost:1/]"],
+        "rollout.servers",
+        ["http://localhost:1 is named twice"],
+    ),
+    ([NATIVE, "rollout.servers=[localhost:8000]"], "rollout.servers", ["http://10.0.0.5:8000", "http or https"]),
+    (["rollout.launch.num_servers=2"], "rollout.launch.num_servers = 2", ["rollout.placement=disaggregated"]),
+    ([NATIVE, NEAR, "rollout.launch.num_servers=2"], "rollout.launch.num_servers = 2", ["rollout.servers names"]),
+    ([OWN, "rollout.launch.tensor_parallel=2"], "rollout.launch.tensor_parallel = 2", ["vllm or sglang"]),
+    ([OWN, "rollout.launch.python=python3"], "rollout.launch.python", ["embedded", "vllm or sglang"]),
+    ([OWN, "rollout.launch.devices=[cpu, cpu]"], "rollout.launch.devices", ["has 2 devices", "name 1"]),
+    ([OWN, "rollout.launch.devices=[cpu]", "rollout.device=cpu"], "rollout.device = 'cpu'", ["remove one"]),
+    ([NATIVE, NEAR, "engine.max_sequences=7"], "engine.max_sequences = 7", ["does not read this"]),
+    ([OWN, "rollout.weight_folder=/nfs"], "rollout.weight_folder", ["rollout.weight_transfer=file"]),
+    ([NATIVE, FAR], "rollout.weight_transfer = 'auto'", ["http://10.9.8.7:8000", "rollout.weight_folder"]),
+    ([NATIVE, FAR, "rollout.weight_transfer=shared_memory"], "rollout.weight_transfer", ["no memory in common"]),
+    ([NATIVE, FAR, "rollout.weight_transfer=file"], "rollout.weight_transfer", ["cannot read a temporary file"]),
+]
+
+FITTING = [
+    [NATIVE, NEAR],
+    [NATIVE, NEAR, "engine.deterministic=true", "engine.update_mode=interrupt"],
+    [NATIVE, FAR, "rollout.weight_folder=/nfs/weights"],
+    [NATIVE, OWN, "rollout.launch.num_servers=3", "rollout.launch.devices=[cpu, cpu, cpu]"],
+    [OWN, "rollout.launch.num_servers=2", "rollout.launch.args=[--tool-parser, hermes]"],
+]
+
+
+def test_clashes_of_servers_name_the_remedy(assert_clashes):
+    assert_clashes(CLASHES)
+
+
+def test_settings_of_servers_that_go_together_load(assert_loads_again):
+    assert_loads_again(FITTING)
+
+
+def test_weights_take_the_first_way_that_works_for_the_servers():
+    def chosen(*overrides: str) -> str | None:
+        return chosen_transfer(load_config(None, overrides).config)
+
+    assert chosen(OWN) == "shared_memory"
+    assert chosen(NATIVE, NEAR) == "shared_memory"
+    assert chosen(NATIVE, NEAR, "rollout.weight_transfer=file") == "file"
+    assert chosen(NATIVE, FAR, "rollout.weight_folder=/nfs") == "file"
+
+
+def test_the_addresses_of_this_machine_are_known():
+    for host in ("127.0.0.1", "127.3.2.1", "localhost", "a.localhost", "[::1]", socket.gethostname()):
+        assert is_on_this_machine(f"http://{host}:80"), host
+    for host in ("10.9.8.7", "example.com", "[2001:db8::1]"):
+        assert not is_on_this_machine(f"http://{host}:80"), host
