@@ -37,6 +37,7 @@ from record import write_record
 
 from headwater.backends.native import server
 from headwater.backends.native.engine import NativeEngine, engine_arguments
+from headwater.backends.native.server import OwnServer
 from headwater.config.schema import EngineConfig
 from headwater.core.records import ModelRequest, SamplingParams
 from headwater.engine.engine import Engine
@@ -130,7 +131,7 @@ def _measure(num_rows: int, num_rounds: int) -> dict[str, Any]:
         server.SERVE = (sys.executable, __file__, "serve")  # type: ignore[misc]
         clock = np.memmap(clock_file, np.float64, "r", shape=(2,))
         arguments = engine_arguments(config, shares_device=False)
-        engine = NativeEngine(MODEL, arguments, dtype=dtype, transfer="shared_memory", spans=Spans())
+        engine = NativeEngine(OwnServer(MODEL, arguments, dtype), transfer="shared_memory", spans=Spans())
         try:
             parent = engine._thread.native_id
             assert parent is not None

@@ -28,6 +28,7 @@ from record import write_record
 from shapes import WeightsInMemory, build_model, default_device, default_dtype
 
 from headwater.backends.native.engine import NativeEngine, engine_arguments
+from headwater.backends.native.server import OwnServer
 from headwater.config.schema import EngineConfig
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.observe.spans import Spans
@@ -76,7 +77,7 @@ def _measure(model: Path, transfer: Any, options: argparse.Namespace) -> dict[st
     source = WeightsInMemory({name: each.detach() for name, each in learner.named_parameters()})
     config = EngineConfig(max_sequences=8, kv_cache_gib=0.25)
     arguments = engine_arguments(config, shares_device=False)
-    engine = NativeEngine(str(model), arguments, dtype=dtype, transfer=transfer, spans=Spans())
+    engine = NativeEngine(OwnServer(str(model), arguments, dtype), transfer=transfer, spans=Spans())
     pauses, whole = [], []
     try:
         for version in range(1, options.updates + 2):

@@ -19,6 +19,7 @@ from command import is_gone
 from headwater.backends import BACKENDS, BackendContext
 from headwater.backends.launch import keeper
 from headwater.backends.native.engine import NativeEngine, engine_arguments
+from headwater.backends.native.server import OwnServer
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import RequestError, RolloutFailed, WeightsError, WeightsIncomplete
@@ -52,9 +53,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def served(one_thread) -> Iterator[NativeEngine]:
-    engine = NativeEngine(
-        MODEL, engine_arguments(CONFIG, shares_device=True), dtype="float32", transfer="shared_memory", spans=Spans()
-    )
+    place = OwnServer(MODEL, engine_arguments(CONFIG, shares_device=True), "float32")
+    engine = NativeEngine(place, transfer="shared_memory", spans=Spans())
     yield engine
     pid = engine.pid
     engine.close()
@@ -409,4 +409,4 @@ def test_a_stream_that_breaks_off_stops_generation_until_a_complete_update(serve
 
 def test_a_model_that_is_not_there_is_told_at_once():
     with pytest.raises(RolloutFailed, match=r"exit status 2 before it served no/such/model; its output:\n.*no/such"):
-        NativeEngine("no/such/model", (), dtype="float32", transfer="file", spans=Spans())
+        NativeEngine(OwnServer("no/such/model"), transfer="file", spans=Spans())

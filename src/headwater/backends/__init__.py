@@ -26,6 +26,7 @@ from headwater.core.errors import ConfigError, ModelError
 from headwater.core.protocols import Capabilities, Tokenizer
 from headwater.core.registry import Registry
 from headwater.models.device import resolve_device
+from headwater.models.load import vocabulary_size
 from headwater.observe.spans import Spans
 
 BACKENDS = Registry("backend", "headwater.backends")
@@ -87,6 +88,20 @@ def engine_device(wanted: str, learner: str, place: int = 0) -> tuple[str, bool]
         except ModelError as error:
             raise ConfigError([str(error)]) from error
     return str(chosen), chosen in used
+
+
+def other_model(context: BackendContext, vocab_size: int) -> str | None:
+    """What shows that a server with this vocabulary does not serve the model of the run, and the remedy.
+
+    A server of another model with the same vocabulary refuses the weights, which every run publishes first.
+    """
+    own = vocabulary_size(context.model_path)
+    if own == vocab_size:
+        return None
+    return (
+        f"whose vocabulary has {vocab_size} tokens, but {context.model_path} has {own}; start the server with "
+        f"{context.model_path}, or correct model.path"
+    )
 
 
 def check_lengths(context: BackendContext, model: Any) -> None:

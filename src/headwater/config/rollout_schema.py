@@ -72,6 +72,9 @@ class RolloutConfig:
     servers: tuple[Annotated[str, ServerUrl()], ...] = ()
     """URLs of running servers that only this run uses, instead of starting some. rollout.backend names their kind:
     native (`headwater serve`), vllm or sglang. The environment variable HEADWATER_SERVER_KEY holds their API key."""
+    server_timeout_s: Annotated[float, MoreThan(0)] = 120.0
+    """How long a server of rollout.servers may be unreachable, at the start or later, before it is given up. Other
+    servers continue its requests at once."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     device: Annotated[str, NotEmpty("use auto, cpu, cuda or cuda:N")] = "auto"
     """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or

@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
 from headwater.core.errors import ModelError
 from headwater.models import folder as folder_checks
 from headwater.models.builtin.chat_template import set_template
-from headwater.models.builtin.tiny import build_model, build_tokenizer
+from headwater.models.builtin.tiny import VOCABULARY_SIZE, build_model, build_tokenizer
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.folder import quiet
 from headwater.models.save import save_model
@@ -212,6 +212,14 @@ def read_config(location: Path | str, key: str) -> Any:
         return AutoConfig.from_pretrained(location)
     except Exception as error:  # the error depends on the architecture's config class
         raise _cannot_read(location, "config", error, key) from error
+
+
+def vocabulary_size(path: str) -> int:
+    """The number of tokens that the model of ``path`` knows, without loading its weights."""
+    source = resolve_model(path)
+    if source.kind == "tiny":
+        return VOCABULARY_SIZE
+    return int(read_config(locate(source), "model.path").get_text_config().vocab_size)
 
 
 def _load_pretrained(location: Path | str, dtype: torch.dtype, key: str) -> Any:

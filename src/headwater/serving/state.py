@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -75,6 +76,8 @@ class ServerState:
     updates: WeightUpdates
     parser: ToolCallParser | None
     """Finds tool calls in replies; None if the format of this model's calls is unknown."""
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Different in every process, so that clients notice that a server was restarted."""
 
     @classmethod
     def build(cls, engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOptions) -> ServerState:

@@ -35,7 +35,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headwater.core.errors import WeightsError
+from headwater.core.errors import ConfigError, WeightsError
 from headwater.core.protocols import Bucket, UpdateMode, WeightUpdate
 from headwater.observe.process import process_start
 from headwater.weights import TRANSPORTS, Channel, ControlCall, answer
@@ -58,15 +58,18 @@ class FileWeights:
     is killed cannot remove its folder, so the next one does (``remove_leftovers``).
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shared_folder: str = "") -> None:
+        """In ``shared_folder``, other users and machines may read the file. Otherwise it is private and temporary."""
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._dtype = dtype
         header, self._places = _layout(self._shapes, dtype)
         size = len(header) + sum(map(self._num_bytes, self._shapes))
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=shared_folder or None))
         self._descriptor: int | None = None
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644 if shared_folder else 0o600)
+            if shared_folder:
+                self._folder.chmod(0o755)
             _lock(self._descriptor)
             reserve(self._descriptor, size, str(self._folder), "free some space, or set TMPDIR to a folder with space")
             os.pwrite(self._descriptor, header, 0)
@@ -117,14 +120,21 @@ class FileTransport:
 
     survives_restart = True
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, shared_folder: str = "") -> None:
+        """``shared_folder`` is ``rollout.weight_folder``; empty means the system's folder for temporary files."""
         self._dtype = dtype
+        self._shared_folder = shared_folder
         self._newest: FileWeights | None = None
-        for folder in remove_leftovers():
+        if shared_folder:
+            try:
+                Path(shared_folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError([f"rollout.weight_folder = {shared_folder}: cannot be created ({error})"]) from error
+        for folder in remove_leftovers(shared_folder):
             logger.info("removed %s, which a killed process had left behind", folder)
 
     def send(self, update: WeightUpdate, channel: Channel, mode: UpdateMode | None) -> None:
-        written = FileWeights(update.shapes, self._dtype)
+        written = FileWeights(update.shapes, self._dtype, self._shared_folder)
         body = {
             "version": update.version,
             "source": {"file": str(written.path), "is_checked": True},
@@ -187,13 +197,14 @@ def _layout(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[
     return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
 
 
-def remove_leftovers() -> list[Path]:
-    """Remove the weights of processes that were killed, and return their folders.
+def remove_leftovers(folder: str = "") -> list[Path]:
+    """Remove the weights of processes that were killed from ``folder``, and return what was removed.
 
     A folder for temporary files may be shared with containers and machines whose processes are not visible here.
     Therefore it is not enough that no process has the id: the lock must be free as well.
     """
-    return [folder for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*") if _remove_if_left_over(folder)]
+    found = Path(folder or tempfile.gettempdir()).glob(f"{_PREFIX}*")
+    return [each for each in found if _remove_if_left_over(each)]
 
 
 def _remove_if_left_over(folder: Path) -> bool:

@@ -26,6 +26,7 @@ from headwater.backends.launch import keeper
 from headwater.backends.launch.keeper import MAX_RESTARTS, ChildKeeper
 from headwater.backends.native import server
 from headwater.backends.native.engine import NativeEngine
+from headwater.backends.native.server import OwnServer
 from headwater.config.schema import WeightTransfer
 from headwater.core.errors import MemoryRefused, RolloutFailed, TransferLost, WeightsError, WeightsIncomplete
 from headwater.core.protocols import WeightUpdate
@@ -49,7 +50,7 @@ class Scene:
         self._folder = folder
         folder.mkdir()
         (folder / "plan.json").write_text(json.dumps(plan))
-        self.engine = NativeEngine(str(folder), (), dtype="float32", transfer=transfer, spans=Spans())
+        self.engine = NativeEngine(OwnServer(str(folder), dtype="float32"), transfer=transfer, spans=Spans())
 
     @property
     def restarts(self) -> int:

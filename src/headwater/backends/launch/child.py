@@ -73,6 +73,10 @@ class ChildServer:
         return self._process.pid
 
     @property
+    def name(self) -> str:
+        return f"process {self.pid}"
+
+    @property
     def last_lines(self) -> str:
         """The end of its output."""
         return self._output.strip() or "(no output)"
@@ -82,8 +86,8 @@ class ChildServer:
         code = await self._process.wait()
         await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
         if code < 0:
-            return f"process {self.pid} was killed by {signal_name(-code)}"
-        return f"process {self.pid} ended with exit status {code}"
+            return f"{self.name} was killed by {signal_name(-code)}"
+        return f"{self.name} ended with exit status {code}"
 
     def kill(self) -> None:
         if self._process.returncode is None:

@@ -1,6 +1,7 @@
 """Supervises a server's child process: starts it, watches it, replaces it when it dies, and gives up in the end.
 
-How to talk to the server is not known here: a ``Service`` connects to each child and takes over from the last one.
+A server that someone else started (``running.py``) is supervised alike, but waited for instead of restarted. How to
+talk to the server is not known here: a ``Service`` connects to each child and takes over from the last one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headwater.backends.launch.child import ChildServer
 from headwater.core.errors import RolloutFailed
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,29 @@ _DEATH_S = 5.0
 """How long a process that has closed a connection may take to end by itself."""
 
 
+class ServerProcess(Protocol):
+    """A process that serves: a ``ChildServer`` or a ``RunningServer``."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def name(self) -> str:
+        """For messages, for example ``process 4711``."""
+        ...
+
+    @property
+    def last_lines(self) -> str:
+        """The end of its output; empty if it is not known."""
+        ...
+
+    async def wait(self) -> str:
+        """Wait until it has ended, and return a description of how."""
+        ...
+
+    def kill(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
 class Service(Protocol):
     """What the children serve. The keeper makes all calls on its event loop."""
 
@@ -30,11 +53,11 @@ class Service(Protocol):
         """How many requests wait for an answer."""
         ...
 
-    async def start_child(self) -> ChildServer:
+    async def start_child(self) -> ServerProcess:
         """Start a process and return when it answers."""
         ...
 
-    async def on_up(self, child: ChildServer) -> None:
+    async def on_up(self, child: ServerProcess) -> None:
         """Connect to a child that has just started, and tell it what the last one knew.
 
         The child serves when this returns. After an error it is replaced. A ``ConnectionError`` means that it no
@@ -81,17 +104,20 @@ class ChildKeeper:
     await keeper.end()
     """
 
-    def __init__(self, service: Service, remedy: str) -> None:
-        """``remedy`` tells the user what to do when the keeper has given up."""
+    def __init__(self, service: Service, remedy: str, *, is_foreign: bool = False) -> None:
+        """``remedy`` tells the user what to do when the keeper has given up. A foreign server cannot be restarted."""
         self.num_restarts = 0
         """In total."""
         self.failure: RolloutFailed | None = None
         """Why no child will serve again."""
         self._service = service
         self._remedy = remedy
+        self._noun, self._next_step = (
+            ("server", "its return is awaited") if is_foreign else ("process", "it is restarted")
+        )
         self._num_deaths = 0
         """In a row, without a finished request in between."""
-        self._child: ChildServer | None = None
+        self._child: ServerProcess | None = None
         self._why_killed = ""
         """Why this process killed the current or last child; empty if it did not."""
         self._watch: asyncio.Task[None] | None = None
@@ -99,10 +125,10 @@ class ChildKeeper:
         """Set while a child serves, and once no child will serve again."""
 
     @property
-    def pid(self) -> int:
-        """The process id of the child that serves now."""
+    def child(self) -> ServerProcess:
+        """The child that serves now."""
         assert self._child is not None, "started"
-        return self._child.pid
+        return self._child
 
     @property
     def is_settled(self) -> bool:
@@ -164,14 +190,14 @@ class ChildKeeper:
                 self._num_deaths += 1
                 if self._num_deaths > MAX_RESTARTS:
                     self._give_up(
-                        f"the engine's process died {self._num_deaths} times in a row without finishing a request; "
-                        f"{self._remedy}. The last time, {death.in_full()}"
+                        f"the engine's {self._noun} died {self._num_deaths} times in a row without finishing a "
+                        f"request; {self._remedy}. The last time, {death.in_full()}"
                     )
                     break
                 self.num_restarts += 1
                 logger.warning(
-                    "the engine's %s; it is restarted (%d of at most %d times in a row) and %d requests continue",
-                    *(death.in_short(), self._num_deaths, MAX_RESTARTS, self._service.num_open),
+                    "the engine's %s; %s (%d of at most %d times in a row) and %d requests continue",
+                    *(death.in_short(), self._next_step, self._num_deaths, MAX_RESTARTS, self._service.num_open),
                 )
                 try:
                     await self._begin()

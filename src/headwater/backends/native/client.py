@@ -66,12 +66,15 @@ def error_of(body: Mapping[str, Any]) -> HeadwaterError:
 class ServerClient:
     """Belongs to one event loop."""
 
-    def __init__(self, url: str, api_key: str) -> None:
+    def __init__(self, url: str, api_key: str, heartbeat_s: float | None = None) -> None:
+        """``heartbeat_s`` is for a server whose end the system may not notice: how often it is asked for a sign of life
+        on the connection for requests. The connection ends if none arrives in half that time."""
         self.url = url
+        self._heartbeat_s = heartbeat_s
         # No time limit here: the server limits its calls itself, and a server that has ended closes its connections.
         self._session = aiohttp.ClientSession(
             url,
-            headers={"Authorization": f"Bearer {api_key}"},
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=aiohttp.ClientTimeout(total=None),
             connector=aiohttp.TCPConnector(limit=0),
         )
@@ -92,11 +95,22 @@ class ServerClient:
             raise error_of(answer)
         return answer
 
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """The status and the body of a reply, whatever they are."""
+        self._check_open(f"GET {path}")
+        try:
+            async with self._session.get(path) as reply:
+                return reply.status, await reply.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionLost(f"GET {path}: {type(error).__name__}: {error}") from error
+
     async def connect(self, receiver: Receiver) -> RequestLink:
         self._check_open("the connection for requests")
         try:
-            # No compression and no size limit: both ends are trusted and on the same machine.
-            socket = await self._session.ws_connect("/headwater/connect", max_msg_size=0, compress=0)
+            # No compression and no size limit: both ends are trusted, and the connection is fast.
+            socket = await self._session.ws_connect(
+                "/headwater/connect", max_msg_size=0, compress=0, heartbeat=self._heartbeat_s
+            )
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionLost(f"the connection for requests: {error}") from error
         return RequestLink(socket, receiver)

@@ -1,6 +1,6 @@
-"""An engine in a separate process, which is replaced if it dies.
+"""An engine in a separate process, which is replaced if it dies, or a running server.
 
-    engine = NativeEngine("tiny:qwen3", (), dtype="float32", transfer="shared_memory", spans=Spans())
+    engine = NativeEngine(OwnServer("tiny:qwen3", dtype="float32"), transfer="shared_memory", spans=Spans())
     response = await engine.agenerate(request)      # also if the process is killed midway
 
 Every generated token has arrived in this process. A new process is therefore given the newest weights, the prompt and
@@ -19,7 +19,7 @@ import asyncio
 import atexit
 import itertools
 import json
-import secrets
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -28,14 +28,15 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
+from headwater.backends import BACKENDS, BackendContext, check_length, engine_device, other_model
+from headwater.backends.launch.child import ChildServer
 from headwater.backends.native.client import ConnectionLost, ServerClient
 from headwater.backends.native.requests import OpenRequest
-from headwater.backends.native.server import NativeServer
-from headwater.config.schema import Dtype, EngineConfig, WeightEncoding, WeightTransfer
+from headwater.backends.native.server import SERVER_KEY, ForeignServer, NativeServer, OwnServer
+from headwater.config.schema import EngineConfig, WeightEncoding, WeightTransfer
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
-from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
+from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed
 from headwater.core.protocols import (
     ALL_TAGS,
     Capabilities,
@@ -51,6 +52,7 @@ from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
 from headwater.engine.kv_cache import SHARED_FRACTION
+from headwater.models.checksum import dtype_of_checksum
 from headwater.models.device import resolve_dtype
 from headwater.observe.spans import Spans
 from headwater.weights import TRANSPORTS, ControlCall, Transport
@@ -71,21 +73,26 @@ class NativeEngine:
 
     def __init__(
         self,
-        model: str,
-        arguments: Sequence[str],
+        place: OwnServer | ForeignServer,
         *,
-        dtype: Dtype,
         transfer: WeightTransfer,
         spans: Spans,
         encoding: WeightEncoding = "plain",
+        weight_folder: str = "",
         longest_response_s: float = 0.0,
+        mode: UpdateMode | None = None,
+        hands_over: bool = False,
     ) -> None:
-        """``longest_response_s`` extends the limit of a weight update, in which running responses may have to end."""
+        """``longest_response_s`` extends the limit of a weight update, in which running responses may have to end.
+
+        ``mode`` is the default of ``update_weights``; None leaves it to the server. ``hands_over`` fails open requests
+        with ``ServerLost`` when the process is lost, instead of continuing them when it is back.
+        """
         self._update_limit_s = min(max(ENGINE_CALL_LIMIT_S, longest_response_s), _LONGEST_LIMIT_S)
-        options = {"encoding": encoding} if transfer == "collective" else {}
-        self._transport: Transport = TRANSPORTS.resolve(transfer)(resolve_dtype(dtype), **options)
-        self._direct_weights = transfer == "collective"
-        self._server = NativeServer(model, ("--dtype", dtype, *arguments), secrets.token_urlsafe(32), spans)
+        self._transfer, self._weight_folder, self._mode = transfer, weight_folder, mode
+        self._encoding: WeightEncoding = encoding
+        self._place = place
+        self._server = NativeServer(place, spans, hands_over=hands_over)
         self._numbers = itertools.count()
         self._mailboxes = Mailboxes()
         self._is_closed = False
@@ -98,7 +105,7 @@ class NativeEngine:
         self._thread.start()
         atexit.register(self.close)
         try:
-            self._do(self._server.keeper.start(), f"the engine's process starts with {model}", limit_s=_START_LIMIT_S)
+            self._do(self._server.keeper.start(), f"the engine's {self._server.name} starts", limit_s=_START_LIMIT_S)
         except BaseException:
             self.close()
             raise
@@ -109,16 +116,41 @@ class NativeEngine:
         config = context.config
         device, is_shared = engine_device(devices[0], config.model.device)
         backend = "embedded" if config.rollout.backend == "native" else config.rollout.backend
-        arguments = ["--backend", backend, "--device", device, "--seed", str(config.run.seed)]
-        arguments += ["--threads", str(config.trainer.num_threads), *config.rollout.launch.args]
+        arguments = ["--backend", backend, "--device", device]
+        arguments += ["--seed", str(config.run.seed), "--threads", str(config.trainer.num_threads)]
+        arguments += [*config.rollout.launch.args, *engine_arguments(config.engine, shares_device=is_shared)]
+        return cls._made(context, OwnServer(context.model_path, arguments, config.model.dtype))
+
+    @classmethod
+    def connect(cls, url: str, context: BackendContext) -> NativeEngine:
+        """Use a running ``headwater serve``."""
+        config = context.config
+        place = ForeignServer(
+            url, os.environ.get(SERVER_KEY, ""), config.rollout.server_timeout_s, owns_weights=context.owns_weights
+        )
+        mode = None if config.engine.update_mode == "auto" else config.engine.update_mode
+        engine = cls._made(context, place, mode)
+        try:
+            check_running(context, url, engine._info)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    @classmethod
+    def _made(
+        cls, context: BackendContext, place: OwnServer | ForeignServer, mode: UpdateMode | None = None
+    ) -> NativeEngine:
+        config = context.config
         engine = cls(
-            context.model_path,
-            [*arguments, *engine_arguments(config.engine, shares_device=is_shared)],
-            dtype=config.model.dtype,
+            place,
             transfer=chosen_transfer(config) or "shared_memory",
             encoding=config.rollout.weight_encoding,
             spans=context.spans,
+            weight_folder=config.rollout.weight_folder,
             longest_response_s=config.rollout.timeout_s,
+            mode=mode,
+            hands_over=context.is_one_of_many,
         )
         try:
             check_length(context, engine.limits.max_model_tokens)
@@ -129,8 +161,25 @@ class NativeEngine:
 
     @property
     def pid(self) -> int:
-        """The id of the process that serves now."""
-        return self._server.keeper.pid
+        """The id of the process that serves now, if this process has started it."""
+        child = self._server.keeper.child
+        assert isinstance(child, ChildServer), "started here"
+        return child.pid
+
+    @property
+    def url(self) -> str:
+        """The address of the process that serves now, or served last."""
+        return self._server.url
+
+    @cached_property
+    def _transport(self) -> Transport:
+        place = self._place
+        is_own = isinstance(place, OwnServer)
+        dtype = resolve_dtype(place.dtype) if is_own else dtype_of_checksum(self.capabilities.dtype)
+        make = TRANSPORTS.resolve(self._transfer)
+        options = {"file": self._weight_folder, "collective": self._encoding}
+        transport: Transport = make(dtype, options[self._transfer]) if self._transfer in options else make(dtype)
+        return transport
 
     @cached_property
     def _info(self) -> dict[str, Any]:
@@ -149,7 +198,7 @@ class NativeEngine:
             Capabilities(**values),
             streaming=False,
             rounds=False,
-            direct_weights=self._direct_weights,
+            direct_weights=self._transfer == "collective",
             features=features,
         )
 
@@ -180,6 +229,7 @@ class NativeEngine:
             is_paused=state.is_paused,
             is_asleep=bool(state.asleep),
             is_alive=is_alive,
+            is_reachable=keeper.is_settled and is_alive,
             metrics=metrics,
         )
 
@@ -284,7 +334,8 @@ class NativeEngine:
             self._thread.join(_THREAD_END_S)
             if not self._thread.is_alive():
                 self._loop.close()
-            self._transport.close()
+            if "_transport" in vars(self):
+                self._transport.close()
 
     def _ask(self, path: str) -> dict[str, Any]:
         return self._do(self._server.call(path), f"the engine's process answers {path}")
@@ -311,7 +362,9 @@ class NativeEngine:
     # On the sender's thread
 
     def _send(self, update: WeightUpdate, mode: UpdateMode | None) -> None:
+        mode = mode or self._mode
         try:
+            self._do(self._server.check_untouched(), "the engine's process tells its version")
             client = None
             if not self._transport.survives_restart:
                 client = self._do(self._server.begin_transfer(), "the engine's process serves")
@@ -408,6 +461,20 @@ def engine_arguments(config: EngineConfig, *, shares_device: bool) -> list[str]:
         # A server alone on a device takes most of the free memory, which the learner needs here.
         values["memory_fraction"] = config.memory_fraction or SHARED_FRACTION
     return [f"engine.{name}={json.dumps(value)}" for name, value in values.items()]
+
+
+def check_running(context: BackendContext, url: str, info: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` if a running server does not fit the config: another model, or not deterministic."""
+    config = context.config
+    if config.engine.deterministic and not info.get("deterministic"):
+        raise ConfigError(
+            [
+                f"engine.deterministic = true: the server {url} was started without it; start it with `headwater serve "
+                "... engine.deterministic=true`"
+            ]
+        )
+    if (problem := other_model(context, info["vocab_size"])) is not None:
+        raise ConfigError([f"rollout.servers: {url} serves {info['model_path']}, {problem}"])
 
 
 def _settle(answer: asyncio.Future[ModelResponse], result: ModelResponse | HeadwaterError) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from headwater.backends.native.client import ENGINE_FAILED, RequestLink, error_of
-from headwater.core.errors import HeadwaterError, RolloutFailed
+from headwater.core.errors import HeadwaterError, RolloutFailed, ServerLost
 from headwater.core.new_tokens import TOKEN, NewTokens
 from headwater.core.records import ModelRequest, ModelResponse, StopReason
 from headwater.observe.spans import Spans
@@ -59,23 +59,28 @@ class OpenRequest:
         return replace(self.request, given_tokens=(*self.request.given_tokens, *arrived))
 
     def finish(self, reason: StopReason) -> None:
-        now = time.perf_counter()
-        started = now if self.started is None else self.started
-        output = np.frombuffer(self.output, TOKEN)
-        self._end(
-            ModelResponse(
-                input_tokens=self.request.input_tokens,
-                output_tokens=tuple(output["token"].tolist()),
-                output_logprobs=tuple(output["logprob"].tolist()),
-                output_versions=tuple(output["version"].tolist()),
-                stop_reason=reason,
-                queue_s=started - self.arrived,
-                generate_s=now - started,
-            )
-        )
+        self._end(self._response(reason))
 
     def fail(self, error: HeadwaterError) -> None:
         self._end(error)
+
+    def hand_over(self, message: str) -> None:
+        """Fail with what has arrived, so that another server can continue after it."""
+        self._end(ServerLost(message, self._response("abort") if self.output else None))
+
+    def _response(self, reason: StopReason) -> ModelResponse:
+        now = time.perf_counter()
+        started = now if self.started is None else self.started
+        output = np.frombuffer(self.output, TOKEN)
+        return ModelResponse(
+            input_tokens=self.request.input_tokens,
+            output_tokens=tuple(output["token"].tolist()),
+            output_logprobs=tuple(output["logprob"].tolist()),
+            output_versions=tuple(output["version"].tolist()),
+            stop_reason=reason,
+            queue_s=started - self.arrived,
+            generate_s=now - started,
+        )
 
     def _end(self, result: ModelResponse | HeadwaterError) -> None:
         self.has_ended = True
@@ -170,6 +175,12 @@ class OpenRequests:
         for opened in list(self._open.values()):
             self._drop(opened)
             opened.fail(error)
+
+    def hand_over_all(self, message: str) -> None:
+        """Fail every request with what has arrived, so that another server can continue it."""
+        for opened in list(self._open.values()):
+            self._drop(opened)
+            opened.hand_over(message)
 
     def abort(self, request_id: str | None) -> int:
         """Answer the requests with this id, or all, with the tokens they have. Return how many there were."""

@@ -1,23 +1,27 @@
 """The ``headwater serve`` behind a ``NativeEngine``, whichever process runs it at the moment.
 
-``launch`` keeps a process alive. This module talks to it: requests, control calls, and the state that the next process
-must be given.
+``launch`` keeps a process alive, or waits for the return of one that someone else has started. This module talks to it:
+requests, control calls, and the state that the next process must be given.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headwater.backends.launch.child import ChildServer, Command
-from headwater.backends.launch.keeper import ChildKeeper
+from headwater.backends.launch.keeper import ChildKeeper, ServerProcess
+from headwater.backends.launch.running import RunningServer
 from headwater.backends.native.client import ConnectionLost, EngineFailed, RequestLink, ServerClient
 from headwater.backends.native.requests import OpenRequest, OpenRequests
+from headwater.config.schema import Dtype
 from headwater.core.errors import RolloutFailed, TransferLost, WeightsIncomplete
 from headwater.core.protocols import MemoryTag
 from headwater.observe.spans import Spans
@@ -30,10 +34,77 @@ SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
 _OPTIONS = ("--host", "127.0.0.1", "--port", "0", "--until-eof")
 _READY = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
 _REMEDY = "try it alone with `headwater serve`, or use rollout.placement=colocated"
+_REMEDY_FOREIGN = "look at its log, or remove it from rollout.servers"
+_HEARTBEAT_S = 30.0
+_NUM_BYTES_SHOWN = 200
+SERVER_KEY = "HEADWATER_SERVER_KEY"
+"""The environment variable with the API key of running servers."""
 _LOST_S = 0.1
 """Time to wait after a lost connection, in which the end of the process is noticed."""
 _REACH_S = 5.0
 """How long a process that is alive may be unreachable."""
+
+
+@dataclass(frozen=True)
+class OwnServer:
+    """A server that this process starts and that only this process can talk to."""
+
+    model: str
+    arguments: Sequence[str] = ()
+    dtype: Dtype = "auto"
+    """The number type of its weights."""
+    api_key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    remedy: str = _REMEDY
+    heartbeat_s: float | None = None
+
+    async def start(self) -> ServerProcess:
+        arguments = (*SERVE, self.model, *_OPTIONS, "--dtype", self.dtype, *self.arguments)
+        return await ChildServer.start(Command(arguments, self.model, _READY, {KEY_VARIABLE: self.api_key}))
+
+
+@dataclass(frozen=True)
+class ForeignServer:
+    """A server that someone else has started."""
+
+    url: str
+    api_key: str = ""
+    timeout_s: float = 120.0
+    """How long it may be unreachable before it is given up."""
+    owns_weights: bool = True
+    """Whether this process decides which weights it uses."""
+    remedy: str = _REMEDY_FOREIGN
+
+    @property
+    def heartbeat_s(self) -> float:
+        return min(_HEARTBEAT_S, self.timeout_s / 2)
+
+    async def start(self) -> ServerProcess:
+        client = ServerClient(self.url, self.api_key)
+        try:
+            return await RunningServer.reach(self.url, lambda: self._probe(client), self.timeout_s)
+        finally:
+            await client.close()
+
+    async def _probe(self, client: ServerClient) -> None:
+        status, body = await client.get("/get_server_info")
+        if status in (401, 403):
+            raise RolloutFailed(f"{self.url} refuses access: {_shown(body)}; set the environment variable {SERVER_KEY}")
+        if status >= 500:
+            raise ConnectionLost(f"status {status}: {_shown(body)}")
+        try:
+            info = json.loads(body)
+            is_ours = status == 200 and "instance" in info and "capabilities" in info
+        except (ValueError, TypeError):
+            is_ours = False
+        if not is_ours:
+            raise RolloutFailed(
+                f"{self.url} is not a `headwater serve` of this version (status {status}: {_shown(body)}); correct "
+                "rollout.servers, or set rollout.backend to the kind of this server"
+            )
+
+
+def _shown(body: bytes) -> str:
+    return repr(body[:_NUM_BYTES_SHOWN].decode(errors="replace"))
 
 
 @dataclass
@@ -66,7 +137,7 @@ class ServerState:
 class NativeServer:
     """A server that is always there: its process is replaced if it dies. Belongs to one event loop.
 
-        server = NativeServer("tiny:qwen3", ("--dtype", "float32"), api_key, spans)
+        server = NativeServer(OwnServer("tiny:qwen3", dtype="float32"), spans)
         await server.keeper.start()
         server.enter(opened)                        # answered even if processes die meanwhile
         await server.call("/control/pause", {})     # answered by whichever process serves
@@ -76,25 +147,42 @@ class NativeServer:
     later. Each ``ServerClient`` belongs to one process.
     """
 
-    def __init__(self, model: str, arguments: Sequence[str], api_key: str, spans: Spans) -> None:
+    def __init__(self, place: OwnServer | ForeignServer, spans: Spans, *, hands_over: bool = False) -> None:
+        """``hands_over`` fails the open requests with ``ServerLost`` when the process is lost."""
         self.state = ServerState()
-        self.keeper = ChildKeeper(self, _REMEDY)
+        self.keeper = ChildKeeper(self, place.remedy, is_foreign=isinstance(place, ForeignServer))
         self.requests = OpenRequests(spans, on_finish=self.keeper.note_progress, on_failed_engine=self.keeper.kill)
-        self._model = model
-        self._arguments = arguments
-        self._api_key = api_key
+        self.info: dict[str, Any] = {}
+        """What the process says about itself."""
+        self._place = place
+        self._hands_over = hands_over
+        self._url = ""
         self._client: ServerClient | None = None
         self._link: RequestLink | None = None
         self._incomplete: ServerClient | None = None
         """The process in which an update failed after it had changed weights."""
+        if isinstance(place, ForeignServer) and place.owns_weights:
+            self.state.must_resend = True  # it may hold any weights
+
+    @property
+    def url(self) -> str:
+        """The address of the process that serves now, or served last."""
+        return self._url
 
     # Requests and calls
 
     def enter(self, opened: OpenRequest) -> None:
         if self.keeper.failure is not None:
             opened.fail(self.keeper.failure)
+        elif self._hands_over and not self.keeper.is_settled:
+            opened.hand_over(f"the engine's {self.name} is not reachable at the moment")
         else:
             self.requests.enter(opened)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"server {self._place.url}" if isinstance(self._place, ForeignServer) else "process"
 
     async def client(self) -> ServerClient:
         """The client of the process that serves, once one does."""
@@ -120,7 +208,7 @@ class NativeServer:
                 # Attempts are counted instead of time, because one of them may have been a call that took long.
                 if num_lost * _LOST_S > _REACH_S and self.keeper.is_settled and client is self._client:
                     raise RolloutFailed(
-                        f"the engine's process {self.keeper.pid} is alive but cannot be reached: {error}; "
+                        f"the engine's {self.keeper.child.name} is alive but cannot be reached: {error}; "
                         f"{num_lost} attempts"
                     ) from error
             except EngineFailed as error:  # the process is alive but useless
@@ -153,6 +241,17 @@ class NativeServer:
         self.requests.abort_all()  # those that came meanwhile
 
     # Weights
+
+    async def check_untouched(self) -> None:
+        """Raise ``RolloutFailed`` if someone else has given weights to a running server."""
+        if not isinstance(self._place, ForeignServer) or self.state.needs_weights:
+            return
+        version = (await self.call("/control/version"))["version"]
+        if version != self.state.version and not self.state.needs_weights:
+            raise RolloutFailed(
+                f"the {self.name} serves version {version}, but this run gave it version {self.state.version}: another "
+                "program has published weights to it; reserve the servers of rollout.servers for one run, and resume"
+            )
 
     async def begin_transfer(self) -> ServerClient:
         """The client of the process that is to take weights that only the learner holds.
@@ -196,13 +295,16 @@ class NativeServer:
     def num_open(self) -> int:
         return len(self.requests)
 
-    async def start_child(self) -> ChildServer:
-        arguments = (*SERVE, self._model, *_OPTIONS, *self._arguments)
-        return await ChildServer.start(Command(arguments, self._model, _READY, {KEY_VARIABLE: self._api_key}))
+    async def start_child(self) -> ServerProcess:
+        return await self._place.start()
 
-    async def on_up(self, child: ChildServer) -> None:
-        self._client = ServerClient(child.url, self._api_key)
-        await self.state.restore(self._client)
+    async def on_up(self, child: ServerProcess) -> None:
+        self._url = child.url
+        self._client = ServerClient(child.url, self._place.api_key, self._place.heartbeat_s)
+        if isinstance(self._place, ForeignServer) and await self._meet(self._client, self._place):
+            logger.info("the %s was not restarted and has kept its weights", self.name)
+        else:
+            await self.state.restore(self._client)
         self._link = await self._client.connect(self.requests)
         if self.state.needs_weights:
             logger.warning(
@@ -212,12 +314,33 @@ class NativeServer:
         else:
             self.requests.continue_on(self._link)
 
+    async def _meet(self, client: ServerClient, place: ForeignServer) -> bool:
+        """Look at a running server. Return whether it still holds what this process gave it before."""
+        before, info = self.info, await client.call("/get_server_info")
+        for key in ("vocab_size", "context_length", "capabilities") if before else ():
+            if info[key] != before[key]:
+                raise RolloutFailed(f"the {self.name} has changed: {key} was {before[key]} and is {info[key]}")
+        self.info, version = info, int(info["weight_version"])
+        if not place.owns_weights:
+            self.state.version = version
+            return True
+        if not before and version:
+            logger.warning(
+                "the %s serves version %d of another run; it gets the weights of this run", self.name, version
+            )
+        is_same = bool(before) and info["instance"] == before["instance"] and version == self.state.version
+        return is_same and not self.state.needs_weights
+
     async def until_lost(self) -> None:
         assert self._link is not None, "connected"
         await self._link.run()
 
     def on_lost(self) -> None:
         self.requests.link = None
+        if isinstance(self._place, ForeignServer):
+            self.keeper.child.kill()  # its connection has ended, and nothing else is known about its process
+        if self._hands_over:
+            self.requests.hand_over_all(f"the engine's {self.name} was lost")
 
     async def on_down(self) -> None:
         client, self._client = self._client, None

@@ -172,6 +172,7 @@ async def server_info(request: web.Request) -> web.Response:
             "capabilities": asdict(state.engine.capabilities),
             "internal_states": [metrics_of(status)],
             "version": headwater.__version__,
+            "instance": state.instance,
         }
     )
 
