@@ -81,8 +81,8 @@ class RolloutConfig:
     the learner's device if there is none."""
     weight_transfer: Literal["auto", "shared_memory", "file", "collective"] = "auto"
     """How new weights are sent to servers: in pieces through `shared_memory`, for `headwater serve` on this machine,
-    through a `file`, or `collective`: every rank of the learner sends its part over the network, also to other machines.
-    `auto` takes the first that works for these servers."""
+    through a `file`, or `collective`: every rank of the learner sends its part over the network, also to other
+    machines. `auto` takes the first that works for these servers."""
     weight_encoding: WeightEncoding = "plain"
     """With weight_transfer=collective: `delta` sends only the compressed difference from the weights before, for slow
     networks. The engine gets exactly the same weights; both sides keep a copy of the weights in main memory."""

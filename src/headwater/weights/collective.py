@@ -38,6 +38,8 @@ LIMIT_S = 60.0
 """How long connecting, and sending one bucket, may take. Then the engines that do not answer are left out."""
 _ARRIVE_LIMIT_S = 120.0
 """How long the engines of one update wait for each other. One that is being restarted gets the weights later."""
+BUCKET_BYTES = 64 * 2**20
+"""What the ranks send together. Both ends hold two buckets at a time, or one tensor that is larger."""
 _GIVE_UP_S = 20.0
 """How long an engine may take to answer that a failed update has ended."""
 _NUM_ATTEMPTS = 3
@@ -247,7 +249,16 @@ class Rendezvous:
         host = own_address(away)
         name = f"headwater-{uuid.uuid4().hex}"
         port = host_store(host).port
-        return SendOrder(name, host, port, len(members), self._dtype, limit_s=LIMIT_S, encoding=self._encoding)
+        return SendOrder(
+            name,
+            host,
+            port,
+            len(members),
+            self._dtype,
+            bucket_bytes=BUCKET_BYTES,
+            limit_s=LIMIT_S,
+            encoding=self._encoding,
+        )
 
     def _connect(self, order: SendOrder, members: Sequence[_Member], num_senders: int) -> str:
         joins = [
