@@ -29,7 +29,6 @@ from headwater.backends.router.engine import RoutedServer, RouterEngine
 from headwater.cluster import torchrun
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import HeadwaterError
 from headwater.core.parcels import Parcel
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.models.load import load_model
@@ -118,7 +117,7 @@ def sent(learner: Any, router: RouterEngine, engines: list[NativeEngine], versio
         "is_served": [each.weights_checksum() == published.serving for each in engines],
         "versions": [each.get_version() for each in engines],
         "num_bytes": published.num_bytes,
-        "has_pause": published.pause_s is None or published.pause_s > 0,
+        "has_pause": bool(published.pause_s),
         "seconds": seconds,
     }
 
@@ -174,7 +173,8 @@ def _until_served(learner: Any, router: RouterEngine, engines: list[NativeEngine
         if router.status().needs_weights:
             publish(learner, router, router.get_version(), is_repeat=True)
         served = [each.status().version for each in engines]
-        if served[0] == served[1] and not any(each.status().needs_weights for each in engines):
+        is_served = served[0] == served[1] and not any(each.status().needs_weights for each in engines)
+        if is_served and all(each.state == "serving" for each in router.status().servers):
             break
         time.sleep(0.2)
     texts = {each.weights_checksum() for each in engines}
@@ -196,10 +196,7 @@ def run(rank: int, port: int, folder: Path) -> None:
 def be_killed(url: str) -> None:
     collective.BUCKET_BYTES = SMALL_BUCKETS
     with in_the_middle(lambda: os.kill(os.getpid(), signal.SIGKILL)):
-        try:
-            publish(OneRank(1), engine(ForeignServer(url)), 7)
-        except HeadwaterError as error:
-            print(error, flush=True)
+        publish(OneRank(1), engine(ForeignServer(url)), 7)
 
 
 def main(folder: Path) -> None:

@@ -79,6 +79,13 @@ class LearnerGroup:
             self._shapes[role] = self._ranks.call("shapes", self._same(role))[0]
         return self._shapes[role]
 
+    def export_unmerged(self, adapters_alone: bool) -> Iterator[Bucket]:
+        return self._ranks.stream("export_unmerged", adapters_alone)
+
+    def unmerged_shapes(self, adapters_alone: bool) -> Mapping[str, tuple[int, ...]]:
+        shapes: list[Mapping[str, tuple[int, ...]]] = self._ranks.call("unmerged_shapes", self._same(adapters_alone))
+        return shapes[0]
+
     def parcels(self) -> Sequence[Parcel]:
         if self._parcels is None:
             self._parcels = self._ranks.call("parcels", self._same())[0]

@@ -86,6 +86,9 @@ class RolloutConfig:
     weight_encoding: WeightEncoding = "plain"
     """With weight_transfer=collective: `delta` sends only the compressed difference from the weights before, for slow
     networks. The engine gets exactly the same weights; both sides keep a copy of the weights in main memory."""
+    publish: Literal["full", "adapter"] = "full"
+    """What is sent to the engine after an update of LoRA adapters: `full` merges them into all weights, `adapter` sends
+    the adapters alone, which the embedded engine computes beside its weights: far fewer bytes, slower generation."""
     weight_folder: str = ""
     """Folder for weight_transfer=file that the run and all servers see under this path, such as a network file system.
     Empty means a temporary folder of this machine."""

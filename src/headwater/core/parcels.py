@@ -104,5 +104,7 @@ class DirectSend:
     """How many engines take this update together. A router sets it before it gives the update to its engines."""
     reports: Sequence[SendReport] = ()
     """What was sent, if it was sent in this way."""
+    pause_s: float = 0.0
+    """The longest time for which an engine did not generate."""
     rendezvous: Any = None
     """Where the engines' transports meet."""

@@ -57,6 +57,9 @@ class WeightUpdate:
     direct: DirectSend | None = None
     """The learner, if its ranks can send the weights themselves. An engine then need not read ``buckets``."""
 
+    adapters_alone: bool = False
+    """Only the LoRA adapters, for an engine that has the other weights already (``Capabilities.adapters``)."""
+
     @classmethod
     def of(cls, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """An update of tensors that are all in memory already, as one bucket."""
@@ -79,6 +82,19 @@ class WeightSource(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor that ``export`` yields, by name."""
+        ...
+
+
+class AdapterSource(WeightSource, Protocol):
+    """What publishing adapters alone needs from a learner."""
+
+    def export_unmerged(self, adapters_alone: bool) -> Iterator[Bucket]:
+        """The adapters, named after their layers with ``.lora_A`` and ``.lora_B``, and before them all other weights
+        unless ``adapters_alone``."""
+        ...
+
+    def unmerged_shapes(self, adapters_alone: bool) -> Mapping[str, tuple[int, ...]]:
+        """The names and shapes that ``export_unmerged`` yields."""
         ...
 
 
@@ -427,6 +443,14 @@ class Learner(Protocol):
 
     def shapes(self, role: Role = "policy") -> Mapping[str, tuple[int, ...]]:
         """The names and shapes that ``export`` yields."""
+        ...
+
+    def export_unmerged(self, adapters_alone: bool) -> Iterator[Bucket]:
+        """LoRA adapters and the frozen weights, or ``adapters_alone``. It must be drained or closed."""
+        ...
+
+    def unmerged_shapes(self, adapters_alone: bool) -> Mapping[str, tuple[int, ...]]:
+        """The names and shapes that ``export_unmerged`` yields."""
         ...
 
     @property

@@ -96,6 +96,27 @@ def _merged_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield plain_name(name), weight
 
 
+_ADAPTER_PARTS = {f".lora_A.{ADAPTER}.weight": ".lora_A", f".lora_B.{ADAPTER}.weight": ".lora_B"}
+"""The end of an adapter's name in peft, and in an engine."""
+
+
+def unmerged_parameters(model: nn.Module, *, adapters_alone: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """All weights beside their adapters, or only the adapters, as the embedded engine names them."""
+    for name, parameter in model.named_parameters():
+        end = next((each for each in _ADAPTER_PARTS if name.endswith(each)), "")
+        if end:
+            yield plain_name(name.removesuffix(end)) + _ADAPTER_PARTS[end], parameter
+        elif not adapters_alone:
+            yield plain_name(name), parameter
+
+
+def unmerged_weights(model: nn.Module, *, adapters_alone: bool) -> Iterator[tuple[str, Tensor]]:
+    """The values of ``unmerged_parameters`` in full. All ranks must iterate together."""
+    for name, parameter in unmerged_parameters(model, adapters_alone=adapters_alone):
+        weight = parameter.detach()
+        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
 def weight_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The names and shapes that ``merged_weights`` yields, without computing them."""
     return {

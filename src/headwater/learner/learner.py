@@ -20,7 +20,15 @@ from headwater.core.protocols import Bucket, LearnerStatus, Role
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
 from headwater.learner.engine import ForwardEngine, TrainEngine
-from headwater.learner.export import merged_weights, own_pieces, parcels, plain_name, weight_shapes
+from headwater.learner.export import (
+    merged_weights,
+    own_pieces,
+    parcels,
+    plain_name,
+    unmerged_parameters,
+    unmerged_weights,
+    weight_shapes,
+)
 from headwater.learner.lora import without_adapters
 from headwater.learner.optimizer import held_by
 from headwater.learner.reward_model import RewardModel
@@ -135,6 +143,13 @@ class LocalLearner:
 
     def shapes(self, role: Role = "policy") -> dict[str, tuple[int, ...]]:
         return weight_shapes(self._trained(role).module.model)
+
+    def export_unmerged(self, adapters_alone: bool) -> Iterator[Bucket]:
+        return in_buckets(unmerged_weights(self.actor.engine.module.model, adapters_alone=adapters_alone))
+
+    def unmerged_shapes(self, adapters_alone: bool) -> dict[str, tuple[int, ...]]:
+        named = unmerged_parameters(self.actor.engine.module.model, adapters_alone=adapters_alone)
+        return {name: tuple(each.shape) for name, each in named}
 
     def parcels(self) -> list[Parcel]:
         engine = self.actor.engine

@@ -16,7 +16,7 @@ somebody who searches for two sets of weights with the same checksum.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import torch
@@ -57,7 +57,7 @@ class Checksum:
         self._sums: dict[str, list[tuple[int, Tensor]]] = {}
 
     @classmethod
-    def merged(cls, parts: Iterable[Sums]) -> Checksum:
+    def merged(cls, parts: Iterable[Mapping[str, Mapping[int, int]]]) -> Checksum:
         """The checksum of all tensors whose parts have these sums."""
         whole = cls()
         for sums in parts:

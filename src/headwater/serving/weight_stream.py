@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,6 +43,8 @@ class StartCall:
     slot_bytes: int
     limit_s: float = UPDATE_LIMIT_S
     """How long one call of this update may take. Running responses may have to end first."""
+    adapters_alone: bool = False
+    """Only the LoRA adapters are sent."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> StartCall:
@@ -51,12 +53,13 @@ class StartCall:
         shapes, dtype = fields.mapping("shapes"), fields.choice("dtype", tuple(DTYPES))
         name, slot_bytes = fields.text("shared_memory"), fields.optional_integer("slot_bytes", minimum=1)
         limit_s = fields.number("limit_s", UPDATE_LIMIT_S, minimum=1)
+        adapters_alone = fields.flag("adapters_alone", False)
         fields.done()
         if version is None or not shapes or dtype is None or not name or slot_bytes is None:
             raise ApiError("version, shapes, dtype, shared_memory and slot_bytes: give all of them")
         read = Fields(shapes, "shapes", most=len(shapes))
         sizes = {each: read_shape(read, each) for each in shapes}
-        return cls(version, mode, sizes, DTYPES[dtype], name, slot_bytes, limit_s)
+        return cls(version, mode, sizes, DTYPES[dtype], name, slot_bytes, limit_s, adapters_alone)
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,8 @@ def _begin(
 ) -> tuple[SlotReceiver, Future[None]]:
     """Map the shared memory, which may take long for a GPU, and give the update to the engine."""
     receiver = SlotReceiver(call.shared_memory, call.slot_bytes, call.dtype, previous=previous)
-    return receiver, engine.update_weights(receiver.update(call.version, call.shapes), call.mode)
+    update = replace(receiver.update(call.version, call.shapes), adapters_alone=call.adapters_alone)
+    return receiver, engine.update_weights(update, call.mode)
 
 
 INCOMING = web.AppKey("incoming_weights", IncomingWeights)
@@ -232,7 +236,10 @@ async def finish_weight_update(request: web.Request) -> web.Response:
         await incoming.abandon(error)
     status = state.engine.status()
     seconds = time.perf_counter() - incoming.started
-    return reply({"version": status.version, "needs_weights": status.needs_weights, "seconds": seconds})
+    pause_s = status.metrics.get("last_update_pause_s", 0.0)
+    return reply(
+        {"version": status.version, "needs_weights": status.needs_weights, "seconds": seconds, "pause_s": pause_s}
+    )
 
 
 ROUTES = [

@@ -35,7 +35,8 @@ from headwater.weights.pieces import PieceSender
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 60.0
-"""How long connecting, and sending one bucket, may take. Then the engines that do not answer are left out."""
+"""How long connecting, sending one bucket, and using the weights once all of them were sent, may take. Engines that do
+not answer within this time are left out."""
 _ARRIVE_LIMIT_S = 120.0
 """How long the engines of one update wait for each other. One that is being restarted gets the weights later."""
 BUCKET_BYTES = 64 * 2**20
@@ -121,6 +122,8 @@ class _Member:
     channel: Channel
     mode: UpdateMode | None
     result: Future[None] = field(default_factory=Future)
+    is_incomplete: bool = False
+    """The present attempt has left it with parts of two versions."""
 
     @property
     def group(self) -> str:
@@ -210,9 +213,12 @@ class Rendezvous:
 
     def _attempt(self, members: Sequence[_Member]) -> str:
         """Send to all members. Why that failed; empty if it did not. Members that do not answer are ``lost``."""
+        for each in members:
+            each.is_incomplete = False
         parcels = self._learner.parcels()
         order = self._order(members)
-        if order != self._learner.connected and (problem := self._connect(order, members, len(parcels[0].starts) - 1)):
+        num_senders = len(parcels[0].starts) - 1
+        if order is not self._learner.connected and (problem := self._connect(order, members, num_senders)):
             return problem
         starts = [_start_call(self._version, each, parcels, order) for each in members]
         if problem := self._everywhere(members, starts, [each.channel.limit_s for each in members]):
@@ -228,15 +234,20 @@ class Rendezvous:
         if problem:
             self._abandon(members, problem)
             return problem
-        finish = ControlCall("/control/finish_weight_update", {})
-        if problem := self._everywhere(members, [finish] * len(members), [each.channel.limit_s for each in members]):
-            for each in members:
-                each.joined("")
-            return problem
         self._direct.reports = reports
-        for each in members:
-            _settle(each)
-        return ""
+        return self._finish(members)
+
+    def _finish(self, members: Sequence[_Member]) -> str:
+        """The engines use the weights. One that fails only now does not concern the others."""
+        calls = [each.channel.call(ControlCall("/control/finish_weight_update", {})) for each in members]
+        problem = self._answers(members, calls, [LIMIT_S] * len(members))
+        for each, call in zip(members, calls, strict=True):
+            if each.is_incomplete:
+                each.joined("")
+            elif not each.result.done():
+                self._direct.pause_s = max(self._direct.pause_s, call.result().get("pause_s", 0.0))
+                _settle(each)
+        return problem if any(each.is_incomplete for each in members) else ""
 
     def _order(self, members: Sequence[_Member]) -> SendOrder:
         """The group that all members have joined together, or a new one."""
@@ -291,6 +302,7 @@ class Rendezvous:
                 member.lost(error)
                 problems.append(str(error))
             except WeightsIncomplete as error:
+                member.is_incomplete = True
                 _tell(member.channel.incomplete)
                 problems.append(str(error))
             except (HeadwaterError, CancelledError) as error:

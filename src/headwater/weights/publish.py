@@ -13,9 +13,9 @@ import torch
 
 from headwater.core.errors import TransferLost, WeightsError
 from headwater.core.parcels import DirectSend, RankedSource
-from headwater.core.protocols import Bucket, InferenceEngine, WeightSource, WeightUpdate
+from headwater.core.protocols import AdapterSource, Bucket, InferenceEngine, WeightSource, WeightUpdate
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
-from headwater.models.checksum import Checksum, dtype_of_checksum
+from headwater.models.checksum import Checksum, Sums, dtype_of_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,41 @@ class Published:
         return {f"weights/{name}": value for name, value in values.items()}
 
 
+class AdaptersAlone:
+    """Publishing LoRA adapters without the frozen weights (``rollout.publish=adapter``).
+
+    The first update has all weights, unmerged. Later ones have only the adapters. The checksums still cover all
+    weights, because the sums of the frozen ones are kept.
+    """
+
+    def __init__(self) -> None:
+        self._base: tuple[Sums, Sums] | None = None
+        """The sums of the frozen weights that the engine has, in its number type and in the learner's."""
+
+    def update(self, learner: AdapterSource, version: int, checksums: StreamChecksums, is_repeat: bool) -> WeightUpdate:
+        if is_repeat:  # for servers that have lost their weights
+            self._base = None
+        alone = self._base is not None
+        shapes, exported = learner.unmerged_shapes(alone), learner.export_unmerged(alone)
+        return WeightUpdate(version, shapes, checksums.watch(exported), is_repeat, adapters_alone=alone)
+
+    def texts(self, checksums: StreamChecksums) -> tuple[str, str]:
+        """The checksums of all weights, after an update of all or of the adapters."""
+        serving, trained = checksums.sums()
+        if self._base is None:
+            self._base = _frozen(serving), _frozen(trained)
+        whole = [Checksum.merged([base | sums]) for base, sums in zip(self._base, (serving, trained), strict=True)]
+        return whole[0].text(), whole[1].text()
+
+    def forget(self) -> None:
+        """The engine may have lost its weights: the next update has all of them."""
+        self._base = None
+
+
+def _frozen(sums: Sums) -> Sums:
+    return {header: chunks for header, chunks in sums.items() if ".lora_" not in header}
+
+
 def publish(
     learner: WeightSource,
     engine: InferenceEngine,
@@ -51,6 +86,7 @@ def publish(
     *,
     longest_response_s: float = 0.0,
     is_repeat: bool = False,
+    adapters: AdaptersAlone | None = None,
 ) -> Published:
     """Stream the learner's weights to the engine as ``version``, and return their checksums.
 
@@ -61,52 +97,68 @@ def publish(
     The wait ends after ``ENGINE_CALL_LIMIT_S``, or after ``longest_response_s`` if that is longer, because running
     responses may have to end first. If the engine's process dies during the transfer, the weights are sent again to the
     process that replaces it. With ``is_repeat``, the same weights were published before, and only servers that do not
-    have them need them.
+    have them need them. ``adapters`` is given if only LoRA adapters are sent.
     """
+    limit_s = max(longest_response_s, ENGINE_CALL_LIMIT_S)
     while True:
         try:
-            return _publish_once(learner, engine, version, longest_response_s, is_repeat)
+            return _publish_once(learner, engine, version, limit_s, is_repeat, adapters)
         except TransferLost as error:
+            if adapters is not None:
+                adapters.forget()
             # The engine limits how often it is restarted, and then fails with another error.
             logger.warning("policy version %d is sent again: %s", version, error)
 
 
 def _publish_once(
-    learner: WeightSource, engine: InferenceEngine, version: int, longest_response_s: float, is_repeat: bool
+    learner: WeightSource,
+    engine: InferenceEngine,
+    version: int,
+    limit_s: float,
+    is_repeat: bool,
+    adapters: AdaptersAlone | None,
 ) -> Published:
     checksums = StreamChecksums(dtype_of_checksum(engine.capabilities.dtype))
-    direct = DirectSend(cast(RankedSource, learner)) if hasattr(learner, "broadcast") else None
-    update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()), is_repeat, direct)
+    if adapters is not None:
+        update = adapters.update(cast(AdapterSource, learner), version, checksums, is_repeat)
+    else:
+        direct = DirectSend(cast(RankedSource, learner)) if hasattr(learner, "broadcast") else None
+        update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()), is_repeat, direct)
     started = time.perf_counter()
     done = engine.update_weights(update)
     try:
-        wait_for_future(
-            done,
-            lambda: f"the engine takes the weights of version {version}",
-            kind="weights",
-            hard_limit_s=max(longest_response_s, ENGINE_CALL_LIMIT_S),
-        )
+        what = f"the engine takes the weights of version {version}"
+        wait_for_future(done, lambda: what, kind="weights", hard_limit_s=limit_s)
     finally:
         if done.done():  # otherwise the engine's thread still reads
             update.close()
     seconds = time.perf_counter() - started
-    pause_s = engine.status().metrics.get("last_update_pause_s")
-    if direct is not None and direct.reports:
-        serving, trained = (
-            Checksum.merged(getattr(each, name) for each in direct.reports).text() for name in ("serving", "trained")
-        )
-        num_bytes = sum(each.num_bytes for each in direct.reports)
-    else:
-        serving, trained = checksums.texts()
-        num_bytes = checksums.num_bytes
-    published = Published(serving, trained, num_bytes, seconds, pause_s)
-    if engine.capabilities.checksums and (served := engine.weights_checksum()) != serving:
+    published = _summary(update, checksums, adapters, seconds, engine.status().metrics.get("last_update_pause_s"))
+    if engine.capabilities.checksums and (served := engine.weights_checksum()) != published.serving:
         raise WeightsError(
             f"policy version {version}: the engine serves weights with checksum {served}, the learner's have "
-            f"{serving}; they were damaged on the way or changed in the meantime: resume from the last "
+            f"{published.serving}; they were damaged on the way or changed in the meantime: resume from the last "
             "checkpoint"
         )
     return published
+
+
+def _summary(
+    update: WeightUpdate,
+    checksums: StreamChecksums,
+    adapters: AdaptersAlone | None,
+    seconds: float,
+    pause_s: float | None,
+) -> Published:
+    if adapters is not None:
+        return Published(*adapters.texts(checksums), checksums.num_bytes, seconds, pause_s)
+    direct = update.direct
+    if direct is None or not direct.reports:
+        return Published(*checksums.texts(), checksums.num_bytes, seconds, pause_s)
+    serving = Checksum.merged(each.serving for each in direct.reports).text()
+    trained = Checksum.merged(each.trained for each in direct.reports).text()
+    num_bytes = sum(each.num_bytes for each in direct.reports)
+    return Published(serving, trained, num_bytes, seconds, direct.pause_s)
 
 
 class StreamChecksums:
@@ -135,9 +187,17 @@ class StreamChecksums:
 
     def texts(self) -> tuple[str, str]:
         """The checksum in the engine's number type, and the one in the learner's."""
+        self._synchronize()
+        return self._serving.text(), self._trained.text()
+
+    def sums(self) -> tuple[Sums, Sums]:
+        """What the checksums are computed from."""
+        self._synchronize()
+        return self._serving.sums(), self._trained.sums()
+
+    def _synchronize(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
-        return self._serving.text(), self._trained.text()
 
     def _add(self, bucket: Bucket) -> None:
         by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from headwater.core.errors import (
+    BaseMissing,
     HeadwaterError,
     LogitsBroken,
     MemoryRefused,
@@ -27,6 +28,7 @@ _KINDS: dict[str, type[HeadwaterError]] = {
     "memory_refused": MemoryRefused,
     "logits_broken": LogitsBroken,
     "weights_refused": WeightsError,
+    "weights_base_missing": BaseMissing,
     "weights_incomplete": WeightsIncomplete,
     "timeout": WaitTimeout,
 }

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from headwater.backends import BACKENDS, BackendContext, check_length, engine_device, other_model
+from headwater.backends import BACKENDS, BackendContext, check_length, engine_device, engine_settings, other_model
 from headwater.backends.launch.child import ChildServer
 from headwater.backends.native.client import ConnectionLost, ServerClient
 from headwater.backends.native.requests import OpenRequest
@@ -118,7 +118,7 @@ class NativeEngine:
         backend = "embedded" if config.rollout.backend == "native" else config.rollout.backend
         arguments = ["--backend", backend, "--device", device]
         arguments += ["--seed", str(config.run.seed), "--threads", str(config.trainer.num_threads)]
-        arguments += [*config.rollout.launch.args, *engine_arguments(config.engine, shares_device=is_shared)]
+        arguments += [*config.rollout.launch.args, *engine_arguments(engine_settings(config), shares_device=is_shared)]
         return cls._made(context, OwnServer(context.model_path, arguments, config.model.dtype))
 
     @classmethod
