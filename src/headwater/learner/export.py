@@ -28,6 +28,12 @@ def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name.replace(_CHECKPOINTED, ""), parameter
 
 
+def trained_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every trained parameter in full, adapters as they are. All ranks must iterate together."""
+    for name, parameter in trained_parameters(model):
+        yield name, _in_full(parameter.detach())
+
+
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers that have LoRA adapters, found by their methods so that peft is not imported where it is not used."""
     for name, layer in model.named_modules():
@@ -38,7 +44,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight in full, with adapters merged into their layers. All ranks must iterate together."""
     for name, weight in _merged_shards(model):
-        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield name, _in_full(weight)
 
 
 def parcels(model: nn.Module, num_ranks: int) -> list[Parcel]:
@@ -113,8 +119,11 @@ def unmerged_parameters(model: nn.Module, *, adapters_alone: bool) -> Iterator[t
 def unmerged_weights(model: nn.Module, *, adapters_alone: bool) -> Iterator[tuple[str, Tensor]]:
     """The values of ``unmerged_parameters`` in full. All ranks must iterate together."""
     for name, parameter in unmerged_parameters(model, adapters_alone=adapters_alone):
-        weight = parameter.detach()
-        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield name, _in_full(parameter.detach())
+
+
+def _in_full(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def weight_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

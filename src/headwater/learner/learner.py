@@ -25,6 +25,7 @@ from headwater.learner.export import (
     own_pieces,
     parcels,
     plain_name,
+    trained_weights,
     unmerged_parameters,
     unmerged_weights,
     weight_shapes,
@@ -174,8 +175,7 @@ class LocalLearner:
         return [report]
 
     def checksum(self, role: Role = "policy") -> str:
-        trained = self._trained(role).module.model.named_parameters()
-        return checksum((plain_name(name), held_by(each)) for name, each in trained)
+        return checksum(trained_weights(self._trained(role).module.model))
 
     def save(self, folder: Path) -> None:
         settings = self.config.trainer

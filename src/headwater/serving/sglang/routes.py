@@ -131,7 +131,7 @@ async def health_generate(request: web.Request) -> web.Response:
         raise ApiError("the engine is asleep; POST /control/wake", status=503, code="asleep")
     if status.is_paused:
         raise ApiError("the engine is paused; POST /control/resume", status=503, code="paused")
-    if status.needs_weights:
+    if status.needs_weights and not any(each.state == "serving" for each in status.servers):
         raise ApiError("the engine waits for weights; POST /control/update_weights", status=503, code="needs_weights")
     probe = ModelRequest("health", (0,), SamplingParams(max_new_tokens=1, temperature=0.0), rng_key=0)
     try:
