@@ -29,7 +29,7 @@ from headwater.core.protocols import UpdateMode, WeightUpdate
 from headwater.core.waits import wait_for_future, wait_until
 from headwater.models.device import DTYPES
 from headwater.weights import TRANSPORTS, Channel, ControlCall
-from headwater.weights.links import host_store, own_address
+from headwater.weights.links import chosen_backend, host_store, own_address
 from headwater.weights.pieces import PieceSender
 
 logger = logging.getLogger(__name__)
@@ -266,6 +266,7 @@ class Rendezvous:
             port,
             len(members),
             self._dtype,
+            backend=chosen_backend(),
             bucket_bytes=BUCKET_BYTES,
             limit_s=LIMIT_S,
             encoding=self._encoding,

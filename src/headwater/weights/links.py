@@ -59,6 +59,8 @@ def host_store(host: str) -> TCPStore:
     return store
 
 
+BACKEND_VARIABLE = "HEADWATER_WEIGHTS_BACKEND"
+"""``nccl`` sends from GPU to GPU instead of through main memory."""
 HOST_VARIABLE = "HEADWATER_WEIGHTS_HOST"
 """The address under which engines and ranks reach the trainer, if it is not the one that this machine uses itself."""
 
@@ -76,6 +78,14 @@ def own_address(peer: str) -> str:
         raise WeightsError(f"{peer}: this machine has no route to it ({error}); check the engine's address") from error
 
 
+def chosen_backend() -> str:
+    """gloo, unless the environment asks for NCCL, which needs a separate GPU for every rank and engine."""
+    told = os.environ.get(BACKEND_VARIABLE, BACKENDS[0])
+    if told not in BACKENDS:
+        raise WeightsError(f"{BACKEND_VARIABLE} = {told}: must be one of {', '.join(BACKENDS)}")
+    return told
+
+
 class Pending(Protocol):
     """An operation that was started."""
 
@@ -90,6 +100,11 @@ class Link:
     def __init__(self, group: Any, meeting: Meeting) -> None:
         self._group = group
         self._meeting = meeting
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are sent from and arrive: main memory, or the current GPU for NCCL."""
+        return torch.device("cuda" if self._meeting.backend == "nccl" else "cpu")
 
     @classmethod
     def connect(cls, meeting: Meeting, rank: int, size: int) -> Link:

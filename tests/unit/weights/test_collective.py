@@ -207,9 +207,7 @@ def test_parcels_that_do_not_cover_a_tensor_are_refused():
             Parcel("w", (2, 3), starts)
     member = GroupMember("g", [cast(Link, None)], torch.device("cpu"), DeltaReader())
     with pytest.raises(WeightsError, match="not from the 1 ranks"):
-        PieceReceiver(
-            GroupMember("g", [None], torch.device("cpu"), DeltaReader()), [Parcel("w", (2,), (0, 1, 2))], order("x")
-        )  # type: ignore[list-item]
+        PieceReceiver(member, [Parcel("w", (2,), (0, 1, 2))], order("x"))
     assert own_address("127.0.0.1") == "127.0.0.1"
     with pytest.raises(WeightsError, match="no route"):
         own_address("no-such-host.invalid")
