@@ -104,7 +104,9 @@ def _print(console: Console, diagnosis: Diagnosis) -> None:
         if each.remedy:
             console.print(f"  [dim]{escape(each.remedy)}[/]")
     if not diagnosis.findings:
-        console.print("[green]✓[/] no problems found")
+        compared = diagnosis.is_verified or not diagnosis.checkpoint_steps
+        rest = "" if compared else "; the contents of the checkpoints were not compared (they are large): add --verify"
+        console.print(f"[green]✓[/] no problems found{rest}")
     if diagnosis.resume:
         console.print(f"Resume with:  {escape(diagnosis.resume)}")
 
