@@ -177,9 +177,7 @@ class Session:
         try:
             reason = opened.reading.result()
         except LinkLost as error:
-            self.lost(link, str(error))
-            if self._is_one_of_many:
-                raise ServerLost(f"{name}: {error}", opened.partial()) from error
+            await self._suspect(link, error)
             return
         except Garbage as error:
             raise RolloutFailed(f"{name}: the answer cannot be used: {error}") from error
@@ -260,11 +258,18 @@ class Session:
         self._link, self._lost_by = None, why
         self._attached.clear()
         self._settle()
-        logger.warning("%s: the connection to vLLM is lost, and %d requests wait: %s", self.name, self.num_open, why)
+        logger.warning("%s: the connection is lost, and %d requests wait: %s", self.name, self.num_open, why)
         if self._is_one_of_many:
             for opened in list(self._open):
                 opened.fail(ServerLost(f"{self.name}: {why}", opened.partial()))
                 self.leave(opened)
+
+    async def _suspect(self, link: Link, why: LinkLost) -> None:
+        """A stream broke. If vLLM still answers, only this stream is sent again."""
+        try:
+            await link.check_alive()
+        except (LinkLost, WaitTimeout, RolloutFailed):
+            self.lost(link, str(why))
 
     async def until_lost(self, link: Link) -> None:
         """Return when ``link`` is no longer used; raise ``LinkLost`` if vLLM does not answer health checks."""
