@@ -27,7 +27,6 @@ CLASHES = [
     ([OWN, "rollout.launch.devices=[cpu]", "rollout.device=cpu"], "rollout.device = 'cpu'", ["remove one"]),
     ([NATIVE, NEAR, "engine.max_sequences=7"], "engine.max_sequences = 7", ["does not read this"]),
     ([OWN, "rollout.weight_folder=/nfs"], "rollout.weight_folder", ["rollout.weight_transfer=file"]),
-    ([NATIVE, FAR], "rollout.weight_transfer = 'auto'", ["http://10.9.8.7:8000", "rollout.weight_folder"]),
     ([NATIVE, FAR, "rollout.weight_transfer=shared_memory"], "rollout.weight_transfer", ["no memory in common"]),
     ([NATIVE, FAR, "rollout.weight_transfer=file"], "rollout.weight_transfer", ["cannot read a temporary file"]),
 ]
@@ -36,6 +35,7 @@ FITTING = [
     [NATIVE, NEAR],
     [NATIVE, NEAR, "engine.deterministic=true", "engine.update_mode=interrupt"],
     [NATIVE, FAR, "rollout.weight_folder=/nfs/weights"],
+    [NATIVE, FAR],
     [NATIVE, OWN, "rollout.launch.num_servers=3", "rollout.launch.devices=[cpu, cpu, cpu]"],
     [OWN, "rollout.launch.num_servers=2", "rollout.launch.args=[--tool-parser, hermes]"],
 ]
@@ -57,6 +57,7 @@ def test_weights_take_the_first_way_that_works_for_the_servers():
     assert chosen(NATIVE, NEAR) == "shared_memory"
     assert chosen(NATIVE, NEAR, "rollout.weight_transfer=file") == "file"
     assert chosen(NATIVE, FAR, "rollout.weight_folder=/nfs") == "file"
+    assert chosen(NATIVE, FAR) == "collective"
 
 
 def test_the_addresses_of_this_machine_are_known():
