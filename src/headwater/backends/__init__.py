@@ -89,9 +89,10 @@ def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = F
     # A backend with only one mode ignores the setting.
     if len(can.update_modes) > 1 and mode not in ("auto", *can.update_modes):
         problems.append(f"engine.update_mode = {mode}: {backend} only has {', '.join(can.update_modes)}")
-    if config.rollout.publish == "adapter" and not can.adapters:
+    # Engines that the run makes itself get adapters.
+    if config.rollout.publish == "adapter" and config.rollout.servers and not can.adapters:
         problems.append(
-            "rollout.publish = adapter: the engine has no adapters; start the server with engine.adapter_rank="
+            "rollout.publish = adapter: a server has no adapters; start it with engine.adapter_rank="
             f"{config.lora.rank} and engine.adapter_alpha={config.lora.alpha}, or use rollout.publish=full"
         )
     return problems
