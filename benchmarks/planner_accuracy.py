@@ -3,10 +3,10 @@
     python benchmarks/planner_accuracy.py [--out benchmarks/results/planner_accuracy.json]
 
 Three comparisons. (1) The cost formulas against every rate that was recorded on an H200. (2) Simulated runs against
-the recorded runs of ``async_vs_sync.py``: the speed of the engine and of the learner are taken from the run at staleness
-1, and the runs at 2, 4 and 8 are predicted. (3) The shape of tokens/s by staleness against the figures in AReaL's paper
-(Fu et al., 2025, the ablation of max staleness, 1.5B model). Their cluster is not ours, so only the shape is compared: all rates
-relative to unlimited staleness.
+the recorded runs of ``async_vs_sync.py``: the speed of the engine and of the learner are taken from the run at
+staleness 1, and the runs at 2, 4 and 8 are predicted. (3) The shape of tokens/s by staleness against the figures in
+AReaL's paper (Fu et al., 2025). Their cluster is not ours, so only the shape is compared: all rates relative to
+unlimited staleness.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def decode_rate(name: str, count: int, length: int, prompt: int, backend: str) -
 
 
 def of_whole_steps() -> list[dict[str, Any]]:
-    """A colocated GRPO step of the 1.5B model: 32 prompts, 8 samples, 512 tokens; the newest commit that was recorded."""
+    """A colocated GRPO step of the 1.5B model: 32 prompts, 8 samples, 512 tokens."""
     measured = list(read("gpu_steps_before_after.json")["colocated_512_tokens"].values())[-1]
     workload = Workload(
         num_prompts=32, num_samples=8, prompt_tokens=120, lengths=Lengths(np.full((1, 8), 512), "fixed")
