@@ -174,19 +174,19 @@ def calibrated(workload: Workload, measured: dict[str, Any], num_steps: int) -> 
 
 
 def of_areal(longest: int, mean: float) -> list[dict[str, Any]]:
-    """A 1.5B model, 16 samples, on 6 server GPUs for 2 of the learner: AReaL's ratio, an eighth of its batch."""
+    """A 1.5B model, 32 prompts of 16 samples, on three server GPUs for one of the learner, as in the paper."""
     rows = []
     lengths = Lengths.long_tailed(16, longest, mean=mean, sigma=0.8)
-    workload = Workload(num_prompts=64, num_samples=16, prompt_tokens=200, lengths=lengths, update_mode="interrupt",
+    workload = Workload(num_prompts=32, num_samples=16, prompt_tokens=200, lengths=lengths, update_mode="interrupt",
                         timeout_s=1e9, episode_timeout_s=1e9)  # fmt: skip
-    costs = roofline_costs(SHAPES["qwen2.5-1.5b"], H200, Training(recomputes=True), num_learner_gpus=2,
+    costs = roofline_costs(SHAPES["qwen2.5-1.5b"], H200, Training(recomputes=True), num_learner_gpus=1,
                            context=mean / 2, backend="sglang")  # fmt: skip
     rates: dict[int, tuple[float, Prediction]] = {}
     for staleness in AREAL:
         at = UNLIMITED if staleness < 0 else staleness
-        settings = replace(workload, max_staleness=at, max_concurrent=32 * 64 if staleness < 0 else 0)
+        settings = replace(workload, max_staleness=at, max_concurrent=20 * 32 if staleness < 0 else 0)
         ahead = 16 if staleness < 0 else staleness
-        predicted = simulate(settings, costs, 6, warm_up=3 + ahead, num_steps=6 + ahead)
+        predicted = simulate(settings, costs, 3, warm_up=3 + ahead, num_steps=6 + ahead)
         rates[staleness] = predicted.total_tokens_per_s, predicted
     full = rates[-1][0]
     for staleness, (rate, predicted) in rates.items():
