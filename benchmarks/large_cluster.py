@@ -2,10 +2,11 @@
 
     python benchmarks/large_cluster.py [--gpus 8 64 256 1000] [--out benchmarks/results/large_cluster.json]
 
-``headwater plan``'s simulation of a 7B model on H200s, three servers for each GPU of the learner, with a batch that grows
-with the cluster. Two threads of the controller can be the limit. The event loop handles events and receives tokens:
-compare ``events_per_s`` with ``scheduler_overhead.py`` and ``controller_load.py``. The main thread assembles batches and
-writes rollout files (``batch_assembly.py``), while the learner's GPUs wait; its share is part of the simulated step.
+``headwater plan``'s simulation of a 7B model on H200s, three servers for each GPU of the learner, with a batch that
+grows with the cluster. Two threads of the controller can be the limit. The event loop handles events and receives
+tokens: compare ``events_per_s`` with ``scheduler_overhead.py`` and ``controller_load.py``. The main thread assembles
+batches and writes rollout files (``batch_assembly.py``), while the learner's GPUs wait; its share is part of the
+simulated step.
 """
 
 from __future__ import annotations
