@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -92,11 +93,12 @@ def fails_in_export(group: torchrun.TorchrunGroup, learner: Any) -> dict[str, An
 
 def is_killed(group: torchrun.TorchrunGroup, learner: Any) -> dict[str, Any]:
     """The killed rank is noticed anywhere in rank 0, as an interrupt, or in the call."""
+    began = time.monotonic()
     try:
         error = error_of(lambda: group.call("end", [(1,)] * 2))
     except KeyboardInterrupt:
         error = "interrupt"
-    return {"error": error, "failure": learner.status().failure}
+    return {"error": error, "failure": learner.status().failure, "seconds": time.monotonic() - began}
 
 
 def is_left_early(group: torchrun.TorchrunGroup, learner: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "headwater"
 
 ORDER = [
     "core", "config", "observe", "chat", "data", "models", "algorithms", "sandbox", "tools", "rewards", "weights",
-    "engine", "serving", "backends", "workflows", "rollout", "learner", "cluster", "trainer", "dashboard", "cli",
+    "engine", "serving", "backends", "workflows", "rollout", "learner", "cluster", "trainer", "planner",
+    "dashboard", "cli",
 ]  # fmt: skip
 FORBIDDEN = {
     "learner": {"engine"},

@@ -18,9 +18,8 @@ from headwater.core.errors import ConfigError
 from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag
 from headwater.core.records import DropKind, Prompt, SamplingParams
 from headwater.core.registry import blaming, is_path
-from headwater.data.load import PromptDataset, load_dataset
+from headwater.data.load import MeasuredDataset, PromptDataset, load_dataset
 from headwater.data.prompt_builder import ToolsOfRow
-from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
@@ -88,8 +87,7 @@ class RolloutParts:
         Otherwise a run would find out at its first rollout.
         """
         self.check_prompt(dataset[0])
-        # The prompts of a custom class are not measured.
-        longest = dataset.longest_prompt if isinstance(dataset, RLHFDataset) else config.data.max_prompt_tokens
+        longest = dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
         check_requests_fit(config, self.engine.limits, longest, key)
 
     def close(self) -> None:
@@ -357,4 +355,4 @@ def describe(dataset: PromptDataset | None, kind: str) -> str:
 
 def num_left_out(dataset: PromptDataset) -> int:
     """Prompts that are not used because they are too long."""
-    return dataset.num_filtered if isinstance(dataset, RLHFDataset) else 0
+    return dataset.num_filtered if isinstance(dataset, MeasuredDataset) else 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,6 +68,7 @@ class ChildServer:
         self._command = command
         self._output = ""
         self._ready = asyncio.Event()
+        self._is_group_ended = False
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
@@ -111,10 +114,18 @@ class ChildServer:
     async def wait(self) -> str:
         """Wait until it has ended, and return a description of how."""
         code = await self._process.wait()
+        self._end_group()
         await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
         if code < 0:
             return f"{self.name} was killed by {signal_name(-code)}"
         return f"{self.name} ended with exit status {code}"
+
+    def _end_group(self) -> None:
+        """End the processes that it started. If it was killed, it could not do so itself."""
+        if not self._is_group_ended:  # only once: the system may use the id again
+            self._is_group_ended = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         if self._process.returncode is None:
