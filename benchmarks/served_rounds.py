@@ -36,8 +36,8 @@ from options import parser_of
 from record import write_record
 
 from headwater.backends.native import server
-from headwater.backends.native.engine import NativeEngine, engine_arguments
-from headwater.backends.native.server import OwnServer
+from headwater.backends.native.engine import NativeEngine
+from headwater.backends.native.places import OwnServer, engine_arguments
 from headwater.config.schema import EngineConfig
 from headwater.core.records import ModelRequest, SamplingParams
 from headwater.engine.engine import Engine

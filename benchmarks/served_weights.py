@@ -28,7 +28,7 @@ from record import write_record
 from shapes import WeightsInMemory, build_model, default_device, default_dtype
 
 from headwater.backends.native.engine import NativeEngine, engine_arguments
-from headwater.backends.native.server import OwnServer
+from headwater.backends.native.places import OwnServer
 from headwater.config.schema import EngineConfig
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.observe.spans import Spans

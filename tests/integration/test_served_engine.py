@@ -18,8 +18,8 @@ from command import is_gone
 
 from headwater.backends import BACKENDS, BackendContext
 from headwater.backends.launch import keeper
-from headwater.backends.native.engine import NativeEngine, engine_arguments
-from headwater.backends.native.server import OwnServer
+from headwater.backends.native.engine import NativeEngine
+from headwater.backends.native.places import OwnServer, engine_arguments
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import RequestError, RolloutFailed, WeightsError, WeightsIncomplete

@@ -72,8 +72,8 @@ class RolloutConfig:
     """URLs of running servers that only this run uses, instead of starting some. rollout.backend names their kind:
     native (`headwater serve`), vllm or sglang. The environment variable HEADWATER_SERVER_KEY holds their API key."""
     server_timeout_s: Annotated[float, MoreThan(0)] = 120.0
-    """How long a server of rollout.servers may be unreachable, at the start or later, before it is given up. Other
-    servers continue its requests at once."""
+    """How long a server of rollout.servers may be unreachable, at the start or later, before the run ends. If there are
+    others, they continue its requests at once, and its return is awaited without a limit."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     device: Annotated[str, NotEmpty("use auto, cpu, cuda or cuda:N")] = "auto"
     """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
@@ -151,7 +151,8 @@ class RewardConfig:
     max_retries: Annotated[int, AtLeast(0)] = 0
     """How often a failed scoring call is repeated before it counts as a failure of its episode."""
     max_failed_share: Annotated[float, Within(0, 1, "use 1 to never stop")] = 0.5
-    """The run stops if more than this share of the last 256 scoring calls failed, also with rollout.on_failure=drop."""
+    """The run stops if more than this share of the last 256 scoring calls failed, or all of the first 32, also with
+    rollout.on_failure=drop."""
     model: str = ""
     """Reward model (a transformers sequence classifier with one label): a folder or hub id; empty means none."""
     model_weight: float = 1.0

@@ -66,7 +66,7 @@ class WorkflowExecutor:
         self.admission = admission
         self.ledger = Ledger()
         self.staleness = StalenessManager(
-            max_concurrent=admission.max_concurrent or (admission.max_staleness + 1) * admission.batch_size,
+            max_concurrent=admission.max_concurrent or admission.most_ahead,
             batch_size=admission.batch_size,
             max_staleness=admission.max_staleness,
             num_batches=admission.num_batches,

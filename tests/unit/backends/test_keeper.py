@@ -24,9 +24,9 @@ import torch
 
 from headwater.backends.launch import keeper
 from headwater.backends.launch.keeper import MAX_RESTARTS, ChildKeeper
-from headwater.backends.native import server
+from headwater.backends.native import places, server
 from headwater.backends.native.engine import NativeEngine
-from headwater.backends.native.server import OwnServer
+from headwater.backends.native.places import OwnServer
 from headwater.config.schema import WeightTransfer
 from headwater.core.errors import MemoryRefused, RolloutFailed, TransferLost, WeightsError, WeightsIncomplete
 from headwater.core.protocols import WeightUpdate
@@ -88,7 +88,7 @@ class Scene:
 
 @pytest.fixture
 def scene_of(tmp_path, monkeypatch) -> Iterator[Callable[..., Scene]]:
-    monkeypatch.setattr(server, "SERVE", (sys.executable, str(STUB)))
+    monkeypatch.setattr(places, "SERVE", (sys.executable, str(STUB)))
     scenes = []
 
     def make(*plan: object, transfer: WeightTransfer = "file") -> Scene:
@@ -169,7 +169,7 @@ def test_restarts_that_all_fail_end_in_an_error_that_says_why(scene_of, then, ca
 
 def test_a_system_that_gives_no_process_ends_in_an_error_that_says_so(scene_of, monkeypatch):
     scene = scene_of("die")
-    monkeypatch.setattr(server, "SERVE", ("/no/such/program",))
+    monkeypatch.setattr(places, "SERVE", ("/no/such/program",))
     assert_all_failed(scene.generate(2), "could not take over: FileNotFoundError", "/no/such/program")
 
 

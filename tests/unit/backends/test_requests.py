@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headwater.backends.native.client import error_of
-from headwater.backends.native.engine import engine_arguments
+from headwater.backends.native.places import engine_arguments
 from headwater.backends.native.requests import OpenRequest, OpenRequests
 from headwater.cli.serve import read_engine_config
 from headwater.config.schema import EngineConfig

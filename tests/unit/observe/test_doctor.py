@@ -352,6 +352,8 @@ def test_a_wait_for_a_batch_while_nothing_runs_is_explained_by_the_capacity(run)
 REMEDIES = {
     "batch": "generation is slower than the learner",
     "weights": "update_mode",
+    "server_reached": "rollout.servers",
+    "router": "unreachable",
     "engine_start": "memory",
     "engine_call": "does not answer",
     "ranks": "rank_timeout_s",

@@ -18,25 +18,32 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import json
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from headwater.backends import BACKENDS, BackendContext, check_length, engine_device, other_model
-from headwater.backends.launch.child import ChildServer
-from headwater.backends.native.client import ConnectionLost, ServerClient
+from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
+from headwater.backends.launch.child import ChildServer, StartChild
+from headwater.backends.native.channel import EngineChannel
+from headwater.backends.native.client import ConnectionLost
+from headwater.backends.native.places import (
+    SERVER_KEY,
+    ForeignServer,
+    OwnServer,
+    check_running,
+    engine_arguments,
+)
 from headwater.backends.native.requests import OpenRequest
-from headwater.backends.native.server import SERVER_KEY, ForeignServer, NativeServer, OwnServer
-from headwater.config.schema import EngineConfig, WeightTransfer
+from headwater.backends.native.server import NativeServer
+from headwater.config.schema import WeightTransfer
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
-from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed
+from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
 from headwater.core.protocols import (
     ALL_TAGS,
     Capabilities,
@@ -50,11 +57,10 @@ from headwater.core.protocols import (
 from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
-from headwater.engine.kv_cache import SHARED_FRACTION
 from headwater.models.checksum import dtype_of_checksum
 from headwater.models.device import resolve_dtype
 from headwater.observe.spans import Spans
-from headwater.weights import TRANSPORTS, ControlCall, Transport
+from headwater.weights import TRANSPORTS, Transport
 
 T = TypeVar("T")
 
@@ -111,12 +117,17 @@ class NativeEngine:
     def launch(cls, context: BackendContext, devices: Sequence[str]) -> NativeEngine:
         """Start ``headwater serve`` with the engine of ``rollout.backend``."""
         config = context.config
-        device, is_shared = engine_device(devices[0], config.model.device)
+        start_child: StartChild = ChildServer.start
+        if context.places:
+            (place,) = context.places
+            device, is_shared, start_child = devices[0], place.shares_device, place.start_child
+        else:
+            device, is_shared = engine_device(devices[0], config.model.device)
         backend = "embedded" if config.rollout.backend == "native" else config.rollout.backend
         arguments = ["--backend", backend, "--device", device]
         arguments += ["--seed", str(config.run.seed), "--threads", str(config.trainer.num_threads)]
         arguments += [*config.rollout.launch.args, *engine_arguments(config.engine, shares_device=is_shared)]
-        return cls._made(context, OwnServer(context.model_path, arguments, config.model.dtype))
+        return cls._made(context, OwnServer(context.model_path, arguments, config.model.dtype, start_child=start_child))
 
     @classmethod
     def connect(cls, url: str, context: BackendContext) -> NativeEngine:
@@ -378,7 +389,8 @@ class NativeEngine:
             client = None
             if not self._transport.survives_restart:
                 client = self._do(self._server.begin_transfer(), "the engine's process serves")
-            self._transport.send(update, _EngineChannel(self, update.version, client, self._update_limit_s), mode)
+            channel = EngineChannel(self._server, self._start, update.version, client, self._update_limit_s)
+            self._transport.send(update, channel, mode)
         except CancelledError as error:
             raise RolloutFailed("the engine is closed") from error
         finally:
@@ -414,68 +426,6 @@ class NativeEngine:
         for task in unfinished:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
-
-
-@dataclass
-class _EngineChannel:
-    """The control calls of one weight update."""
-
-    engine: NativeEngine
-    version: int
-    client: ServerClient | None
-    """The process that takes the update. None until the first answer if every process may take it."""
-    limit_s: float
-    is_pinned: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.is_pinned = self.client is not None
-
-    def call(self, call: ControlCall) -> Future[dict[str, Any]]:
-        return self.engine._start(self._call(call))
-
-    def accepted(self, again: ControlCall | None) -> None:
-        self._do(lambda server, client: server.weights_arrived(client, self.version, again))
-
-    def incomplete(self) -> None:
-        self._do(lambda server, client: server.weights_incomplete(client))
-
-    async def _call(self, call: ControlCall) -> dict[str, Any]:
-        server = self.engine._server
-        if self.is_pinned:
-            assert self.client is not None, "given"
-            return await server.call_same(self.client, call.path, call.body)
-        self.client, answer = await server.call_any(call.path, call.body)
-        return answer
-
-    def _do(self, change: Callable[[NativeServer, ServerClient], None]) -> None:
-        async def on_the_engines_thread() -> None:
-            assert self.client is not None, "it has answered"
-            change(self.engine._server, self.client)
-
-        self.engine._do(on_the_engines_thread(), "the engine's process has taken weights")
-
-
-def engine_arguments(config: EngineConfig, *, shares_device: bool) -> list[str]:
-    """All settings of the engine, as ``headwater serve`` takes them."""
-    values = {each.name: getattr(config, each.name) for each in fields(config)}
-    if shares_device:
-        # A server alone on a device takes most of the free memory, which the learner needs here.
-        values["memory_fraction"] = config.memory_fraction or SHARED_FRACTION
-    return [f"engine.{name}={json.dumps(value)}" for name, value in values.items()]
-
-
-def check_running(context: BackendContext, url: str, info: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if a running server does not fit the config: another model, or not deterministic."""
-    config = context.config
-    if config.engine.deterministic and not info.get("deterministic"):
-        raise ConfigError(
-            [
-                f"engine.deterministic = true: the server {url} was started without it; start it with `headwater serve "
-                "... engine.deterministic=true`"
-            ]
-        )
-    if (problem := other_model(context, info["vocab_size"])) is not None:
-        raise ConfigError([f"rollout.servers: {url} serves {info['model_path']}, {problem}"])
 
 
 def _settle(answer: asyncio.Future[ModelResponse], result: ModelResponse | HeadwaterError) -> None:

@@ -7,104 +7,26 @@ requests, control calls, and the state that the next process must be given.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
-import secrets
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.backends.launch.child import ChildServer, Command
 from headwater.backends.launch.keeper import ChildKeeper, ServerProcess
-from headwater.backends.launch.running import RunningServer
 from headwater.backends.native.client import ConnectionLost, EngineFailed, RequestLink, ServerClient
+from headwater.backends.native.places import ForeignServer, OwnServer
 from headwater.backends.native.requests import OpenRequest, OpenRequests
-from headwater.config.schema import Dtype
 from headwater.core.errors import RolloutFailed, TransferLost, WeightsIncomplete
 from headwater.core.protocols import MemoryTag
 from headwater.observe.spans import Spans
-from headwater.serving.options import KEY_VARIABLE
 from headwater.weights import ControlCall
 
 logger = logging.getLogger(__name__)
 
-SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
-_OPTIONS = ("--host", "127.0.0.1", "--port", "0", "--until-eof")
-_READY = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
-_REMEDY = "try it alone with `headwater serve`, or use rollout.placement=colocated"
-_REMEDY_FOREIGN = "look at its log, or remove it from rollout.servers"
-_HEARTBEAT_S = 30.0
-_NUM_BYTES_SHOWN = 200
-SERVER_KEY = "HEADWATER_SERVER_KEY"
-"""The environment variable with the API key of running servers."""
 _LOST_S = 0.1
 """Time to wait after a lost connection, in which the end of the process is noticed."""
 _REACH_S = 5.0
 """How long a process that is alive may be unreachable."""
-
-
-@dataclass(frozen=True)
-class OwnServer:
-    """A server that this process starts and that only this process can talk to."""
-
-    model: str
-    arguments: Sequence[str] = ()
-    dtype: Dtype = "auto"
-    """The number type of its weights."""
-    api_key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
-    remedy: str = _REMEDY
-    heartbeat_s: float | None = None
-
-    async def start(self) -> ServerProcess:
-        arguments = (*SERVE, self.model, *_OPTIONS, "--dtype", self.dtype, *self.arguments)
-        return await ChildServer.start(Command(arguments, self.model, _READY, {KEY_VARIABLE: self.api_key}))
-
-
-@dataclass(frozen=True)
-class ForeignServer:
-    """A server that someone else has started."""
-
-    url: str
-    api_key: str = ""
-    timeout_s: float = 120.0
-    """How long it may be unreachable before it is given up."""
-    owns_weights: bool = True
-    """Whether this process decides which weights it uses."""
-    remedy: str = _REMEDY_FOREIGN
-
-    @property
-    def heartbeat_s(self) -> float:
-        return min(_HEARTBEAT_S, self.timeout_s / 2)
-
-    async def start(self) -> ServerProcess:
-        client = ServerClient(self.url, self.api_key)
-        try:
-            return await RunningServer.reach(self.url, lambda: self._probe(client), self.timeout_s)
-        finally:
-            await client.close()
-
-    async def _probe(self, client: ServerClient) -> None:
-        status, body = await client.get("/get_server_info")
-        if status in (401, 403):
-            raise RolloutFailed(f"{self.url} refuses access: {_shown(body)}; set the environment variable {SERVER_KEY}")
-        if status >= 500:
-            raise ConnectionLost(f"status {status}: {_shown(body)}")
-        try:
-            info = json.loads(body)
-            is_ours = status == 200 and "instance" in info and "capabilities" in info
-        except (ValueError, TypeError):
-            is_ours = False
-        if not is_ours:
-            raise RolloutFailed(
-                f"{self.url} is not a `headwater serve` of this version (status {status}: {_shown(body)}); correct "
-                "rollout.servers, or set rollout.backend to the kind of this server"
-            )
-
-
-def _shown(body: bytes) -> str:
-    return repr(body[:_NUM_BYTES_SHOWN].decode(errors="replace"))
 
 
 @dataclass
@@ -150,7 +72,9 @@ class NativeServer:
     def __init__(self, place: OwnServer | ForeignServer, spans: Spans, *, hands_over: bool = False) -> None:
         """``hands_over`` fails the open requests with ``ServerLost`` when the process is lost."""
         self.state = ServerState()
-        self.keeper = ChildKeeper(self, place.remedy, is_foreign=isinstance(place, ForeignServer))
+        is_foreign = isinstance(place, ForeignServer)
+        # While others generate, the return of a running server can be awaited without a limit.
+        self.keeper = ChildKeeper(self, place.remedy, is_foreign=is_foreign, gives_up=not (is_foreign and hands_over))
         self.requests = OpenRequests(spans, on_finish=self.keeper.note_progress, on_failed_engine=self.keeper.kill)
         self.info: dict[str, Any] = {}
         """What the process says about itself."""

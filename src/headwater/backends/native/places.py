@@ -1,0 +1,118 @@
+"""Where a ``headwater serve`` runs: in a process that this one starts, or wherever someone else has started it."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from headwater.backends import BackendContext, other_model
+from headwater.backends.launch.child import HOST, ChildServer, Command, StartChild
+from headwater.backends.launch.keeper import ServerProcess
+from headwater.backends.launch.running import RunningServer
+from headwater.backends.native.client import ConnectionLost, ServerClient
+from headwater.config.schema import Dtype, EngineConfig
+from headwater.core.errors import ConfigError, RolloutFailed
+from headwater.engine.kv_cache import SHARED_FRACTION
+from headwater.serving.options import KEY_VARIABLE
+
+SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
+_OPTIONS = ("--host", HOST, "--port", "0", "--until-eof")
+_READY = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
+_REMEDY = "try it alone with `headwater serve`, or use rollout.placement=colocated"
+_REMEDY_FOREIGN = "look at its log, or remove it from rollout.servers"
+_HEARTBEAT_S = 30.0
+_NUM_BYTES_SHOWN = 200
+SERVER_KEY = "HEADWATER_SERVER_KEY"
+"""The environment variable with the API key of running servers."""
+
+
+@dataclass(frozen=True)
+class OwnServer:
+    """A server that this process starts and that only this process can talk to."""
+
+    model: str
+    arguments: Sequence[str] = ()
+    dtype: Dtype = "auto"
+    """The number type of its weights."""
+    api_key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    remedy: str = _REMEDY
+    heartbeat_s: float | None = None
+    start_child: StartChild = ChildServer.start
+    """Starts it on this machine, or elsewhere."""
+
+    async def start(self) -> ServerProcess:
+        arguments = (*SERVE, self.model, *_OPTIONS, "--dtype", self.dtype, *self.arguments)
+        return await self.start_child(Command(arguments, self.model, _READY, {KEY_VARIABLE: self.api_key}))
+
+
+@dataclass(frozen=True)
+class ForeignServer:
+    """A server that someone else has started."""
+
+    url: str
+    api_key: str = ""
+    timeout_s: float = 120.0
+    """How long it may be unreachable before it is given up."""
+    owns_weights: bool = True
+    """Whether this process decides which weights it uses."""
+    remedy: str = _REMEDY_FOREIGN
+
+    @property
+    def heartbeat_s(self) -> float:
+        return min(_HEARTBEAT_S, self.timeout_s / 2)
+
+    async def start(self) -> ServerProcess:
+        client = ServerClient(self.url, self.api_key)
+        try:
+            return await RunningServer.reach(self.url, lambda: self._probe(client), self.timeout_s)
+        finally:
+            await client.close()
+
+    async def _probe(self, client: ServerClient) -> None:
+        status, body = await client.get("/get_server_info")
+        if status in (401, 403):
+            raise RolloutFailed(f"{self.url} refuses access: {_shown(body)}; set the environment variable {SERVER_KEY}")
+        if status >= 500:
+            raise ConnectionLost(f"status {status}: {_shown(body)}")
+        try:
+            info = json.loads(body)
+            is_ours = status == 200 and "instance" in info and "capabilities" in info
+        except (ValueError, TypeError):
+            is_ours = False
+        if not is_ours:
+            raise RolloutFailed(
+                f"{self.url} is not a `headwater serve` of this version (status {status}: {_shown(body)}); correct "
+                "rollout.servers, or set rollout.backend to the kind of this server"
+            )
+
+
+def _shown(body: bytes) -> str:
+    return repr(body[:_NUM_BYTES_SHOWN].decode(errors="replace"))
+
+
+def engine_arguments(config: EngineConfig, *, shares_device: bool) -> list[str]:
+    """All settings of the engine, as ``headwater serve`` takes them."""
+    values = {each.name: getattr(config, each.name) for each in fields(config)}
+    if shares_device:
+        # A server alone on a device takes most of the free memory, which the learner needs here.
+        values["memory_fraction"] = config.memory_fraction or SHARED_FRACTION
+    return [f"engine.{name}={json.dumps(value)}" for name, value in values.items()]
+
+
+def check_running(context: BackendContext, url: str, info: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` if a running server does not fit the config: another model, or not deterministic."""
+    config = context.config
+    if config.engine.deterministic and not info.get("deterministic"):
+        raise ConfigError(
+            [
+                f"engine.deterministic = true: the server {url} was started without it; start it with `headwater serve "
+                "... engine.deterministic=true`"
+            ]
+        )
+    if (problem := other_model(context, info["vocab_size"])) is not None:
+        raise ConfigError([f"rollout.servers: {url} serves {info['model_path']}, {problem}"])
