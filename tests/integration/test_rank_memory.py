@@ -17,10 +17,8 @@ from headwater.models.load import load_model, load_tokenizer, save_model
 
 MIB = 2**20
 LIMIT_S = 600.0
-SHAPE = Preset(
-    "qwen2", hidden_size=768, intermediate_size=3072, num_layers=10, num_heads=8, num_kv_heads=8, head_dim=96
-)
-SLACK = 40 * MIB
+SHAPE = Preset("qwen2", hidden_size=640, intermediate_size=2560, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=80)
+SLACK = 32 * MIB
 """For what is not weights: buffers of gloo, Python objects, pages of files that were read."""
 
 
@@ -45,15 +43,15 @@ def test_no_rank_ever_holds_a_whole_model(tmp_path):
     peaks = json.loads((tmp_path / "results.json").read_text())
     shard = whole / four_ranks.NUM_RANKS
     assert max(peaks["held"]) <= shard + MIB
-    bucket = max(four_ranks.BUCKET_BYTES, four_ranks.LARGEST_BYTES)
+    bucket = four_ranks.BUCKET_BYTES
     most = {
-        "start": 2 * shard,  # the shard, and the pages of the file that it was read from
+        "start": 3 * shard,  # the shard, and pages of the files, which the system reads in larger pieces than asked for
         "update": 3 * shard + 3 * layer,  # gradients and AdamW's averages; layers that are gathered, with gradients
         "publish": 2 * bucket,
-        "save": bucket,  # one gathered tensor at a time, and nothing of the shards is copied
-        "load": shard,  # the pages of the files
+        "save": 2 * bucket,  # one gathered tensor at a time, and nothing of the shards is copied
+        "load": 3 * shard,  # pages of the files: weights and AdamW's averages
     }
-    assert whole > max(most.values()) and whole > 2 * SLACK + max(most["publish"], most["start"])
+    assert all(whole > most[name] + SLACK for name in ("start", "publish", "save", "load"))  # or they prove nothing
     shown = {name: [round(each / MIB) for each in values] for name, values in peaks.items()}
     for name, limit in most.items():
         assert max(peaks[name]) <= limit + SLACK, f"{name}: {shown[name]} MiB, at most {limit / MIB:.0f}; {shown}"
