@@ -259,6 +259,9 @@ class Session:
         self._attached.clear()
         self._settle()
         logger.warning("%s: the connection to vLLM is lost, and %d requests wait: %s", self.name, self.num_open, why)
+        for opened in self._open:
+            if opened.reading is not None:
+                opened.reading.cancel()  # a stream of a silent server would never end
         if self._is_one_of_many:
             for opened in list(self._open):
                 opened.fail(ServerLost(f"{self.name}: {why}", opened.partial()))
