@@ -20,7 +20,7 @@ FORBIDDEN = {
     "learner": {"engine"},
     "dashboard": set(ORDER) - {"core", "config", "observe", "dashboard"},
 }
-ONLY_IN = {"ray": "cluster/ray.py", "vllm": "backends/vllm.py", "sglang": "backends/sglang.py"}
+ONLY_IN = {"ray": "cluster/ray.py", "vllm": "backends/vllm/inprocess.py", "sglang": "backends/sglang.py"}
 
 
 def files() -> list[Path]:
