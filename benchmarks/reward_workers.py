@@ -4,7 +4,9 @@
 
 1. 1,024 GSM8K checks that arrive together: direct calls (the default of this scorer), worker processes, threads.
 2. The engine generates while eight scoring calls compute all the time, in worker processes or in threads; and while
-   eight processes that do not belong to the run compute. ``--load`` is their number.
+   eight processes that do not belong to the run compute. ``--load`` is their number. A generation that takes longer
+   than ``--limit-s`` is ended, and its rate is that of the tokens so far: busy threads can slow the engine a
+   hundredfold.
 """
 
 from __future__ import annotations
@@ -73,9 +75,12 @@ def tokens_per_s(engine: Engine, options: Any) -> float:
         prompts = make_prompts(options.rows, options.prompt_tokens, engine.limits.vocab_size, seed=run)
         requests = make_requests(prompts, 1, options.new_tokens, run)
         engine.set_version(engine.get_version() + 1)
+        timer = threading.Timer(options.limit_s, engine.abort)
         began = time.perf_counter()
-        engine.generate(requests)
-        rates.append(options.rows * options.new_tokens / (time.perf_counter() - began))
+        timer.start()
+        responses = engine.generate(requests)
+        rates.append(sum(len(each.output_tokens) for each in responses) / (time.perf_counter() - began))
+        timer.cancel()
     return statistics.median(rates)
 
 
@@ -118,6 +123,7 @@ def main() -> None:
     add_work(parser, prompt_tokens=16, new_tokens=64, runs=3)
     parser.add_argument("--checks", type=int, default=1024, help="GSM8K responses")
     parser.add_argument("--load", type=int, default=8, help="busy scorers, or busy foreign processes")
+    parser.add_argument("--limit-s", type=float, default=15.0, help="time limit of one generation (default 15)")
     parser.add_argument("--rows", type=int, default=8, help="sequences that are generated concurrently")
     options = parser.parse_args()
     device = default_device()

@@ -24,14 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from options import parser_of
 from record import write_record
 
 from headwater.config.rollout_schema import SandboxConfig
-from headwater.sandbox import Outcome, Sandbox
+from headwater.sandbox import Outcome, Sandbox, SandboxUnavailable
 
 CODE = "assert sorted([3, 1, 2]) == [1, 2, 3]"
 
@@ -48,8 +48,9 @@ def main() -> None:
     if bwrap := shutil.which("bwrap"):
         isolate = [bwrap, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
         commands["isolated interpreter"] = [*isolate, *bare]
+    isolations = [each for each in ("bubblewrap", "namespaces") if works(each)]
     for width in args.concurrency:
-        for isolation in ("bubblewrap", "namespaces"):
+        for isolation in isolations:
             for kind, check in (("run", run), ("tests", run_tests)):
                 sandbox = Sandbox(SandboxConfig(isolation=isolation, max_concurrent=width))
                 with measured(results, f"{isolation} {kind}", width, args.checks) as measure, sandbox:
@@ -57,9 +58,21 @@ def main() -> None:
         for name, command in commands.items():
             with measured(results, name, width, args.checks) as measure:
                 measure(partial(subprocess.run, command, check=True))
-    results["session"] = asyncio.run(measure_sessions(args.sessions, args.checks))
-    print(results["session"])
+    if isolations:
+        results["session"] = asyncio.run(measure_sessions(args.sessions, args.checks))
+        print(results["session"])
     write_record(args.out, torch.device("cpu"), cores=os.cpu_count(), results=results)
+
+
+def works(isolation: Literal["bubblewrap", "namespaces"]) -> bool:
+    """Whether this machine has this isolation; the rows of the others are left out."""
+    try:
+        with Sandbox(SandboxConfig(isolation=isolation)) as sandbox:
+            sandbox.start()
+    except SandboxUnavailable as error:
+        print(f"{isolation} is not measured, because it does not work here: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def run(sandbox: Sandbox) -> None:

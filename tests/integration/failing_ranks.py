@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headwater.cluster import torchrun
+from headwater.cluster import torchrun, turns
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.protocols import LearnerStatus
 
@@ -92,11 +93,12 @@ def fails_in_export(group: torchrun.TorchrunGroup, learner: Any) -> dict[str, An
 
 def is_killed(group: torchrun.TorchrunGroup, learner: Any) -> dict[str, Any]:
     """The killed rank is noticed anywhere in rank 0, as an interrupt, or in the call."""
+    began = time.monotonic()
     try:
         error = error_of(lambda: group.call("end", [(1,)] * 2))
     except KeyboardInterrupt:
         error = "interrupt"
-    return {"error": error, "failure": learner.status().failure}
+    return {"error": error, "failure": learner.status().failure, "seconds": time.monotonic() - began}
 
 
 def is_left_early(group: torchrun.TorchrunGroup, learner: Any) -> dict[str, Any]:
@@ -120,9 +122,9 @@ def is_read_by_another_thread(group: torchrun.TorchrunGroup, learner: Any) -> di
     reader = threading.Thread(target=read_slowly)
     reader.start()
     is_reading.wait()
-    torchrun._TURN_LIMIT_S = 0.5
+    turns._TURN_LIMIT_S = 0.5
     refused = error_of(learner.offload)
-    torchrun._TURN_LIMIT_S = 60.0
+    turns._TURN_LIMIT_S = 60.0
     threading.Timer(0.5, may_end.set).start()
     learner.offload()
     events.append("call")

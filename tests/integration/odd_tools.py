@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 
 from headwater.core.tool_calls import ParsedReply, ToolCall
-from headwater.tools.base import BaseTool
+from headwater.tools.base import BaseTool, ToolResponse
 
 
 class EveryReply:
@@ -23,6 +23,29 @@ class EveryReply:
         number = zlib.crc32(text.encode(errors="replace"))
         calls = [ToolCall(f"call{place}", names[(number + place) % len(names)], {}) for place in range(number % 3)]
         return ParsedReply(text, tuple(calls))
+
+
+class WholeReply:
+    """Every reply is a call of ``measure`` with all of its text."""
+
+    def __init__(self, hidden=()) -> None:
+        pass
+
+    def parse(self, text, schemas=(), *, salt="", in_reasoning=False) -> ParsedReply:
+        return ParsedReply("", (ToolCall("call", "measure", {"text": text}),))
+
+
+def measure(text: str) -> ToolResponse:
+    """Reward digits.
+
+    Args:
+        text: Any text.
+    """
+    return ToolResponse("ok", reward=sum(each.isdecimal() for each in text) / max(1, len(text)))
+
+
+def no_score(solution_str: str) -> float:
+    return 0.0
 
 
 def fine() -> str:

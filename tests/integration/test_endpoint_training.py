@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from command import CUT_DOWN, ROOT, headwater, metrics, train_here
+from command import CUT_DOWN, ROOT, headwater, metrics, same_weights, train_here, weights
 
 from headwater.observe.run_directory import RunDirectory
 
@@ -52,6 +52,23 @@ def test_a_run_with_agents_is_replayed_bit_by_bit(tmp_path):
     result = headwater("replay", tmp_path / "recorded")
     assert result.code == 0, result.stderr
     assert "equal the recorded ones, bit for bit" in result.stdout
+
+
+def test_a_run_with_agents_is_resumed_and_evaluated(tmp_path):
+    recipe = [
+        *SETTINGS, f"{AGENT}:two_turns", f"run.root={tmp_path}", "engine.deterministic=true", "rollout.max_staleness=0",
+    ]  # fmt: skip
+    train_here(*recipe, "run.name=straight")
+    train_here(*recipe, "run.name=resumed", "trainer.total_steps=1")
+    train_here("--resume", tmp_path / "resumed", "trainer.total_steps=2")
+    assert same_weights(weights(tmp_path / "resumed", 2), weights(tmp_path / "straight", 2))
+    rows = pq.read_table(tmp_path / "resumed" / "rollouts" / "step_000002.parquet").to_pylist()
+    assert {(row["num_turns"], row["ended_by"]) for row in rows} == {(2, "agent")}
+    assert {each["episode/ended_by/agent"] for each in metrics(tmp_path / "resumed", "train")} == {1.0}
+    evaluated = headwater("eval", tmp_path / "resumed", "eval.num_prompts=4", "--show", "4")
+    assert evaluated.code == 0, evaluated.stderr
+    assert evaluated.stdout.count("    [user]\n    Sure?\n    [assistant]\n") == 4
+    assert not left_behind()
 
 
 def test_an_agent_that_cannot_be_imported_stops_the_run_with_its_error(tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from command import CUT_DOWN, metrics, same_weights, train_here, weights
-from safetensors.torch import load_file
+from command import CUT_DOWN, headwater, metrics, same_weights, train_here, weights
+from safetensors.torch import load_file, save_file
 
 from headwater.config.builtin import split_arguments
+from headwater.observe.manifest import seal
 
 PPO = [
     "quickstart", "ppo", *CUT_DOWN, "warm_start.num_steps=2", "critic.num_warmup_steps=1",
@@ -52,6 +54,22 @@ def test_two_steps_and_two_more_are_four(recipe, parts, tmp_path):
         assert {k: v for k, v in one.items() if not k.startswith(timed)} == {
             k: v for k, v in other.items() if not k.startswith(timed)
         }
+    for part in parts:
+        assert_changed_weights_are_refused(resumed, 4, part)
+
+
+def assert_changed_weights_are_refused(run: Path, step: int, part: str) -> None:
+    """Noise in one of the trained weights, with a manifest that fits: only the ledger knows what was trained."""
+    folder = run / "checkpoints" / f"step_{step:06d}"
+    file = folder / part / "train" / "shard_00000_of_00001.safetensors"
+    content, tensors = file.read_bytes(), load_file(file)
+    name = next(name for name in tensors if name.startswith("model."))
+    save_file({**tensors, name: torch.randn_like(tensors[name])}, file)
+    seal(folder)
+    result = headwater("train", "--resume", run, f"trainer.total_steps={step + 1}")
+    assert result.code == 2, result.stdout
+    assert f"{folder}: its weights are not those that step {step} trained (checksum float32-" in result.stderr
+    file.write_bytes(content)
 
 
 @pytest.mark.slow

@@ -42,8 +42,7 @@ def test_crashes_and_hangs_are_dropped_and_counted(tmp_path):
     assert "failed scoring calls" in done.stdout
 
 
-def test_a_run_whose_rewards_fail_too_often_stops_and_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr("headwater.rewards.scoring.FAILURE_WINDOW", 8)
+def test_a_run_whose_rewards_fail_too_often_stops_and_says_why(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text("def compute_score(solution_str): raise OSError('the index is down')\n")
     done = headwater(
@@ -52,6 +51,6 @@ def test_a_run_whose_rewards_fail_too_often_stops_and_says_why(tmp_path, monkeyp
         "trainer.num_prompts_per_step=8",
     )  # fmt: skip
     assert done.code == 2
-    assert "8 of the last 8 scoring calls failed, more than reward.max_failed_share = 0.5" in done.stderr
+    assert "32 of 32 scoring calls failed, and reward.max_failed_share = 0.5 allows 128 of 256" in done.stderr
     assert "the most frequent cause is raised" in done.stderr
     assert "the index is down" in done.stderr

@@ -17,18 +17,24 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import tiny
 import torch
 from command import ROOT, headwater
 from safetensors.torch import load_file, save_file
 
+from headwater.config.schema import RewardConfig
+from headwater.core import records
 from headwater.models.load import load_model, load_tokenizer
 from headwater.models.save import save_model
+from headwater.observe.spans import Spans
+from headwater.rewards.managers.naive import NaiveRewardManager
 from headwater.weights.shared_memory import SlotSender
 
 KEY = "a key of this test"
@@ -158,6 +164,34 @@ def client(server: Server) -> openai.OpenAI:
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return load_tokenizer("tiny:qwen3")
+
+
+def test_it_judges_responses(server, monkeypatch):
+    """The scorer ``llm_judge`` with a served model as the judge. A schema makes it answer with a score."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    properties = {"score": {"type": "integer", "minimum": 0, "maximum": 10}}
+    schema = {"type": "object", "properties": properties, "required": ["score"], "additionalProperties": False}
+    guided = {"response_format": {"type": "json_schema", "json_schema": {"name": "score", "schema": schema}}}
+    common = {
+        "base_url": f"{server.url}/v1", "model": "tiny:qwen3", "api_key_env": "JUDGE_KEY", "prompt": "{response}",
+        "max_tokens": 16, "price_out": 1e6,
+    }  # fmt: skip
+
+    async def judge(manager: NaiveRewardManager) -> list[Any]:
+        answers = [records.Answer(tiny.prompt(uid=f"row{number}"), f"{number}+1") for number in range(4)]
+        return await asyncio.gather(*(manager.score(each) for each in answers), return_exceptions=True)
+
+    config = RewardConfig(function="llm_judge", function_args={**common, "score_key": "score", "extra_body": guided})
+    with closing(NaiveRewardManager(config, Spans())) as manager:
+        scores = asyncio.run(judge(manager))
+    assert all(0 <= score.value <= 1 and score.info["judge_prompt_tokens"] > 0 for score in scores), scores
+    assert all(score.info["judge_cost"] == score.info["judge_completion_tokens"] > 0 for score in scores)
+
+    with closing(NaiveRewardManager(RewardConfig(function="llm_judge", function_args=common), Spans())) as manager:
+        failures = asyncio.run(judge(manager))
+        counts = manager.take_counts()
+    assert {each.cause for each in failures} == {"judge_nonsense"}, "an untrained model writes no score"
+    assert counts["reward/spent_on_failures/judge_cost"] > 0
 
 
 # The OpenAI API

@@ -81,6 +81,22 @@ def learns(model, root, *settings: str):
     return run
 
 
+def test_the_reward_of_a_tool_is_learned(tmp_path):
+    """Without a warm start: the model learns to write digits, because its tool rewards them."""
+    train_here(
+        "quickstart", *CUT_DOWN, f"run.root={tmp_path}", "rollout.workflow=tool_agent", "trainer.total_steps=6",
+        f"tools.parser={ODD}:WholeReply", f"tools.use=[{ODD}:measure]", f"reward.function={ODD}:no_score",
+        "rollout.workflow_args={max_turn_tokens: 4, max_assistant_turns: 2, tool_reward_weight: 1.0}",
+        "rollout.max_new_tokens=32", "data.max_prompt_tokens=96", "trainer.num_prompts_per_step=8",
+        "rollout.num_samples_per_prompt=8", "learner.learning_rate=3e-3", "eval.before=false", "eval.after=false",
+    )  # fmt: skip
+    trained = metrics(tmp_path / "quickstart", "train")
+    rewards = [each["reward/mean"] for each in trained]
+    assert rewards[-1] > rewards[0] + 0.2, rewards
+    assert {each["tools/calls"] for each in trained} == {1.0}
+    assert is_balanced(tmp_path / "quickstart")
+
+
 ODD = "tests/integration/odd_tools.py"
 UNTRAINED = [
     "quickstart", *CUT_DOWN, "rollout.workflow=tool_agent", f"tools.parser={ODD}:EveryReply",
@@ -108,6 +124,9 @@ def test_a_step_and_another_are_two(tmp_path):
     )
     assert one == other
     assert one[-1]["tools/calls"] > 0 < one[-1]["tools/failures/raised"]
+    evaluated = headwater("eval", tmp_path / "resumed", "eval.num_prompts=8", "eval.temperature=1", "--show", "8")
+    assert evaluated.code == 0, evaluated.stderr
+    assert "[tool]" in evaluated.stdout
 
 
 def test_an_asynchronous_run_with_tools_is_replayed_bit_for_bit(tmp_path):

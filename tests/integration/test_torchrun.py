@@ -23,6 +23,8 @@ from headwater.models.load import load_model, load_tokenizer, save_model
 from headwater.observe.run_directory import RunDirectory
 
 LIMIT_S = 500.0
+A_MINUTE_S = 60.0 + 30.0
+"""A killed rank ends the run within a minute; the rest is for a busy machine."""
 COARSE = ("bfloat16", "adapters in bfloat16")
 
 
@@ -59,27 +61,38 @@ def learned(request, tmp_path_factory):
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str) -> None:
+    """Columns of the same weights are equal to rounding."""
+    assert actual.keys() == expected.keys(), name
+    for key, tensor in expected.items():
+        message = f"{name}: {key} differs by up to {(actual[key] - tensor).abs().max()}"
+        torch.testing.assert_close(actual[key], tensor, atol=1e-5, rtol=1e-5, msg=message)
+
+
+def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str) -> None:
     assert actual.keys() == expected.keys(), name
     for key, tensor in expected.items():
         # A step of AdamW has the size of the learning rate, 1e-3, however small the gradient is: where a gradient is
         # nearly zero, rounding decides the direction of the step.
-        differs = ~torch.isclose(actual[key], tensor, atol=1e-4, rtol=1e-3)
+        differs = ~torch.isclose(actual[key], tensor, atol=1e-5, rtol=1e-5)
         assert differs.float().mean() < 1e-3, f"{name}: {key} differs in {int(differs.sum())} of {tensor.numel()}"
+        assert (actual[key] - tensor).abs().max() < 5e-3, f"{name}: {key}"
 
 
 def test_two_ranks_compute_and_train_what_one_does(learned):
     _, alone, together = learned
     for name, theirs in alone.items():
         case, ours = CASES[name], together["taken"][name]
-        assert_same(ours["computed"], theirs["computed"], name) if name not in COARSE else None
-        for mine, other in zip(ours["stats"], theirs["stats"], strict=True):
+        assert_same(ours["computed"], theirs["computed"], name)
+        for step, (mine, other) in enumerate(zip(ours["stats"], theirs["stats"], strict=True)):
             assert mine.keys() == other.keys(), name
+            # The second step begins with weights that rounding has changed.
+            tolerance = {"rel": 1e-4 if step else 1e-5, "abs": 1e-7}
             for key in (each for each in other if each.endswith(("loss", "grad_norm", "entropy", "optimizer_steps"))):
-                tolerance = {"rel": 0.1, "abs": 0.03} if name in COARSE else {"rel": 5e-3, "abs": 1e-5}
-                assert mine[key] == pytest.approx(other[key], **tolerance), f"{name}: {key}"
+                expected = pytest.approx(other[key], **({"rel": 0.1, "abs": 0.03} if name in COARSE else tolerance))
+                assert mine[key] == expected, f"{name}: {key} of step {step + 1}"
         if name not in COARSE:
             assert_same(ours["after_one"], theirs["after_one"], name)
-            assert_same(ours["weights"], theirs["weights"], name)
+            assert_same_weights(ours["weights"], theirs["weights"], name)
         assert ours["status"].num_ranks == 2
         assert ours["status"].num_optimizer_steps == theirs["status"].num_optimizer_steps, name
         assert case.what[0] in ours["computed"]
@@ -105,9 +118,13 @@ def test_checkpoints_are_read_by_another_number_of_ranks(learned):
     folder, alone, together = learned
     for name in (name for name in RESUMED if name in alone):
         case = CASES[name]
-        assert_same(together["resumed"][name], alone[name]["weights"], f"{name}, from one rank to two")
-        on_one = resume(build(spec_of(case, folder)), case, folder / "of_two" / name)
-        assert_same(on_one, together["taken"][name]["weights"], f"{name}, from two ranks to one")
+        theirs, ours = alone[name], together["taken"][name]
+        restored, weights = together["resumed"][name]
+        assert restored == theirs["saved"], f"{name}: the checksum does not depend on the number of ranks"
+        assert_same_weights(weights, theirs["weights"], f"{name}, from one rank to two")
+        restored, weights = resume(build(spec_of(case, folder)), case, folder / "of_two" / name)
+        assert restored == ours["saved"], f"{name}: the checksum does not depend on the number of ranks"
+        assert_same_weights(weights, ours["weights"], f"{name}, from two ranks to one")
     # Saved after a pass without a gradient, whose bfloat16 copies must not be taken for the weights.
     for name in (name for name in COARSE if name in alone):
         held = load_file(folder / "of_two" / name / "train" / "shard_00001_of_00002.safetensors")
@@ -187,6 +204,9 @@ def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
     assert sorted(ranks) == [0, 1]
     if how == "killed rank":
         os.kill(ranks[1], signal.SIGKILL)
+        killed_at = time.monotonic()
+        wait_for(lambda: "error: rank 1: its process has ended" in log.read_text(), "the message", log)
+        assert time.monotonic() - killed_at < A_MINUTE_S
     else:
         process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) != 0
@@ -194,7 +214,7 @@ def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
         wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}", log)
     text = log.read_text()
     if how == "killed rank":
-        assert "error: rank 1: its process has ended" in text
+        assert time.monotonic() - killed_at < A_MINUTE_S
     else:
         assert "Stopping: saving step" in text
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["quickstart"]
@@ -208,37 +228,49 @@ def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
     assert steps[0]["reward/mean"] == first["reward/mean"]
 
 
+def train_on_two(*arguments: object, limit_s: float = LIMIT_S) -> None:
+    done = subprocess.run(
+        torchrun("-m", "headwater", "train", *arguments),
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=limit_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def assert_same_steps(run: Path, other: Path, *, rel: float) -> None:
+    for ours, theirs in zip(metrics(run, "train"), metrics(other, "train"), strict=True):
+        assert ours["reward/mean"] == theirs["reward/mean"]
+        for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
+            assert ours[key] == pytest.approx(theirs[key], rel=rel, abs=1e-7), f"{key} of step {ours['step']}"
+
+
+def test_the_command_takes_the_same_step_on_two_ranks(tmp_path):
+    settings = [*SMALL, "trainer.total_steps=1", "eval.before=false", "eval.after=false"]
+    train_on_two(*settings, f"run.root={tmp_path}")
+    train_here(*settings, f"run.root={tmp_path / 'alone'}")
+    run, alone = tmp_path / "quickstart", tmp_path / "alone" / "quickstart"
+    assert_same_steps(run, alone, rel=1e-5)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["alone", "quickstart"], "rank 0 alone writes a run"
+    assert len(list((run / "checkpoints" / "step_000001" / "train").glob("shard_*_of_00002.safetensors"))) == 2
+
+
 @pytest.mark.slow
 def test_a_run_continues_on_another_number_of_ranks(tmp_path):
-    def on_two(*arguments: object) -> None:
-        done = subprocess.run(
-            torchrun("-m", "headwater", "train", *arguments),
-            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-
     run = tmp_path / "quickstart"
-    on_two(*SMALL, f"run.root={tmp_path}", "trainer.total_steps=1")
+    train_on_two(*SMALL, f"run.root={tmp_path}", "trainer.total_steps=1")
     train_here("--resume", run, "trainer.total_steps=2")
-    on_two("--resume", run, "trainer.total_steps=3")
+    train_on_two("--resume", run, "trainer.total_steps=3")
     assert [each["step"] for each in metrics(run, "train")] == [1, 2, 3]
     assert [each.name for each in tmp_path.iterdir()] == ["quickstart"]
-    alone = tmp_path / "alone"
-    train_here(*SMALL, f"run.root={alone}", "trainer.total_steps=3")
-    for ours, theirs in zip(metrics(run, "train"), metrics(alone / "quickstart", "train"), strict=True):
-        assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], rel=1e-2, abs=1e-4)
+    train_here(*SMALL, f"run.root={tmp_path / 'alone'}", "trainer.total_steps=3")
+    assert_same_steps(run, tmp_path / "alone" / "quickstart", rel=1e-3)
 
 
 @pytest.mark.slow
 def test_the_quickstart_learns_on_two_ranks(tmp_path):
-    settings = ["quickstart", f"run.root={tmp_path}", "trainer.total_steps=40"]
-    done = subprocess.run(
-        torchrun("-m", "headwater", "train", *settings),
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3 * LIMIT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    train_on_two("quickstart", f"run.root={tmp_path}", limit_s=3 * LIMIT_S)
     rewards = [each["reward/mean"] for each in metrics(tmp_path / "quickstart", "eval")]
-    assert rewards[-1] > rewards[0] + 0.05
+    assert rewards[0] < 0.3
+    assert rewards[-1] > 0.8
 
 
 def test_settings_that_do_not_fit_the_ranks_are_refused():

@@ -22,7 +22,7 @@ from headwater.cluster.torchrun import join
 from headwater.config.load import load_config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import HeadwaterError
-from headwater.core.protocols import Learner
+from headwater.core.protocols import Learner, Role
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.learner import LocalLearner
 from headwater.learner.optimizer import held_by
@@ -70,7 +70,7 @@ CASES = {
     "bfloat16": Case(("model.dtype=bfloat16",)),
     "adapters in bfloat16": Case(("lora.rank=4", "model.dtype=bfloat16")),
 }
-FEW = ("critic and reference",)
+FEW = ("critic and reference", "adapters")
 """Of the fast tests."""
 RESUMED = ("plain", "adapters", "critic and reference")
 
@@ -103,10 +103,20 @@ def experience(case: Case) -> DataProto:
     )
 
 
+def checksums(learner: Learner, case: Case) -> list[str]:
+    return [learner.checksum(role) for role in roles_of(case)]
+
+
+def roles_of(case: Case) -> tuple[Role, ...]:
+    return ("policy", "critic") if "values" in case.what else ("policy",)
+
+
 def exported(learner: Learner, case: Case) -> dict[str, torch.Tensor]:
-    roles = ("policy", "critic") if "values" in case.what else ("policy",)
     return {
-        f"{role}.{name}": tensor.clone() for role in roles for bucket in learner.export(role) for name, tensor in bucket
+        f"{role}.{name}": tensor.clone()
+        for role in roles_of(case)
+        for bucket in learner.export(role)
+        for name, tensor in bucket
     }
 
 
@@ -119,24 +129,27 @@ def take_steps(learner: Learner, case: Case, folder: Path) -> dict[str, Any]:
     first = learner.update(data)
     after_one = learner.compute(data, case.what)
     learner.save(folder)
+    saved = checksums(learner, case)
     second = learner.update(data)
     return {
         "computed": computed,
         "after_one": after_one,
         "stats": [first, second],
+        "saved": saved,
         "weights": exported(learner, case),
         "status": learner.status(),
     }
 
 
-def resume(learner: Learner, case: Case, folder: Path) -> dict[str, torch.Tensor]:
-    """Weights after the second step, continued from the checkpoint."""
+def resume(learner: Learner, case: Case, folder: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Continued from the checkpoint: the checksums of what it restores, and the weights after the second step."""
     data = experience(case)
     if "reference_logprobs" in case.what:
         data = data.with_columns(tensors=learner.compute(data, ["reference_logprobs"]))
     learner.load(folder)
+    restored = checksums(learner, case)
     learner.update(data)
-    return exported(learner, case)
+    return restored, exported(learner, case)
 
 
 class Observed(LocalLearner):

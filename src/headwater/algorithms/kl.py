@@ -55,6 +55,8 @@ def _estimate(difference: Tensor, kind: str, is_limited: bool) -> Tensor:
 class PenalizedRewards:
     rewards: Tensor
     """``[samples, tokens]``."""
+    kl_rewards: Tensor
+    """``[samples, tokens]``: what the penalty has added to the rewards."""
     kl: float
     """The mean over samples of their means over tokens; controllers are updated with it."""
 
@@ -71,7 +73,8 @@ def penalize_rewards(
 ) -> PenalizedRewards:
     """``r - coefficient·kl`` at every kept token."""
     kl = keep(kl_penalty(old_logprobs, ref_logprobs, kind, clamp), mask)
-    return PenalizedRewards(rewards - coefficient * kl, float(masked_mean(kl, mask, dim=-1).mean()))
+    kl_rewards = -coefficient * kl
+    return PenalizedRewards(rewards + kl_rewards, kl_rewards, float(masked_mean(kl, mask, dim=-1).mean()))
 
 
 class KLController(Protocol):

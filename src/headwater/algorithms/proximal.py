@@ -7,6 +7,9 @@ from torch import Tensor
 
 from headwater.algorithms.masked import masked_mean
 
+_SMALLEST = 1e-10
+"""A probability, so that the logarithm of 0 is finite."""
+
 
 def progress(versions: Tensor, current_version: int) -> Tensor:
     """``alpha = clamp((v-1-v_b)/(v-v_b), 0, 1)``: how far the proximal policy ``v - 1`` is on the way from the
@@ -22,11 +25,22 @@ def loglinear(rollout_logprobs: Tensor, logprobs: Tensor, versions: Tensor, curr
     return rollout_logprobs + alpha * (logprobs - rollout_logprobs)
 
 
-def approximation_metrics(approximate: Tensor, recomputed: Tensor, mask: Tensor) -> dict[str, float]:
-    """The error of an approximation of the recomputed proximal policy, over the kept tokens."""
-    error = approximate - recomputed
-    return {
-        "proximal_error_mean": float(masked_mean(error, mask)),
-        "proximal_error_abs": float(masked_mean(error.abs(), mask)),
-        "proximal_ratio_mean": float(masked_mean(error.exp(), mask)),
-    }
+def linear(rollout_logprobs: Tensor, logprobs: Tensor, versions: Tensor, current_version: int) -> Tensor:
+    """The log of ``(1-alpha)·behaviour + alpha·current``: the mixture of the two policies."""
+    alpha = progress(versions, current_version)
+    return ((1 - alpha) * rollout_logprobs.exp() + alpha * logprobs.exp() + _SMALLEST).log()
+
+
+def approximation_metrics(
+    rollout_logprobs: Tensor, recomputed: Tensor, versions: Tensor, current_version: int, mask: Tensor
+) -> dict[str, float]:
+    """The errors of both approximations of the recomputed proximal policy, over the kept tokens."""
+    metrics = {}
+    for name, approximate in (("proximal", loglinear), ("proximal_linear", linear)):
+        error = approximate(rollout_logprobs, recomputed, versions, current_version) - recomputed
+        metrics |= {
+            f"{name}_error_mean": float(masked_mean(error, mask)),
+            f"{name}_error_abs": float(masked_mean(error.abs(), mask)),
+            f"{name}_ratio_mean": float(masked_mean(error.exp(), mask)),
+        }
+    return metrics

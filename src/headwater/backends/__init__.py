@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from headwater.backends.launch.child import StartChild
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, ModelError
 from headwater.core.protocols import Capabilities, Tokenizer
@@ -30,6 +31,18 @@ from headwater.models.load import vocabulary_size
 from headwater.observe.spans import Spans
 
 BACKENDS = Registry("backend", "headwater.backends")
+
+
+@dataclass(frozen=True)
+class ServerPlace:
+    """Where a server is started, if not on this machine."""
+
+    name: str
+    devices: tuple[str, ...]
+    """As the server's process names them."""
+    shares_device: bool
+    """Whether the learner uses them too."""
+    start_child: StartChild
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,9 @@ class BackendContext:
     """Whether this process decides which weights a running server uses. If not, they stay as they are."""
     is_one_of_many: bool = False
     """Other servers can continue the requests of this one: it raises ``ServerLost`` as soon as it is lost."""
+    places: tuple[ServerPlace, ...] = ()
+    """Where servers are started, one in each; empty starts those of ``rollout.launch`` on this machine. The context of
+    one server has only its own place."""
 
 
 def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = False) -> list[str]:

@@ -20,13 +20,18 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
     """Load the engine, connect to the servers of ``rollout.servers``, or start those of ``rollout.launch``."""
     rollout = context.config.rollout
     backend = BACKENDS.resolve(rollout.backend)
-    if not rollout.is_separate:
+    if not rollout.is_separate and not context.places:
         engine: InferenceEngine = backend.from_context(context)
         return engine
-    num_servers = len(rollout.servers) or rollout.launch.num_servers
+    num_servers = len(rollout.servers) or len(context.places) or rollout.launch.num_servers
     context = replace(context, is_one_of_many=num_servers > 1)
     if rollout.servers:
         starts = {url.rstrip("/"): partial(backend.connect, url.rstrip("/"), context) for url in rollout.servers}
+    elif context.places:
+        launch = _launcher(backend, rollout.backend)
+        starts = {
+            place.name: partial(launch, replace(context, places=(place,)), place.devices) for place in context.places
+        }
     else:
         launch = _launcher(backend, rollout.backend)
         starts = {
@@ -39,7 +44,12 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
     from headwater.backends.router.engine import RoutedServer, RouterEngine
 
     # A server that the run has started may have another address after a restart, so its name is its place.
-    return RouterEngine([RoutedServer(name, engine) for name, engine in zip(starts, engines, strict=True)])
+    # A running server that was given up may come back, and so may a node of a cluster. One that the run starts on this
+    # machine was restarted often enough.
+    again = starts if rollout.servers or context.places else {}
+    return RouterEngine(
+        [RoutedServer(name, engine, connect=again.get(name)) for name, engine in zip(starts, engines, strict=True)]
+    )
 
 
 def devices_of_servers(config: Config) -> list[tuple[str, ...]]:

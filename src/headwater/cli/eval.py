@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headwater.config.schema import Config
+    from headwater.core.records import Trajectory
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.evaluate import Evaluation
 
@@ -170,9 +171,18 @@ def _print(console: Console, subject: Subject, result: Evaluation, num_shown: in
         console.print(f"[red]{result.num_dropped} prompts have no result[/] (rejected or failed)")
     for prompt, trajectory in result.rollouts[:num_shown]:
         console.print(f"[bold]{prompt.uid}[/]  reward {trajectory.reward:g}", highlight=False)
-        console.print(
-            f"  prompt    {prompt.text!r}\n  response  {trajectory.info.get('response_text', '')!r}", markup=False
-        )
+        console.print(f"  prompt    {prompt.text!r}\n  response  {_shown(trajectory)}", markup=False)
+
+
+def _shown(trajectory: Trajectory) -> str:
+    """The model's reply. A conversation is shown with all its messages, in separate lines."""
+    from headwater.trainer.recorder import response_text
+
+    text = response_text(trajectory)
+    if text == trajectory.info.get("response_text", ""):
+        return repr(text)
+    lines = ("".join(each if each.isprintable() else repr(each)[1:-1] for each in line) for line in text.split("\n"))
+    return "".join(f"\n    {line}".rstrip() if line else "" for line in lines)
 
 
 def _write_report(console: Console, run: RunDirectory, step: int, result: Evaluation) -> None:

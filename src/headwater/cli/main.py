@@ -22,6 +22,8 @@ COMMANDS = {
     "replay": "repeat a run made with engine.deterministic=true, and compare the weights of every step",
     "eval": "show the mean reward of a run's model, or of any model, on held-out prompts",
     "serve": "serve a model over HTTP with OpenAI's and SGLang's APIs",
+    "route": "one address in front of several servers",
+    "plan": "predict speed and the best division of GPUs, by simulating the scheduler",
     "recipes": "list the built-in recipes, or print one",
     "config": "show every setting of a recipe: its value, where it was set, and what it means",
     "doctor": "show whether a run is alive, what it waits for, and what usually helps",

@@ -6,11 +6,12 @@ import argparse
 import ipaddress
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -54,15 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings of the engine, for example engine.max_queue=64",
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, which only this machine can reach"
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=DEFAULT_PORT,
-        help=f"port to listen on; default {DEFAULT_PORT}; 0 chooses a free port",
-    )
-    parser.add_argument(
         "--backend",
         metavar="NAME",
         default="embedded",
@@ -76,6 +68,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number type; default auto: bfloat16 on a GPU that computes in it, otherwise float32",
     )
     parser.add_argument("--device", default="auto", help="auto (CUDA when there is one), cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads for the model; 0 leaves the choice to torch; default $OMP_NUM_THREADS, or else half of the "
+        "CPUs that this process may use",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights of tiny: models; default 0")
+    add_listening(parser)
+
+
+def add_listening(parser: argparse.ArgumentParser) -> None:
+    """The options of a command that listens for requests."""
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, which only this machine can reach"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help=f"port to listen on; default {DEFAULT_PORT}; 0 chooses a free port",
+    )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
@@ -111,14 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="format of the model's tool calls, for example hermes; default auto: chosen from the chat template",
     )
     parser.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="CPU threads for the model; 0 leaves the choice to torch; default $OMP_NUM_THREADS, or else half of the "
-        "CPUs that this process may use",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights of tiny: models; default 0")
-    parser.add_argument(
         "--until-eof",
         action="store_true",
         help="stop when standard input closes, which happens when the parent process ends",
@@ -127,26 +133,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.until_eof:
-        threading.Thread(target=_stop_at_eof, name="until-eof", daemon=True).start()
     config = read_engine_config(args.overrides)
     model = find_model(args.model)
-    options = _options(args, model)
-    if not 0 <= args.port <= 65535:
-        raise HeadwaterError(f"--port = {args.port}: must be in 0 to 65535; 0 takes a free one")
-
-    from headwater.serving.listen import bind, serve
-
-    taken = bind(args.host, args.port)
-    with taken:
-        if not options.api_key and not is_loopback(taken.getsockname()[0]):
-            print(
-                f"warning: --host = {args.host} without an API key: anyone who can reach this machine may generate, "
-                f"read files as weights and stop the engine; set {KEY_VARIABLE}",
-                file=sys.stderr,
-            )
+    options = read_options(args, served_name=args.served_name or args.model, model=model)
+    with listening(args, options) as taken:
         from headwater.backends import BACKENDS
         from headwater.models.load import check_files, load_tokenizer, resolve_device
+        from headwater.serving.listen import serve
         from headwater.serving.state import find_parser
 
         _set_threads(args.threads)
@@ -165,10 +158,29 @@ def run(args: argparse.Namespace) -> int:
             model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed
         )
         try:
-            serve(engine, tokenizer, options, taken, say=_say)
+            serve(engine, tokenizer, options, taken, say=say)
         finally:
             engine.close()
     return 0
+
+
+@contextmanager
+def listening(args: argparse.Namespace, options: ServerOptions) -> Iterator[socket.socket]:
+    """The port, taken before anything that lasts, so that one in use is reported immediately."""
+    if args.until_eof:
+        threading.Thread(target=_stop_at_eof, name="until-eof", daemon=True).start()
+    if not 0 <= args.port <= 65535:
+        raise HeadwaterError(f"--port = {args.port}: must be in 0 to 65535; 0 takes a free one")
+
+    from headwater.serving.listen import bind
+
+    with bind(args.host, args.port) as taken:
+        if not options.api_key and not is_loopback(taken.getsockname()[0]):
+            _tell(
+                f"warning: --host = {args.host} without an API key: anyone who can reach this machine may generate, "
+                f"read files as weights and stop the engine; set {KEY_VARIABLE}"
+            )
+        yield taken
 
 
 def find_model(model: str) -> str:
@@ -252,7 +264,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _options(args: argparse.Namespace, model: str) -> ServerOptions:
+def read_options(args: argparse.Namespace, *, served_name: str, model: str) -> ServerOptions:
     max_body_bytes = int(args.max_body_mib * 2**20) if args.max_body_mib > 0 else 0
     if max_body_bytes < 1:
         raise HeadwaterError(f"--max-body-mib = {args.max_body_mib}: must be > 0, for example {DEFAULT_MAX_BODY_MIB}")
@@ -262,7 +274,7 @@ def _options(args: argparse.Namespace, model: str) -> ServerOptions:
     if args.api_key == "":
         raise HeadwaterError("--api-key is empty; give a key, or leave the option out to let everyone in")
     return ServerOptions(
-        served_name=args.served_name or args.model,
+        served_name=served_name,
         api_key=api_key,
         max_body_bytes=max_body_bytes,
         max_responses=args.max_responses,
@@ -285,7 +297,7 @@ def _stop_at_eof() -> None:
     os._exit(1)  # no parent process is left that could kill it
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     # Flushed, because the parent process may be waiting for this line on a pipe.
     try:
         print(text, flush=True)

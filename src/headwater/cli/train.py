@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.cli.process import EXIT_INTERRUPTED
-from headwater.cluster import launched_rank, num_launched
-from headwater.core.errors import HeadwaterError, RunError
+from headwater.cluster import keep_ray_local, launched_rank, num_launched
+from headwater.core.errors import HeadwaterError, RankFailed, RunError
 
 if TYPE_CHECKING:
     from headwater.config.schema import Config
     from headwater.learner.build import LearnerBuilder
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
+    from headwater.trainer.rollout_setup import RemoteParts
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ examples:
   headwater train my.yaml trainer.total_steps=20           your own recipe, with one setting changed
   headwater train --resume runs/quickstart                 continue a run, from any folder
   torchrun --nproc-per-node 4 -m headwater train my.yaml   on several GPUs
+  headwater train my.yaml cluster=ray cluster.learner.num_ranks=4   on a Ray cluster
 
 Relative paths in a recipe and on the command line start at the working directory. `headwater config RECIPE` shows every
 setting."""
@@ -65,13 +69,41 @@ def run(args: argparse.Namespace) -> int:
                 f"--resume {args.resume} with the recipe {recipes[0]}: a resumed run uses its own recipe; give "
                 "either a recipe or --resume, and settings to change as key=value"
             )
-        return _resume(args.resume, args.step, overrides)
+        return _with_restarts(lambda attempts: _resume(args.resume, args.step, overrides, attempts))
     if args.step is not None:
         raise HeadwaterError("--step goes with --resume RUN")
-    return _start(recipes, overrides)
+    return _with_restarts(lambda attempts: _start(recipes, overrides, attempts))
 
 
-def _start(recipes: list[str], overrides: list[str]) -> int:
+@dataclass
+class _Attempts:
+    """A run and the times that it may be continued after a learner rank has died (``cluster.max_restarts``)."""
+
+    run: RunDirectory | None = None
+    max_restarts: int = 0
+    num_restarts: int = 0
+
+
+def _with_restarts(first: Callable[[_Attempts], int]) -> int:
+    """Start a run and continue it from its last checkpoint if a rank dies, as often as its config allows."""
+    attempts = _Attempts()
+    attempt = first
+    while True:
+        try:
+            return attempt(attempts)
+        except RankFailed as error:
+            run = attempts.run
+            if run is None or attempts.num_restarts >= attempts.max_restarts:
+                raise
+            attempts.num_restarts += 1
+            logger.warning(
+                "%s; the run continues from its last checkpoint (restart %d of cluster.max_restarts = %d)",
+                *(error, attempts.num_restarts, attempts.max_restarts),
+            )
+            attempt = functools.partial(_resume, run.path, None, [])
+
+
+def _start(recipes: list[str], overrides: list[str], attempts: _Attempts) -> int:
     from headwater.config.builtin import find_builtin
     from headwater.config.checks import files_exist
     from headwater.config.load import load_config
@@ -94,19 +126,19 @@ def _start(recipes: list[str], overrides: list[str]) -> int:
     }.items():
         if path:
             check_model(path, key)
-    return _fit(config, run=None, checkpoint=None, given=loaded.given)
+    return _fit(config, run=None, checkpoint=None, attempts=attempts, given=loaded.given)
 
 
-def _resume(path: Path, step: int | None, overrides: list[str]) -> int:
+def _resume(path: Path, step: int | None, overrides: list[str], attempts: _Attempts) -> int:
     from headwater.observe.run_directory import RunDirectory
     from headwater.observe.run_lock import RunLock
 
     run = RunDirectory.open(path)
     with RunLock(run.lock_file):
-        return _resume_locked(run, step, overrides)
+        return _resume_locked(run, step, overrides, attempts)
 
 
-def _resume_locked(run: RunDirectory, step: int | None, overrides: list[str]) -> int:
+def _resume_locked(run: RunDirectory, step: int | None, overrides: list[str], attempts: _Attempts) -> int:
     from headwater.config.checks import files_exist, fits_checkpoint
     from headwater.config.load import load_config
     from headwater.trainer.checkpoint import Checkpoints, check_whole, step_of
@@ -121,7 +153,7 @@ def _resume_locked(run: RunDirectory, step: int | None, overrides: list[str]) ->
         check_whole(run, checkpoint)
     for foreign in run.foreign_checkpoints():
         logger.warning("%s is not a checkpoint and is ignored", foreign)
-    return _fit(config, run, checkpoint)
+    return _fit(config, run, checkpoint, attempts)
 
 
 def _check_steps_left(run: RunDirectory, done: int, planned: int, wanted: int) -> None:
@@ -141,7 +173,11 @@ def _more_steps(done: int) -> str:
 
 
 def _fit(
-    config: Config, run: RunDirectory | None, checkpoint: Path | None, given: Collection[str] = frozenset()
+    config: Config,
+    run: RunDirectory | None,
+    checkpoint: Path | None,
+    attempts: _Attempts,
+    given: Collection[str] = frozenset(),
 ) -> int:
     """``given`` are the keys that were set explicitly."""
     import torch
@@ -152,7 +188,7 @@ def _fit(
     from headwater.config.paths import with_absolute_paths
     from headwater.data.notices import data_notices
     from headwater.learner.build import LearnerSpec
-    from headwater.models.device import auto_dtype, resolve_device, resolve_dtype, with_dtype
+    from headwater.models.device import auto_dtype, resolve_device, resolve_dtype
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.observe.run_lock import RunLock
@@ -166,12 +202,13 @@ def _fit(
         torch.set_num_threads(config.trainer.num_threads)
     display = Display()
     resuming = run is not None
-    config = with_dtype(config)
-    model_path = str(checkpoint / "model") if checkpoint else config.model.path
+    attempts.run, attempts.max_restarts = run, config.cluster.max_restarts
     with ExitStack() as lock, ExitStack() as stack:
-        make_learner = stack.enter_context(_ranks(config))
+        site = stack.enter_context(_site(config))
+        config = site.config
+        model_path = str(checkpoint.absolute() / "model") if checkpoint else config.model.path
         # Everything that bad input can break is built first, so that only a run that can start gets a directory.
-        rollout = stack.enter_context(closing(build_rollout(config, model_path)))
+        rollout = stack.enter_context(closing(build_rollout(config, model_path, remote=site.remote())))
         if config.learner.offload_during_rollout:
             rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
         # Without a checkpoint, a warm start is repeated and makes the reference again.
@@ -180,7 +217,7 @@ def _fit(
         training = build_training(
             spec,
             rollout.tokenizer,
-            make_learner,
+            site.make_learner,
             check_prompts=rollout.check_prompts,
             tools=rollout.tools_of_row,
         )
@@ -188,16 +225,20 @@ def _fit(
             run = RunDirectory.create(Path(config.run.root), config.run.name)
             lock.enter_context(RunLock(run.lock_file))
             stack.enter_context(run.removed_if_unused())
+            attempts.run = run
+        site.log_to(run.path / "logs")
         template = getattr(rollout.tokenizer, "chat_template", None)
         notices = [
-            *config_notices(config, given, "cuda" if torch.cuda.is_available() else "cpu"),
+            *config_notices(config, given, site.device),
             *data_notices(training.train_data, config, template, rollout.reads_column),
         ]
         trainer = Trainer(config, rollout, training, run, display, notices=[str(each) for each in notices])
         if checkpoint is not None:
             trainer.restore(checkpoint)
             display.say(f"Resuming {run.path} after step {trainer.step}")
-            if resolve_dtype(config.model.dtype) != (chosen := auto_dtype(resolve_device(config.model.device))):
+            if site.is_here and resolve_dtype(config.model.dtype) != (
+                chosen := auto_dtype(resolve_device(config.model.device))
+            ):
                 name = str(chosen).removeprefix("torch.")
                 kept = f"The run keeps model.dtype = {config.model.dtype}"
                 display.say(f"{kept}; on this device, auto would choose {name}")
@@ -223,28 +264,84 @@ def _fit(
     return 0 if finished else EXIT_INTERRUPTED
 
 
+@dataclass(frozen=True)
+class _Site:
+    """Where the learner and the servers of a run are."""
+
+    config: Config
+    """With the number type that the learner's device has."""
+    device: str
+    """cuda or cpu: the kind of device that the learner uses."""
+    make_learner: LearnerBuilder | None = None
+    """Builds the learner over several ranks; None builds it in this process."""
+    remote: Callable[[], RemoteParts | None] = lambda: None
+    """What of the rollouts runs in a cluster."""
+    log_to: Callable[[Path], None] = lambda folder: None
+    """Send the output of other processes to files in a folder."""
+    is_here: bool = True
+    """Whether the learner uses the devices of this machine."""
+
+
 @contextmanager
-def _ranks(config: Config) -> Iterator[LearnerBuilder | None]:
-    """How to build the learner over the ranks of a launcher, which end with this block; None for this process alone."""
+def _site(config: Config) -> Iterator[_Site]:
+    """The processes of a run, which end with this block."""
+    if config.cluster.kind == "ray":
+        with _ray_site(config) as site:
+            yield site
+        return
+    import torch
+
+    from headwater.models.device import with_dtype
+
+    local = _Site(with_dtype(config), "cuda" if torch.cuda.is_available() else "cpu")
     if num_launched() == 1:
-        yield None
+        yield local
         return
     import signal
 
     from headwater.cluster.torchrun import check_ranks, join
-    from headwater.core.errors import RankFailed
     from headwater.learner.build import build_learner
 
     check_ranks(config, num_launched())
     # torchrun sends SIGTERM to all ranks when one has ended; rank 0 then reports which.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(join()) as group:
-        try:
-            yield lambda spec: group.build(build_learner, spec, timeout_s=config.learner.rank_timeout_s)
-        except KeyboardInterrupt:
-            if group.failure:
-                raise RankFailed(group.failure) from None
-            raise
+    with closing(join()) as group, _failure_of(lambda: group.failure):
+        timeout_s = config.learner.rank_timeout_s
+        yield replace(local, make_learner=lambda spec: group.build(build_learner, spec, timeout_s=timeout_s))
+
+
+@contextmanager
+def _ray_site(config: Config) -> Iterator[_Site]:
+    if num_launched() > 1:
+        raise HeadwaterError(
+            "cluster.kind = ray: Ray starts the ranks itself (cluster.learner.num_ranks); start the run without "
+            "torchrun"
+        )
+    keep_ray_local()
+    from headwater.cluster.ray import RayCluster
+    from headwater.config.paths import with_absolute_paths
+    from headwater.trainer.rollout_setup import RemoteParts
+
+    with closing(RayCluster.join(config)) as cluster, _failure_of(lambda: cluster.failure):
+        yield _Site(
+            with_absolute_paths(cluster.with_dtype(config)),  # actors have other working directories
+            "cuda" if cluster.has_gpus else "cpu",
+            cluster.build,
+            lambda: RemoteParts(cluster.places(), cluster.reward_pool()),
+            cluster.log_to,
+            is_here=False,
+        )
+
+
+@contextmanager
+def _failure_of(failure: Callable[[], str]) -> Iterator[None]:
+    """An interrupt may mean that a rank has ended; then that is the error."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if text := failure():
+            raise RankFailed(text) from None
+        raise
 
 
 def _serve() -> int:

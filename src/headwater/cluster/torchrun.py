@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from headwater.cluster.group import LearnerGroup
+from headwater.cluster.turns import Turns
 from headwater.cluster.watch import Watch, error_text
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, HeadwaterError, OtherRankFailed, RankFailed, WaitTimeout
@@ -57,8 +58,6 @@ _MESSAGE_LIMIT = timedelta(days=365)
 _GRACE_S = 10.0
 """How long the other ranks have to report the same error, after one rank has failed."""
 _CLOSE_LIMIT_S = 30.0
-_TURN_LIMIT_S = 60.0
-"""How long a call waits for an export that another thread has not read to its end."""
 _SLOW_CALL_S = 300.0
 """A call that takes longer is logged. Updates of large batches take minutes."""
 
@@ -147,8 +146,7 @@ class TorchrunGroup:
         self._num_calls = 0
         self._failure = ""
         self._own_error: BaseException | None = None
-        self._current: tuple[object, str] | None = None
-        """Whose turn it is, and the name of the call."""
+        self._turns = Turns(self._check)
         self._is_closed = False
 
     @property
@@ -174,7 +172,7 @@ class TorchrunGroup:
             own = self._send(name, arguments)
             return self._gather(self._attempt(name, lambda: self._execute(name, own)))
 
-        with self._turn(name):
+        with self._turns.take(name):
             return self._run(together, name)
 
     def stream(self, name: str, *arguments: Any) -> Iterator[Any]:
@@ -198,7 +196,7 @@ class TorchrunGroup:
                 # The other ranks iterate to the end, so this rank has to as well.
                 self._gather(self._attempt(name, lambda: _drained(items[0])))
 
-        with self._turn(name):
+        with self._turns.take(name):
             try:
                 self._run(begin, name)
                 while (item := self._run(advance, name)) is not _DONE:
@@ -206,47 +204,6 @@ class TorchrunGroup:
             finally:
                 if not self.failure:
                     self._run(end, name)
-
-    @contextmanager
-    def _turn(self, name: str) -> Iterator[None]:
-        """Keep calls apart: the messages of one call must not come between those of another one.
-
-        A call waits while another thread reads an export. It is refused if that does not end, because then nothing
-        reads the export any more.
-        """
-        mine = (object(), name)
-
-        def is_free() -> bool:
-            self._check()
-            return self._current is None
-
-        try:
-            with self._condition:
-                wait_until(
-                    self._condition,
-                    is_free,
-                    lambda: f"{name} waits until {self._doing} has ended",
-                    kind="ranks",
-                    hard_limit_s=_TURN_LIMIT_S,
-                )
-                self._current = mine
-            yield
-        except WaitTimeout as error:
-            if self._current is mine:
-                raise
-            raise RankFailed(
-                f"{name}: the ranks still execute {self._doing}, which has not been read to its end"
-            ) from error
-        finally:
-            with self._condition:
-                if self._current is mine:
-                    self._current = None
-                    self._condition.notify_all()
-
-    @property
-    def _doing(self) -> str:
-        current = self._current
-        return current[1] if current is not None else "nothing"
 
     def serve(self) -> None:
         """Execute the calls of rank 0 until it ends."""
@@ -267,7 +224,7 @@ class TorchrunGroup:
         if self.rank == 0 and not self.failure:
             self._timeout_s = _CLOSE_LIMIT_S
             try:
-                with self._turn(_END), suppress(HeadwaterError, RuntimeError):
+                with self._turns.take(_END), suppress(HeadwaterError, RuntimeError):
                     self._run(lambda: self._send(_END, [()] * self.num_ranks), _END)
             except RankFailed as error:
                 self._failure = self._failure or str(error)

@@ -33,12 +33,13 @@ def broken_rules(
     for name, hint in hints.items():
         for rule in _relations(hint):
             value, other = values.get(name), values.get(rule.argument)
-            if not isinstance(value, (int, float)) or not isinstance(other, (int, float)) or value >= other:
+            if not isinstance(value, (int, float)) or not isinstance(other, (int, float)) or rule.holds(value, other):
                 continue
             if name in arguments:
                 yield name, f"must be {rule.rule} = {other}; raise it, or lower {rule.argument}"
             elif rule.argument in arguments:
-                yield rule.argument, f"must be <= {name} = {value}; lower it, or raise {name}"
+                sign = "<" if rule.strictly else "<="
+                yield rule.argument, f"must be {sign} {name} = {value}; lower it, or raise {name}"
 
 
 def checked(function: F) -> F:

@@ -92,19 +92,23 @@ class Within(Constraint):
 
 @dataclass(frozen=True)
 class NotBelow(Constraint):
-    """At least the value of another argument of the same algorithm, unless that is None.
+    """At least the value of another argument, or with ``strictly`` more, unless that is None.
 
     ``Declared.problems`` checks it, because it needs both values.
     """
 
     argument: str
+    strictly: bool = False
 
     @property
     def rule(self) -> str:
-        return f">= {self.argument}"
+        return f"{'>' if self.strictly else '>='} {self.argument}"
 
     def broken_by(self, value: Any) -> str | None:
         return None
+
+    def holds(self, value: float, other: float) -> bool:
+        return value > other if self.strictly else value >= other
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from headwater.config.algorithm_checks import ALGORITHM_CHECKS
 from headwater.config.builtin import display, locate
 from headwater.config.checks import CHECKS, Check
+from headwater.config.cluster_checks import CLUSTER_CHECKS
 from headwater.config.convert import Converter
 from headwater.config.keys import sections, settings
 from headwater.config.recipe import RecipeReader, parse_override
@@ -80,7 +81,7 @@ def load_config(
         layers = {key: max(place.layer for place in origins(part)) for key, part in given.items()}
         every_check = (
             *(*checks, *CHECKS, *SERVER_CHECKS, *TOOL_CHECKS),
-            *(*ALGORITHM_CHECKS, *SCORE_CHECKS, *REWARD_CHECKS),
+            *(*ALGORITHM_CHECKS, *SCORE_CHECKS, *REWARD_CHECKS, *CLUSTER_CHECKS),
         )
         clashes = [clash for check in every_check for clash in check(config, layers)]
         problems.extend(

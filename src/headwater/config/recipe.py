@@ -16,6 +16,8 @@ from headwater.config.builtin import display, locate, suggestion
 from headwater.config.tree import COMMAND_LINE, Branch, Leaf, Origin, Tree, merge, plain
 
 EXTENDS = "extends"
+SHORT_FORMS = {"cluster": "kind"}
+"""Sections that may be given as one value, and the key that this value is for: ``cluster=ray``."""
 FORM = "write it as section.key=value, for example learner.learning_rate=1e-5"
 
 
@@ -106,7 +108,8 @@ class TreeBuilder:
             if tree.value is not None:
                 self._problem(node, "a recipe must be a mapping of sections, such as 'rollout:' with its keys below")
             return Branch({}, tree.origin)
-        return Branch({name: child for name, child in tree.children.items() if name != EXTENDS}, tree.origin)
+        children = {name: child for name, child in tree.children.items() if name != EXTENDS}
+        return in_full(Branch(children, tree.origin))
 
     def tree(self, node: yaml.Node, line_node: yaml.Node | None = None) -> Tree:
         """``line_node`` is the key of the value, whose line is reported."""
@@ -183,7 +186,17 @@ def parse_override(text: str, layer: int, problems: list[str]) -> Branch | None:
     for name in reversed(names):
         tree = Branch({name: tree}, tree.origin)
     assert isinstance(tree, Branch)
-    return tree
+    return in_full(tree)
+
+
+def in_full(tree: Branch) -> Branch:
+    """``cluster: ray`` as ``cluster: {kind: ray}``."""
+    children = dict(tree.children)
+    for section, key in SHORT_FORMS.items():
+        child = children.get(section)
+        if isinstance(child, Leaf) and isinstance(child.value, str):
+            children[section] = Branch({key: child}, child.origin)
+    return Branch(children, tree.origin)
 
 
 def _value(key: str, text: str, origin: Origin, problems: list[str]) -> Tree | None:

@@ -151,7 +151,8 @@ class RewardConfig:
     max_retries: Annotated[int, AtLeast(0)] = 0
     """How often a failed scoring call is repeated before it counts as a failure of its episode."""
     max_failed_share: Annotated[float, Within(0, 1, "use 1 to never stop")] = 0.5
-    """The run stops if more than this share of the last 256 scoring calls failed, also with rollout.on_failure=drop."""
+    """The run stops if more than this share of the last 256 scoring calls failed, or all of the first 32, also with
+    rollout.on_failure=drop."""
     model: str = ""
     """Reward model (a transformers sequence classifier with one label): a folder or hub id; empty means none."""
     model_weight: float = 1.0

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from headwater.config.cluster_schema import ClusterConfig
 from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, PlainName, Within
 from headwater.config.rollout_schema import RewardConfig, RolloutConfig, SandboxConfig, ToolsConfig
 from headwater.config.rollout_schema import WeightTransfer as WeightTransfer
@@ -252,7 +253,8 @@ class LearnerConfig:
     offload_during_rollout: bool = False
     """On a GPU, move the learner to main memory during generation, and free the KV cache during training."""
     rank_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
-    """With several ranks (torchrun), the longest time that one call of the learner may take before the run ends."""
+    """With several ranks (torchrun or Ray), the longest time that one call of the learner may take before the run
+    ends."""
 
     @property
     def forward_tokens(self) -> int:
@@ -346,3 +348,4 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

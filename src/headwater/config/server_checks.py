@@ -150,13 +150,14 @@ def engine_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
 def weight_transfer_works(config: Config, layers: Layers) -> Iterator[Clash]:
     rollout, traits = config.rollout, backend_traits(config)
     wanted = rollout.weight_transfer
-    if not rollout.is_separate and wanted != "auto":
+    is_one_process = not rollout.is_separate and config.cluster.kind == "local"
+    if is_one_process and wanted != "auto":
         yield Clash(
             ("rollout.weight_transfer", "rollout.placement"),
             "nothing reads this, because rollout.placement = colocated passes weights within the process; use "
             "rollout.placement=disaggregated, or set it back to 'auto'",
         )
-    elif rollout.is_separate:
+    elif not is_one_process:
         if wanted != "auto" and wanted not in traits.transfers:
             yield Clash(
                 ("rollout.weight_transfer", "rollout.backend"),

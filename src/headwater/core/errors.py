@@ -6,7 +6,7 @@ Headwater and keeps its traceback.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,10 +62,12 @@ class TransferLost(WeightsError):
 class RewardFailed(HeadwaterError):
     """A reward could not be computed. A failure is never converted to a number."""
 
-    def __init__(self, message: str = "", *, cause: str = "raised") -> None:
+    def __init__(self, message: str = "", *, cause: str = "raised", spent: Mapping[str, float] | None = None) -> None:
         super().__init__(message)
         self.cause = cause
         """One word, by which failures are counted: ``reward/failures/<cause>``."""
+        self.spent = dict(spent or {})
+        """What the call has used up, such as tokens of a judge: ``reward/spent_on_failures/<name>``."""
 
 
 class RewardTimedOut(RewardFailed):

@@ -425,7 +425,7 @@ class Learner(Protocol):
         ...
 
     def checksum(self, role: Role = "policy") -> str:
-        """A text that identifies the trained weights. Nothing is gathered: each rank reads only its shard."""
+        """A text that identifies the trained weights, adapters as they are. The number of ranks does not change it."""
         ...
 
     def save(self, folder: Path) -> None:

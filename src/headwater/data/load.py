@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError, HeadwaterError
@@ -25,6 +25,21 @@ class PromptDataset(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Prompt: ...
+
+
+@runtime_checkable
+class MeasuredDataset(PromptDataset, Protocol):
+    """A dataset that has measured its prompts. A custom class may have these two attributes as well."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt. Without it, a run makes room for ``data.max_prompt_tokens``."""
+        ...
+
+    @property
+    def num_filtered(self) -> int:
+        """Rows that are left out because their prompt is too long. Reports show them."""
+        ...
 
 
 def load_dataset(

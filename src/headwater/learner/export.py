@@ -26,6 +26,12 @@ def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name.replace(_CHECKPOINTED, ""), parameter
 
 
+def trained_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every trained parameter in full, adapters as they are. All ranks must iterate together."""
+    for name, parameter in trained_parameters(model):
+        yield name, _in_full(parameter.detach())
+
+
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers that have LoRA adapters, found by their methods so that peft is not imported where it is not used."""
     for name, layer in model.named_modules():
@@ -43,7 +49,11 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if name in adapted:
             delta = adapted[name].get_delta_weight(ADAPTER).detach()
             weight = (weight.to(delta.dtype) + delta).to(weight.dtype)
-        yield plain_name(name), weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield plain_name(name), _in_full(weight)
+
+
+def _in_full(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def weight_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from headwater.core.protocols import Bucket, LearnerStatus, Role
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
 from headwater.learner.engine import ForwardEngine, TrainEngine
-from headwater.learner.export import merged_weights, plain_name, weight_shapes
+from headwater.learner.export import merged_weights, plain_name, trained_weights, weight_shapes
 from headwater.learner.lora import without_adapters
 from headwater.learner.optimizer import held_by
 from headwater.learner.reward_model import RewardModel
@@ -131,8 +131,7 @@ class LocalLearner:
         return weight_shapes(self._trained(role).module.model)
 
     def checksum(self, role: Role = "policy") -> str:
-        trained = self._trained(role).module.model.named_parameters()
-        return checksum((plain_name(name), held_by(each)) for name, each in trained)
+        return checksum(trained_weights(self._trained(role).module.model))
 
     def save(self, folder: Path) -> None:
         settings = self.config.trainer

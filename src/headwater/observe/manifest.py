@@ -24,6 +24,7 @@ _FORMAT = "headwater-manifest-1"
 _PIECE_BYTES = 16 * 2**20
 _DIGEST_BYTES = 16
 _MAX_THREADS = 16
+_READ_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json", ".jinja", ".model", ".py")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def damage(folder: Path, *, part: str = "", contents: bool = True) -> tuple[Dama
     """The files that are missing or differ from the manifest.
 
     Only files below the sub-folder ``part`` are checked if it is given. Without ``contents``, only sizes are compared,
-    which reads nothing but the manifest. Files that the manifest does not name are ignored.
+    which reads nothing but the manifest. Of the files that the manifest does not name, those are found that loading a
+    model could read, such as other weights; notes and pictures are ignored.
     """
     try:
         entries = _read(folder / MANIFEST)
@@ -78,6 +80,10 @@ def damage(folder: Path, *, part: str = "", contents: bool = True) -> tuple[Dama
             found.append(Damage(path, f"has {size} bytes, not {entry['bytes']}"))
         else:
             whole[path] = size
+    found += [
+        Damage(path, "was added after the folder was saved, and loading the model could read it: move it away")
+        for path in sorted(_readable_files(folder / part) - wanted.keys())
+    ]
     if contents:
         try:
             digests = _digests(whole)
@@ -98,6 +104,12 @@ def num_bytes(folder: Path) -> int:
         except OSError:
             continue
     return total
+
+
+def _readable_files(folder: Path) -> set[Path]:
+    """The files that loading a model or a checkpoint may read, by their names."""
+    found = (path for path in folder.rglob("*") if path.suffix in _READ_SUFFIXES and path.name != MANIFEST)
+    return {path for path in found if not path.name.startswith(".") and path.is_file()}
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

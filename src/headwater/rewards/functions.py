@@ -8,13 +8,13 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from headwater.core.errors import RewardFailed, UnknownName
 from headwater.core.records import MAX_REWARD, Prompt, Score, is_reward
-from headwater.core.registry import blaming
+from headwater.core.registry import blaming, is_path
 from headwater.rewards.scorers import SCORERS, is_quick, scorer_of
 from headwater.rewards.signature import Signature, defined_at, read_signature
 
@@ -52,6 +52,8 @@ class ScoringFunction:
     @classmethod
     def of(cls, function: ScoreFunction, path: str, settings: Mapping[str, Any], setting: str) -> ScoringFunction:
         """``setting`` names the function in messages."""
+        if path and not is_path(path):
+            _check_settings(function, settings, setting)
         return cls(
             function,
             path,
@@ -125,6 +127,15 @@ class ScoringFunction:
         return {plural.get(name, name): [row.get(name) for row in rows] for name in names}
 
 
+def _check_settings(function: ScoreFunction, settings: Mapping[str, Any], setting: str) -> None:
+    """Raise ``RewardFailed`` if settings of a built-in scorer break the rules beside its types."""
+    from headwater.config.arguments import broken_rules  # slow to import, and reward workers do not need it
+
+    defaults = {name: each.default for name, each in inspect.signature(function).parameters.items()}
+    for name, reason in broken_rules(get_type_hints(function, include_extras=True), defaults, settings):
+        raise RewardFailed(f"{setting}: its setting {name} = {settings[name]!r}: {reason}", cause="bad_arguments")
+
+
 def _as_conversation(episode: ScorableEpisode) -> tuple[Any, Any]:
     """Prompt and completion: text if the row's prompt is plain text, otherwise lists of messages."""
     plain = episode.prompt.columns.get("prompt")
@@ -178,6 +189,8 @@ class Failure:
     """One word, by which failures are counted."""
     text: str
     """The rest of a sentence that begins with the function and the row."""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """What the call has used up; see ``RewardFailed.spent``."""
 
 
 def failure_of(error: BaseException, function: ScoreFunction) -> Failure:
@@ -185,7 +198,7 @@ def failure_of(error: BaseException, function: ScoreFunction) -> Failure:
     if isinstance(error, BadValue):
         return Failure("bad_value", str(error))
     if isinstance(error, RewardFailed):
-        return Failure(error.cause, f"failed: {error}")
+        return Failure(error.cause, f"failed: {error}", error.spent)
     return Failure("raised", f"raised {type(error).__name__}: {error}{_raised_at(error, function)}")
 
 

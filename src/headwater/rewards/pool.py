@@ -8,12 +8,16 @@
 Workers start when there is enough work for them. Short calls travel in batches of about five milliseconds of work. A
 call that takes too long, or ends its worker, fails alone: the worker's process group is killed, and its other calls
 are given to another worker.
+
+Nothing tells which of several async calls ended their worker. They are repeated in two halves, each in a separate
+worker, and a half whose worker dies is divided again, until the call that does it is alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import os
 import pickle
@@ -22,12 +26,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from headwater.core.errors import HeadwaterError
-from headwater.rewards.functions import Failure, ScoringFunction
+from headwater.rewards.functions import Failure
 from headwater.rewards.worker import Message, frame
 from headwater.rewards.worker_process import Call, Reply, WorkerProcess
+
+logger = logging.getLogger(__name__)
 
 _BATCH_S = 0.005
 """Work that is sent to a worker at once. Longer batches would keep calls behind a slow one."""
@@ -38,12 +44,44 @@ _START_LIMIT_S = 300.0
 """Limit for starting a worker and importing a function there."""
 _CANCEL_LIMIT_S = 5.0
 """How long an async function may take to end after it was cancelled. Then its event loop must be blocked."""
+_MAX_RESERVED = 2
+"""Additional workers for calls of a worker that died."""
 _READ_BYTES = 2**18
 TIMED_OUT = Failure("timed_out", "did not end within its time limit")
 
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Scorable(Protocol):
+    """A function that workers find by its path."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+    @property
+    def is_async(self) -> bool: ...
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteFunction:
+    """A function that this process has not loaded itself."""
+
+    path: str
+    settings: Mapping[str, Any]
+    is_async: bool
+
+
+class CallPool(Protocol):
+    """Calls scoring functions in other processes."""
+
+    async def call(
+        self, function: Scorable, arguments: Mapping[str, Any], count: int | None, timeout_s: float
+    ) -> Reply: ...
+    def start(self, function: Scorable) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -65,10 +103,12 @@ class WorkerPool:
         """Workers that died, or were killed because of a call."""
         self._num_workers = num_workers
         self._max_concurrent = max_concurrent
-        self._keys: dict[ScoringFunction, str] = {}
+        self._keys: dict[Scorable, str] = {}
         self._loads: dict[str, Message] = {}
         self._paces: dict[str, _Pace] = {}
         self._waiting: deque[Call] = deque()
+        self._suspects: deque[list[Call]] = deque()
+        """Calls that ran together in a worker that died. Each list waits for a worker that gets no other calls."""
         self._workers: list[WorkerProcess] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ids = itertools.count()
@@ -82,7 +122,7 @@ class WorkerPool:
         return [each.process.pid for each in self._workers]
 
     async def call(
-        self, function: ScoringFunction, arguments: Mapping[str, Any], count: int | None, timeout_s: float
+        self, function: Scorable, arguments: Mapping[str, Any], count: int | None, timeout_s: float
     ) -> Reply:
         """Call ``function`` in a worker. The time limit begins when the call does, not while it waits."""
         loop = self._attach()
@@ -100,7 +140,7 @@ class WorkerPool:
             self._cancel(call)
             raise
 
-    def start(self, function: ScoringFunction) -> None:
+    def start(self, function: Scorable) -> None:
         """Start a worker and load a function there, before there is a call."""
         self._send(self._start_worker(), [], self._key(function))
 
@@ -112,7 +152,7 @@ class WorkerPool:
 
     # Sending
 
-    def _key(self, function: ScoringFunction) -> str:
+    def _key(self, function: Scorable) -> str:
         if function not in self._keys:
             self._keys[function] = key = str(len(self._keys))
             self._loads[key] = ("load", key, function.path, dict(function.settings))
@@ -130,6 +170,7 @@ class WorkerPool:
             raise HeadwaterError("a reward manager is used by two event loops at once; make one for each")
         self._loop, self._is_flushing, self._patience = loop, False, None
         self._waiting.clear()
+        self._suspects.clear()
         for worker in list(self._workers):
             if worker.calls:
                 self._end(worker)
@@ -150,20 +191,39 @@ class WorkerPool:
 
     def _flush(self, *, have_waited: bool = False) -> None:
         self._is_flushing = False
+        self._repeat_suspects()
         while self._waiting:
             try:
                 worker = self._free_worker(may_start=have_waited or self._has_much_work())
             except OSError as error:
-                self._waiting.popleft().settle(Failure("worker_died", f"found no worker: it cannot start ({error})"))
+                self._waiting.popleft().settle(_cannot_start(error))
                 continue
             if worker is None:
                 self._flush_if_still_waiting()
                 return
             self._send(worker, self._take_batch(worker))
 
+    def _repeat_suspects(self) -> None:
+        while self._suspects and len(self._workers) - len(self._open_workers) < _MAX_RESERVED:
+            calls = [each for each in self._suspects.popleft() if not each.reply.done()]
+            if not calls:
+                continue
+            try:
+                worker = self._start_worker()
+            except OSError as error:
+                for call in calls:
+                    call.settle(_cannot_start(error))
+                continue
+            worker.is_reserved = True
+            self._send(worker, calls)
+
+    @property
+    def _open_workers(self) -> list[WorkerProcess]:
+        return [each for each in self._workers if not each.is_reserved]
+
     def _flush_if_still_waiting(self) -> None:
         """Look again later: a call that takes long says nothing about its duration before it ends."""
-        if self._patience is None and self._loop is not None and len(self._workers) < self._num_workers:
+        if self._patience is None and self._loop is not None and len(self._open_workers) < self._num_workers:
             self._patience = self._loop.call_later(_WORTH_STARTING_S, self._stop_waiting)
 
     def _stop_waiting(self) -> None:
@@ -177,10 +237,11 @@ class WorkerPool:
 
     def _free_worker(self, *, may_start: bool) -> WorkerProcess | None:
         """The worker that gets the next calls; None if all are busy. The first worker always starts."""
-        least = min(self._workers, key=lambda each: len(each.calls), default=None)
+        workers = self._open_workers
+        least = min(workers, key=lambda each: len(each.calls), default=None)
         if least is not None and not least.calls:
             return least
-        if least is None or (may_start and len(self._workers) < self._num_workers):
+        if least is None or (may_start and len(workers) < self._num_workers):
             return self._start_worker()
         return least if least is not None and len(least.calls) < self._max_concurrent else None
 
@@ -246,14 +307,13 @@ class WorkerPool:
         if not received:
             self._on_death(worker)
             return
-        try:
-            for message in worker.frames.add(received):
-                self._take(worker, message)
-        except Exception as error:  # noqa: BLE001  unpickling calls code of the values
-            self._fail_first(worker, Failure("bad_value", f"returned values that cannot be read here: {error}"))
-            return
-        self._begin(worker)
-        if self._waiting:
+        for message in worker.frames.add(received):
+            self._take(worker, message)
+        if worker.is_reserved and not worker.calls:
+            self._end(worker)
+        else:
+            self._begin(worker)
+        if self._waiting or self._suspects:
             self._flush()
 
     def _take(self, worker: WorkerProcess, message: Message) -> None:
@@ -261,7 +321,7 @@ class WorkerPool:
             _, number, reply, seconds = message
             if (call := worker.calls.pop(number, None)) is not None:
                 self._paces[call.key].note(seconds)
-                call.settle(reply)
+                call.settle(_read_reply(reply))
             return
         _, key, failure = message
         worker.loaded[key] = True
@@ -315,10 +375,24 @@ class WorkerPool:
         self._post(worker, [("cancel", call.id)])
 
     def _on_death(self, worker: WorkerProcess) -> None:
-        first = next(iter(worker.calls.values()), None)
         how = self._end(worker)
-        if first is not None:
-            self._replace(worker, Failure("worker_died", f"ended its worker process, which {how}"), [first])
+        calls = list(worker.calls.values())
+        if worker.is_async and len(calls) > 1 and worker.running():
+            self._suspect(worker, how)
+        elif calls:
+            self._replace(worker, Failure("worker_died", f"ended its worker process, which {how}"), calls[:1])
+
+    def _suspect(self, worker: WorkerProcess, how: str) -> None:
+        """One of several calls has ended its worker. Repeat them in two halves, to find out which."""
+        self.num_replaced += 1
+        calls = [each for each in worker.calls.values() if not each.reply.done()]
+        if not worker.is_reserved:
+            logger.warning("a reward worker %s; its %d calls are repeated to find the cause", how, len(calls))
+        for call in calls:
+            call.deadline = math.inf
+        middle = len(calls) // 2
+        self._suspects.extend(half for half in (calls[:middle], calls[middle:]) if half)
+        self._flush_soon()
 
     def _fail_first(self, worker: WorkerProcess, failure: Failure, *calls: Call) -> None:
         """End a worker because of ``calls``, by default of the first one that it has."""
@@ -343,6 +417,18 @@ class WorkerPool:
             self._loop.remove_reader(worker.connection)
             self._loop.remove_writer(worker.connection)
         return worker.end()
+
+
+def _cannot_start(error: OSError) -> Failure:
+    return Failure("worker_died", f"found no worker: it cannot start ({error})")
+
+
+def _read_reply(content: bytes) -> Reply:
+    try:
+        reply: Reply = pickle.loads(content)
+    except Exception as error:  # noqa: BLE001  unpickling calls code of the values
+        return Failure("bad_value", f"returned values that cannot be read here: {error}")
+    return reply
 
 
 def _end_all(workers: list[WorkerProcess]) -> None:

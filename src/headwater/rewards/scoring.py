@@ -21,13 +21,15 @@ from headwater.core.records import Prompt, Score
 from headwater.core.registry import is_path
 from headwater.observe.spans import Spans
 from headwater.rewards.functions import Failure, ScoreFunction, ScoringFunction, failure_of, read_result
-from headwater.rewards.pool import TIMED_OUT, WorkerPool, usable_cores
+from headwater.rewards.pool import TIMED_OUT, CallPool, WorkerPool, usable_cores
 from headwater.rewards.threads import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
 FAILURE_WINDOW = 256
 """Calls over which ``reward.max_failed_share`` is measured."""
+CONCLUSIVE_START = 32
+"""If this many calls at the start of a run have all failed, the others will fail, too."""
 
 _REMEDY = "fix the function, or set rollout.on_failure=drop to drop and count such rows"
 
@@ -70,8 +72,8 @@ class Scoring:
         """The scorers so far, by the part and the data source."""
         self._failures = Failures(config.max_failed_share)
         num_workers = config.workers or usable_cores()
-        self._plain_pool = WorkerPool(num_workers)
-        self._async_pool = WorkerPool(1, config.max_concurrent)
+        self._plain_pool: CallPool = WorkerPool(num_workers)
+        self._async_pool: CallPool = WorkerPool(1, config.max_concurrent)
         self._free_threads = asyncio.Semaphore(num_workers)
         self._free_async = asyncio.Semaphore(config.max_concurrent)
 
@@ -84,6 +86,11 @@ class Scoring:
         """Whether a function that the config names receives a column of the data."""
         signatures = [part.function.signature for part in self._parts if part.function is not None]
         return any(signature.takes_rest or name in signature.columns for signature in signatures)
+
+    def use(self, pool: CallPool) -> None:
+        """Call functions there instead of in worker processes of this machine."""
+        self.close()
+        self._plain_pool = self._async_pool = pool
 
     def start(self) -> None:
         """Start a worker for each function that needs one, so that it is loaded when the first episode ends."""
@@ -143,7 +150,7 @@ class Scoring:
                 self._failures.note_success()
                 return reply
             if num_left:
-                self._failures.note_retry()
+                self._failures.note_retry(reply)
                 logger.warning("row %s: reward %s %s; it is retried", episodes[0].prompt.uid, function.name, reply.text)
                 continue
             raise self._failed(function, episodes, reply)
@@ -181,7 +188,7 @@ class Scoring:
     def _runs_in_pool(self, function: ScoringFunction) -> bool:
         return self._config.where == "processes" and bool(function.path) and not function.is_quick
 
-    def _pool(self, function: ScoringFunction) -> WorkerPool:
+    def _pool(self, function: ScoringFunction) -> CallPool:
         return self._async_pool if function.is_async else self._plain_pool
 
     def _function(self, part: Part, prompt: Prompt) -> ScoringFunction:
@@ -214,7 +221,8 @@ class Scoring:
             )
         else:
             name = function.place if failure.cause == "bad_value" else function.name
-            error = RewardFailed(f"reward {name} on {where} {failure.text}; {_REMEDY}", cause=failure.cause)
+            text = f"reward {name} on {where} {failure.text}; {_REMEDY}"
+            error = RewardFailed(text, cause=failure.cause, spent=failure.spent)
         return self._failures.note(error) or error
 
 
@@ -231,37 +239,52 @@ class Failures:
         """``_counts`` when they were last taken."""
         self._num_retries = 0
         self._num_retries_taken = 0
+        self._num_scored = 0
+        self._spent: Counter[str] = Counter()
+        """What failed calls have used up since it was last taken. A name that has occurred once stays."""
 
     def note_success(self) -> None:
+        self._num_scored += 1
         self._recent.append("")
 
-    def note_retry(self) -> None:
+    def note_retry(self, failure: Failure) -> None:
         self._num_retries += 1
+        self._spent.update(failure.spent)
 
     def note(self, error: RewardFailed) -> RewardsUnreliable | None:
         """Count a failed call. Returns the error that stops the run, if too many calls failed."""
         self._counts[error.cause] += 1
         self._messages[error.cause] = str(error)
         self._recent.append(error.cause)
+        self._spent.update(error.spent)
         num_failed = sum(bool(cause) for cause in self._recent)
-        if len(self._recent) < FAILURE_WINDOW or num_failed <= self._max_share * FAILURE_WINDOW:
+        if not self._is_conclusive(num_failed):
             return None
         most, count = Counter(filter(None, self._recent)).most_common(1)[0]
+        which = f"of the last {FAILURE_WINDOW}" if len(self._recent) == FAILURE_WINDOW else f"of {len(self._recent)}"
         return RewardsUnreliable(
-            f"{num_failed} of the last {FAILURE_WINDOW} scoring calls failed, more than reward.max_failed_share = "
-            f"{self._max_share:g}; the most frequent cause is {most} ({count} calls), for example: "
-            f"{self._messages[most]}"
+            f"{num_failed} {which} scoring calls failed, and reward.max_failed_share = {self._max_share:g} allows "
+            f"{self._max_share * FAILURE_WINDOW:g} of {FAILURE_WINDOW}; the most frequent cause is {most} "
+            f"({count} calls), for example: {self._messages[most]}"
         )
+
+    def _is_conclusive(self, num_failed: int) -> bool:
+        """Whether the share of failures is too high, also if calls are still missing in the window."""
+        none_works = not self._num_scored and num_failed >= CONCLUSIVE_START and self._max_share < 1
+        return none_works or num_failed > self._max_share * FAILURE_WINDOW
 
     def take(self) -> dict[str, float]:
         """Counts since the last call of this method. A cause that has occurred once keeps its metric."""
         counts = {cause: self._counts[cause] - self._taken[cause] for cause in self._counts}
         num_retries = self._num_retries - self._num_retries_taken
         self._taken, self._num_retries_taken = Counter(self._counts), self._num_retries
+        spent = {f"reward/spent_on_failures/{name}": value for name, value in self._spent.items()}
+        self._spent = Counter(dict.fromkeys(self._spent, 0))
         return {
             "reward/failed_calls": sum(counts.values()),
             "reward/retried_calls": num_retries,
             **{f"reward/failures/{cause}": count for cause, count in counts.items()},
+            **spent,
         }
 
     def status(self) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ Both sides send frames over a socket: the length in four bytes, then a pickled l
                        ("call", id, key, arguments, count)    arguments are pickled; count is None, or that of the lists
                        ("cancel", id)                         only for async functions
     from the worker    ("loaded", key, failure or None)
-                       ("done", id, scores or failure, seconds)
+                       ("done", id, pickled scores or failure, seconds)
 
 A worker for plain functions calls them one at a time on its main thread, so signals and event loops work in them as in
 a script. A worker for async functions runs them concurrently on one event loop. Neither imports torch.
@@ -144,11 +144,11 @@ class _Worker:
     def send_result(self, call: int, result: Any, seconds: float) -> None:
         """Send scores or a failure. A score whose other values cannot be sent is a failure, too."""
         try:
-            content = frame([("done", call, result, seconds)])
+            content = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001  pickling calls code of the values
             failure = Failure("bad_value", f"returned values that cannot be sent to another process: {error}")
-            content = frame([("done", call, failure, seconds)])
-        self.parent.sendall(content)
+            content = pickle.dumps(failure, pickle.HIGHEST_PROTOCOL)
+        self.send([("done", call, content, seconds)])
 
     def _call(self, message: Message) -> None:
         _, call, key, arguments, count = message

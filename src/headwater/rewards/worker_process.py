@@ -65,6 +65,8 @@ class WorkerProcess:
     """Functions that it was told to load, and whether it has done so."""
     frames: Frames = field(default_factory=Frames)
     unsent: bytearray = field(default_factory=bytearray)
+    is_reserved: bool = False
+    """It has the calls of a worker that died, and gets no others."""
     watch: asyncio.TimerHandle | None = None
     """Looks at the deadlines of its calls."""
 

@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Generic, TypeVar
 
 from headwater.core.errors import RolloutFailed
-from headwater.core.waits import wait_until
 from headwater.rollout.task_runner import AsyncTaskRunner
 
 Job = TypeVar("Job")
@@ -167,14 +166,7 @@ class BatchTaskDispatcher(Generic[Job, Result]):
             return len(self._results) >= count or self._is_idle()
 
         with self._changed:
-            wait_until(
-                self._changed,
-                is_over,
-                describe,
-                kind="batch",
-                hard_limit_s=hard_limit_s,
-                while_waiting=self._tasks.while_waiting,
-            )
+            self._tasks.wait(self._changed, is_over, describe, kind="batch", hard_limit_s=hard_limit_s)
             if self._error is not None:
                 raise self._error
             if not self._tasks.is_alive:

@@ -20,7 +20,6 @@ on the rollout thread and waits for it (``AsyncTaskRunner.call``), as ``snapshot
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -67,7 +66,7 @@ class WorkflowExecutor:
         self.admission = admission
         self.ledger = Ledger()
         self.staleness = StalenessManager(
-            max_concurrent=admission.max_concurrent or (admission.max_staleness + 1) * admission.batch_size,
+            max_concurrent=admission.max_concurrent or admission.most_ahead,
             batch_size=admission.batch_size,
             max_staleness=admission.max_staleness,
             num_batches=admission.num_batches,
@@ -120,19 +119,20 @@ class WorkflowExecutor:
     def wait(self, num_groups: int) -> RolloutBatch:
         """Wait for ``num_groups`` of the groups that were submitted or drawn. Returns fewer if no more can come."""
 
-        began = time.monotonic()
+        clock = self._tasks.loop.time
+        began = clock()
 
         def progress() -> str:
             lost = f", {len(self._dropped)} dropped" if self._dropped else ""
             return (
-                f"the learner has waited {time.monotonic() - began:.0f} s for batch {self._version + 1}: "
+                f"the learner has waited {clock() - began:.0f} s for batch {self._version + 1}: "
                 f"{len(self._buffer)} of {num_groups} groups{lost}; {self._flights.describe()}"
             )
 
         self._is_asked = True
         self._dispatcher.notify()
         while not (selection := self._select(num_groups)).is_enough:
-            left_s = max(0.0, self._timeout_s - (time.monotonic() - began))  # the limit applies to the whole batch
+            left_s = max(0.0, self._timeout_s - (clock() - began))  # the limit applies to the whole batch
             arrived = self._dispatcher.wait_results(1, progress, hard_limit_s=left_s)
             if not arrived:  # nothing runs and nothing can start: the prompts or the rounds are used up
                 selection = self._select(num_groups, may_be_short=True)
@@ -264,7 +264,7 @@ class WorkflowExecutor:
 
     def _begin(self, dispatch: Dispatch) -> Awaitable[Finished | Dropped]:
         """Count a group as running, and run it."""
-        flight = Flight(dispatch, self._version, self._groups.num_episodes)
+        flight = Flight(dispatch, self._version, self._groups.num_episodes, self._tasks.loop.time)
         self._flights.begin(flight)
         if self._start is not None:
             self._start.expect(flight)

@@ -144,7 +144,9 @@ class Flight:
     version: int
     """The policy version when the group started. None of its tokens is older."""
     num_episodes: int
-    started: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    """The seconds of the event loop on which the group runs."""
+    started: float = field(init=False)
     episodes: dict[int, EpisodeState] = field(default_factory=dict)
     """What each episode is doing, by its sample. Episodes that have not started are missing."""
     requests: dict[tuple[int, int], VersionRuns] = field(default_factory=dict)
@@ -159,9 +161,12 @@ class Flight:
     start: JointStart | None = None
     """In waves: the groups with which this one starts."""
 
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self.started
+        return self.clock() - self.started
 
     @property
     def times(self) -> GroupTimes:

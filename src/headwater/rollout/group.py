@@ -197,6 +197,8 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if turns := [info["num_turns"] for info in infos if isinstance(info.get("num_turns"), int)]:
         metrics["episode/turns"] = statistics.fmean(turns)
+    if ends := Counter(info["ended_by"] for info in infos if isinstance(info.get("ended_by"), str)):
+        metrics |= {f"episode/ended_by/{reason}": count / ends.total() for reason, count in sorted(ends.items())}
     noted = [info for info in infos if info.keys() >= _TOOL_NOTES]
     if not noted:
         return metrics
@@ -210,8 +212,6 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for name in sorted({name for info in noted for name in info["tool_metrics"]}):
         known = [info["tool_metrics"][name] for info in noted if name in info["tool_metrics"]]
         metrics[f"tools/{name}"] = statistics.fmean(known)
-    ends = Counter(info["ended_by"] for info in noted)
-    metrics |= {f"episode/ended_by/{reason}": count / len(noted) for reason, count in sorted(ends.items())}
     metrics["time/tools_per_episode_s"] = statistics.fmean(info["tool_s"] for info in noted)
     return metrics
 

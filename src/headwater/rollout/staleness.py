@@ -29,6 +29,11 @@ class Admission:
     max_rounds: int | None = None
     """A step continues with a smaller batch after this many batches' worth of prompts; None means no limit."""
 
+    @property
+    def most_ahead(self) -> int:
+        """The most groups that may be ahead of the learner at any time."""
+        return (self.max_staleness + 1) * self.batch_size
+
 
 @dataclass(frozen=True)
 class RolloutCounts:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from headwater.core.errors import WaitTimeout
-from headwater.core.waits import wait_for_future
+from headwater.core.waits import wait_for_future, wait_until
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -68,6 +68,20 @@ class AsyncTaskRunner:
     def post(self, function: Callable[[], object]) -> None:
         """Like ``call``, but do not wait for the result."""
         self.loop.call_soon_threadsafe(function)
+
+    def wait(
+        self,
+        condition: threading.Condition,
+        predicate: Callable[[], object],
+        describe: Callable[[], str],
+        *,
+        kind: str,
+        hard_limit_s: float,
+    ) -> None:
+        """Let the caller's thread wait for the episodes until ``predicate`` is true. The caller holds ``condition``."""
+        wait_until(
+            condition, predicate, describe, kind=kind, hard_limit_s=hard_limit_s, while_waiting=self.while_waiting
+        )
 
     def at_end(self, clean_up: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``clean_up()`` on the loop when the runner is closed, after all episodes have ended."""

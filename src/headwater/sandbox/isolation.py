@@ -48,13 +48,14 @@ def start(kind: Kind, config: SandboxConfig) -> ZygoteProcess:
         _warned.add(kind)
         logger.warning(_UNPROTECTED)
     zygote = ZygoteProcess(kind, config)
-    if kind == "bubblewrap-single":
-        return zygote
     try:
         _probe(zygote)
     except (CellLost, ZygoteLost):
         zygote.close()
         raise
+    if kind == "bubblewrap-single":  # it serves one program only
+        zygote.close()
+        return ZygoteProcess(kind, config)
     return zygote
 
 

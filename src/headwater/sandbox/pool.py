@@ -82,6 +82,8 @@ class CellPool:
         self._config = config
         self.max_concurrent = config.max_concurrent or _num_cores()
         self._zygote: ZygoteProcess | None = None
+        self._has_single = False
+        """Whether every program gets its own zygote. Then they are not tested again."""
         self._zygote_lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._turns = threading.Condition()
@@ -137,8 +139,15 @@ class CellPool:
                 if self._zygote is not None:
                     self._zygote.close()
                 _allow_many_descriptors()
-                self._zygote = choose(self._config)
+                self._zygote = self._new_zygote()
+                self._has_single = self._zygote.kind == "bubblewrap-single"
             return self._zygote
+
+    def _new_zygote(self) -> ZygoteProcess:
+        if self._has_single:
+            with contextlib.suppress(ZygoteLost):
+                return ZygoteProcess("bubblewrap-single", self._config)
+        return choose(self._config)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

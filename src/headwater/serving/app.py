@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from weakref import WeakSet
 
 from aiohttp import web
@@ -31,7 +31,10 @@ OPEN_PATHS = frozenset({"/health"})
 """Paths that load balancers and orchestrators may call without a key."""
 
 
-def build_app(engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOptions) -> web.Application:
+def build_app(
+    engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOptions, routes: Iterable[web.RouteDef] = ()
+) -> web.Application:
+    """``routes`` are further calls beside those that every server has."""
     app = web.Application(middlewares=[errors_as_json, only_with_key], client_max_size=options.max_body_bytes)
     app[STATE] = ServerState.build(engine, tokenizer, options)
     app[native_routes.SOCKETS] = WeakSet()
@@ -39,7 +42,7 @@ def build_app(engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOpti
     app.on_shutdown.append(native_routes.close_sockets)
     app.on_cleanup.append(_end_threads)
     app.add_routes([*openai_routes.ROUTES, *sglang_routes.ROUTES, *native_routes.ROUTES, *control_routes.ROUTES])
-    app.add_routes(weight_stream.ROUTES)
+    app.add_routes([*weight_stream.ROUTES, *routes])
     return app
 
 

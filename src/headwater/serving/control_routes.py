@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 
 import headwater
-from headwater.core.protocols import EngineStatus
+from headwater.core.protocols import EngineStatus, ServerStatus
 from headwater.serving.control import Abort, WeightsCall, in_own_thread, read_nothing, read_version
 from headwater.serving.generation import reply
 from headwater.serving.state import STATE
@@ -94,7 +94,8 @@ async def checksum(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     labels = {"model": state.options.served_name, "headwater": headwater.__version__}
-    text = metrics_text(metrics_of(state.engine.status()), labels)
+    status = state.engine.status()
+    text = metrics_text(metrics_of(status), labels) + server_metrics_text(status.servers)
     return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
 
@@ -125,6 +126,17 @@ def metrics_text(values: Mapping[str, Any], labels: Mapping[str, str]) -> str:
         lines.append(f"# TYPE {PREFIX}{name} {'counter' if name in COUNTERS else 'gauge'}")
         lines.append(f"{PREFIX}{name} {int(value) if isinstance(value, bool) else value!r}")
     return "\n".join(lines) + "\n"
+
+
+def server_metrics_text(servers: Sequence[ServerStatus]) -> str:
+    """The servers of a router in Prometheus' text format, with the label ``server``."""
+    lines = []
+    for name in ("version", "is_alive", "num_running", "num_waiting", "num_restarts") if servers else ():
+        lines.append(f"# TYPE {PREFIX}server_{name} gauge")
+        lines += [
+            f'{PREFIX}server_{name}{{server="{_escape(each.name)}"}} {int(getattr(each, name))}' for each in servers
+        ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _escape(value: str) -> str:

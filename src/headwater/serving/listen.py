@@ -7,7 +7,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
@@ -64,9 +64,10 @@ def serve(
     options: ServerOptions,
     taken: socket.socket,
     say: Callable[[str], None],
+    routes: Iterable[web.RouteDef] = (),
 ) -> None:
-    """Serve on ``taken`` until Ctrl-C, SIGTERM or SIGHUP."""
-    asyncio.run(_serve(build_app(engine, tokenizer, options), engine, options, taken, say))
+    """Serve on ``taken`` until Ctrl-C, SIGTERM or SIGHUP. ``routes`` are further calls beside the usual ones."""
+    asyncio.run(_serve(build_app(engine, tokenizer, options, routes), engine, options, taken, say))
 
 
 async def _serve(

@@ -1,4 +1,4 @@
-"""Documents that a search found, as text for the model."""
+"""What the search tools have in common: their schema, and the documents that were found, as text for the model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+SEARCH_SCHEMA = {
+    "name": "search",
+    "description": "Search for documents about a question or topic.",
+    "parameters": {
+        "type": "object",
+        "properties": {"query": {"type": "string", "description": "What to search for."}},
+        "required": ["query"],
+    },
+}
 _TEXT_KEYS = ("contents", "text", "content", "body", "passage")
 
 

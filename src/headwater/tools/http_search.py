@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from headwater.config.constraints import AtLeast, MoreThan
 from headwater.tools import TOOLS
 from headwater.tools.base import BaseTool, ToolResponse, ToolUnavailable
-from headwater.tools.documents import Document, queries_of, read_document, show_results
+from headwater.tools.documents import SEARCH_SCHEMA, Document, queries_of, read_document, show_results
 from headwater.tools.http import HttpService
 from headwater.tools.results import BadResult
 
@@ -21,15 +21,7 @@ from headwater.tools.results import BadResult
 class HttpSearch(BaseTool):
     """Asks a search service for documents."""
 
-    tool_schema = {  # noqa: RUF012 - the schema of the class
-        "name": "search",
-        "description": "Search for documents about a question or topic.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "What to search for."}},
-            "required": ["query"],
-        },
-    }
+    tool_schema = SEARCH_SCHEMA
 
     def __init__(
         self,
@@ -43,6 +35,7 @@ class HttpSearch(BaseTool):
     ) -> None:
         super().__init__(tool_schema=tool_schema)
         self._topk = topk
+        self.max_concurrent = max_connections  # the time limit of a call does not count while it waits for a connection
         self._service = HttpService(
             url,
             "/retrieve",

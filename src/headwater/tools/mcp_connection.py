@@ -87,6 +87,8 @@ class Connection:
         if not done:
             await self.close()
             raise ToolUnavailable(f"MCP server {self._address.name} did not answer within {limit_s:g} s")
+        if self._ready.cancelled():  # another call of the episode has given it up
+            raise ToolUnavailable(f"MCP server {self._address.name} was ended while it started")
         error = self._ready.exception()
         if error is not None:
             raise ToolUnavailable(f"MCP server {self._address.name} cannot be reached: {error}") from error

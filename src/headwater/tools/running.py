@@ -149,7 +149,9 @@ def has_succeeded(task: asyncio.Task[Any]) -> bool:
     return not task.cancelled() and task.exception() is None
 
 
-async def call_method(call: Callable[[], Any], on_block: Callable[[float], None], *, interrupt: bool = True) -> Any:
+async def call_method(
+    call: Callable[[], Any], on_block: Callable[[float], None] = lambda _: None, *, interrupt: bool = True
+) -> Any:
     """Call a coroutine function on the event loop, or a plain function in a thread.
 
     ``on_block`` is told for how many seconds a coroutine function blocked the event loop. ``interrupt=False`` lets a

@@ -43,6 +43,7 @@ class SandboxFusion(BaseTool):
         tool_schema: Any = None,
     ) -> None:
         super().__init__(tool_schema=tool_schema)
+        self.max_concurrent = max_connections  # the time limit of a call does not count while it waits for a connection
         self._settings = {
             "language": language,
             "run_timeout": run_timeout_s,

@@ -12,7 +12,7 @@ from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.registry import similar_path
 from headwater.tools import TOOLS
 from headwater.tools.base import BaseTool, ToolResponse
-from headwater.tools.documents import Document, queries_of, read_document, show_results
+from headwater.tools.documents import SEARCH_SCHEMA, Document, queries_of, read_document, show_results
 
 _FORM = "a document is text, or has 'text' or 'contents' and optionally 'title'"
 
@@ -25,15 +25,7 @@ class Search(BaseTool):
     line.
     """
 
-    tool_schema = {  # noqa: RUF012 - the schema of the class
-        "name": "search",
-        "description": "Search for documents about a question or topic.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "What to search for."}},
-            "required": ["query"],
-        },
-    }
+    tool_schema = SEARCH_SCHEMA
 
     def __init__(
         self,

@@ -23,10 +23,12 @@ from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.core.registry import nearest
 from headwater.core.waits import wait_for_future
+from headwater.tools.base import BaseTool
 from headwater.tools.config import read_entries
 from headwater.tools.loaded import LoadedTool
 from headwater.tools.making import ToolMaker
 from headwater.tools.offered import OfferedTools
+from headwater.tools.running import call_method
 from headwater.tools.session import ToolSession
 
 logger = logging.getLogger(__name__)
@@ -80,10 +82,11 @@ class Toolbox:
         async def check_all() -> None:
             problems = []
             for name, loaded in self._tools.items():
-                if not loaded.has_own("check"):
+                # A method of this name means something else in the tools of other frameworks.
+                if not isinstance(loaded.tool, BaseTool) or not loaded.has_own("check"):
                     continue
                 try:
-                    await loaded.tool.check()
+                    await call_method(loaded.tool.check)
                 except HeadwaterError as error:
                     problems.append(f"tool {name}: {error}")
             if problems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +14,10 @@ from headwater.core.protocols import Learner
 from headwater.observe.manifest import MANIFEST, Damage, damage, num_bytes, seal
 from headwater.observe.run_directory import RunDirectory, saved_steps
 from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
+
+logger = logging.getLogger(__name__)
+
+_ADAPTERS = " adapters "
 
 
 @dataclass(frozen=True)
@@ -161,24 +166,32 @@ def read_state(checkpoint: Path, again: DrawAgain) -> TrainerState:
         ) from error
 
 
-def check_weights(run: RunDirectory, step: int, weights: str, *, is_merged: bool) -> None:
+def check_weights(run: RunDirectory, step: int, weights: str) -> None:
     """Refuse weights that are not those that ``step`` trained, according to the ledger.
 
-    ``weights`` is the text that the ledger has of the restored weights. Merged adapters are not compared: another
-    device may round them differently. The critic's part is compared if it was written by the same number of ranks.
+    ``weights`` is the text that the ledger has of the restored weights. If the adapters and the critic are the same but
+    the merged weights are not, this is only logged: another device may round the merged weights differently.
     """
     record = next((each for each in run.read_ledger() if each["kind"] == "step" and each["step"] == step), None)
     if record is None:
         return  # step 0 has none
-    was, _, critic_was = str(record.get("weights", "")).partition(" critic ")
-    now, _, critic_now = weights.partition(" critic ")
-    if (was != now and not is_merged) or (critic_was != critic_now and _shards(critic_was) == _shards(critic_now)):
+    was = str(record.get("weights", ""))
+    if was == weights:
+        return
+    trained_then, trained_now = was.partition(_ADAPTERS)[2], weights.partition(_ADAPTERS)[2]
+    if not trained_then or trained_then != trained_now:
         raise DamagedCheckpoint(
             f"{run.checkpoint(step)}: its weights are not those that step {step} trained (checksum {weights}, but "
-            f"{run.ledger_file} has {record.get('weights')}); resume from another checkpoint with --step"
+            f"{run.ledger_file} has {was}); resume from another checkpoint with --step"
         )
+    logger.warning(
+        "%s: the adapters are those that step %d trained, but merged into the model they give other weights: this "
+        "device rounds differently, or the files at model.path were changed",
+        run.checkpoint(step),
+        step,
+    )
 
 
-def _shards(checksum: str) -> str:
-    """The number of shards that a checksum was made of; empty for a single process."""
-    return checksum.partition(" shards ")[0] if " shards " in checksum else ""
+def weights_text(policy: str, *, adapters: str = "", critic: str = "") -> str:
+    """What the ledger has of everything that a step trained: the checksums of the merged policy and of the rest."""
+    return policy + (f"{_ADAPTERS}{adapters}" if adapters else "") + (f" critic {critic}" if critic else "")

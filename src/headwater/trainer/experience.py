@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from headwater.algorithms.advantages import AdvantageInputs, Advantages
-from headwater.algorithms.corrections import CorrectionFunction, CorrectionInputs, combine, correction_metrics
-from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram, weight_metrics
+from headwater.algorithms.corrections import CorrectionFunction, CorrectionInputs, apply_corrections
+from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram
 from headwater.algorithms.groups import piece_weights
-from headwater.algorithms.kl import KLController, penalize_rewards
+from headwater.algorithms.kl import KLController, PenalizedRewards, penalize_rewards
 from headwater.algorithms.masked import keep, masked_mean
 from headwater.algorithms.normalize import normalize, normalize_rewards
-from headwater.algorithms.proximal import approximation_metrics, loglinear
+from headwater.algorithms.proximal import approximation_metrics
 from headwater.algorithms.reward_shaping import overlong_penalty, scale_scores
 from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
@@ -69,6 +69,7 @@ class ExperienceMaker:
     def make(self, batch: RolloutBatch, version: int) -> Experience:
         """Rollouts as a padded batch with ``old_logprobs``, ``advantages`` and ``returns``, ``[samples, response]``.
 
+        With a reference model, ``rewards`` contain ``kl_rewards``, the penalty of each token.
         If an episode has several pieces, ``sequence_weights`` ``[samples]`` gives each piece its share of the episode.
         ``version`` is the version of the policy that is trained next.
         """
@@ -80,7 +81,8 @@ class ExperienceMaker:
         rewards = self._rewards(batch, data, computed, metrics)
         if "reference_logprobs" in computed:
             columns["reference_logprobs"] = computed["reference_logprobs"]
-            rewards = self._penalized(rewards, data, columns, metrics)
+            penalized = self._penalized(rewards, data, columns, metrics)
+            rewards, columns["kl_rewards"] = penalized.rewards, penalized.kl_rewards
         if "values" in computed:
             columns["values"] = computed["values"]
         mask, groups, episodes = data.batch["response_mask"], batch.group_numbers(), batch.episode_numbers()
@@ -157,7 +159,7 @@ class ExperienceMaker:
         metrics |= {f"rollout_gap/{name}": value for name, value in gap.items()}
         metrics["rollout_logprob_gap"] = float(masked_mean((old - rollout).abs(), mask))
         if method == "metrics":
-            metrics |= approximation_metrics(loglinear(rollout, old, versions, version), old, mask)
+            metrics |= approximation_metrics(rollout, old, versions, version, mask)
         return {"old_logprobs": old, "sum_pi_squared": computed["sum_pi_squared"]}
 
     def _rewards(
@@ -205,7 +207,7 @@ class ExperienceMaker:
 
     def _penalized(
         self, rewards: Tensor, data: DataProto, columns: Mapping[str, Tensor], metrics: dict[str, float]
-    ) -> Tensor:
+    ) -> PenalizedRewards:
         penalized = penalize_rewards(
             rewards,
             columns["old_logprobs"],
@@ -217,17 +219,15 @@ class ExperienceMaker:
         )
         metrics |= {"kl/reference": penalized.kl, "kl/coefficient": self.kl.coefficient}
         self.kl.update(penalized.kl, len(data))
-        return penalized.rewards
+        return penalized
 
     def _corrected(self, data: DataProto, old: Tensor, metrics: dict[str, float]) -> dict[str, Tensor]:
         if not self.corrections:
             return {}
         mask = data.batch["response_mask"]
         inputs = CorrectionInputs(old, data.batch["rollout_logprobs"], mask)
-        each = {name: correct(inputs) for name, correct in self.corrections.items()}
-        corrected = combine(each)
-        shown = {name: float(masked_mean(values, mask)) for name, values in corrected.diagnostics.items()}
-        metrics |= {f"correction/{name}": value for name, value in (shown | correction_metrics(each, mask)).items()}
+        corrected, shown = apply_corrections(self.corrections, inputs)
+        metrics |= {f"correction/{name}": value for name, value in shown.items()}
         if mask.any() and not corrected.mask.any():
             raise RunError(
                 f"algorithm.corrections = {list(self.config.algorithm.corrections)}: left no token of step "
@@ -235,7 +235,6 @@ class ExperienceMaker:
                 "or find out why the engine's log-probs differ (rollout_gap/* in metrics.jsonl)"
             )
         metrics["correction/kept_fraction"] = float(corrected.mask.sum() / mask.sum())
-        metrics |= {f"correction/{name}": value for name, value in weight_metrics(corrected.weights, mask).items()}
         return {"correction_weights": corrected.weights, "response_mask": corrected.mask}
 
 

@@ -16,7 +16,7 @@ from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.source import PromptStream
-from headwater.trainer.checkpoint import Checkpoints, TrainerState, check_weights, read_state
+from headwater.trainer.checkpoint import Checkpoints, TrainerState, check_weights, read_state, weights_text
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
 from headwater.trainer.interrupts import Interrupts
@@ -93,8 +93,7 @@ class Trainer:
         state = read_state(checkpoint, self._stream.again)
         self._learner.load(checkpoint)
         published = publish(self._learner, self._parts.engine, state.step)
-        is_merged = self._config.lora.rank > 0
-        check_weights(self._run, state.step, self._checksum(published.trained), is_merged=is_merged)
+        check_weights(self._run, state.step, self._checksum(published.trained))
         if not state.has_optimizer:
             self._display.say(
                 f"{checkpoint} has no optimiser state (trainer.checkpoint_optimizer=false): AdamW starts with new "
@@ -119,8 +118,12 @@ class Trainer:
             **self._rollouts.status(),
             "reward_failures": self._parts.reward_failures(),
             "notices": self._notices,
-            "engine_restarts": self._parts.engine.status().num_restarts,
+            **self._engine_status(),
         }
+
+    def _engine_status(self) -> dict[str, Any]:
+        now = self._parts.engine.status()
+        return {"engine_restarts": now.num_restarts, "servers": [asdict(each) for each in now.servers]}
 
     def _stage(self) -> dict[str, Any] | None:
         """The progress of the warm start while it lasts. Its steps are not steps of the run."""
@@ -235,9 +238,9 @@ class Trainer:
 
     def _checksum(self, policy: str) -> str:
         """The checksum of everything that is trained; ``policy`` is the one of the policy's weights."""
-        if not self._config.critic.enabled:
-            return policy
-        return f"{policy} critic {self._learner.checksum('critic')}"
+        adapters = self._learner.checksum("policy") if self._config.lora.rank else ""
+        critic = self._learner.checksum("critic") if self._config.critic.enabled else ""
+        return weights_text(policy, adapters=adapters, critic=critic)
 
     def _restore_engine(self) -> None:
         """While rollouts are awaited: publish the present version again to an engine whose process was replaced."""

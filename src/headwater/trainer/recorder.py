@@ -231,12 +231,28 @@ def response_text(trajectory: Trajectory) -> str:
     """The model's reply. If there were several, all of them and the messages between them, each with its role."""
     replies = [at for at, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
     if len(replies) > 1:
-        is_sampled = np.asarray(trajectory.versions) != NOT_SAMPLED
-        num_turns = np.count_nonzero(is_sampled[1:] & ~is_sampled[:-1])
+        num_turns = _num_replies(trajectory)
         if 1 < num_turns <= len(replies):
             said = trajectory.messages[replies[-num_turns] :]  # earlier replies belong to the prompt
             return "\n\n".join(f"[{message.get('role')}]\n{_said(message)}" for message in said)
     return str(trajectory.info.get("response_text", ""))
+
+
+def _num_replies(trajectory: Trajectory) -> int:
+    """Messages of the model among the tokens."""
+    is_sampled = np.asarray(trajectory.versions) != NOT_SAMPLED
+    return int(np.count_nonzero(is_sampled[1:] & ~is_sampled[:-1]))
+
+
+def _num_turns(trajectory: Trajectory) -> int:
+    """What the workflow counted, which may include other pieces of the episode."""
+    noted = trajectory.info.get("num_turns")
+    return noted if isinstance(noted, int) else _num_replies(trajectory)
+
+
+def _ended_by(trajectory: Trajectory) -> str | None:
+    noted = trajectory.info.get("ended_by")
+    return noted if isinstance(noted, str) else None
 
 
 def _said(message: Mapping[str, Any]) -> str:
@@ -253,8 +269,9 @@ def _to_json(value: object) -> str:
 def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
     """One Parquet row per trajectory: texts for people, and tokens, log-probs, masks and versions for programs.
 
-    ``response`` is everything after the prompt as text; ``messages`` is the whole conversation, as JSON. What the
-    scorer returned beside the reward is in columns ``reward_<name>``.
+    ``response`` is everything after the prompt as text; ``messages`` is the whole conversation, as JSON. ``num_turns``
+    counts the model's messages, and ``ended_by`` is what the workflow noted. What the scorer returned beside the reward
+    is in columns ``reward_<name>``.
     """
     rows = [
         {
@@ -268,12 +285,15 @@ def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Traje
             "ground_truth": _to_json(prompt.ground_truth),
             "reward": trajectory.reward,
             "stop_reason": trajectory.stop_reason,
+            "num_turns": _num_turns(trajectory),
             "prompt_length": trajectory.prompt_length,
             "info": _to_json(dict(trajectory.info)),
         }
         for prompt, trajectory in rollouts
     ]
     table = pa.Table.from_pylist(rows)
+    ended_by = pa.array([_ended_by(trajectory) for _, trajectory in rollouts], pa.string())
+    table = table.append_column("ended_by", ended_by)
     infos = [trajectory.reward_info for _, trajectory in rollouts]
     for name in dict.fromkeys(name for info in infos for name in info):
         table = table.append_column(f"reward_{name}", _column([info.get(name) for info in infos]))

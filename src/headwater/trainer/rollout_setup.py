@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.backends import BACKENDS, BackendContext, missing_capabilities
+from headwater.backends import BACKENDS, BackendContext, ServerPlace, missing_capabilities
 from headwater.backends.fleet import make_fleet
 from headwater.chat.parsers import make_parser
 from headwater.config.declared import read_declared
@@ -18,14 +18,14 @@ from headwater.core.errors import ConfigError
 from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag
 from headwater.core.records import DropKind, Prompt, SamplingParams
 from headwater.core.registry import blaming, is_path
-from headwater.data.load import PromptDataset, load_dataset
+from headwater.data.load import MeasuredDataset, PromptDataset, load_dataset
 from headwater.data.prompt_builder import ToolsOfRow
-from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS
+from headwater.rewards.pool import CallPool
 from headwater.rewards.scoring import Scoring
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.filters import GroupFilter, load_should_accept, scores_differ
@@ -87,8 +87,7 @@ class RolloutParts:
         Otherwise a run would find out at its first rollout.
         """
         self.check_prompt(dataset[0])
-        # The prompts of a custom class are not measured.
-        longest = dataset.longest_prompt if isinstance(dataset, RLHFDataset) else config.data.max_prompt_tokens
+        longest = dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
         check_requests_fit(config, self.engine.limits, longest, key)
 
     def close(self) -> None:
@@ -130,16 +129,35 @@ def check_requests_fit(config: Config, limits: EngineLimits, longest_prompt: int
     )
 
 
-def build_rollout(config: Config, model_path: str, schedule: RecordedSchedule | None = None) -> RolloutParts:
+@dataclass(frozen=True)
+class RemoteParts:
+    """What runs in a cluster instead of on this machine."""
+
+    places: tuple[ServerPlace, ...] = ()
+    """Where servers are started."""
+    reward_pool: CallPool | None = None
+    """Where scoring functions run."""
+
+
+def build_rollout(
+    config: Config,
+    model_path: str,
+    schedule: RecordedSchedule | None = None,
+    remote: RemoteParts | None = None,
+) -> RolloutParts:
     """With ``schedule``, the rollouts of a recorded run are replayed. Otherwise new ones are generated."""
     with ExitStack() as after_failure:
-        parts = _build(with_dtype(config), model_path, schedule, after_failure)
+        parts = _build(with_dtype(config), model_path, schedule, remote or RemoteParts(), after_failure)
         after_failure.pop_all()
     return parts
 
 
 def _build(
-    config: Config, model_path: str, schedule: RecordedSchedule | None, after_failure: ExitStack
+    config: Config,
+    model_path: str,
+    schedule: RecordedSchedule | None,
+    remote: RemoteParts,
+    after_failure: ExitStack,
 ) -> RolloutParts:
     """``after_failure`` closes what was made before something fails."""
     trace = Trace() if config.trainer.trace else None
@@ -164,11 +182,14 @@ def _build(
     train_sampling, eval_sampling = make_sampling(config)
 
     # Created last, after everything that can fail because of wrong settings: it has threads and may be a process.
-    engine = make_engine(BackendContext(config, model_path, tokenizer, spans), replays=schedule is not None)
+    context = BackendContext(config, model_path, tokenizer, spans, places=remote.places)
+    engine = make_engine(context, replays=schedule is not None)
     after_failure.callback(engine.close)
     check_stop_tokens(config, engine)
     if isinstance(reward, Scoring):
         after_failure.callback(reward.close)
+        if remote.reward_pool is not None:
+            reward.use(remote.reward_pool)
         reward.start()
     tasks = AsyncTaskRunner()
     after_failure.callback(tasks.close)
@@ -278,7 +299,7 @@ def make_admission(config: Config) -> Admission:
         on_stale=rollout.on_stale,
         # A deterministic engine gives the same result for any batch composition, so it does not need waves.
         in_waves=rollout.max_staleness == 0 and not config.engine.deterministic,
-        holds_engine=not rollout.is_separate,
+        holds_engine=not rollout.is_separate and config.cluster.kind == "local",
         max_rounds=config.algorithm.max_filter_rounds if _filters_groups(config) else None,
     )
 
@@ -334,4 +355,4 @@ def describe(dataset: PromptDataset | None, kind: str) -> str:
 
 def num_left_out(dataset: PromptDataset) -> int:
     """Prompts that are not used because they are too long."""
-    return dataset.num_filtered if isinstance(dataset, RLHFDataset) else 0
+    return dataset.num_filtered if isinstance(dataset, MeasuredDataset) else 0

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from headwater.config.arguments import with_arguments
 from headwater.core.errors import ConfigError
+from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.registry import Registry, blaming, is_path
-from headwater.workflows.episode import (
-    EngineWorkflow,
-    Episode,
-    EpisodeRunner,
-    FunctionWorkflow,
-    RolloutWorkflow,
-    WorkflowContext,
-)
+from headwater.workflows.episode import Episode, EpisodeResult, WorkflowContext
 
 __all__ = [
     "WORKFLOWS",
@@ -36,6 +31,47 @@ __all__ = [
 ]
 
 WORKFLOWS = Registry("workflow", "headwater.workflows")
+
+
+class RolloutWorkflow(Protocol):
+    """Runs one episode at a time; many episodes run concurrently on the same object."""
+
+    async def run(self, episode: Episode) -> EpisodeResult: ...
+
+
+@dataclass(frozen=True)
+class EpisodeRunner:
+    """A workflow and the context that its episodes run in."""
+
+    workflow: RolloutWorkflow
+    context: WorkflowContext
+    name: str
+    """The workflow's name in error messages."""
+
+    async def run(self, engine: EpisodeEngine, data: EpisodeInput) -> EpisodeResult:
+        return await self.workflow.run(Episode(self.context, engine, data))
+
+
+@dataclass(frozen=True)
+class EngineWorkflow:
+    """Adapter for classes with AReaL's ``arun_episode(engine, data)``, which send requests to the engine themselves."""
+
+    wrapped: Any
+
+    async def run(self, episode: Episode) -> EpisodeResult:
+        result: EpisodeResult = await self.wrapped.arun_episode(episode.engine, episode.data)
+        return result
+
+
+@dataclass(frozen=True)
+class FunctionWorkflow:
+    """Adapter for a plain function ``async def workflow(episode)`` with its arguments bound."""
+
+    function: Callable[..., Any]
+
+    async def run(self, episode: Episode) -> EpisodeResult:
+        result: EpisodeResult = await self.function(episode)
+        return result
 
 
 def bind_workflow(name: str, arguments: Mapping[str, Any]) -> Callable[[WorkflowContext], EpisodeRunner]:

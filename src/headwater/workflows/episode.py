@@ -15,20 +15,14 @@ policy versions and randomness keys, and limits the length to ``rollout.max_new_
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from headwater.chat.messages import kinds_of_parts
 from headwater.chat.next_turn import next_turn
-from headwater.chat.render import (
-    MODEL_TURN,
-    ChatError,
-    encode_rendered,
-    is_model_turn,
-    opens_reasoning,
-    render_chat,
-)
+from headwater.chat.render import MODEL_TURN, ChatError, encode_rendered, is_model_turn, opens_reasoning, render_chat
 from headwater.core.errors import RolloutFailed
 from headwater.core.protocols import EpisodeEngine, EpisodeInput, EpisodeStage, RewardManager, Tokenizer
 from headwater.core.randomness import derive_key
@@ -86,12 +80,6 @@ class _Turn:
     """The reply's tokens are those from ``start`` up to ``end``, which is not included."""
     text: str
     stop_reason: StopReason
-
-
-class RolloutWorkflow(Protocol):
-    """Runs one episode at a time; many episodes run concurrently on the same object."""
-
-    async def run(self, episode: Episode) -> EpisodeResult: ...
 
 
 class Episode:
@@ -333,11 +321,8 @@ class Episode:
             self._start(self._chat[:end], self._tokens[: self._prompt_length])
             return
         last = self._turns[turn - 1]
-        self._chat, self._replies, self._turns = (
-            self._chat[: last.chat_length],
-            self._replies[:turn],
-            self._turns[:turn],
-        )
+        self._chat = self._chat[: last.chat_length]
+        self._replies, self._turns = self._replies[:turn], self._turns[:turn]
         self._tokens, self._loss_mask = self._tokens[: last.end], self._loss_mask[: last.end]
         self._logprobs, self._versions = self._logprobs[: last.end], self._versions[: last.end]
         self._turn_start, self._turn_end, self._text = last.start, last.end, last.text
@@ -373,10 +358,7 @@ class Episode:
 
     def _check_only_text(self, messages: Sequence[Message], what: str) -> None:
         """Chat templates of text models skip other parts silently, so the model would answer without them."""
-        contents = (message.get("content") for message in messages)
-        parts = (part for content in contents if isinstance(content, (list, tuple)) for part in content)
-        kinds = {str(part.get("type", "text")) for part in parts if isinstance(part, Mapping)} - {"text"}
-        if kinds:
+        if kinds := kinds_of_parts(messages) - {"text"}:
             raise RolloutFailed(
                 f"episode {self._name}: {what} message parts of type {', '.join(sorted(kinds))}, but an episode sends "
                 "only text to the model; remove them, or set rollout.workflow to one that sends them itself"
@@ -420,38 +402,3 @@ class Episode:
         self._loss_mask += [0] * len(tokens)
         self._logprobs += [0.0] * len(tokens)
         self._versions += [NOT_SAMPLED] * len(tokens)
-
-
-@dataclass(frozen=True)
-class EpisodeRunner:
-    """A workflow and the context that its episodes run in."""
-
-    workflow: RolloutWorkflow
-    context: WorkflowContext
-    name: str
-    """The workflow's name in error messages."""
-
-    async def run(self, engine: EpisodeEngine, data: EpisodeInput) -> EpisodeResult:
-        return await self.workflow.run(Episode(self.context, engine, data))
-
-
-@dataclass(frozen=True)
-class EngineWorkflow:
-    """Adapter for classes with AReaL's ``arun_episode(engine, data)``, which send requests to the engine themselves."""
-
-    wrapped: Any
-
-    async def run(self, episode: Episode) -> EpisodeResult:
-        result: EpisodeResult = await self.wrapped.arun_episode(episode.engine, episode.data)
-        return result
-
-
-@dataclass(frozen=True)
-class FunctionWorkflow:
-    """Adapter for a plain function ``async def workflow(episode)`` with its arguments bound."""
-
-    function: Callable[..., Any]
-
-    async def run(self, episode: Episode) -> EpisodeResult:
-        result: EpisodeResult = await self.function(episode)
-        return result

@@ -7,11 +7,11 @@ results of the tools.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from headwater.config.constraints import AtLeast
@@ -20,6 +20,7 @@ from headwater.core.errors import ConfigError, RolloutFailed
 from headwater.core.records import Score, Trajectory
 from headwater.core.registry import blaming, load_object
 from headwater.core.tool_calls import MalformedCall, ParsedReply, ToolCall, ToolResult
+from headwater.tools.running import call_method
 from headwater.tools.session import ToolSession
 from headwater.workflows import WORKFLOWS, Episode, WorkflowContext
 
@@ -31,6 +32,8 @@ _UNREADABLE = "unknown"
 """The name of a malformed call whose tool could not be read."""
 
 _ARGUMENTS = "rollout.workflow_args"
+_MAX_USER_CALLS = 256
+"""Calls of the function that plays the user at the same time; a plain function has a thread for each."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class ToolAgentWorkflow:
     """Generate, call tools, tell the model the results, and again, until it answers, or a limit is reached.
 
     ``user`` names a function that plays the user: it is called with the messages and the prompt after each answer
-    without a call, and returns the next user message, or None to end the conversation.
+    without a call, and returns the next user message, or None to end the conversation. A plain function is called in a
+    thread.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class ToolAgentWorkflow:
         self._parser = context.parser
         self._limits = Limits(max_assistant_turns, max_user_turns, max_calls, max_calls_per_turn, max_turn_tokens)
         self._user = _load_user(user) if user else None
+        self._user_slots = asyncio.Semaphore(_MAX_USER_CALLS)
         self._reward_weight = tool_reward_weight
         self._rewards_per_turn = tool_rewards_per_turn
 
@@ -192,9 +197,10 @@ class ToolAgentWorkflow:
     async def _ask_user(self, episode: Episode) -> str | None:
         assert self._user is not None
         with episode.doing("waiting for the user's message"):
-            message = self._user([dict(each) for each in episode.messages], episode.prompt)
-            if inspect.isawaitable(message):
-                message = await message
+            async with self._user_slots:
+                message = await call_method(
+                    partial(self._user, [dict(each) for each in episode.messages], episode.prompt)
+                )
         if message is not None and not isinstance(message, str):
             raise RolloutFailed(
                 f"{_ARGUMENTS}.user: returned a {type(message).__name__}; return the user's next message as text, or "

@@ -5,19 +5,17 @@ from __future__ import annotations
 import torch
 from algorithms.oracle import family, tensor
 from algorithms.oracle_losses import corrected, rules, weighing
-from algorithms.oracle_only import areal_value_clip_mask, dpo, ipo, linear_proximal
+from algorithms.oracle_only import areal_value_clip_mask, dpo, ipo
 
-from headwater.algorithms.corrections import CorrectionInputs, combine, correction_metrics, mean_weight
+from headwater.algorithms.corrections import CorrectionInputs
 from headwater.algorithms.corrections.m2po import m2po
-from headwater.algorithms.corrections.reject import reject
-from headwater.algorithms.corrections.truncate import truncate
-from headwater.algorithms.diagnostics import offpolicy_metrics, weight_metrics
+from headwater.algorithms.diagnostics import offpolicy_metrics
 from headwater.algorithms.kl import kl_penalty
 from headwater.algorithms.masked import StepTotals, aggregate, keep, masked_mean
 from headwater.algorithms.policy_losses import PolicyLossInputs
 from headwater.algorithms.policy_losses.decoupled import decoupled
 from headwater.algorithms.policy_losses.sapo import sapo
-from headwater.algorithms.proximal import loglinear
+from headwater.algorithms.proximal import linear, loglinear
 from headwater.algorithms.value_loss import value_loss
 
 
@@ -29,8 +27,6 @@ def as_rollout(inputs) -> CorrectionInputs:
 
 VERL_METRICS = {
     "effective_sample_size": "eff_sample_size",
-    "weight_max": "max",
-    "weight_min": "min",
     "weight_mean": "mean",
     "weight_std": "std",
     "sequence_weight_mean": "seq_mean",
@@ -38,46 +34,41 @@ VERL_METRICS = {
     "sequence_weight_max": "seq_max",
     "sequence_weight_min": "seq_min",
     "sequence_weight_max_deviation": "seq_max_deviation",
-    "ratio_max": "max",
-    "ratio_min": "min",
     "ratio_high_fraction": "ratio_fraction_high",
     "ratio_low_fraction": "ratio_fraction_low",
     "sequence_ratio_high_fraction": "seq_fraction_high",
     "sequence_ratio_low_fraction": "seq_fraction_low",
+    "outside_fraction": "oob_ratio",
+    "normalizer": "batch_norm_factor",
 }
-EXTREMES = ("ratio_max", "ratio_min")
+EXTREMES = {
+    "token": {"weight_max": "max", "weight_min": "min"},
+    "sequence": {"ratio_max": "max", "ratio_min": "min"},
+}
 """For sequences verl reports the range of the ratios, for tokens that of the weights."""
-RANGE_METRICS = [name for name in VERL_METRICS if "ratio" in name]
 
 
 @family("verl_rollout_is_weights")
 def run_importance_weights(args, inputs):
-    given, level = as_rollout(inputs), args["rollout_is"]
-
-    def apply(normalize):
-        return corrected(given, weighing(level, args["rollout_is_threshold"], normalize))
-
-    plain = apply(normalize=False)
-    (name, correction), metrics = *plain.items(), correction_metrics(plain, given.mask)
-    measured = weight_metrics(correction.weights, given.mask) | {
-        metric: metrics[f"{name}/{metric}"] for metric in RANGE_METRICS if level == "sequence" or metric not in EXTREMES
+    level = args["rollout_is"]
+    settings = weighing(level, args["rollout_is_threshold"], args["rollout_is_batch_normalize"])
+    correction, metrics = corrected(as_rollout(inputs), settings)
+    (name,), theirs = settings, VERL_METRICS | EXTREMES[level]
+    shown = {
+        f"rollout_is_{theirs[metric]}": metrics[f"{name}/{metric}"]
+        for metric in theirs
+        if f"{name}/{metric}" in metrics
     }
-    shown = {f"rollout_is_{VERL_METRICS[metric]}": value for metric, value in measured.items()}
-    if name == "icepop":
-        shown["rollout_is_oob_ratio"] = masked_mean(correction.diagnostics["outside_fraction"], given.mask)
-    if args["rollout_is_batch_normalize"]:
-        shown["rollout_is_batch_norm_factor"] = mean_weight(correction.weights, given.mask, level)
-    (weighed,) = apply(args["rollout_is_batch_normalize"]).values()
-    return {"rollout_is_weights": weighed.weights, "metrics": shown}
+    return {"rollout_is_weights": correction.weights, "metrics": shown}
 
 
 @family("verl_rollout_rejection")
 def run_rejection(args, inputs):
-    given = as_rollout(inputs)
-    found = corrected(given, {"reject": rules(args["rollout_rs"], args["rollout_rs_threshold"])})
-    metrics = correction_metrics(found, given.mask)
+    correction, metrics = corrected(
+        as_rollout(inputs), {"reject": rules(args["rollout_rs"], args["rollout_rs_threshold"])}
+    )
     return {
-        "modified_response_mask": combine(found).mask,
+        "modified_response_mask": correction.mask,
         "masked_fraction": metrics["rejected_fraction"],
         "seq_masked_fraction": metrics["rejected_sequence_fraction"],
     }
@@ -120,28 +111,18 @@ def run_areal_rejection(args, inputs):
     given = CorrectionInputs(
         *(layout.rows(inputs[name]) for name in ("proximal_logprobs", "old_logprobs", "loss_mask"))
     )
+    settings = {"lower": args.get("lower"), "upper": args["upper"], "max_log_ratio": None}
     if args["action"] == "mask":
-        correction = reject(
-            given,
-            level=args["level"],
-            metric=areal_metric(args["metric"]),
-            reduction=args.get("agg", "mean"),
-            lower=args.get("lower"),
-            upper=args["upper"],
-            weighted=True,
-            max_log_ratio=None,
-        )
-        filtered = correction.diagnostics["rejected_fraction"]
+        settings |= {"level": args["level"], "metric": areal_metric(args["metric"]), "weighted": True}
+        settings |= {"reduction": args.get("agg", "mean")}
+        filtered, (correction, metrics) = "reject/rejected_fraction", corrected(given, {"reject": [settings]})
     else:
-        level = "token" if args["level"] == "token" else "geometric"
-        correction = truncate(
-            given, level=level, lower=args.get("lower") or 0.0, upper=args["upper"], max_log_ratio=None
-        )
-        filtered = correction.diagnostics["truncated_fraction"]
+        settings |= {"level": {"token": "token", "sequence": "geometric"}[args["level"]], "lower": args.get("lower", 0)}
+        filtered, (correction, metrics) = "truncate/truncated_fraction", corrected(given, {"truncate": [settings]})
     return {
         "loss_mask": layout.back(correction.mask),
         "behave_imp_weight": layout.back(correction.weights),
-        "filtered_fraction": masked_mean(filtered, given.mask),
+        "filtered_fraction": metrics[filtered],
     }
 
 
@@ -179,22 +160,22 @@ def run_decoupled(args, inputs):
     )
     total = aggregate(loss.token_losses, mask, "token-mean", StepTotals.of(mask))
     total.backward()
-    left = mask - loss.diagnostics.get("rejected_fraction", torch.zeros_like(mask))
-    zeros = torch.zeros_like(mask)
+    shown = {"dual_clip_fraction": torch.zeros_like(mask), "kept_fraction": mask, **loss.diagnostics}
     outputs = {
         "loss": total,
         "grad_logprobs": layout.back(logprobs.grad),
-        "importance_weight": layout.back(keep(loss.diagnostics["ratio"], left)),
-        "clip_mask": layout.back(keep(loss.diagnostics["clip_fraction"], left)),
-        "dual_clip_mask": layout.back(keep(loss.diagnostics.get("dual_clip_fraction", zeros), left)),
+        # A rejected token reports its ratio, which AReaL sets to 0.
+        "importance_weight": layout.back(keep(shown["ratio"], shown["kept_fraction"])),
+        "clip_mask": layout.back(shown["clip_fraction"]),
+        "dual_clip_mask": layout.back(shown["dual_clip_fraction"]),
     }
     if args["rejection_sampling"] is not None:
-        filtered = loss.diagnostics.get("rejected_fraction", loss.diagnostics.get("truncated_fraction"))
+        filtered = {"mask": "rejected_fraction", "clamp": "truncated_fraction"}[args["rejection_sampling"]["action"]]
         outputs |= {
-            "behave_imp_weight": layout.back(loss.diagnostics["behaviour_weight"]),
-            "behave_mask": layout.back(left),
-            "behave_approx_kl": layout.back(keep(proximal - behaviour, left)),
-            "filtered_fraction": masked_mean(filtered, mask),
+            "behave_imp_weight": layout.back(shown["behaviour_weight"]),
+            "behave_mask": layout.back(shown["kept_fraction"]),
+            "behave_approx_kl": layout.back(shown["behaviour_kl"]),
+            "filtered_fraction": masked_mean(shown[filtered], mask),
         }
     return outputs
 
@@ -243,7 +224,7 @@ def run_proximal(args, inputs):
     version = args["current_version"]
     return {
         "loglinear": loglinear(*columns, version),
-        "linear": linear_proximal(*columns, version),
+        "linear": linear(*columns, version),
         "rollout": columns[0],
     }
 

@@ -8,7 +8,7 @@ import torch
 from algorithms.oracle import family, tensor
 from algorithms.oracle_only import response_mask
 
-from headwater.algorithms.corrections import CorrectionInputs, configured_corrections
+from headwater.algorithms.corrections import Correction, CorrectionInputs, apply_corrections, configured_corrections
 from headwater.algorithms.kl import AdaptiveKL, FixedKL, kl_penalty, penalize_rewards
 from headwater.algorithms.masked import StepTotals, aggregate, masked_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
@@ -181,9 +181,9 @@ def correcting(corrections: dict[str, list[dict]], **settings) -> AlgorithmConfi
     return recipe({"corrections": names, "corrections_args": corrections, **settings})
 
 
-def corrected(inputs: CorrectionInputs, corrections: dict[str, list[dict]]):
-    chosen = configured_corrections(correcting(corrections, old_logprobs="recompute"))
-    return {name: correct(inputs) for name, correct in chosen.items()}
+def corrected(inputs: CorrectionInputs, corrections: dict[str, list[dict]]) -> tuple[Correction, dict[str, float]]:
+    """What a step that recomputes log-probs makes of a recipe's corrections, and its metrics."""
+    return apply_corrections(configured_corrections(correcting(corrections, old_logprobs="recompute")), inputs)
 
 
 @family("verl_loss_bypass")

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from headwater.algorithms.masked import keep, masked_mean, whiten
-from headwater.algorithms.proximal import progress
 from headwater.algorithms.value_loss import value_loss
 
 
@@ -35,12 +34,6 @@ def response_mask(tokens: Tensor, end_tokens: Sequence[int]) -> Tensor:
 def whiten_around_the_mean(values: Tensor, mask: Tensor) -> Tensor:
     """verl's ``shift_mean=False``: unit variance around the old mean."""
     return keep(whiten(values, mask) + masked_mean(values, mask), mask)
-
-
-def linear_proximal(rollout_logprobs: Tensor, logprobs: Tensor, versions: Tensor, current_version: int) -> Tensor:
-    """AReaL's other approximation: the log of the mixture ``(1-alpha)·behaviour + alpha·current``."""
-    alpha = progress(versions, current_version)
-    return ((1 - alpha) * rollout_logprobs.exp() + alpha * logprobs.exp() + 1e-10).log()
 
 
 def areal_value_clip_mask(values: Tensor, old: Tensor, target: Tensor, mask: Tensor, clip: float, kind: str) -> Tensor:

@@ -10,7 +10,7 @@ from algorithms.oracle import family, tensor
 from trainer.experience_parts import trajectory
 
 from headwater.algorithms.advantages import ADVANTAGES
-from headwater.algorithms.kl import FixedKL, penalize_rewards
+from headwater.algorithms.kl import FixedKL
 from headwater.config.arguments import with_arguments
 from headwater.config.load import load_config
 from headwater.rollout.group import Group, RolloutBatch
@@ -123,21 +123,10 @@ def run_compute_advantages(args, inputs):
     maker = ExperienceMaker(config, advantage, {}, FixedKL(algorithm.kl_in_reward), Given(given), pad_token_id=0)
     group_size = (args.get("reward_norm") or args.get("adv_norm") or {}).get("group_size", 1)
     made = maker.make(as_rollouts(inputs, group_size), version=0).data.batch
-    divergence = torch.zeros_like(made["rewards"])
-    if args["kl_ctl"]:
-        divergence = penalize_rewards(
-            divergence,
-            made["old_logprobs"],
-            made["reference_logprobs"],
-            made["response_mask"],
-            kind=algorithm.kl_estimator,
-            coefficient=algorithm.kl_in_reward,
-            clamp=algorithm.kl_clamp,
-        ).rewards
     columns = {
         "advantages": made["advantages"],
         "returns": made["returns"],
-        "kl_rewards": divergence,
+        "kl_rewards": made.get("kl_rewards", torch.zeros_like(made["rewards"])),
         "tot_rewards": made["rewards"],
         "loss_mask": made["response_mask"],
         "logprobs": made["old_logprobs"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from algorithms.oracle import family, property_family
 
 from headwater.learner.partition import pack, pack_evenly, partition, workload
-from headwater.rollout.staleness import StalenessManager
+from headwater.rollout.staleness import Admission, StalenessManager
 
 
 def spread(parts, sizes):
@@ -99,4 +99,5 @@ def run_staleness(args, inputs):
             if name == "recover":
                 manager.recover(version)
         trace.append(state())
-    return {"trace": trace, "pending_limit": (args["max_staleness"] + 1) * args["consumer_batch_size"]}
+    admission = Admission(batch_size=args["consumer_batch_size"], max_staleness=args["max_staleness"])
+    return {"trace": trace, "pending_limit": admission.most_ahead}

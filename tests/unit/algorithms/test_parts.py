@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from headwater.algorithms.corrections import CorrectionInputs, combine, configured_corrections, correction_metrics
+from headwater.algorithms.corrections import CorrectionInputs, apply_corrections, combine, configured_corrections
 from headwater.algorithms.corrections.icepop import icepop
 from headwater.algorithms.corrections.m2po import m2po
 from headwater.algorithms.corrections.reject import reject
@@ -235,9 +235,8 @@ def test_a_repeated_rule_has_its_own_arguments_and_metrics():
     )
     rows = torch.tensor([[4.0, 1.0, 0.2], [1.0, 1.0, 1.0]]).log()
     given = CorrectionInputs(rows, torch.zeros(2, 3), torch.ones(2, 3))
-    found = {name: correct(given) for name, correct in configured_corrections(algorithm).items()}
-    assert combine(found).mask.tolist() == [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    metrics = correction_metrics(found, given.mask)
+    combined, metrics = apply_corrections(configured_corrections(algorithm), given)
+    assert combined.mask.tolist() == [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     assert metrics["reject_1/rejected_fraction"] == pytest.approx(1 / 6)
     assert metrics["reject_1/rejected_sequence_fraction"] == 0.5
     assert metrics["reject_1/measured_max"] == pytest.approx(4.0)
@@ -265,9 +264,20 @@ def test_the_proximal_policy_is_one_version_behind():
 
 def test_approximation_metrics_are_zero_where_it_is_exact():
     logprobs = -torch.rand(2, 3)
-    metrics = approximation_metrics(logprobs, logprobs, torch.ones(2, 3))
-    assert metrics["proximal_error_abs"] == 0.0
-    assert metrics["proximal_ratio_mean"] == pytest.approx(1.0)
+    metrics = approximation_metrics(logprobs, logprobs, torch.zeros(2, 3), 4, torch.ones(2, 3))
+    for name, tolerance in (("proximal", 0.0), ("proximal_linear", 1e-5)):
+        assert metrics[f"{name}_error_abs"] <= tolerance
+        assert metrics[f"{name}_ratio_mean"] == pytest.approx(1.0)
+
+
+def test_what_normalising_changes_is_reported():
+    """Ratios 4, 1 and 1, bounded by 2: the mean weight is 4/3."""
+    algorithm = AlgorithmConfig(corrections=("truncate",), corrections_args={"truncate": {"normalize": True}})
+    given = CorrectionInputs(torch.tensor([[4.0, 1.0, 1.0]]).log(), torch.zeros(1, 3), torch.ones(1, 3))
+    combined, metrics = apply_corrections(configured_corrections(algorithm), given)
+    assert combined.weights[0].tolist() == pytest.approx([1.5, 0.75, 0.75])
+    assert metrics["truncate/normalizer"] == pytest.approx(4 / 3)
+    assert (metrics["truncate/weight_max"], metrics["weight_max"]) == pytest.approx((2.0, 1.5))
 
 
 def test_the_overlong_penalty_begins_in_the_buffer():

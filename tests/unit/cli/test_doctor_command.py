@@ -118,10 +118,18 @@ def test_a_killed_run_is_told_from_a_live_one_and_can_be_resumed(run, capsys):
     assert f"Resume with: headwater train --resume {run.path}" in output
 
 
-def test_a_finished_run_is_well(run, capsys):
+def test_a_finished_run_is_well(run, capsys, monkeypatch):
+    run.checkpoint(1).mkdir(parents=True)
+    (run.checkpoint(1) / "weights").write_bytes(b"weights")
+    seal(run.checkpoint(1))
     with training(run, limit_s=600) as child:
         child.communicate("go\n", timeout=300)
+    with monkeypatch.context() as patch:
+        patch.setattr("headwater.observe.evidence._QUICK_BYTES", 0)
+        assert "the contents of the checkpoints were not compared" in doctor(run, capsys)[1]
+        assert "not compared" not in doctor(run, capsys, "--verify")[1]
     code, output = doctor(run, capsys)
+    assert "not compared" not in output
     assert code == 0
     assert "finished" in output
     assert "step 1 of 80" in output

@@ -23,8 +23,23 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_folder_as_it_was_saved_is_whole(folder):
     assert damage(folder) == ()
-    (folder / "notes.txt").write_text("of the user")
-    assert damage(folder) == (), "files that were added are ignored"
+    for name in ("notes.txt", "model/plot.png", "model/.cache.json"):
+        (folder / name).write_text("of the user")
+    assert damage(folder) == (), "other files are ignored"
+
+
+def test_added_files_that_loading_a_model_could_read_are_named(folder):
+    """A model.safetensors beside the named shards would be loaded in their place."""
+    for name in ("model.safetensors", "pytorch_model.bin", "chat_template.jinja", "modeling.py", "extra/config.json"):
+        added = folder / "model" / name
+        added.parent.mkdir(exist_ok=True)
+        added.write_text("not of this checkpoint")
+        for contents in (False, True):
+            (found,) = damage(folder, contents=contents)
+            assert str(found).startswith(f"{added} was added after the folder was saved"), name
+        assert damage(folder, part="model")
+        assert not damage(folder, part="train")
+        added.unlink()
 
 
 def test_one_bit_anywhere_is_found_and_the_file_is_named(folder):

@@ -57,8 +57,17 @@ async def aact(solution_str):
         time.sleep(600)
     if what == "raise":
         raise ValueError("no")
-    await asyncio.sleep(0.05)
+    if what == "exit":
+        await asyncio.sleep(0.1)
+        os._exit(3)
+    if what == "unreadable":
+        return {"score": 1.0, "made": Unreadable()}
+    await asyncio.sleep(0.2 if what == "long" else 0.05)
     return {"score": 0.5, "pid": os.getpid(), "running": len(asyncio.all_tasks())}
+
+class Unreadable:
+    def __reduce__(self):
+        return (int, ("not a number",))
 
 def takes_column(solution_str, thing):
     return 1.0
@@ -200,6 +209,20 @@ def test_an_async_function_that_blocks_its_event_loop_is_killed(functions, monke
         assert type(made[0]) is RewardTimedOut
         later = asyncio.run(outcomes(manager, ["ok"]))
     assert later[0].value == 0.5
+
+
+def test_only_the_async_call_that_ends_its_worker_fails(functions):
+    texts = [*["long"] * 6, "exit", *["long"] * 6, "unreadable", "ok", "exit"]
+    with manager_of(functions, "aact", max_concurrent=8) as manager:
+        made = asyncio.run(outcomes(manager, texts))
+        num_left = len(manager._async_pool.pids)
+    assert {text: {type(each) for each, asked in zip(made, texts, strict=True) if asked == text} for text in texts} == {
+        "long": {Score}, "ok": {Score}, "exit": {RewardFailed}, "unreadable": {RewardFailed}
+    }  # fmt: skip
+    assert "ended its worker process, which ended with exit status 3" in str(made[6])
+    assert made[6].cause == made[-1].cause == "worker_died"
+    assert "cannot be read here" in str(made[13])
+    assert num_left <= 1  # those that were started to find the calls have ended
 
 
 def test_a_cancelled_call_frees_its_place(functions):

@@ -99,8 +99,24 @@ def test_too_many_failures_stop_the_run(functions):
         assert {type(each) for each in few} == {Score, RewardFailed}
         many = asyncio.run(score_all(manager, ["bad"] * 8))
     assert type(many[-1]) is RewardsUnreliable
-    assert "more than reward.max_failed_share = 0.25; the most frequent cause is raised" in str(many[-1])
+    assert "70 of the last 256 scoring calls failed, and reward.max_failed_share = 0.25 allows 64 of 256" in str(
+        many[-1]
+    )
+    assert "the most frequent cause is raised" in str(many[-1])
     assert "functions.py:" in str(many[-1])
+
+
+def test_a_run_stops_as_soon_as_the_failures_are_conclusive(functions):
+    def first_stop(max_failed_share, texts):
+        config = RewardConfig(function=f"{functions}:sometimes", workers=1, max_failed_share=max_failed_share)
+        with closing(NaiveRewardManager(config, Spans())) as manager:
+            made = asyncio.run(score_all(manager, texts))
+        return next((place for place, each in enumerate(made, 1) if type(each) is RewardsUnreliable), None)
+
+    assert first_stop(0.5, ["bad"] * 40) == 32  # none has worked
+    assert first_stop(0.5, ["good", *["bad"] * 140]) == 130  # too many, whatever the rest of the window brings
+    assert first_stop(0.0, ["good"] * 40 + ["bad"]) == 41
+    assert first_stop(1.0, ["bad"] * 300) is None
 
 
 def test_settings_that_clash_are_refused(tmp_path):
@@ -162,6 +178,9 @@ class Judge:
             await asyncio.sleep(3600)
         if asked == "closes":
             request.transport.close()
+        if asked == "empty":
+            usage = {"prompt_tokens": 500, "completion_tokens": 0}
+            return web.json_response({"choices": [{"message": {"content": None}}], "usage": usage})
         if asked == "html":
             return web.Response(text="<html>hello</html>")
         text = {"nonsense": "I like it", "json": 'Well: {"score": 5, "why": "x"}', "high": "Score: 11"}.get(
@@ -189,7 +208,18 @@ def test_a_judge_is_retried_counted_and_never_believed_blindly(monkeypatch):
         try:
             config = RewardConfig(function="llm_judge", function_args=args, max_concurrent=8)
             with closing(NaiveRewardManager(config, Spans())) as manager:
-                texts = ["busy", "refused", "down", "slow", "closes", "html", "nonsense", "high", *["good"] * 20]
+                texts = [
+                    "busy",
+                    "refused",
+                    "down",
+                    "slow",
+                    "closes",
+                    "html",
+                    "nonsense",
+                    "high",
+                    "empty",
+                    *["good"] * 20,
+                ]
                 made = await score_all(manager, texts)
                 counts = manager.take_counts()
             by_key = RewardConfig(function="llm_judge", function_args={**args, "score_key": "score"})
@@ -216,7 +246,9 @@ def test_a_judge_is_retried_counted_and_never_believed_blindly(monkeypatch):
     assert "I like it" in str(made["nonsense"])
     assert "the judge gave 11, which is not between" in str(made["high"])
     assert counts["reward/failures/judge_unavailable"] == 4
-    assert counts["reward/failures/judge_nonsense"] == 3
+    assert counts["reward/failures/judge_nonsense"] == 4
+    assert counts["reward/spent_on_failures/judge_prompt_tokens"] == 2500  # nonsense, high and empty
+    assert counts["reward/spent_on_failures/judge_cost"] == pytest.approx(0.0052)
     assert judge.keys == {"Bearer secret"}
     assert 2 < judge.most_at_once <= 8
 
@@ -225,3 +257,10 @@ def test_a_judge_without_its_settings_is_refused_before_the_run():
     manager = NaiveRewardManager(RewardConfig(function="llm_judge", function_args={"model": "m"}), Spans())
     with pytest.raises(RewardFailed, match=r"its parameter 'base_url'.*reward\.function_args\.base_url"):
         manager.check_row(tiny.prompt())
+    for wrong, reason in (
+        ({"max_attempts": 0}, "max_attempts = 0: must be >= 1"),
+        ({"lowest": 5, "highest": 5}, "highest = 5: must be > lowest = 5"),
+        ({"lowest": 10}, "lowest = 10: must be < highest = 10.0"),
+    ):
+        with pytest.raises(RewardFailed, match=reason):
+            NaiveRewardManager(RewardConfig(function="llm_judge", function_args=wrong), Spans())

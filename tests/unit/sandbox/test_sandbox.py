@@ -16,6 +16,7 @@ import pytest
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.sandbox import Limits, Program, Sandbox, SandboxUnavailable, isolation, launch
+from headwater.sandbox.cell_link import CellLost
 from headwater.sandbox.zygote_process import ZygoteProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox isolates only on Linux")
@@ -296,6 +297,7 @@ def test_isolation_for_one_program_each(monkeypatch: pytest.MonkeyPatch):
             assert sandbox.start() == "bubblewrap-single"
         except SandboxUnavailable as error:
             pytest.skip(f"bubblewrap does not work here: {error}")
+        monkeypatch.setattr(isolation, "_probe", None)  # it has worked, so later programs do not test it again
         looks = "import os\nprint(os.getuid(), os.path.exists('/tmp/left'), os.path.exists('/dev/shm/left'))\n"
         leaves = "open('/tmp/left', 'w'); open('/dev/shm/left', 'w')\nif os.fork() == 0:\n    while True: pass\n"
         for _ in range(2):
@@ -312,6 +314,16 @@ def test_isolation_for_one_program_each(monkeypatch: pytest.MonkeyPatch):
                 assert (await session.run("x")).stdout == "1\n"
 
         asyncio.run(talk())
+
+
+def test_isolation_for_one_program_each_is_tested_too(monkeypatch: pytest.MonkeyPatch):
+    def fail(zygote: object) -> None:
+        raise CellLost("a test program ended with failed")
+
+    monkeypatch.setitem(isolation._CANDIDATES, "bubblewrap", ("bubblewrap-single",))
+    monkeypatch.setattr(isolation, "_probe", fail)
+    with Sandbox(SandboxConfig(isolation="bubblewrap")) as sandbox, pytest.raises(SandboxUnavailable, match="single"):
+        sandbox.start()
 
 
 def test_unprotected_says_so_and_cleans_up(caplog: pytest.LogCaptureFixture):

@@ -403,8 +403,25 @@ def test_a_tool_is_checked_before_the_run():
         async def check(self) -> None:
             raise ToolUnavailable("its service does not answer")
 
-    with pytest.raises(ConfigError, match="tool down: its service does not answer"):
-        toolbox(Down).check()
+    class PlainlyDown(Down):
+        def check(self) -> None:  # type: ignore[override]
+            raise ToolUnavailable("its service does not answer")
+
+    class Foreign:
+        """A tool for another framework, whose method ``check`` means something else."""
+
+        tool_schema = schema("foreign")
+
+        def check(self, parameters: object) -> bool:
+            return False
+
+        def execute(self, instance_id: str, parameters: object) -> str:
+            return "ok"
+
+    for tool in (Down, PlainlyDown):
+        with pytest.raises(ConfigError, match="tool down: its service does not answer"):
+            toolbox(tool).check()
+    toolbox(Foreign()).check()
 
 
 def test_an_async_tool_that_blocks_is_named(caplog):

@@ -154,6 +154,8 @@ def test_metrics_reports_how_far_off_the_guess_between_the_policies_is():
     assert_close(made.data.batch["old_logprobs"], own)
     assert made.metrics["proximal_error_mean"] == pytest.approx(-0.5, rel=1e-4)
     assert made.metrics["proximal_ratio_mean"] == pytest.approx(math.exp(-0.5), rel=1e-4)
+    halfway = math.log((1 + math.exp(-1)) / 2)
+    assert made.metrics["proximal_linear_error_mean"] == pytest.approx(halfway, rel=1e-2)
 
 
 def off_by(parts, rollouts, log_ratio: float, row: int, column: int):

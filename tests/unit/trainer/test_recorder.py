@@ -180,6 +180,7 @@ def test_rollouts_can_be_read_back(tmp_path):
         assert row["logprobs"] == pytest.approx(each.logprobs)
         assert row["reward"] == each.reward
         assert json.loads(row["messages"]) == list(said)
+        assert row["ended_by"] is None
 
 
 def test_what_a_scorer_returns_beside_the_reward_becomes_columns_and_metrics(tmp_path):
@@ -223,10 +224,11 @@ def test_a_response_of_several_turns_is_the_whole_conversation(tmp_path):
         logprobs=(0.0, -1.0, 0.0, -1.0, -1.0),
         versions=(-1, 0, -1, 0, 0),
         messages=(*example, *turns),
-        info={"response_text": "2", "odd": "\ud800"},
+        info={"response_text": "2", "odd": "\ud800", "ended_by": "room"},
     )
     write_rollouts(tmp_path / "r.parquet", 4, [(tiny.prompt(), trajectory)])
     (row,) = pq.read_table(tmp_path / "r.parquet").to_pylist()
+    assert (row["num_turns"], row["ended_by"]) == (2, "room")
     assert row["response"] == "[assistant]\ndrei €\n\n[user]\nNein.\n\n[assistant]\n2"
     assert "drei €" in row["messages"]
     assert json.loads(row["messages"]) == [*example, *turns]

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from headwater.config.load import load_config
+from headwater.core.errors import ConfigError
 from headwater.rollout.source import PromptStream
 from headwater.rollout.staleness import Admission
-from headwater.trainer.rollout_setup import build_rollout, make_admission
+from headwater.trainer.rollout_setup import build_rollout, describe, make_admission, num_left_out
 
 ROOT = Path(__file__).parents[3]
 SMALL = [
@@ -82,3 +83,24 @@ def test_admission_is_what_the_config_says():
     )  # fmt: skip
     assert (admission.max_staleness, admission.on_stale, admission.max_concurrent) == (3, "drop", 7)
     assert (admission.batch_size, admission.num_batches) == (6, 5)
+
+
+class Rows(list):
+    """A custom dataset that has not measured its prompts."""
+
+
+class MeasuredRows(Rows):
+    longest_prompt = 12
+    num_filtered = 3
+
+
+def test_a_custom_dataset_may_tell_its_longest_prompt_and_what_it_left_out(rollout):
+    parts = rollout()
+    rows = [parts.eval_data[0]]
+    longer = ["data.max_prompt_tokens=100000000", "learner.max_tokens_per_microbatch=200000000"]
+    config = load_config("quickstart", [*SMALL, *longer]).config
+    with pytest.raises(ConfigError, match=r"the longest prompt of data\.train \(100000000 tokens\)"):
+        parts.check_prompts(config, Rows(rows), "data.train")
+    parts.check_prompts(config, MeasuredRows(rows), "data.train")
+    assert (num_left_out(Rows(rows)), num_left_out(MeasuredRows(rows))) == (0, 3)
+    assert describe(MeasuredRows(rows), "training") == "1 training prompts (3 over data.max_prompt_tokens left out)"

@@ -68,7 +68,8 @@ def test_every_receiver_reads_every_bucket_and_the_source_is_read_once():
         assert futures["a"].result() == futures["b"].result() == [0, 1, 2, 3, 4]
         with pytest.raises(TransferLost):
             futures["c"].result()
-    assert source.num_read == 5 and source.is_closed
+    assert source.num_read == 5
+    assert source.is_closed
 
 
 def test_a_receiver_that_hangs_is_dropped_with_the_reason():

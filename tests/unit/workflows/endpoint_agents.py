@@ -211,6 +211,12 @@ def rewards_each(base_url, api_key, branches=False):
     return rewards
 
 
+def rewards_choices(base_url, api_key):
+    """A reward for each choice of one call."""
+    _, reply = post(base_url, api_key, {"messages": ASK, "n": 3})
+    return {f"{reply['id']}/{choice['index']}": float(choice["index"]) for choice in reply["choices"]}
+
+
 async def answers_async(base_url, api_key, messages):
     await asyncio.to_thread(ask, base_url, api_key, messages)
     return 0.25
@@ -225,6 +231,10 @@ class AnswersWhenCalled:
 
     async def __call__(self, base_url: str, api_key: str, messages: list) -> float:
         return await answers_async(base_url, api_key, messages)
+
+
+class InheritsItsCall(AnswersWhenCalled):
+    pass
 
 
 def is_cancelled(base_url: str) -> None:

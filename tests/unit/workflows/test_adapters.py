@@ -369,6 +369,7 @@ def test_a_workflow_for_areal_may_return_several_sequences():
         assert [each.reward for each in made] == [0.5, 1.0]
         assert [each.versions[-1] for each in made] == [3, 4]
         assert made[0].info["scored"] == 2, "notes belong to the episode"
+        assert made[0].reward_info["scored"] == 2, "it becomes a column of the rollout files"
         assert made[0].info["mine"] == 1
         assert episode.context.reward.texts == ["45", "4"]
         sampling = episode.engine.requests[0].sampling

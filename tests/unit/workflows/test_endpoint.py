@@ -307,13 +307,15 @@ def test_rewards_for_single_completions():
         assert (one.reward, one.turn_rewards) == (0.75, (0.25, 0.5))
         first, second = await episode("rewards_each", KeyedEngine(), agent_args={"branches": True})
         assert sorted([first.turn_rewards, second.turn_rewards]) == [(0.25, 0.5), (2.0,)]
+        choices = await episode("rewards_choices", KeyedEngine(["a", "b", "c"]))
+        assert {text_of(each)[-len("a<|end|>")]: each.reward for each in choices} == {"a": 0.0, "b": 1.0, "c": 2.0}
 
     asyncio.run(run())
 
 
 def test_agents_in_threads():
     async def run() -> None:
-        for agent, reward in [("twice", 0.5), ("answers_async", 0.25), ("AnswersWhenCalled", 0.25)]:
+        for agent, reward in [("twice", 0.5), ("answers_async", 0.25), ("InheritsItsCall", 0.25)]:
             (one,) = await episode(agent, KeyedEngine(), run_in="thread")
             assert one.reward == reward
         with pytest.raises(Exception, match="raised KeyError"):

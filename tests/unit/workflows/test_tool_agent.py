@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -189,18 +190,24 @@ def test_each_limit_ends_or_refuses_what_it_says():
 
 
 USER = """
+import threading
+
 async def ask_again(messages, prompt):
     assert prompt.uid == "row"
     return None if messages[-1]["content"] == "enough" else "More."
 
 def wrong(messages, prompt):
     return 5
+
+def from_a_thread(messages, prompt):
+    with open(prompt.uid + ".thread", "w") as file:
+        file.write(threading.current_thread().name)
 """
 
 
-def test_a_simulated_user_continues_the_conversation(tmp_path):
+def test_a_simulated_user_continues_the_conversation(tmp_path, monkeypatch):
     (tmp_path / "user.py").write_text(USER)
-    user, scene = f"{tmp_path / 'user.py'}:ask_again", Scene(rewards=[1.0] * 3)
+    user, scene = f"{tmp_path / 'user.py'}:ask_again", Scene(rewards=[1.0] * 4)
     made = scene.run("one", call("count", amount=1), "two", "enough", user=user)
     assert (made.info["ended_by"], made.info["num_user_turns"], made.info["num_turns"]) == ("answer", 2, 4)
     assert [message["role"] for message in made.messages[1:]] == [
@@ -212,6 +219,9 @@ def test_a_simulated_user_continues_the_conversation(tmp_path):
     assert (made.info["ended_by"], made.info["num_user_turns"]) == ("answer", 1)
     with pytest.raises(RolloutFailed, match=r"workflow_args\.user: returned a int"):
         scene.run("one", user=f"{tmp_path / 'user.py'}:wrong")
+    monkeypatch.chdir(tmp_path)
+    scene.run("one", user=f"{tmp_path / 'user.py'}:from_a_thread")
+    assert (tmp_path / "row.thread").read_text() != threading.current_thread().name
 
 
 def test_rewards_of_tools_are_added_by_weight_and_per_turn():

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headwater.algorithms.diagnostics import weight_metrics
 from headwater.algorithms.masked import EPSILON, MAX_LOG_RATIO, bounded, check_shapes, keep, masked_mean, masked_sum
 from headwater.config.arguments import checked, chosen_corrections, with_arguments
 from headwater.config.schema import AlgorithmConfig
@@ -48,14 +49,31 @@ class CorrectionInputs:
 
 
 @dataclass(frozen=True)
-class RatioRange:
-    """The ratios that a correction weighs by, before it applies its bounds, and these bounds."""
+class Weighing:
+    """How a correction has made weights of ratios. All tensors are ``[samples, tokens]``, 0 at masked tokens."""
 
     ratios: Tensor
-    """``[samples, tokens]``, 0 at masked tokens."""
+    """Before the bounds."""
     low: float
     high: float
     level: Level
+    bounded: Tensor
+    """The weights within the bounds, before they are normalised."""
+    normalize: bool
+    """Whether the weights are divided by their mean over the batch."""
+
+    def weights(self, mask: Tensor) -> Tensor:
+        if not self.normalize:
+            return self.bounded
+        mean = self.mean(mask)
+        return torch.where(mean > EPSILON, self.bounded / mean, self.bounded)
+
+    def mean(self, mask: Tensor) -> Tensor:
+        """The mean weight of tokens, or of sequences if each has one weight."""
+        if self.level == "token":
+            return masked_mean(self.bounded, mask)
+        nonempty = (mask != 0).any(dim=-1)
+        return masked_sum(masked_mean(self.bounded, mask, dim=-1), nonempty) / nonempty.sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -66,7 +84,7 @@ class Correction:
     """``[samples, tokens]``: the tokens that stay in the loss."""
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
     """Values per token whose mean over the original mask is reported."""
-    range: RatioRange | None = None
+    weighing: Weighing | None = None
     """Set by a correction that weighs by the ratio."""
 
 
@@ -98,6 +116,17 @@ def ratios(log_ratio: Tensor, mask: Tensor, level: Level, limit: float | None = 
     return keep(bounded(log_ratio, limit).exp(), mask)
 
 
+def apply_corrections(
+    functions: Mapping[str, CorrectionFunction], inputs: CorrectionInputs
+) -> tuple[Correction, dict[str, float]]:
+    """The corrections of a recipe (``configured_corrections``) combined, and the metrics of the batch."""
+    corrections = {name: correct(inputs) for name, correct in functions.items()}
+    combined = combine(corrections)
+    means = {name: float(masked_mean(values, inputs.mask)) for name, values in combined.diagnostics.items()}
+    metrics = means | correction_metrics(corrections, inputs.mask) | weight_metrics(combined.weights, inputs.mask)
+    return combined, metrics
+
+
 def combine(corrections: Mapping[str, Correction]) -> Correction:
     """Combine corrections of the same batch: weights are multiplied, and a token must be kept by all.
 
@@ -118,7 +147,8 @@ def correction_metrics(corrections: Mapping[str, Correction], mask: Tensor) -> d
     """Metrics of whole batches, which are not means over tokens.
 
     The fractions of tokens, and of sequences with such a token, that all corrections together and each of those that
-    remove tokens have removed; the range of what each of them measured; and the range of the ratios that they weigh by.
+    remove tokens have removed; the range of what each of them measured; the range of the ratios that they weigh by, and
+    their weights before they are normalised.
     """
     together = reduce(mul, (each.mask for each in corrections.values()))
     metrics = _rejected("", together, mask)
@@ -129,14 +159,15 @@ def correction_metrics(corrections: Mapping[str, Correction], mask: Tensor) -> d
         if measured is not None and (mask != 0).any():
             kept = measured[mask != 0]
             metrics |= {f"{name}/measured_max": float(kept.max()), f"{name}/measured_min": float(kept.min())}
-        if each.range is not None and (mask != 0).any():
-            metrics |= {f"{name}/{metric}": value for metric, value in range_metrics(each.range, mask).items()}
+        if each.weighing is not None and (mask != 0).any():
+            metrics |= {f"{name}/{metric}": value for metric, value in weighing_metrics(each.weighing, mask).items()}
     return metrics
 
 
-def range_metrics(given: RatioRange, mask: Tensor) -> dict[str, float]:
+def weighing_metrics(given: Weighing, mask: Tensor) -> dict[str, float]:
     """The largest and smallest ratio before bounds, and the fractions of tokens (of sequences, if each has one ratio)
-    and of the mean ratios of sequences that are above and below the bounds. A sequence without tokens has ratio 1."""
+    and of the mean ratios of sequences that are above and below the bounds. A sequence without tokens has ratio 1.
+    Then the statistics of the weights before they are normalised, and what normalising divides them by."""
     counted = given.ratios[mask != 0]
     if given.level != "token":
         counted = given.ratios.amax(dim=-1).masked_fill((mask == 0).all(dim=-1), 1.0)
@@ -149,7 +180,9 @@ def range_metrics(given: RatioRange, mask: Tensor) -> dict[str, float]:
         "sequence_ratio_high_fraction": (by_sequence > given.high).float().mean(),
         "sequence_ratio_low_fraction": (by_sequence < given.low).float().mean(),
     }
-    return {name: float(value) for name, value in metrics.items()}
+    if given.normalize:
+        metrics["normalizer"] = given.mean(mask)
+    return {name: float(value) for name, value in metrics.items()} | weight_metrics(given.bounded, mask)
 
 
 def _rejected(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, float]:
@@ -158,16 +191,3 @@ def _rejected(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, float]:
         f"{prefix}rejected_fraction": float(masked_mean(rejected.to(mask.dtype), mask)),
         f"{prefix}rejected_sequence_fraction": float(rejected.any(dim=-1).to(mask.dtype).mean()),
     }
-
-
-def batch_normalize(weights: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Weights divided by their mean, which is over tokens, or over sequences if each has one weight."""
-    mean = mean_weight(weights, mask, level)
-    return torch.where(mean > EPSILON, weights / mean, weights)
-
-
-def mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
-    if level == "token":
-        return masked_mean(weights, mask)
-    nonempty = (mask != 0).any(dim=-1)
-    return masked_sum(masked_mean(weights, mask, dim=-1), nonempty) / nonempty.sum().clamp(min=1)

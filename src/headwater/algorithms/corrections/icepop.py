@@ -9,8 +9,7 @@ from headwater.algorithms.corrections import (
     Correction,
     CorrectionInputs,
     Level,
-    RatioRange,
-    batch_normalize,
+    Weighing,
     ratios,
 )
 from headwater.algorithms.masked import LogRatioLimit, keep
@@ -31,8 +30,6 @@ def icepop(
     """Weights are the ratios inside ``[lower, upper]`` and 0 outside. The mask stays, so averages count all tokens."""
     ratio = ratios(inputs.log_ratio, inputs.mask, level, max_log_ratio)
     inside = (ratio >= lower) & (ratio <= upper)
-    weights = keep(ratio, inside)
     diagnostics = {"outside_fraction": keep((~inside).to(ratio.dtype), inputs.mask)}
-    if normalize:
-        weights = batch_normalize(weights, inputs.mask, level)
-    return Correction(weights, inputs.mask, diagnostics, RatioRange(ratio, lower, upper, level))
+    weighing = Weighing(ratio, lower, upper, level, keep(ratio, inside), normalize)
+    return Correction(weighing.weights(inputs.mask), inputs.mask, diagnostics, weighing)

@@ -9,8 +9,7 @@ from headwater.algorithms.corrections import (
     Correction,
     CorrectionInputs,
     Level,
-    RatioRange,
-    batch_normalize,
+    Weighing,
     ratios,
 )
 from headwater.algorithms.masked import LogRatioLimit, keep
@@ -33,7 +32,6 @@ def truncate(
     ratio = ratios(inputs.log_ratio, inputs.mask, level, max_log_ratio)
     weights = keep(ratio.clamp(lower, upper), inputs.mask)
     diagnostics = {"truncated_fraction": (weights != ratio).to(ratio.dtype)}
-    if normalize:
-        weights = batch_normalize(weights, inputs.mask, level)
     # Without a lower bound, the inverse of the upper one counts as low in metrics.
-    return Correction(weights, inputs.mask, diagnostics, RatioRange(ratio, lower or 1 / upper, upper, level))
+    weighing = Weighing(ratio, lower or 1 / upper, upper, level, weights, normalize)
+    return Correction(weighing.weights(inputs.mask), inputs.mask, diagnostics, weighing)

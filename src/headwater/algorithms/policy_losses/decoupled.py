@@ -70,7 +70,12 @@ def decoupled(
         diagnostics["dual_clip_fraction"] = keep(bounded, mask)
     if correction is None:
         return PolicyLoss(losses, diagnostics)
-    diagnostics |= {"behaviour_weight": correction.weights, **correction.diagnostics}
+    diagnostics |= {
+        "behaviour_weight": correction.weights,
+        "behaviour_kl": keep(given.log_ratio, mask),
+        "kept_fraction": mask,
+        **correction.diagnostics,
+    }
     return PolicyLoss(losses * correction.weights, diagnostics, weights=correction.weights)
 
 

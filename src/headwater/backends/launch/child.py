@@ -7,9 +7,11 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from headwater.backends.launch.keeper import ServerProcess
 from headwater.core.errors import RolloutFailed
 from headwater.core.signals import signal_name
 from headwater.core.waits import ENGINE_START_LIMIT_S, named_wait
@@ -19,6 +21,8 @@ _LAST_WORDS_S = 1.0
 """How long its output is read after it has ended. A process that it left behind may keep the pipe open forever."""
 _LOOK_S = 0.05
 _TAIL_CHARACTERS = 4000
+HOST, PORT = "{host}", "{port}"
+"""Arguments of a command that are known only where it runs: the address to listen on, and a free port there."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,27 @@ class Command:
     """How a server is started."""
 
     arguments: Sequence[str]
-    """The program and its arguments. It must end when its standard input closes."""
+    """The program and its arguments, with ``HOST`` and ``PORT`` where the address belongs. It must end when its
+    standard input closes."""
     serves: str
     """What it serves, for messages."""
     ready: re.Pattern[str]
     """Found in its output once it answers. The first group is its URL."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables in addition to those of this process."""
+
+    def at(self, host: str) -> Command:
+        """The command with the arguments ``HOST`` and ``PORT`` filled in. The port is one that is free now."""
+        filled = {HOST: host}
+        if PORT in self.arguments:
+            with socket.socket() as probe:
+                probe.bind((host, 0))
+                filled[PORT] = str(probe.getsockname()[1])
+        return replace(self, arguments=tuple(filled.get(each, each) for each in self.arguments))
+
+
+StartChild = Callable[[Command], Awaitable[ServerProcess]]
+"""Starts a server and returns when it answers. If it ends before, ``RolloutFailed`` has its last output."""
 
 
 class ChildServer:
@@ -42,8 +60,11 @@ class ChildServer:
     pipe closes and the server stops. The server runs in a separate session, so that Ctrl-C reaches only this process.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, command: Command) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, command: Command, echo: Callable[[str], object] | None = None
+    ) -> None:
         self.url = ""
+        self._echo = echo
         self._process = process
         self._command = command
         self._output = ""
@@ -52,8 +73,14 @@ class ChildServer:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, command: Command) -> ChildServer:
-        """Return when the server answers. If it ends before, raise ``RolloutFailed`` with its last output."""
+    async def start(
+        cls, command: Command, *, host: str = "127.0.0.1", echo: Callable[[str], object] | None = None
+    ) -> ChildServer:
+        """Return when the server answers. If it ends before, raise ``RolloutFailed`` with its last output.
+
+        ``echo`` is called with everything that it prints.
+        """
+        command = command.at(host)
         process = await asyncio.create_subprocess_exec(
             *command.arguments,
             stdin=asyncio.subprocess.PIPE,
@@ -62,7 +89,7 @@ class ChildServer:
             env={**os.environ, **command.environment},
             start_new_session=True,
         )
-        child = cls(process, command)
+        child = cls(process, command, echo)
         try:
             await named_wait(
                 child._until_ready(), child._describe_start, hard_limit_s=ENGINE_START_LIMIT_S, kind="engine_start"
@@ -142,7 +169,10 @@ class ChildServer:
         """Read its output to the end; otherwise it would block when the pipe is full."""
         assert self._process.stdout is not None, "its output is a pipe"
         while chunk := await self._process.stdout.read(2**16):
-            self._output = (self._output + chunk.decode(errors="replace"))[-_TAIL_CHARACTERS:]
+            text = chunk.decode(errors="replace")
+            if self._echo is not None:
+                self._echo(text)
+            self._output = (self._output + text)[-_TAIL_CHARACTERS:]
             found = self._command.ready.search(self._output)
             if found and not self.url:
                 self.url = found[1]

@@ -20,15 +20,15 @@ import atexit
 import itertools
 import os
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
-from headwater.backends.launch.child import ChildServer
+from headwater.backends.launch.child import ChildServer, StartChild
 from headwater.backends.native.channel import EngineChannel
 from headwater.backends.native.client import ConnectionLost
 from headwater.backends.native.places import (
@@ -53,7 +53,6 @@ from headwater.core.protocols import (
     UpdateMode,
     WeightUpdate,
     check_features,
-    whole_response,
 )
 from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
@@ -118,12 +117,17 @@ class NativeEngine:
     def launch(cls, context: BackendContext, devices: Sequence[str]) -> NativeEngine:
         """Start ``headwater serve`` with the engine of ``rollout.backend``."""
         config = context.config
-        device, is_shared = engine_device(devices[0], config.model.device)
+        start_child: StartChild = ChildServer.start
+        if context.places:
+            (place,) = context.places
+            device, is_shared, start_child = devices[0], place.shares_device, place.start_child
+        else:
+            device, is_shared = engine_device(devices[0], config.model.device)
         backend = "embedded" if config.rollout.backend == "native" else config.rollout.backend
         arguments = ["--backend", backend, "--device", device]
         arguments += ["--seed", str(config.run.seed), "--threads", str(config.trainer.num_threads)]
         arguments += [*config.rollout.launch.args, *engine_arguments(config.engine, shares_device=is_shared)]
-        return cls._made(context, OwnServer(context.model_path, arguments, config.model.dtype))
+        return cls._made(context, OwnServer(context.model_path, arguments, config.model.dtype, start_child=start_child))
 
     @classmethod
     def connect(cls, url: str, context: BackendContext) -> NativeEngine:
@@ -188,14 +192,14 @@ class NativeEngine:
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        """Those of the engine in the process, except that callers here get whole responses."""
+        """Those of the engine in the process, except for what does not travel between the two processes."""
         told: dict[str, Any] = self._info["capabilities"]
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
         }
         # Only tokens, log-probs and versions are sent between the two processes.
         features = tuple(each for each in values["features"] if each not in ("top_logprobs", "prompt_logprobs"))
-        return replace(Capabilities(**values), streaming=False, rounds=False, features=features)
+        return replace(Capabilities(**values), rounds=False, features=features)
 
     @cached_property
     def limits(self) -> EngineLimits:
@@ -238,12 +242,38 @@ class NativeEngine:
         def deliver(result: ModelResponse | HeadwaterError) -> None:
             mailbox.post(lambda: _settle(answer, result))
 
-        opened = OpenRequest(next(self._numbers), request, deliver)
+        with self._opened(OpenRequest(next(self._numbers), request, deliver)):
+            return await answer
+
+    async def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
+        """Yield new tokens as they arrive; with a server that cannot stream, the complete response once."""
+        news: asyncio.Queue[Delta | HeadwaterError] = asyncio.Queue()
+        mailbox = self._mailboxes.of_running_loop()
+
+        def deliver(result: ModelResponse | HeadwaterError) -> None:
+            last = result if isinstance(result, HeadwaterError) else Delta((), (), (), result.stop_reason)
+            mailbox.post(lambda: news.put_nowait(last))
+
+        def take(new: Delta) -> None:
+            mailbox.post(lambda: news.put_nowait(new))
+
+        with self._opened(OpenRequest(next(self._numbers), request, deliver, take)):
+            while True:
+                new = await news.get()
+                if isinstance(new, HeadwaterError):
+                    raise new
+                yield new
+                if new.stop_reason is not None:
+                    return
+
+    @contextmanager
+    def _opened(self, opened: OpenRequest) -> Iterator[None]:
+        """A request that the server works on within the block."""
         with self._closing:
             self._check_open()
             self._inbox.post(lambda: self._server.enter(opened))
         try:
-            return await answer
+            yield
         finally:
             if not opened.has_ended:
                 self._inbox.post(lambda: self._server.requests.leave(opened))
@@ -258,10 +288,6 @@ class NativeEngine:
                 f"request {request.request_id}: {num_tokens} tokens exceed the engine's limit of "
                 f"{self.limits.max_request_tokens}; shorten the prompt or lower max_new_tokens"
             )
-
-    def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
-        """Yield the complete response once."""
-        return whole_response(self, request)
 
     def abort(self, request_id: str | None = None) -> int:
         """End the requests with this id, or all. They return the tokens they have."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headwater.backends import BackendContext, other_model
-from headwater.backends.launch.child import ChildServer, Command
+from headwater.backends.launch.child import HOST, ChildServer, Command, StartChild
 from headwater.backends.launch.keeper import ServerProcess
 from headwater.backends.launch.running import RunningServer
 from headwater.backends.native.client import ConnectionLost, ServerClient
@@ -21,7 +21,7 @@ from headwater.engine.kv_cache import SHARED_FRACTION
 from headwater.serving.options import KEY_VARIABLE
 
 SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
-_OPTIONS = ("--host", "127.0.0.1", "--port", "0", "--until-eof")
+_OPTIONS = ("--host", HOST, "--port", "0", "--until-eof")
 _READY = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
 _REMEDY = "try it alone with `headwater serve`, or use rollout.placement=colocated"
 _REMEDY_FOREIGN = "look at its log, or remove it from rollout.servers"
@@ -42,10 +42,12 @@ class OwnServer:
     api_key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     remedy: str = _REMEDY
     heartbeat_s: float | None = None
+    start_child: StartChild = ChildServer.start
+    """Starts it on this machine, or elsewhere."""
 
     async def start(self) -> ServerProcess:
         arguments = (*SERVE, self.model, *_OPTIONS, "--dtype", self.dtype, *self.arguments)
-        return await ChildServer.start(Command(arguments, self.model, _READY, {KEY_VARIABLE: self.api_key}))
+        return await self.start_child(Command(arguments, self.model, _READY, {KEY_VARIABLE: self.api_key}))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from headwater.backends.native.client import ENGINE_FAILED, RequestLink, error_of
 from headwater.core.errors import HeadwaterError, RolloutFailed, ServerLost
 from headwater.core.new_tokens import TOKEN, NewTokens
-from headwater.core.records import ModelRequest, ModelResponse, StopReason
+from headwater.core.records import Delta, ModelRequest, ModelResponse, StopReason
 from headwater.observe.spans import Spans
 from headwater.serving.native.request import write_request
 
@@ -29,6 +29,8 @@ class OpenRequest:
     request: ModelRequest
     deliver: Callable[[ModelResponse | HeadwaterError], None]
     """Called once, with the response or the error."""
+    on_tokens: Callable[[Delta], None] | None = None
+    """Called with new tokens as they arrive."""
     has_ended: bool = False
     output: bytearray = field(default_factory=bytearray)
     """The tokens as they arrived, with log-probs and versions (``new_tokens.TOKEN``)."""
@@ -50,6 +52,11 @@ class OpenRequest:
             self.started = time.perf_counter()
         self.num_stuck = 0
         self.output += tokens
+        if self.on_tokens is not None:
+            new = np.frombuffer(tokens, TOKEN)
+            self.on_tokens(
+                Delta(tuple(new["token"].tolist()), tuple(new["logprob"].tolist()), tuple(new["version"].tolist()))
+            )
 
     def rest(self) -> ModelRequest:
         """The request for the tokens that are still missing."""

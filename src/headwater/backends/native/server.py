@@ -72,9 +72,7 @@ class NativeServer:
     def __init__(self, place: OwnServer | ForeignServer, spans: Spans, *, hands_over: bool = False) -> None:
         """``hands_over`` fails the open requests with ``ServerLost`` when the process is lost."""
         self.state = ServerState()
-        is_foreign = isinstance(place, ForeignServer)
-        # While others generate, the return of a running server can be awaited without a limit.
-        self.keeper = ChildKeeper(self, place.remedy, is_foreign=is_foreign, gives_up=not (is_foreign and hands_over))
+        self.keeper = ChildKeeper(self, place.remedy, is_foreign=isinstance(place, ForeignServer))
         self.requests = OpenRequests(spans, on_finish=self.keeper.note_progress, on_failed_engine=self.keeper.kill)
         self.info: dict[str, Any] = {}
         """What the process says about itself."""

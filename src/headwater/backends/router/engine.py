@@ -57,8 +57,6 @@ class RouterEngine:
         if not servers:
             raise ValueError("a router needs at least one server")
         self._options = options or RouterOptions()
-        self._published: int | None = None
-        """The newest version that was sent to the servers from here."""
         self._is_paused = False
         self._asleep: set[MemoryTag] = set()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="headwater-router-weights")
@@ -71,7 +69,7 @@ class RouterEngine:
 
     def add(self, server: RoutedServer) -> None:
         """A server that gets requests from now on, or as soon as it has the newest weights."""
-        self._roster.add(server, self._published)
+        self._roster.add(server)
 
     def drain(self, name: str, *, move: bool = False) -> None:
         """Send no more requests to a server. With ``move``, other servers continue those that it has."""
@@ -84,6 +82,11 @@ class RouterEngine:
     def remove(self, name: str, *, move: bool = True, limit_s: float = ENGINE_CALL_LIMIT_S) -> None:
         """Drain a server, then close its engine. Without ``move``, wait until its requests have ended."""
         self._roster.remove(name, move=move, limit_s=limit_s)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all servers."""
+        return tuple(each.name for each in self._roster.all())
 
     # What it can do
 
@@ -110,7 +113,7 @@ class RouterEngine:
                 needs_weights=any(each.needs_weights for each in members),
                 is_paused=self._is_paused,
                 is_asleep=bool(self._asleep),
-                is_alive=not roster.is_closed and not all(each.has_failed for each in members),
+                is_alive=not roster.is_closed and not all(each.is_gone for each in members),
                 is_reachable=any(not each.lost for each in members),
                 servers=servers,
                 metrics={
@@ -175,8 +178,8 @@ class RouterEngine:
     # Weights
 
     def get_version(self) -> int:
-        if self._published is not None:
-            return self._published
+        if self._roster.published is not None:
+            return self._roster.published
         members = self._roster.all()
         return min((each.version for each in members if not each.lost), default=0)
 
@@ -184,7 +187,7 @@ class RouterEngine:
         self._on_all(lambda engine: engine.set_version(version), f"sets its version to {version}")
         with self._roster.lock:
             self._begin_version(version)
-            self._published = version
+            self._roster.published = version
             for member in self._roster.all():
                 if not member.lost:
                     member.version, member.num_updates = version, member.num_updates + 1
@@ -244,7 +247,7 @@ class RouterEngine:
         finally:
             update.close()
         with roster.lock:
-            self._published = update.version
+            self._roster.published = update.version
             for name, member in roster.members.items():
                 if name in refused:
                     member.stale, member.num_refusals = str(refused[name]), member.num_refusals + 1
@@ -279,7 +282,7 @@ class RouterEngine:
             return found
 
     def _begin_version(self, version: int) -> None:
-        if self._published is not None and version < self._published:
+        if self._roster.published is not None and version < self._roster.published:
             self._roster.policy.forget_versions()  # another run has begun, or this one continues from a checkpoint
 
     # All servers

@@ -27,6 +27,8 @@ class RoutedServer:
     engine: InferenceEngine
     url: str = ""
     """Shown in the status. Defaults to ``name`` if that is an address."""
+    connect: Callable[[], InferenceEngine] | None = None
+    """Connects to it anew. Without it, a server whose engine has given up is lost for good."""
 
 
 class Member:
@@ -35,6 +37,7 @@ class Member:
     def __init__(self, server: RoutedServer) -> None:
         self.name = server.name
         self.url = server.url or (server.name if "://" in server.name else "")
+        self.connect = server.connect
         self.engine = server.engine
         self.can = server.engine.capabilities
         self.limits = server.engine.limits
@@ -45,7 +48,9 @@ class Member:
         self.lost = ""
         """Why it cannot be reached, or empty."""
         self.has_failed = False
-        """It will not come back by itself."""
+        """Its engine has given up."""
+        self.is_connecting = False
+        self._tried_at = 0.0
         self.stale = ""
         """Why it does not have the newest weights, or empty. It gets no requests until it has them."""
         self.num_refusals = 0
@@ -61,6 +66,11 @@ class Member:
     def is_open(self) -> bool:
         """Whether it may get requests."""
         return not (self.is_draining or self.is_restoring or self.lost or self.stale)
+
+    @property
+    def is_gone(self) -> bool:
+        """It will not come back."""
+        return self.has_failed and self.connect is None
 
     @property
     def is_unfit(self) -> bool:
@@ -116,6 +126,21 @@ class Member:
         return done
 
     # Health
+
+    def is_time_to_connect(self, every_s: float) -> bool:
+        """Whether to try to connect anew. True at most once in ``every_s``, and not while an attempt lasts."""
+        now = time.monotonic()
+        if not self.has_failed or self.connect is None or self.is_connecting or now - self._tried_at < every_s:
+            return False
+        self._tried_at, self.is_connecting = now, True
+        return True
+
+    def renew(self, engine: InferenceEngine, published: int | None) -> None:
+        """Use another engine for the same server, which comes back with the next report."""
+        self.engine, self.has_failed, self.num_refusals, self._pending = engine, False, 0, None
+        self.version = engine.get_version()
+        if published is not None and self.version != published:
+            self.stale = "it has come back"
 
     def mark_lost(self, reason: str) -> None:
         """A request has found out that the server is gone. Only a report that is asked for later can refute it."""

@@ -87,12 +87,10 @@ async def _follow(roster: Roster, member: Member, work: Work) -> AsyncGenerator[
             yield Delta((), (), (), reason)
             return
         work.server = member.name
-        num_before = len(work.tokens)
         try:
             async with aclosing(member.engine.astream(work.rest(resumable=member.can.resumable))) as deltas:
                 async for delta in deltas:
                     work.take(delta)
-                    num_before = len(work.tokens)
                     if delta.stop_reason is None:
                         yield delta
                         continue
@@ -101,9 +99,9 @@ async def _follow(roster: Roster, member: Member, work: Work) -> AsyncGenerator[
                     return
             raise ServerLost("the stream has no end")
         except RolloutFailed as error:
+            if isinstance(error, ServerLost):
+                error.partial = None  # the stream has delivered it already
             await _take_failure(roster, member, work, error)
-        if new := work.since(num_before):
-            yield new
     finally:
         work.server = None
         roster.leave(work)

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _EVACUATE_S = 5.0
 """How long an engine may take to return what it has of the requests of a lost server."""
 _THREAD_END_S = 5.0
+_CONNECT_EVERY_S = 5.0
+"""Time between two attempts to connect to a server whose engine has given up."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Roster:
         self.members: dict[str, Member] = {}
         self.works: dict[int, Work] = {}
         self.is_closed = False
+        self.published: int | None = None
+        """The newest version that was sent to the servers; None if none was."""
         self.num_moved = 0
         """Requests that another server had to continue."""
         self.num_lost = 0
@@ -77,8 +81,7 @@ class Roster:
         with self.lock:
             return list(self.members.values())
 
-    def add(self, server: RoutedServer, published: int | None) -> None:
-        """``published`` is the version that the server needs; None if it may have any."""
+    def add(self, server: RoutedServer) -> None:
         member = Member(server)
         check_alike(member, self.all())
         self._restore(member.engine)
@@ -86,7 +89,7 @@ class Roster:
             self.check_open()
             if server.name in self.members:
                 raise ValueError(f"server {server.name!r} is in the router already; use another name")
-            if published is not None and member.version != published:
+            if self.published is not None and member.version != self.published:
                 member.stale = "it is new"
             self.members[member.name] = member
             capacity = min(member.limits.max_queue, self.options.max_open_per_server)
@@ -220,7 +223,7 @@ class Roster:
         name = self.policy.enter(work.key, work.request.session, first=work.num_tries > 0)
         work.num_tries += 1
         work.is_in_policy = True
-        if name is None and all(each.has_failed for each in self.members.values()):
+        if name is None and all(each.is_gone for each in self.members.values()):
             raise self._no_server(work)
         return name
 
@@ -265,8 +268,27 @@ class Roster:
                 restored = member.start(lambda: self._restore(member.engine), "restore")
                 restored.add_done_callback(lambda done: self._restored(member, done.exception()))
             self.sync(member)
+            if member.is_time_to_connect(_CONNECT_EVERY_S):
+                member.start(lambda: self._connect(member), "connect")
         if member.lost and not was_lost:
             self._tell_lost(member)
+
+    def _connect(self, member: Member) -> None:
+        """Replace the engine of a server that has given up, if the server answers again."""
+        assert member.connect is not None, "checked"
+        try:
+            engine = member.connect()
+        except HeadwaterError as error:
+            with self.lock:
+                member.is_connecting = False
+                member.mark_lost(str(error))
+            return
+        with self.lock:
+            old, member.is_connecting = member.engine, False
+            is_wanted = not self.is_closed and self.members.get(member.name) is member
+            if is_wanted:
+                member.renew(engine, self.published)
+        (old if is_wanted else engine).close()
 
     def _restored(self, member: Member, error: BaseException | None) -> None:
         with self.lock:
@@ -308,7 +330,7 @@ class Roster:
                 return
             now = time.monotonic()
             self._none_open_since = self._none_open_since or now
-            will_return = not all(each.has_failed for each in self.members.values())
+            will_return = not all(each.is_gone for each in self.members.values())
             if will_return and now - self._none_open_since < self.options.no_server_limit_s:
                 return
             for work in self.works.values():

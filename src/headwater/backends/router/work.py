@@ -82,15 +82,6 @@ class Work:
         )
         return replace(request, input_tokens=(*request.input_tokens, *given), given_tokens=(), sampling=sampling)
 
-    def since(self, count: int) -> Delta | None:
-        """The tokens after the first ``count``; None if there are none."""
-        if len(self.tokens) == count:
-            return None
-        tops = tuple(self.top_logprobs[count:])
-        return Delta(
-            tuple(self.tokens[count:]), tuple(self.logprobs[count:]), tuple(self.versions[count:]), top_logprobs=tops
-        )
-
     def start_again(self) -> None:
         """Discard what there is, for a server that could not continue it."""
         self.tokens, self.logprobs, self.versions, self.top_logprobs = [], [], [], []

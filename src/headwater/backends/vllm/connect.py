@@ -27,6 +27,7 @@ class ConnectedServer:
         check: Callable[[HttpLink, VllmInfo], Awaitable[None]],
         limit_s: float,
         is_one_of_many: bool = False,
+        make_link: Callable[[str, str], HttpLink] = HttpLink,
     ) -> None:
         """``check`` raises if the server cannot be used. ``limit_s`` is how long it may be unreachable.
 
@@ -40,6 +41,7 @@ class ConnectedServer:
         self._check = check
         self._limit_s = limit_s
         self._is_one_of_many = is_one_of_many
+        self._make_link = make_link
         self._link: HttpLink | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -68,7 +70,7 @@ class ConnectedServer:
     async def _connect(self) -> None:
         began = time.monotonic()
         while True:
-            link = HttpLink(self.url, self._api_key)
+            link = self._make_link(self.url, self._api_key)
             try:
                 await link.check_alive()
                 info = await link.describe()
@@ -83,8 +85,8 @@ class ConnectedServer:
                 is_awaited = self._is_one_of_many and self._session.info is not None
                 if time.monotonic() - began > self._limit_s and not is_awaited:
                     raise RolloutFailed(
-                        f"the vLLM server at {self.url} cannot be reached, after {self._limit_s:g} s of attempts "
-                        f"(rollout.server_timeout_s): {error}; start it, or correct rollout.servers"
+                        f"the {link.program} server at {self.url} cannot be reached, after {self._limit_s:g} s of "
+                        f"attempts (rollout.server_timeout_s): {error}; start it, or correct rollout.servers"
                     ) from error
                 await asyncio.sleep(_RETRY_S)
             except BaseException:

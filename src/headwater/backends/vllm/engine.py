@@ -89,6 +89,8 @@ class Server(Protocol):
 class VllmEngine:
     """An ``InferenceEngine`` whose work is done by vLLM."""
 
+    program: ClassVar[str] = "vLLM"
+
     declared_capabilities: ClassVar[Capabilities] = Capabilities(
         seeded_sampling=False,  # the same seed gives the same tokens only in the same batch
         checksums=False,  # its workers store weights in their own layout
@@ -228,7 +230,11 @@ class VllmEngine:
             is_asleep=bool(session.asleep),
             is_alive=not self._is_closed and session.failure is None,
             is_reachable=session.is_attached,
-            settings={"vllm": self._info.version, "max_sequences": self._info.max_sequences, "url": self.url},
+            settings={
+                self.program.lower(): self._info.version,
+                "max_sequences": self._info.max_sequences,
+                "url": self.url,
+            },
         )
 
     # Requests
@@ -266,8 +272,8 @@ class VllmEngine:
         num_tokens = len(request.input_tokens) + request.sampling.max_new_tokens
         if num_tokens > self._info.max_model_tokens:
             raise RequestError(
-                f"{name}: {num_tokens} tokens exceed the limit of vLLM, {self._info.max_model_tokens} tokens; shorten "
-                "the prompt, lower max_new_tokens, or start it with a larger --max-model-len"
+                f"{name}: {num_tokens} tokens exceed the limit of {self.program}, {self._info.max_model_tokens}; "
+                "shorten the prompt, lower max_new_tokens, or start it with a larger --max-model-len"
             )
         if (fault := wrong_stop(request.sampling.stop_strings)) is not None:
             raise RequestError(f"{name}: stop_strings{fault}")
@@ -316,7 +322,7 @@ class VllmEngine:
         self._do(self._session.set_version(version), f"{self._name} sets its version")
 
     def weights_checksum(self) -> str:
-        raise WeightsError("vLLM stores weights in its own layout, so they have no checksum; compare log-probs instead")
+        raise WeightsError(f"{self.program} stores weights in its own layout, so they have no checksum")
 
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
         """Write the weights to a file, which vLLM loads. ``TransferLost`` if its process died; send them again then."""
@@ -338,7 +344,7 @@ class VllmEngine:
             return wanted
         if mode is None and self._config.engine.update_mode == "auto":
             return "interrupt"
-        raise WeightsError(f"mode = {wanted}: vLLM {self._info.version} only has {', '.join(can)}")
+        raise WeightsError(f"mode = {wanted}: {self.program} {self._info.version} only has {', '.join(can)}")
 
     def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
         folder = self._config.rollout.weight_folder

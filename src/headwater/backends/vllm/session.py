@@ -258,7 +258,7 @@ class Session:
         self._link, self._lost_by = None, why
         self._attached.clear()
         self._settle()
-        logger.warning("%s: the connection to vLLM is lost, and %d requests wait: %s", self.name, self.num_open, why)
+        logger.warning("%s: the connection is lost, and %d requests wait: %s", self.name, self.num_open, why)
         for opened in self._open:
             if opened.reading is not None:
                 opened.reading.cancel()  # a stream of a silent server would never end

@@ -9,10 +9,11 @@ import random
 import re
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 
+from headwater.config.constraints import AtLeast, MoreThan, NotBelow
 from headwater.core.errors import RewardFailed
 from headwater.rewards.scorers import SCORERS
 
@@ -51,11 +52,11 @@ async def llm_judge(
     score_pattern: str = rf"Score:\s*({_NUMBER})",
     score_key: str = "",
     lowest: float = 0.0,
-    highest: float = 10.0,
-    max_tokens: int = 512,
+    highest: Annotated[float, NotBelow("lowest", strictly=True)] = 10.0,
+    max_tokens: Annotated[int, AtLeast(1)] = 512,
     temperature: float = 0.0,
-    max_attempts: int = 3,
-    timeout_s: float = 15.0,
+    max_attempts: Annotated[int, AtLeast(1)] = 3,
+    timeout_s: Annotated[float, MoreThan(0)] = 15.0,
     price_in: float = 0.0,
     price_out: float = 0.0,
     extra_body: Mapping[str, Any] | None = None,
@@ -79,22 +80,29 @@ async def llm_judge(
         **(extra_body or {}),
     }
     answer, num_attempts = await _ask(base_url, body, _headers(api_key_env), max_attempts, timeout_s)
-    text, usage = _read(answer)
-    score = _score(text, score_pattern, score_key)
-    if not lowest <= score <= highest:
-        raise RewardFailed(
-            f"the judge gave {score:g}, which is not between lowest = {lowest:g} and highest = {highest:g}; "
-            f"its answer: {text[-_SHOWN_CHARACTERS:]!r}",
-            cause="judge_nonsense",
-        )
-    num_in, num_out = (usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
-    return {
-        "score": (score - lowest) / (highest - lowest),
+    completion = _read(answer)
+    num_in, num_out = _usage(completion)
+    spent = {
         "judge_prompt_tokens": num_in,
         "judge_completion_tokens": num_out,
         "judge_cost": (num_in * price_in + num_out * price_out) / 1e6,
         "judge_retries": num_attempts - 1,
     }
+    try:
+        text = _text(completion, answer)
+        score = _score(text, score_pattern, score_key)
+        if not lowest <= score <= highest:
+            raise _Nonsense(
+                f"the judge gave {score:g}, which is not between lowest = {lowest:g} and highest = {highest:g}; "
+                f"its answer: {text[-_SHOWN_CHARACTERS:]!r}"
+            )
+    except _Nonsense as error:
+        raise RewardFailed(str(error), cause="judge_nonsense", spent=spent) from error
+    return {"score": (score - lowest) / (highest - lowest), **spent}
+
+
+class _Nonsense(Exception):
+    """The judge answered, but not with a score."""
 
 
 def _headers(api_key_env: str) -> dict[str, str]:
@@ -145,19 +153,31 @@ def _seconds(text: str) -> float:
         return 0.0
 
 
-def _read(answer: str) -> tuple[str, Mapping[str, Any]]:
-    """The judge's text, and the tokens it counted."""
+def _read(answer: str) -> Mapping[str, Any]:
+    """The server's answer; empty if it is not a JSON object."""
     try:
         read = json.loads(answer)
-        text, usage = read["choices"][0]["message"]["content"], read.get("usage") or {}
-        if isinstance(text, str) and isinstance(usage, Mapping):
-            return text, {name: value for name, value in usage.items() if type(value) is int}
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        pass
-    raise RewardFailed(
-        f"the judge's server did not answer with a chat completion: {answer[:_SHOWN_CHARACTERS]!r}",
-        cause="judge_nonsense",
-    )
+    except ValueError:
+        return {}
+    return read if isinstance(read, Mapping) else {}
+
+
+def _usage(completion: Mapping[str, Any]) -> tuple[int, int]:
+    """The tokens that the judge has read and written, as its server counts them."""
+    usage = completion.get("usage")
+    counts = [usage.get(name) if isinstance(usage, Mapping) else 0 for name in ("prompt_tokens", "completion_tokens")]
+    num_in, num_out = (count if type(count) is int else 0 for count in counts)
+    return num_in, num_out
+
+
+def _text(completion: Mapping[str, Any], answer: str) -> str:
+    try:
+        text = completion["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise _Nonsense(f"the judge's server did not answer with a chat completion: {answer[:_SHOWN_CHARACTERS]!r}")
+    return text
 
 
 def _score(text: str, pattern: str, key: str) -> float:
@@ -178,7 +198,7 @@ def _score(text: str, pattern: str, key: str) -> float:
             return float(value)
     except (TypeError, ValueError):
         pass
-    raise RewardFailed(f"the judge's answer has no score ({wanted}); its end: {shown}", cause="judge_nonsense")
+    raise _Nonsense(f"the judge's answer has no score ({wanted}); its end: {shown}")
 
 
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()

@@ -94,6 +94,7 @@ def read_chat(
         num_samples=sampling.num_samples,
         seed=sampling.seed,
         shape=shape,
+        session=sampling.session,
         calls=calls,
     )
 
@@ -208,7 +209,7 @@ def _refuse_unsupported_chat(fields: Fields) -> None:
     fields.neutral("verbosity", ["medium"], "request it in the messages")
     fields.neutral("store", [False], "replies are not stored")
     fields.neutral("service_tier", ["auto", "default"], "all requests have the same priority")
-    fields.ignored("prompt_cache_key", "safety_identifier")
+    fields.ignored("safety_identifier")
     refuse_unsupported(fields)
 
 

@@ -71,6 +71,7 @@ def read_completion(body: Mapping[str, Any], limits: ModelLimits, served_name: s
         num_samples=sampling.num_samples,
         seed=sampling.seed,
         shape=shape,
+        session=sampling.session,
     )
 
 

@@ -75,13 +75,14 @@ class Plan:
         num_samples: int,
         seed: int | None,
         shape: Shape,
+        session: str = "",
         calls: CallReading | None = None,
     ) -> Plan:
         name = f"{prefix}-{uuid.uuid4().hex}"
         requests: list[ModelRequest] = []
         for tokens, sampling in prompts:
             for key in sample_keys(seed, num_samples):
-                requests.append(ModelRequest(f"{name}-{len(requests)}", tokens, sampling, key))
+                requests.append(ModelRequest(f"{name}-{len(requests)}", tokens, sampling, key, session=session))
         return cls(name, model, int(time.time()), tuple(requests), num_samples, shape, calls)
 
     @property
@@ -110,6 +111,8 @@ class SamplingFields:
     stop_token_ids: tuple[int, ...]
     guide: GuideFields
     grammar: Grammar | None
+    session: str
+    """A router sends requests with the same ``prompt_cache_key`` to the same server."""
 
     @classmethod
     def read(cls, fields: Fields, limits: ModelLimits) -> SamplingFields:
@@ -126,6 +129,7 @@ class SamplingFields:
             stop_token_ids=fields.integers("stop_token_ids"),
             guide=GuideFields.read(fields, limits),
             grammar=read_response_format(fields),
+            session=fields.text("prompt_cache_key") or "",
         )
         limits.check_ids(read.stop_token_ids, fields.name("stop_token_ids"))
         return read

@@ -64,12 +64,10 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("priority", (0,), "requests are served in the order of their arrival"),
 )
 _LABELS = (
-    "session_id",
     "log_metrics",
     "no_logs",
     "custom_labels",
     "conversation_id",
-    "routing_key",
     "extra_key",
     "cache_salt",
     "external_trace_header",
@@ -112,6 +110,8 @@ def read_generate(body: Mapping[str, Any], limits: ModelLimits) -> GenerateCall:
     token_texts = fields.flag("return_text_in_logprobs", False)
     stream = fields.flag("stream", False)
     rid = fields.raw("rid")
+    # Both names say which requests a router should keep together.
+    session, routing_key = fields.text("session_id"), fields.text("routing_key")
     for field, neutral, reason in _UNSUPPORTED:
         fields.neutral(field, neutral, reason)
     fields.ignored(*_LABELS)
@@ -128,7 +128,7 @@ def read_generate(body: Mapping[str, Any], limits: ModelLimits) -> GenerateCall:
         names[rid_of_prompt] = ids
         for number, (request_id, key) in enumerate(zip(ids, sample_keys(read.seed, read.num_samples), strict=True)):
             name = rid_of_prompt if read.num_samples == 1 else f"{rid_of_prompt}_{number}"
-            request = ModelRequest(request_id, tokens, read.params, key)
+            request = ModelRequest(request_id, tokens, read.params, key, session=routing_key or session or "")
             samples.append(Sample(name, request, read.rules, logprobs[place], token_texts))
     if isinstance(rid, str) and is_batch:
         names[rid] = tuple(sample.request.request_id for sample in samples)

@@ -17,6 +17,7 @@ from headwater.core.registry import EXTENSION_PREFIX
 from headwater.rewards.functions import ScoringFunction
 from headwater.rewards.scoring import Scoring
 from headwater.rewards.signature import Signature
+from headwater.rewards.threads import in_daemon_thread
 from headwater.workflows.adapters.journal import Journal, current_journal
 from headwater.workflows.episode import WorkflowContext
 
@@ -33,7 +34,7 @@ class RunReward:
             raise RolloutFailed("the run's reward can be computed only within an episode; call it in arun_episode")
         text = self._context.tokenizer.decode(list(completion_ids), skip_special_tokens=True)
         score = await self._context.reward.score(Answer(journal.episode.prompt, text))
-        journal.notes.update(score.info)
+        journal.note_score(score)
         return score.value
 
 
@@ -72,7 +73,7 @@ class AsyncRewardWrapper:
         self, function: _ArealFunction, reward: Scoring, journal: Journal, arguments: dict[str, Any]
     ) -> float:
         score = await reward.call(function, _Call(journal.episode.prompt, arguments))
-        journal.notes.update(score.info)
+        journal.note_score(score)
         return score.value
 
     def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class AsyncRewardWrapper:
     async def _in_process(self, *args: Any, **kwargs: Any) -> Any:
         if inspect.iscoroutinefunction(self.reward_fn):
             return await self.reward_fn(*args, **kwargs)
-        result = await asyncio.to_thread(partial(self.reward_fn, *args, **kwargs))
+        result = await in_daemon_thread(partial(self.reward_fn, *args, **kwargs))
         return await result if isinstance(result, Awaitable) else result
 
 

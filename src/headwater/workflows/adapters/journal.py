@@ -85,6 +85,7 @@ class Journal:
         self.episode = episode
         self.notes: dict[str, Any] = {}
         """Values that the class reports about its episode; they become the ``info`` of the rollout."""
+        self._reward_info: dict[str, Any] = {}
         self._name = f"{episode.prompt.uid}#{episode.sample}"
         self.tools: ToolSession | None = None
         """The tools of the episode; None if the run has none."""
@@ -126,6 +127,11 @@ class Journal:
         self._answers.setdefault(len(request.input_tokens), []).append(_Answer(response, sampling))
         return response
 
+    def note_score(self, score: Score) -> None:
+        """What a reward function returned beside the score that the class receives."""
+        self.notes.update(score.info)
+        self._reward_info.update(score.info)
+
     def trajectory(self, claim: Claim, score: Score | float, info: Mapping[str, Any] | None = None) -> Trajectory:
         """The trajectory of a claimed sequence. Raises ``InvalidTrajectory`` if the claim is not true."""
         if not isinstance(score, Score):
@@ -147,6 +153,7 @@ class Journal:
             stop_reason=found.stop_reason,
             info={**score.info, "response_text": last, "num_turns": found.num_turns, **self.notes, **(info or {})},
             messages=(*prompt.messages, {"role": "assistant", "content": text}),
+            reward_info={**self._reward_info, **score.info},
         )
 
 

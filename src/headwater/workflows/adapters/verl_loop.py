@@ -207,7 +207,7 @@ class VerlWorkflow:
             "messages": messages,
             "raw_prompt_ids": list(prompt.tokens),
             "data_source": prompt.data_source,
-            "reward_model": {"ground_truth": prompt.ground_truth},
+            "reward_model": {**_mapping(prompt.columns.get("reward_model")), "ground_truth": prompt.ground_truth},
             "extra_info": dict(prompt.extra_info),
             "tools_kwargs": dict(prompt.tools_kwargs),
             "index": prompt.extra_info.get("index", 0),
@@ -216,6 +216,10 @@ class VerlWorkflow:
         }
         taken = row if self._takes_any else {name: value for name, value in row.items() if name in self._names}
         return {**taken, "sampling_params": sampling_in_verl_names(episode.context.sampling)}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 async def _trajectory(journal: Journal, output: Any) -> Trajectory:

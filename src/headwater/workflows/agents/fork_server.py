@@ -310,7 +310,7 @@ def chosen(agent: Any, offered: dict[str, Any]) -> dict[str, Any]:
 def problem_of(agent: Any, agent_args: dict[str, Any], offered: list[str]) -> str:
     """What is wrong with the agent's signature, or an empty text."""
     if inspect.isclass(agent):
-        if not hasattr(agent, "run") and "__call__" not in vars(agent):
+        if not hasattr(agent, "run") and not any("__call__" in vars(base) for base in agent.__mro__):
             return "the class needs a method run(...) or __call__(...)"
         try:
             inspect.signature(agent).bind(**agent_args)

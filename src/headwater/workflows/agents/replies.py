@@ -40,6 +40,9 @@ class CallReply:
         self.body = ChatReply(self._plan, tokenizer).whole(self._pieces, self._version)
         self.messages: list[dict[str, Any]] = [each["message"] for each in self.body["choices"]]
         """What the client receives, one message per choice."""
+        several = [f"{self.id}/{choice}" for choice in range(len(requests))]
+        self.completion_ids: list[str] = several if len(requests) > 1 else [self.id]
+        """The names by which an agent gives a reward to a choice. Several choices have the same ``id``."""
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         writer = ChatReply(self._plan, self._tokenizer)

@@ -99,8 +99,8 @@ class Session:
             replies = (self._generate(draft, call) for draft in drafts)
             await self._until_closed(_all(replies))
             reply = CallReply(call, [draft.piece for draft in drafts], parser)
-            for draft, message in zip(drafts, reply.messages, strict=True):
-                draft.commit(reply.id, message)
+            for draft, name, message in zip(drafts, reply.completion_ids, reply.messages, strict=True):
+                draft.commit(name, message)
             return reply
         finally:
             self._num_running -= call.num_choices

@@ -12,8 +12,9 @@ import pytest
 import torch
 from backends.router.scripted import ScriptedEngine, expected
 
+from headwater.backends.router import roster
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
-from headwater.core.errors import ConfigError, QueueFull, RolloutFailed, WeightsError, WeightsIncomplete
+from headwater.core.errors import ConfigError, QueueFull, RolloutFailed, ServerLost, WeightsError, WeightsIncomplete
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import Grammar, ModelRequest, SamplingParams
 
@@ -120,21 +121,43 @@ def test_an_engine_that_has_failed_for_good_is_left_out_and_without_any_requests
         responses = asyncio.run(all_of(router, asked, fail_first))
         assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
         engines[1].has_failed = True
-        with pytest.raises(RolloutFailed, match="no server can take it.*s0: failed"):
+        with pytest.raises(RolloutFailed, match=r"no server can take it.*s0: failed"):
             asyncio.run(router.agenerate(request(99, 200)))
         assert not router.status().is_alive
+
+
+def test_a_server_whose_engine_gave_up_is_connected_to_anew(monkeypatch):
+    monkeypatch.setattr(roster, "_CONNECT_EVERY_S", 0.05)
+    first, second, others = ScriptedEngine(), ScriptedEngine(version=1), ScriptedEngine()
+    attempts = iter([ServerLost("still down"), second])
+
+    def connect() -> ScriptedEngine:
+        attempt = next(attempts)
+        if isinstance(attempt, Exception):
+            raise attempt
+        return attempt
+
+    router = RouterEngine([RoutedServer("s0", first, connect=connect), RoutedServer("s1", others)], FAST)
+    try:
+        router.update_weights(update(1, 1.0)).result(30)
+        first.has_failed = True
+        until(lambda: router.status().servers[0].state == "serving" and first.is_closed)
+        asyncio.run(all_of(router, [request(key, 2) for key in range(8)]))
+        assert second.num_served == 4
+    finally:
+        router.close()
 
 
 def test_a_request_that_kills_every_server_fails_in_the_end():
     class Deadly(ScriptedEngine):
         async def agenerate(self, request):
-            from headwater.core.errors import ServerLost
-
             raise ServerLost("reset by peer")
 
-    with routed(*(Deadly() for _ in range(3))) as router:
-        with pytest.raises(RolloutFailed, match="this request may be the cause"):
-            asyncio.run(asyncio.wait_for(router.agenerate(request(0)), 60))
+    with (
+        routed(*(Deadly() for _ in range(3))) as router,
+        pytest.raises(RolloutFailed, match="this request may be the cause"),
+    ):
+        asyncio.run(asyncio.wait_for(router.agenerate(request(0)), 60))
 
 
 def test_drain_move_add_and_remove_under_load():
@@ -151,15 +174,16 @@ def test_drain_move_add_and_remove_under_load():
         asked = [request(key, 40) for key in range(20)]
         responses = asyncio.run(all_of(router, asked, change))
         assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
-        assert engines[1].is_closed and third.num_served >= 10
+        assert engines[1].is_closed
+        assert third.num_served >= 10
         assert [(each.name, each.state) for each in router.status().servers] == [("s0", "drained"), ("s2", "serving")]
         router.undrain("s0")
         assert router.status().servers[0].state == "serving"
         with pytest.raises(KeyError, match="'s1' is not in the router; its servers are s0, s2"):
             router.drain("s1")
+        other = ScriptedEngine()
+        other.limits = replace(other.limits, vocab_size=5)
         with pytest.raises(ConfigError, match="serve one model"):
-            other = ScriptedEngine()
-            other.limits = replace(other.limits, vocab_size=5)
             router.add(RoutedServer("s3", other))
 
 
@@ -172,7 +196,8 @@ def test_abort_returns_what_there_is_running_or_waiting():
             await asyncio.sleep(0.05)
             assert router.abort("r0") == 1
             first = await asyncio.wait_for(tasks[0], 30)
-            assert first.stop_reason == "abort" and 0 < first.output_len < 2000
+            assert first.stop_reason == "abort"
+            assert 0 < first.output_len < 2000
             assert first.output_tokens == expected(request(0, 2000))[: first.output_len]
             assert router.abort() == 2
             others = await asyncio.wait_for(asyncio.gather(*tasks[1:]), 30)
@@ -204,10 +229,13 @@ def test_control_reaches_all_and_a_server_that_comes_back_is_told():
         engines[1].is_dead = True
         router.pause()
         router.sleep(["kv_cache"])
-        assert engines[0].is_paused and router.status().is_paused and router.status().is_asleep
+        assert engines[0].is_paused
+        assert router.status().is_paused
+        assert router.status().is_asleep
         engines[1].is_dead = False
         until(lambda: router.status().servers[1].state == "serving")
-        assert engines[1].is_paused and engines[1].asleep == {"kv_cache"}
+        assert engines[1].is_paused
+        assert engines[1].asleep == {"kv_cache"}
         router.wake()
         router.resume()
         assert not any(engine.is_paused or engine.asleep for engine in engines)
@@ -246,7 +274,8 @@ def test_a_server_that_dies_during_an_update_does_not_hold_up_the_others():
         assert router.status().needs_weights
         engines[1].fails_update = None
         router.update_weights(update(1, 1.0, is_repeat=True)).result(30)
-        assert not router.status().needs_weights and router.weights_checksum()
+        assert not router.status().needs_weights
+        assert router.weights_checksum()
 
 
 def test_weights_that_all_refuse_leave_everything_as_it_was():

@@ -1,0 +1,104 @@
+"""The calls of ``headwater route`` about its servers: list, add, drain, undrain, remove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from headwater.backends.router.engine import RoutedServer, RouterEngine
+from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.serving.control import in_own_thread
+from headwater.serving.errors import ApiError
+from headwater.serving.fields import Fields
+from headwater.serving.generation import reply
+from headwater.serving.state import STATE
+
+
+def make_routes(router: RouterEngine, connect: Callable[[str], RoutedServer]) -> list[web.RouteDef]:
+    """``connect`` makes the engine of a running server from its address."""
+
+    def listing() -> web.Response:
+        status = router.status()
+        counts = {name: int(value) for name, value in status.metrics.items()}
+        return reply({"servers": [asdict(each) for each in status.servers], **counts})
+
+    async def show(request: web.Request) -> web.Response:
+        return listing()
+
+    async def add(request: web.Request) -> web.Response:
+        url = await request.app[STATE].read_control(request, _read_url)
+
+        def connect_and_add() -> None:
+            if any(url in (each.name, each.url) for each in router.status().servers):
+                raise ApiError(f"url = {url}: is in the router already", status=409, code="server_exists", param="url")
+            server = connect(url)
+            try:
+                router.add(server)
+            except BaseException:
+                server.engine.close()
+                raise
+
+        await _told(connect_and_add)
+        return listing()
+
+    async def drain(request: web.Request) -> web.Response:
+        name, move = await request.app[STATE].read_control(request, _read_name)
+        await _told(lambda: router.drain(name, move=move))
+        return listing()
+
+    async def undrain(request: web.Request) -> web.Response:
+        name, _ = await request.app[STATE].read_control(request, _read_name)
+        await _told(lambda: router.undrain(name))
+        return listing()
+
+    async def remove(request: web.Request) -> web.Response:
+        """Reply when its last request has ended or has been moved. The server itself keeps running."""
+        name, move = await request.app[STATE].read_control(request, _read_name)
+        if router.names == (name,):
+            raise ApiError(
+                f"name = {name}: is the last server; add another one first", code="last_server", param="name"
+            )
+        await _told(lambda: router.remove(name, move=move))
+        return listing()
+
+    return [
+        web.get("/servers", show),
+        web.post("/servers", add),
+        web.post("/servers/drain", drain),
+        web.post("/servers/undrain", undrain),
+        web.post("/servers/remove", remove),
+    ]
+
+
+async def _told(action: Callable[[], None]) -> None:
+    """Run a call that may block; what is wrong with the named server is the client's error."""
+    try:
+        await in_own_thread(action)
+    except KeyError as error:
+        raise ApiError(f"name: {error.args[0]}", status=404, code="unknown_server", param="name") from error
+    except ApiError:
+        raise
+    except (ConfigError, HeadwaterError) as error:
+        raise ApiError(f"the server cannot be used: {error}", status=400, code="server_unusable") from error
+
+
+def _read_url(body: Mapping[str, Any]) -> str:
+    fields = Fields(body)
+    url = fields.text("url")
+    fields.done()
+    if not url or not url.startswith(("http://", "https://")):
+        raise ApiError("url: must be an address such as http://127.0.0.1:8001", param="url")
+    return url.rstrip("/")
+
+
+def _read_name(body: Mapping[str, Any]) -> tuple[str, bool]:
+    """The server, and whether other servers continue its requests."""
+    fields = Fields(body)
+    name, move = fields.text("name"), fields.flag("move", False)
+    fields.done()
+    if not name:
+        raise ApiError("name: is missing; GET /servers shows the names", param="name")
+    return name, move

@@ -1,0 +1,309 @@
+"""A run on a Ray cluster: Ray places the actors and notices their end, torch.distributed connects the learner ranks.
+
+    with closing(RayCluster.join(config)) as cluster:       # the cluster of RAY_ADDRESS, or one on this machine
+        learner = cluster.build(spec)                       # ranks as actors (``ray_ranks.py``)
+        rollout = build_rollout(..., places=cluster.places())   # servers in actors (``ray_servers.py``)
+        cluster.log_to(run.path / "logs")
+
+The training loop runs in this process, the driver. Resources are reserved by placement groups before anything starts:
+one for all learner ranks, and one for each server, so that a server can be placed elsewhere when its node leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headwater.backends import ServerPlace
+from headwater.cluster.resources import Need, Node, Room, needs_of, num_servers, shares_learner, shortages
+from headwater.config.paths import looks_like_folder, with_absolute_paths
+from headwater.config.schema import Config
+from headwater.core.errors import ConfigError, HeadwaterError, WaitTimeout
+from headwater.core.waits import wait_for_future
+
+try:
+    import ray
+except ImportError as error:
+    raise HeadwaterError(
+        "cluster.kind = ray: Ray is not installed; install it with pip install 'headwater[ray]'"
+    ) from error
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from headwater.cluster.ray_actor import EVENTS
+from headwater.cluster.ray_ranks import RayRanks
+from headwater.cluster.ray_rewards import RayRewardPool
+from headwater.cluster.ray_servers import RayChild, ServerSlot
+
+if TYPE_CHECKING:
+    from headwater.core.protocols import Learner
+    from headwater.learner.build import LearnerSpec
+
+logger = logging.getLogger(__name__)
+
+LEARNER_SHARE = 0.5
+"""Of a GPU that a learner rank and a server share. Ray only counts it."""
+_FREE_LIMIT_S = 60.0
+"""How long the run waits for resources that other actors still use, such as those of a run that has just ended."""
+_LOOK_S = 1.0
+
+
+class RayCluster:
+    """The actors of one run."""
+
+    def __init__(self, config: Config, needs: Sequence[Need], *, is_own: bool) -> None:
+        self._config = config
+        self._needs = {need.what: need for need in needs}
+        self._is_own = is_own
+        self._groups: list[Any] = []
+        self._ranks: RayRanks | None = None
+        self._events: Path | None = None
+        self._told: list[str] = []
+        self._learner_group: Any = None
+        self._slots: list[ServerSlot] = []
+        self._rewards: RayRewardPool | None = None
+
+    @classmethod
+    def join(cls, config: Config) -> RayCluster:
+        """Connect to Ray, check that the cluster has room for the run, and start the learner ranks."""
+        is_own = _connect(config)
+        cluster = None
+        try:
+            cluster = cls(config, _checked_needs(config), is_own=is_own)
+            cluster._start_ranks()
+        except BaseException:
+            if cluster is not None:
+                cluster.close()
+            else:
+                ray.shutdown()
+            raise
+        return cluster
+
+    @property
+    def failure(self) -> str:
+        """Which learner rank has ended and why; empty while all of them live."""
+        return self._ranks.failure if self._ranks is not None else ""
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the learner trains on GPUs."""
+        return self._needs["learner ranks"].each.gpus > 0
+
+    def with_dtype(self, config: Config) -> Config:
+        """The config with the number type that ``model.dtype: auto`` means on the nodes of the learner."""
+        if config.model.dtype != "auto":
+            return config
+        assert self._ranks is not None, "started"
+        name: Any = self._ranks.auto_dtype(config.model.device) if self.has_gpus else "float32"
+        return replace(config, model=replace(config.model, dtype=name))
+
+    def build(self, spec: LearnerSpec) -> Learner:
+        """Build the learner on all ranks."""
+        from headwater.learner.build import LearnerSpec, build_learner
+
+        assert self._ranks is not None, "started"
+        # The ranks have other working directories.
+        paths = [
+            os.path.abspath(each) if looks_like_folder(each) else each
+            for each in (spec.model_path, spec.reference_path)
+        ]
+        return self._ranks.build(build_learner, LearnerSpec(with_absolute_paths(spec.config), *paths))
+
+    def log_to(self, folder: Path) -> None:
+        """Write the output of every actor to a file in ``folder``, and events of the cluster to ``cluster.log``."""
+        assert self._ranks is not None, "started"
+        folder = folder.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        events = folder / EVENTS
+        if not events.exists():  # that of a run that is resumed is continued
+            events.write_text(f"# {secrets.token_hex(8)}\n", encoding="utf-8")
+        token = events.read_text(encoding="utf-8").splitlines()[0]
+        self._events = events
+        for text in self._told:
+            self.tell(text)
+        for slot in self._slots:
+            slot.log_to(folder, token)
+        if self._rewards is not None:
+            for number, where in enumerate(self._rewards.log_to(folder, token)):
+                self.tell(f"reward-{number} logs to {where}")
+        for rank, where in enumerate(self._ranks.log_to(folder, token)):
+            self.tell(f"learner rank {rank} ({self._ranks.places[rank]}) logs to {where}")
+
+    def tell(self, text: str) -> None:
+        """Record an event."""
+        if self._events is None:
+            self._told.append(text)
+            return
+        with self._events.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def reserve(self, need: Need, count: int, name: str) -> Any:
+        """A placement group with room for ``count`` actors. Waits while others use the resources."""
+        group = placement_group(
+            [need.each.bundle()] * count,
+            strategy=need.strategy.upper(),
+            name=name,
+            bundle_label_selector=[dict(need.labels)] * count if need.labels else None,
+        )
+        limit_s = max(_FREE_LIMIT_S, self._config.cluster.wait_for_nodes_s)
+        try:
+            wait_for_future(
+                group.ready().future(),
+                lambda: f"Ray finds room for {count} {need.what} ({need.key}), {need.each} each",
+                kind="ray",
+                hard_limit_s=limit_s,
+            )
+        except WaitTimeout as error:
+            remove_placement_group(group)
+            free = Room(ray.available_resources().get("CPU", 0.0), ray.available_resources().get("GPU", 0.0))
+            raise HeadwaterError(
+                f"{need.key} = {need.count}: {count} {need.what} need {need.each} each, and after {limit_s:.0f} s only "
+                f"{free} of the cluster are free, because other jobs use the rest (`ray status` shows them); end "
+                "those, lower this setting, or set cluster.wait_for_nodes_s to wait longer"
+            ) from error
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        self._groups.append(group)
+        return group
+
+    def places(self) -> tuple[ServerPlace, ...]:
+        """Where the servers of the run are started, for ``BackendContext.places``. Empty if none are."""
+        is_shared = shares_learner(self._config)
+        on_gpu = self._needs["learner ranks" if is_shared else "rollout servers"].each.gpus > 0
+        size = 1 if is_shared else self._config.rollout.launch.tensor_parallel
+        devices = tuple(f"cuda:{index}" for index in range(size)) if on_gpu else ("cpu",) * size
+        places = []
+        for number in range(num_servers(self._config)):
+            slot = self._slot(number)
+            self._slots.append(slot)
+            places.append(ServerPlace(slot.name, devices, is_shared, partial(RayChild.start, slot)))
+        return tuple(places)
+
+    def reward_pool(self) -> RayRewardPool | None:
+        """The actors that score; None if scoring stays on this machine."""
+        settings = self._config.cluster.reward
+        if not settings.num_actors:
+            return None
+        need = self._needs["reward actors"]
+        group = self.reserve(need, need.count, f"{self._config.run.name} rewards")
+        options = [
+            {
+                "name": f"reward-{number}",
+                "num_cpus": settings.cpus_per_actor,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, number),
+            }
+            for number in range(need.count)
+        ]
+        max_concurrent = self._config.reward.max_concurrent
+        self._rewards = RayRewardPool.make(options, num_workers=settings.cpus_per_actor, max_concurrent=max_concurrent)
+        return self._rewards
+
+    def _slot(self, number: int) -> ServerSlot:
+        config, name = self._config, f"rollout-{number}"
+        groups: list[Any] = []
+
+        def reserve() -> dict[str, Any]:
+            cpus = {"num_cpus": config.cluster.rollout.cpus_per_server}
+            if shares_learner(config):
+                need, bundle = self._needs["learner ranks"], number % config.cluster.learner.num_ranks
+                strategy = PlacementGroupSchedulingStrategy(self._learner_group, bundle)
+                return {**cpus, "num_gpus": need.each.gpus * (1 - LEARNER_SHARE), "scheduling_strategy": strategy}
+            need = self._needs["rollout servers"]
+            groups.append(self.reserve(need, 1, f"{config.run.name} {name}"))
+            strategy = PlacementGroupSchedulingStrategy(groups[-1], 0)
+            return {**cpus, "num_gpus": need.each.gpus, "scheduling_strategy": strategy}
+
+        def release() -> None:
+            while groups:
+                self.release(groups.pop())
+
+        return ServerSlot(name, reserve, release, self.tell)
+
+    def release(self, group: Any) -> None:
+        self._groups.remove(group)
+        with suppress(Exception):  # the cluster may be gone
+            remove_placement_group(group)
+
+    def close(self) -> None:
+        """End all actors, give back their resources, and end a Ray that this run has started."""
+        if self._rewards is not None:
+            self._rewards.close()
+        if self._ranks is not None:
+            self._ranks.close()
+        for group in list(self._groups):
+            self.release(group)
+        ray.shutdown()
+
+    def _start_ranks(self) -> None:
+        need = self._needs["learner ranks"]
+        self._learner_group = self.reserve(need, need.count, f"{self._config.run.name} learner")
+        options = [
+            {
+                "name": f"learner-{rank}",
+                "num_cpus": self._config.cluster.learner.cpus_per_rank,
+                "num_gpus": need.each.gpus * (LEARNER_SHARE if shares_learner(self._config) else 1.0),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._learner_group, rank),
+            }
+            for rank in range(need.count)
+        ]
+        self._ranks = RayRanks.start(options, timeout_s=self._config.learner.rank_timeout_s)
+
+
+def _connect(config: Config) -> bool:
+    """Join the cluster of ``RAY_ADDRESS``, or start one on this machine. Returns whether it was started."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    namespace = f"headwater {config.run.name} {secrets.token_hex(4)}"
+    common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.WARNING}
+    if address:
+        try:
+            ray.init(address, **common)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise HeadwaterError(
+                f"RAY_ADDRESS = {address}: no Ray cluster answers there ({error}); check it with `ray status`, or "
+                "unset it to start Ray on this machine"
+            ) from error
+        return False
+    store = config.cluster.object_store_mib * 2**20
+    ray.init(
+        "local",
+        include_dashboard=False,
+        object_store_memory=store or None,
+        **common,
+    )
+    return True
+
+
+def _checked_needs(config: Config) -> list[Need]:
+    """The actors of the run, once the cluster has nodes for them. ``ConfigError`` if it does not get them."""
+    deadline = time.monotonic() + config.cluster.wait_for_nodes_s
+    while True:
+        nodes = _nodes()
+        needs = needs_of(config, has_gpus=any(node.room.gpus for node in nodes))
+        problems = shortages(needs, nodes)
+        if not problems:
+            return needs
+        if time.monotonic() >= deadline:
+            raise ConfigError(problems, "the Ray cluster")
+        logger.warning("waiting for more nodes: %s", problems[0])
+        time.sleep(_LOOK_S)
+
+
+def _nodes() -> list[Node]:
+    return [
+        Node(
+            each["NodeManagerAddress"],
+            Room(each["Resources"].get("CPU", 0.0), each["Resources"].get("GPU", 0.0)),
+            each.get("Labels", {}),
+        )
+        for each in ray.nodes()
+        if each["Alive"]
+    ]

@@ -1,0 +1,235 @@
+"""Compares ways to divide GPUs between the learner and the inference servers, by simulating each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from headwater.core.errors import HeadwaterError
+from headwater.planner.costs import Costs
+from headwater.planner.hardware import (
+    GIB,
+    RANKS_EFFICIENCY,
+    Gpu,
+    ModelShape,
+    Training,
+    gpus_per_server,
+    roofline_costs,
+)
+from headwater.planner.simulate import Prediction, simulate
+from headwater.planner.workload import Workload
+
+CONTROLLER_EVENTS_PER_S = 45_800
+"""What one core of a Neoverse N1 handles with 10,000 episodes in flight: scheduler_overhead.json."""
+DEFAULT_STALENESS = (0, 1, 2, 4, 8)
+_MAX_SPLITS = 8
+_EPISODES_PER_SIMULATION = 40_000
+_FEWEST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which GPUs train and which generate."""
+
+    num_learner_gpus: int
+    num_servers: int
+    num_server_gpus: int = 1
+    """GPUs of one server."""
+    is_colocated: bool = False
+    """All GPUs train and generate in turn."""
+
+    def __str__(self) -> str:
+        if self.is_colocated:
+            return f"all {self.num_learner_gpus} colocated"
+        return f"{self.num_learner_gpus} : {self.num_servers * self.num_server_gpus}"
+
+
+class CostModel(Protocol):
+    """What every split costs."""
+
+    @property
+    def num_server_gpus(self) -> int:
+        """GPUs that one server needs."""
+        ...
+
+    def costs(self, split: Split) -> Costs: ...
+    def problem(self, split: Split) -> str:
+        """Why a split is impossible; empty if it is not."""
+        ...
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Costs from the shape of the model and the rates of the GPU."""
+
+    shape: ModelShape
+    gpu: Gpu
+    training: Training
+    context: float
+    """The mean number of tokens that a token attends to."""
+    backend: str = "embedded"
+    max_sequences: int = 0
+
+    @property
+    def num_server_gpus(self) -> int:
+        return gpus_per_server(self.shape, self.gpu)
+
+    def costs(self, split: Split) -> Costs:
+        return roofline_costs(
+            self.shape,
+            self.gpu,
+            self.training,
+            num_learner_gpus=split.num_learner_gpus,
+            num_server_gpus=split.num_server_gpus,
+            context=self.context,
+            backend=self.backend,
+            is_colocated=split.is_colocated,
+            max_sequences=self.max_sequences,
+        )
+
+    def problem(self, split: Split) -> str:
+        needed = self.training.learner_bytes(self.shape, split.num_learner_gpus)
+        if split.is_colocated:
+            needed += 2.0 * self.shape.num_parameters / split.num_server_gpus
+        if needed <= self.gpu.memory_bytes:
+            return ""
+        return f"needs {needed / GIB:,.0f} GiB per learner GPU, which has {self.gpu.memory_bytes / GIB:.0f}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Costs that were measured with one learner device and one server of one device."""
+
+    measured: Costs
+    num_server_gpus: int = 1
+
+    def costs(self, split: Split) -> Costs:
+        learner, count = self.measured.learner, split.num_learner_gpus
+        if count == 1:
+            return self.measured
+        speed = count * RANKS_EFFICIENCY
+        faster = replace(
+            learner,
+            train_per_token_s=learner.train_per_token_s / speed,
+            experience_per_token_s=learner.experience_per_token_s / speed,
+        )
+        note = f"several learner ranks are assumed to reach {RANKS_EFFICIENCY:.0%} of their number; not measured"
+        return replace(self.measured, learner=faster, notes=(*self.measured.notes, note))
+
+    def problem(self, split: Split) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One split at one staleness."""
+
+    split: Split
+    max_staleness: int
+    prediction: Prediction | None
+    problem: str = ""
+    """Why there is no prediction."""
+
+    @property
+    def rate(self) -> float:
+        return self.prediction.tokens_per_s if self.prediction is not None else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        prediction = asdict(self.prediction) if self.prediction is not None else None
+        return {"split": asdict(self.split), "max_staleness": self.max_staleness, "problem": self.problem,
+                "prediction": prediction}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    by_split: tuple[Row, ...]
+    """All splits, colocated first, at the same staleness (a colocated step is synchronous)."""
+    by_staleness: tuple[Row, ...]
+    """The best split at several values of ``rollout.max_staleness``."""
+    best: Row
+    """The fastest of ``by_split``."""
+    notes: tuple[str, ...]
+    source: str
+
+    @property
+    def older(self) -> Row | None:
+        """The smallest staleness that is a tenth faster than the best split and nearly as fast as any other."""
+        fastest = max((each.rate for each in self.by_staleness), default=0.0)
+        enough = (each for each in self.by_staleness if each.rate > max(0.9 * fastest, 1.1 * self.best.rate))
+        return next(enough, None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "notes": list(self.notes),
+            "best": self.best.to_json(),
+            "by_split": [each.to_json() for each in self.by_split],
+            "by_staleness": [each.to_json() for each in self.by_staleness],
+        }
+
+
+def make_plan(
+    workload: Workload,
+    model: CostModel,
+    num_gpus: int,
+    *,
+    staleness: Sequence[int] = DEFAULT_STALENESS,
+    progress: Callable[[Split, int], object] = lambda split, staleness: None,
+) -> Plan:
+    """Simulate splits at the recipe's staleness (1 if that is 0), then the best split at all of ``staleness``."""
+    at = workload.max_staleness or 1
+    seen: dict[tuple[Split, int], Row] = {}
+
+    def row(split: Split, max_staleness: int) -> Row:
+        key = split, max_staleness
+        if key not in seen:
+            progress(split, max_staleness)
+            seen[key] = _row(workload, model, split, max_staleness)
+        return seen[key]
+
+    by_split = [row(each, 0 if each.is_colocated else at) for each in splits(num_gpus, model.num_server_gpus)]
+    possible = [each for each in by_split if each.prediction is not None]
+    if not possible:
+        problems = "; ".join(f"{each.split}: {each.problem}" for each in by_split[:3])
+        raise HeadwaterError(
+            f"--gpus {num_gpus}: the model does not fit in any split ({problems}); give more GPUs, set "
+            "learner.checkpoint_activations=true, lower learner.max_tokens_per_microbatch, or use lora.rank"
+        )
+    separate = [each for each in possible if not each.split.is_colocated]
+    by_staleness: list[Row] = []
+    if separate:
+        best_split = max(separate, key=lambda each: each.rate).split
+        by_staleness = [row(best_split, each) for each in sorted({*staleness, at})]
+    best = max(possible, key=lambda each: each.rate)
+    costs = model.costs(best.split)
+    return Plan(tuple(by_split), tuple(by_staleness), best, costs.notes, costs.source)
+
+
+def splits(num_gpus: int, num_server_gpus: int) -> list[Split]:
+    """Colocated, and at most eight ways to divide the GPUs."""
+    found = []
+    if num_gpus >= num_server_gpus:
+        found.append(Split(num_gpus, num_gpus // num_server_gpus, num_server_gpus, is_colocated=True))
+    most = (num_gpus - 1) // num_server_gpus
+    counts = sorted({max(1, round(most * share / _MAX_SPLITS)) for share in range(1, _MAX_SPLITS + 1)})
+    found += [
+        Split(num_gpus - count * num_server_gpus, count, num_server_gpus) for count in reversed(counts) if count <= most
+    ]
+    return found
+
+
+def _row(workload: Workload, model: CostModel, split: Split, max_staleness: int) -> Row:
+    problem = model.problem(split)
+    if problem:
+        return Row(split, max_staleness, None, problem)
+    at = replace(workload, max_staleness=max_staleness)
+    ahead = min(max_staleness, 8)
+    most = max(_FEWEST_STEPS + 2, _EPISODES_PER_SIMULATION // workload.num_episodes)
+    warm_up = min(2 + ahead, most - _FEWEST_STEPS)
+    num_steps = min(4 + 2 * ahead, most - warm_up)
+    try:
+        predicted = simulate(at, model.costs(split), split.num_servers, num_steps=num_steps, warm_up=warm_up)
+    except HeadwaterError as error:
+        return Row(split, max_staleness, None, str(error))
+    return Row(split, max_staleness, predicted)

@@ -1,0 +1,71 @@
+"""What a run needs of a cluster, and the messages about what is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from headwater.cluster.resources import Need, Node, Room, needs_of, num_servers, shortages
+from headwater.config.load import load_config
+
+BIG = Node("10.0.0.1", Room(cpus=8, gpus=4), {"zone": "a"})
+SMALL = Node("10.0.0.2", Room(cpus=2), {"zone": "b"})
+
+
+def ranks(count: int, **changes: object) -> Need:
+    fields = {"labels_key": "cluster.learner.labels", **changes}
+    return Need("learner ranks", "cluster.learner.num_ranks", count, Room(cpus=1, gpus=1), **fields)
+
+
+def ray_config(*settings: str):
+    return load_config("quickstart", ["cluster=ray", *settings]).config
+
+
+def test_a_run_that_fits_has_no_shortage():
+    assert shortages([ranks(4), Need("rollout servers", "k", 2, Room(cpus=1))], [BIG, SMALL]) == []
+
+
+@pytest.mark.parametrize(
+    ("need", "words"),
+    [
+        (ranks(5), ["cluster.learner.num_ranks = 5", "5 CPUs and 5 GPUs in total", "10.0.0.1 with 8 CPUs and 4 GPUs"]),
+        (ranks(1, labels={"zone": "b"}), ["no node with these labels has that", "1 CPU and 1 GPU", "10.0.0.2"]),
+        (ranks(1, labels={"zone": "c"}), ["cluster.learner.labels", "zone=c", "labels zone=a"]),
+        (ranks(2, strategy="strict_spread"), ["separate node", "only 1 nodes", "use spread"]),
+        (Need("learner ranks", "k", 9, Room(cpus=1), strategy="strict_pack"), ["on one node", "use pack"]),
+    ],
+)
+def test_a_shortage_says_what_is_needed_what_there_is_and_which_key(need, words):
+    (problem,) = shortages([need], [BIG, SMALL])
+    assert all(word in problem for word in words), problem
+
+
+def test_needs_that_fit_alone_but_not_together_name_all_keys():
+    needs = [Need("learner ranks", "a.b", 6, Room(cpus=1)), Need("rollout servers", "c.d", 5, Room(cpus=1))]
+    (problem,) = shortages(needs, [BIG, SMALL])
+    assert "11 CPUs in total" in problem
+    assert "a.b" in problem
+    assert "c.d" in problem
+
+
+def test_colocated_servers_share_the_bundle_of_their_rank():
+    config = ray_config("cluster.learner.num_ranks=2", "cluster.rollout.cpus_per_server=2")
+    (need,) = needs_of(config, has_gpus=True)
+    assert (need.count, need.each) == (2, Room(cpus=3, gpus=1))
+    assert num_servers(config) == 2
+
+
+def test_disaggregated_servers_need_their_own_room():
+    config = ray_config("rollout.placement=disaggregated", "cluster.rollout.num_servers=3", "rollout.device=cpu")
+    learner, servers = needs_of(config, has_gpus=True)
+    assert learner.each == Room(cpus=1, gpus=1)
+    assert (servers.count, servers.each) == (3, Room(cpus=1))
+    assert num_servers(ray_config("rollout.placement=disaggregated", "rollout.launch.num_servers=4")) == 4
+
+
+def test_running_servers_and_a_cpu_model_need_nothing_more():
+    config = ray_config("rollout.backend=native", "rollout.servers=[http://10.0.0.9:1]", "model.device=cpu",
+                        "rollout.weight_transfer=file", "rollout.weight_folder=/x",
+                        "cluster.reward.num_actors=2", "cluster.reward.cpus_per_actor=3")  # fmt: skip
+    learner, reward = needs_of(config, has_gpus=True)
+    assert learner.each == Room(cpus=1)
+    assert (reward.what, reward.count, reward.each) == ("reward actors", 2, Room(cpus=3))

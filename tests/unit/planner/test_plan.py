@@ -1,0 +1,137 @@
+"""Plans: costs from a model's shape, the choice of a split, and the command."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from headwater.cli.main import main
+from headwater.config.schema import Config
+from headwater.core.errors import HeadwaterError
+from headwater.planner.costs import Costs, GenerationCosts, LearnerCosts
+from headwater.planner.hardware import GIB, GPUS, SHAPES, Training, gpus_per_server, roofline_costs, shape_of
+from headwater.planner.plan import Measured, Roofline, make_plan, splits
+from headwater.planner.workload import Lengths, Workload
+
+H200 = GPUS["h200"]
+
+
+def test_shapes_have_the_published_numbers_of_parameters():
+    billions = {"qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.544, "qwen2.5-7b": 7.616, "qwen2.5-32b": 32.76,
+                "llama-3.1-70b": 70.55}  # fmt: skip
+    for name, number in billions.items():
+        assert SHAPES[name].num_parameters / 1e9 == pytest.approx(number, rel=2e-3)
+    assert shape_of("Qwen/Qwen2.5-7B-Instruct") is SHAPES["qwen2.5-7b"]
+    tiny = shape_of("tiny:qwen3")
+    assert tiny.num_layers == 4
+    assert tiny.kv_bytes_per_token == 2 * 2 * 4 * 2 * 32
+    with pytest.raises(HeadwaterError, match="--model"):
+        shape_of("./no-such-folder")
+
+
+def test_the_formulas_reproduce_the_measurements():
+    """Within a sixth of what the files in benchmarks/results say; benchmarks/planner_accuracy.py lists all."""
+    shape = SHAPES["qwen2.5-1.5b"]
+    costs = roofline_costs(shape, H200, Training(), num_learner_gpus=1, context=300)
+    generation = costs.generation
+    for count, length, measured in ((8, 512, 5098), (64, 1024, 31927), (256, 512, 82422), (1024, 512, 100959)):
+        seconds = count * 128 * generation.prefill_per_token_s
+        seconds += length * generation.decode_s(count, count * (128 + length / 2))
+        assert count * length / seconds == pytest.approx(measured, rel=1 / 6)
+    assert 1 / costs.learner.train_per_token_s == pytest.approx(46440, rel=1 / 6)
+    assert Training().learner_bytes(shape, 1) / GIB == pytest.approx(58.9, rel=1 / 6)
+    lora = Training(is_checkpointed=True, is_lora=True)
+    seven = roofline_costs(SHAPES["qwen2.5-7b"], H200, lora, num_learner_gpus=1, context=300)
+    assert 1 / seven.learner.train_per_token_s == pytest.approx(10096, rel=1 / 6)
+
+
+def test_what_the_config_asks_for_costs_something():
+    shape = SHAPES["qwen2.5-7b"]
+    plain = Training.of(Config())
+    for more in ({"is_checkpointed": True}, {"has_critic": True}, {"num_epochs": 2}):
+        assert Training(**more).train_flops(shape, 100) > plain.train_flops(shape, 100)
+    assert Training(recomputes=True, has_reference=True).experience_flops(shape, 0) == 4 * shape.product_parameters
+    assert Training(offloads_optimizer=True).learner_bytes(shape, 1) < plain.learner_bytes(shape, 1)
+    assert gpus_per_server(shape, H200) == 1
+    assert gpus_per_server(SHAPES["llama-3.1-70b"], H200) == 2
+    assert gpus_per_server(SHAPES["llama-3.1-70b"], GPUS["h100"]) == 4
+
+
+def test_splits_use_all_gpus():
+    for num_gpus in (1, 2, 3, 8, 17, 1000):
+        for per_server in (1, 2, 8):
+            found = splits(num_gpus, per_server)
+            assert len(found) <= 9
+            for each in found:
+                used = each.num_learner_gpus + (0 if each.is_colocated else each.num_servers * each.num_server_gpus)
+                assert used == num_gpus
+                assert each.num_servers >= 1
+                assert each.num_learner_gpus >= 1
+
+
+def small_plan(train_s: float, decode_s: float):
+    workload = Workload(num_prompts=8, num_samples=4, prompt_tokens=10, lengths=Lengths(np.full((1, 4), 50), "test"))
+    costs = Costs(
+        generation=GenerationCosts(step_s=1e-4, step_per_sequence_s=decode_s / 32 / 50),
+        learner=LearnerCosts(train_per_token_s=train_s / 1680),
+        source="test",
+    )
+    return make_plan(workload, Measured(costs), 8, staleness=(0, 2))
+
+
+def test_the_slower_side_gets_more_gpus():
+    learner, server = (small_plan(*costs).by_staleness[0].split for costs in ((8.0, 1.0), (1.0, 8.0)))
+    assert learner.num_learner_gpus > server.num_learner_gpus
+    plan = small_plan(4.0, 4.0)
+    assert [each.max_staleness for each in plan.by_staleness] == [0, 1, 2]
+    rates = [each.rate for each in plan.by_staleness]
+    assert rates[0] < rates[1] <= rates[2] * 1.01
+    # With equal lengths no GPU idles in a synchronous step, so nothing is faster than sharing all of them.
+    assert plan.best.rate == max(each.rate for each in plan.by_split)
+    assert plan.best.split.is_colocated
+
+
+def test_a_model_that_does_not_fit_is_said_with_a_remedy():
+    workload = Workload(num_prompts=8, num_samples=4, prompt_tokens=10, lengths=Lengths(np.full((1, 4), 50), "test"))
+    model = Roofline(SHAPES["llama-3.1-70b"], H200, Training(), context=100)
+    with pytest.raises(HeadwaterError, match=r"--gpus 4: .*does not fit.*checkpoint_activations"):
+        make_plan(workload, model, 4)
+
+
+def test_the_command_writes_what_it_prints(tmp_path, capsys):
+    costs, plan, plot = tmp_path / "costs.json", tmp_path / "plan.json", tmp_path / "plan.png"
+    recipe = ["plan", "quickstart", "trainer.num_prompts_per_step=4", "--gpus", "3", "--staleness", "0,1"]
+    assert main([*recipe, "--write-costs", str(costs), "--json", str(plan), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert "Best:" in printed
+    assert "staleness   1" in printed
+    assert "assumed: log-normal" in printed
+    content = json.loads(plan.read_text())
+    assert content["best"]["prediction"]["tokens_per_s"] > 0
+    assert len(content["by_staleness"]) == 2
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    again = Costs.read(costs)
+    assert again.to_json() == costs.read_text()
+    assert main([*recipe, "--costs", str(costs)]) == 0
+
+
+def test_wrong_arguments_name_the_remedy(tmp_path, capsys):
+    costs = tmp_path / "costs.json"
+
+    def error(*arguments: str) -> str:
+        assert main(["plan", *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "--gpus 0: must be >= 1" in error("quickstart", "--gpus", "0")
+    assert "name a recipe" in error("--gpus", "2")
+    assert "--staleness 1,x" in error("quickstart", "--gpus", "2", "--staleness", "1,x")
+    assert "give one source of costs" in error("quickstart", "--gpus", "2", "--costs", str(costs), "--measure")
+    assert "--gpu b200: no costs are known" in error("quickstart", "--gpus", "2", "--gpu", "b200")
+    assert "cannot be read" in error("quickstart", "--gpus", "2", "--costs", str(costs))
+    costs.write_text('{"generation": {"step_s": 1, "step_per_seq_s": 1}, "learner": {"train_per_token_s": 1}}')
+    assert "generation.step_per_seq_s" in error("quickstart", "--gpus", "2", "--costs", str(costs))
+    costs.write_text('{"generation": {"step_s": -1}, "learner": {"train_per_token_s": 1}}')
+    assert "generation.step_s = -1: must be a number >= 0" in error("quickstart", "--gpus", "2", "--costs", str(costs))
+    assert "no rollout files" in error("quickstart", "--gpus", "2", "--run", str(tmp_path))
