@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headwater.backends.vllm.wire import Chunk, Garbage, Span
@@ -120,3 +120,14 @@ class OpenRequest:
             queue_s=started - self.arrived,
             generate_s=now - started,
         )
+
+
+def given_whole(request: ModelRequest, end_tokens: Sequence[int]) -> ModelResponse | None:
+    """The answer to a request whose given tokens are already a complete response."""
+    given, sampling = request.given_tokens, request.sampling
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_end else end_tokens)}
+    if given and len(given) > sampling.min_new_tokens and given[-1] in ends:
+        return ModelResponse(request.input_tokens, (), (), (), "stop")
+    if len(given) >= sampling.max_new_tokens:
+        return ModelResponse(request.input_tokens, (), (), (), "length")
+    return None
