@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from command import ROOT, metrics, train_here
+from command import ROOT, is_gone, metrics, train_here
 
 from headwater.backends import BackendContext
 from headwater.backends.vllm.engine import VllmEngine
@@ -53,9 +53,20 @@ def engine() -> Iterator[VllmEngine]:
     launch = ("rollout.placement=disaggregated", f"rollout.launch.python={PYTHON}")
     engine = VllmEngine.launch(context(*launch), ["cpu"])
     yield engine
+    processes = group(engine._server.keeper.pid)
     engine.close()
-    left = subprocess.run(["pgrep", "--full", "--count", engine.url], capture_output=True, text=True)
-    assert left.stdout.strip() == "0"
+    assert len(processes) > 1
+    assert all(map(is_gone, processes))
+
+
+def group(leader: int) -> list[int]:
+    """The processes of a server."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            if int(stat.read_text().rpartition(")")[2].split()[2]) == leader:
+                found.append(int(stat.parent.name))
+    return found
 
 
 def weights(seed: int) -> torch.nn.Module:

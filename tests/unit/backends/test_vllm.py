@@ -163,6 +163,7 @@ class Player:
         self.calls: list[str] = []
         self.faults: list[Callable[[web.StreamResponse, list[str]], Any]] = []
         self.is_healthy = True
+        self.texts: dict[str, Any] = {}
 
     async def control(self, asked: web.Request) -> web.Response:
         path = asked.path
@@ -179,7 +180,7 @@ class Player:
             sizes = {"max_model_len": 64, "logprobs_mode": "processed_logprobs", "enable_sleep_mode": False}
             described = {
                 "instance_id": self.instance,
-                "model_config": {"model": "/elsewhere", "dtype": "torch.float32", **sizes},
+                "model_config": {"model": "/elsewhere", "dtype": "torch.float32", **sizes, **self.texts},
                 "scheduler_config": {"max_num_seqs": 8},
                 "device_config": {"device": "cpu"},
                 "parallel_config": {"worker_extension_cls": "headwater_vllm_worker.Worker"},
@@ -282,6 +283,13 @@ def test_a_broken_stream_continues_after_the_tokens_that_arrived() -> None:
             assert player.bodies[-1]["sampling_params"]["max_tokens"] == 9
         with pytest.raises(RequestError, match="vocabulary"):
             ask(engine, ModelRequest("two", (512,), SamplingParams(4), rng_key=0))
+
+
+def test_another_model_is_refused() -> None:
+    player = Player()
+    player.texts = {"text_config": {"hidden_size": 4096}}
+    with player.serving() as url, pytest.raises(ConfigError, match="hidden_size is 4096"):
+        VllmEngine.connect(url, context(f"rollout.servers=[{url}]"))
 
 
 def test_bad_answers_are_named_errors() -> None:

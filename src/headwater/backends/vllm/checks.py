@@ -71,7 +71,7 @@ def check_reload(info: VllmInfo, model: RunModel, where: str) -> None:
 
 async def check_model(link: Link, info: VllmInfo, model: RunModel, where: str) -> None:
     """Raise if a running server serves another model than the run trains, as far as that shows."""
-    model.check_same(info.model, where)
+    model.check_same(info, where)
     if not await _takes(link, info, model.vocab_size - 1):
         raise _other_vocabulary(where, "smaller", model.vocab_size)
     if await _takes(link, info, model.vocab_size):
