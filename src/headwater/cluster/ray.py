@@ -20,12 +20,13 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from headwater.backends import ServerPlace
 from headwater.cluster.resources import Need, Node, Room, needs_of, num_servers, shares_learner, shortages
 from headwater.config.paths import looks_like_folder, with_absolute_paths
-from headwater.config.schema import Config
+from headwater.config.schema import Config, WeightTransfer
+from headwater.config.server_checks import backend_traits
 from headwater.core.errors import ConfigError, HeadwaterError, WaitTimeout
 from headwater.core.waits import wait_for_future
 
@@ -38,7 +39,7 @@ except ImportError as error:
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from headwater.cluster.ray_actor import EVENTS
+from headwater.cluster.ray_actor import EVENTS, ActorPlace
 from headwater.cluster.ray_ranks import RayRanks
 from headwater.cluster.ray_rewards import RayRewardPool
 from headwater.cluster.ray_servers import RayChild, ServerSlot
@@ -188,6 +189,25 @@ class RayCluster:
             places.append(ServerPlace(slot.name, devices, is_shared, partial(RayChild.start, slot)))
         return tuple(places)
 
+    def weight_transfer(self) -> WeightTransfer | None:
+        """How weights reach servers on other machines; None if the config decides or all nodes are this machine."""
+        config = self._config
+        is_one_machine = {node.name for node in _nodes()} == {ActorPlace.here().address}
+        if is_one_machine or config.rollout.weight_transfer != "auto" or not num_servers(config):
+            return None
+        usable = {"collective"} | ({"file"} if config.rollout.weight_folder else set())
+        known: tuple[WeightTransfer, ...] = get_args(WeightTransfer)
+        transfers = [each for each in known if each in usable and each in backend_traits(config).transfers]
+        if not transfers:
+            raise ConfigError(
+                [
+                    "rollout.weight_transfer = auto: the Ray cluster has several machines, and the servers of "
+                    f"rollout.backend = {config.rollout.backend} on other machines read weights from files; set "
+                    "rollout.weight_folder to a folder that all nodes see"
+                ]
+            )
+        return transfers[-1]  # collective if the servers have it
+
     def reward_pool(self) -> RayRewardPool | None:
         """The actors that score; None if scoring stays on this machine."""
         settings = self._config.cluster.reward
@@ -226,7 +246,8 @@ class RayCluster:
             while groups:
                 self.release(groups.pop())
 
-        return ServerSlot(name, reserve, release, self.tell)
+        home = ActorPlace.here().address if config.rollout.weight_transfer == "shared_memory" else ""
+        return ServerSlot(name, reserve, release, self.tell, only_at=home)
 
     def release(self, group: Any) -> None:
         self._groups.remove(group)
