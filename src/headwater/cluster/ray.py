@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from headwater.config.paths import looks_like_folder, with_absolute_paths
 from headwater.config.schema import Config, WeightTransfer
 from headwater.config.server_checks import backend_traits
 from headwater.core.errors import ConfigError, HeadwaterError, WaitTimeout
-from headwater.core.waits import wait_for_future
+from headwater.core.waits import wait_for_future, wait_until
 
 try:
     import ray
@@ -54,16 +55,14 @@ LEARNER_SHARE = 0.5
 """Of a GPU that a learner rank and a server share. Ray only counts it."""
 _FREE_LIMIT_S = 60.0
 """How long the run waits for resources that other actors still use, such as those of a run that has just ended."""
-_LOOK_S = 1.0
 
 
 class RayCluster:
     """The actors of one run."""
 
-    def __init__(self, config: Config, needs: Sequence[Need], *, is_own: bool) -> None:
+    def __init__(self, config: Config, needs: Sequence[Need]) -> None:
         self._config = config
         self._needs = {need.what: need for need in needs}
-        self._is_own = is_own
         self._groups: list[Any] = []
         self._ranks: RayRanks | None = None
         self._events: Path | None = None
@@ -73,12 +72,16 @@ class RayCluster:
         self._rewards: RayRewardPool | None = None
 
     @classmethod
-    def join(cls, config: Config) -> RayCluster:
-        """Connect to Ray, check that the cluster has room for the run, and start the learner ranks."""
-        is_own = _connect(config)
+    def join(cls, config: Config, *, is_restart: bool = False) -> RayCluster:
+        """Connect to Ray, check that the cluster has room for the run, and start the learner ranks.
+
+        A run that is restarted waits for a while, because a node that has left may come back.
+        """
+        _connect(config)
         cluster = None
         try:
-            cluster = cls(config, _checked_needs(config), is_own=is_own)
+            wait_s = max(config.cluster.wait_for_nodes_s, _FREE_LIMIT_S if is_restart else 0.0)
+            cluster = cls(config, _checked_needs(config, wait_s))
             cluster._start_ranks()
         except BaseException:
             if cluster is not None:
@@ -178,6 +181,8 @@ class RayCluster:
 
     def places(self) -> tuple[ServerPlace, ...]:
         """Where the servers of the run are started, for ``BackendContext.places``. Empty if none are."""
+        if not num_servers(self._config):
+            return ()
         is_shared = shares_learner(self._config)
         on_gpu = self._needs["learner ranks" if is_shared else "rollout servers"].each.gpus > 0
         size = 1 if is_shared else self._config.rollout.launch.tensor_parallel
@@ -279,8 +284,8 @@ class RayCluster:
         self._ranks = RayRanks.start(options, timeout_s=self._config.learner.rank_timeout_s)
 
 
-def _connect(config: Config) -> bool:
-    """Join the cluster of ``RAY_ADDRESS``, or start one on this machine. Returns whether it was started."""
+def _connect(config: Config) -> None:
+    """Join the cluster of ``RAY_ADDRESS``, or start one on this machine."""
     address = os.environ.get("RAY_ADDRESS", "")
     namespace = f"headwater {config.run.name} {secrets.token_hex(4)}"
     common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.WARNING}
@@ -292,30 +297,29 @@ def _connect(config: Config) -> bool:
                 f"RAY_ADDRESS = {address}: no Ray cluster answers there ({error}); check it with `ray status`, or "
                 "unset it to start Ray on this machine"
             ) from error
-        return False
+        return
     store = config.cluster.object_store_mib * 2**20
-    ray.init(
-        "local",
-        include_dashboard=False,
-        object_store_memory=store or None,
-        **common,
-    )
-    return True
+    ray.init("local", include_dashboard=False, object_store_memory=store or None, **common)
 
 
-def _checked_needs(config: Config) -> list[Need]:
+def _checked_needs(config: Config, wait_s: float) -> list[Need]:
     """The actors of the run, once the cluster has nodes for them. ``ConfigError`` if it does not get them."""
-    deadline = time.monotonic() + config.cluster.wait_for_nodes_s
-    while True:
+    needs: list[Need] = []
+    problems: list[str] = []
+
+    def are_there() -> bool:
         nodes = _nodes()
-        needs = needs_of(config, has_gpus=any(node.room.gpus for node in nodes))
-        problems = shortages(needs, nodes)
-        if not problems:
-            return needs
-        if time.monotonic() >= deadline:
-            raise ConfigError(problems, "the Ray cluster")
-        logger.warning("waiting for more nodes: %s", problems[0])
-        time.sleep(_LOOK_S)
+        needs[:] = needs_of(config, has_gpus=any(node.room.gpus for node in nodes))
+        problems[:] = shortages(needs, nodes)
+        return not problems
+
+    condition = threading.Condition()
+    try:
+        with condition:
+            wait_until(condition, are_there, lambda: f"nodes: {problems[0]}", kind="ray", hard_limit_s=wait_s)
+    except WaitTimeout as error:
+        raise ConfigError(problems, "the Ray cluster") from error
+    return needs
 
 
 def _nodes() -> list[Node]:
