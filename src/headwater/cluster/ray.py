@@ -29,7 +29,7 @@ from headwater.config.paths import looks_like_folder, with_absolute_paths
 from headwater.config.schema import Config, WeightTransfer
 from headwater.config.server_checks import backend_traits
 from headwater.core.errors import ConfigError, HeadwaterError, WaitTimeout
-from headwater.core.waits import wait_for_future, wait_until
+from headwater.core.waits import wait_until
 
 try:
     import ray
@@ -55,6 +55,7 @@ LEARNER_SHARE = 0.5
 """Of a GPU that a learner rank and a server share. Ray only counts it."""
 _FREE_LIMIT_S = 60.0
 """How long the run waits for resources that other actors still use, such as those of a run that has just ended."""
+_LOOK_S = 1.0
 
 
 class RayCluster:
@@ -158,13 +159,16 @@ class RayCluster:
             bundle_label_selector=[dict(need.labels)] * count if need.labels else None,
         )
         limit_s = max(_FREE_LIMIT_S, self._config.cluster.wait_for_nodes_s)
+        condition = threading.Condition()
         try:
-            wait_for_future(
-                group.ready().future(),
-                lambda: f"Ray finds room for {count} {need.what} ({need.key}), {need.each} each",
-                kind="ray",
-                hard_limit_s=limit_s,
-            )
+            with condition:
+                wait_until(
+                    condition,
+                    lambda: group.wait(_LOOK_S),
+                    lambda: f"Ray finds room for {count} {need.what} ({need.key}), {need.each} each",
+                    kind="ray",
+                    hard_limit_s=limit_s,
+                )
         except WaitTimeout as error:
             remove_placement_group(group)
             free = Room(ray.available_resources().get("CPU", 0.0), ray.available_resources().get("GPU", 0.0))
