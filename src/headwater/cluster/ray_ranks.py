@@ -207,7 +207,9 @@ class RayRanks:
 
     def log_to(self, folder: Path, token: str) -> list[str]:
         """Where each rank writes its output from now on."""
-        return ray.get([actor.log_to.remote(folder, token) for actor in self._actors], timeout=_START_LIMIT_S)
+        asked = [actor.log_to.remote(folder, token) for actor in self._actors]
+        places: list[str] = ray.get(asked, timeout=_START_LIMIT_S)
+        return places
 
     def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self._turns.take(name):

@@ -157,9 +157,8 @@ class RayChild:
         return cls(slot, actor, place, url)
 
     @property
-    def pid(self) -> int:
-        """Of the actor."""
-        return self._place.pid
+    def name(self) -> str:
+        return f"actor {self._slot.name} ({self._place})"
 
     @property
     def last_lines(self) -> str:
@@ -175,7 +174,7 @@ class RayChild:
             how = f"has ended: {death_of(error)}"
         except TimeoutError:
             how = "was killed"
-        return f"actor {self._slot.name} ({self._place}) {how}"
+        return f"{self.name} {how}"
 
     def kill(self) -> None:
         self._is_killed = True
