@@ -56,6 +56,7 @@ LEARNER_SHARE = 0.5
 _FREE_LIMIT_S = 60.0
 """How long the run waits for resources that other actors still use, such as those of a run that has just ended."""
 _LOOK_S = 1.0
+_NUM_STARTS = 3
 
 
 class RayCluster:
@@ -303,7 +304,15 @@ def _connect(config: Config) -> None:
             ) from error
         return
     store = config.cluster.object_store_mib * 2**20
-    ray.init("local", include_dashboard=False, object_store_memory=store or None, **common)
+    for num_left in reversed(range(_NUM_STARTS)):
+        try:
+            ray.init("local", include_dashboard=False, object_store_memory=store or None, **common)
+            return
+        except Exception as error:  # Ray raises plain ones, for example if a busy machine does not start it in 30 s
+            ray.shutdown()
+            if not num_left:
+                raise HeadwaterError(f"cluster.kind = ray: Ray could not start on this machine: {error}") from error
+            logger.warning("Ray did not start and is started again: %s", error)
 
 
 def _checked_needs(config: Config, wait_s: float) -> list[Need]:
