@@ -86,7 +86,7 @@ class ChildServer:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **command.environment},
+            env=_own_environment() | dict(command.environment),
             start_new_session=True,
         )
         child = cls(process, command, echo)
@@ -177,3 +177,11 @@ class ChildServer:
             if found and not self.url:
                 self.url = found[1]
                 self._ready.set()
+
+
+_OF_TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+
+
+def _own_environment() -> dict[str, str]:
+    """This process's environment, without what makes it a rank of torchrun: the child is none."""
+    return {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)}
