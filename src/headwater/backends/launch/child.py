@@ -37,16 +37,20 @@ class Command:
     ready: re.Pattern[str]
     """Found in its output once it answers. The first group is its URL."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to those of this process."""
+    """Variables in addition to those of this process; a value may be ``HOST``."""
 
     def at(self, host: str) -> Command:
-        """The command with the arguments ``HOST`` and ``PORT`` filled in. The port is one that is free now."""
+        """The command with ``HOST`` and ``PORT`` filled in. The port is one that is free now."""
         filled = {HOST: host}
         if PORT in self.arguments:
             with socket.socket() as probe:
                 probe.bind((host, 0))
                 filled[PORT] = str(probe.getsockname()[1])
-        return replace(self, arguments=tuple(filled.get(each, each) for each in self.arguments))
+        return replace(
+            self,
+            arguments=tuple(filled.get(each, each) for each in self.arguments),
+            environment={name: filled.get(value, value) for name, value in self.environment.items()},
+        )
 
 
 StartChild = Callable[[Command], Awaitable[ServerProcess]]
@@ -86,7 +90,7 @@ class ChildServer:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **command.environment},
+            env=_own_environment() | dict(command.environment),
             start_new_session=True,
         )
         child = cls(process, command, echo)
@@ -177,3 +181,11 @@ class ChildServer:
             if found and not self.url:
                 self.url = found[1]
                 self._ready.set()
+
+
+_OF_TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+
+
+def _own_environment() -> dict[str, str]:
+    """This process's environment, without what makes it a rank of torchrun: the child is none."""
+    return {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)}

@@ -49,7 +49,7 @@ class SglangEngine(VllmEngine):
             assert isinstance(link, SglangLink), "made below"
             if context.owns_weights:
                 await link.resume()  # an earlier run may have left it paused
-            model.check_same(info.model, where)
+            model.check_same(info, where)
             if link.vocab_size is not None and (problem := other_model(context, link.vocab_size)) is not None:
                 raise ConfigError([f"rollout.servers: {url} serves {info.model}, {problem}"])
 

@@ -180,6 +180,7 @@ def read_info(version: str, told: Mapping[str, Any]) -> VllmInfo:
         device=str(told["device_config"]["device"]),
         has_own_worker=told["parallel_config"].get("worker_extension_cls") == OWN_WORKER,
         can_sleep=bool(model.get("enable_sleep_mode")),
+        text_config=model.get("text_config") or {},
     )
 
 
