@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headwater.backends.launch.child import StartChild
 from headwater.config.schema import Config, EngineConfig
 from headwater.core.errors import ConfigError, ModelError
 from headwater.core.protocols import Capabilities, Tokenizer
@@ -29,6 +28,9 @@ from headwater.core.registry import Registry
 from headwater.models.device import resolve_device
 from headwater.models.load import vocabulary_size
 from headwater.observe.spans import Spans
+
+if TYPE_CHECKING:
+    from headwater.backends.launch.child import StartChild
 
 BACKENDS = Registry("backend", "headwater.backends")
 

@@ -115,6 +115,7 @@ def _sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
     return [
         ("life", [diagnosis.life.text]),
         ("progress", _progress(diagnosis)),
+        ("servers", _servers(diagnosis)),
         ("waits", _waits(diagnosis)),
         ("groups", _groups(diagnosis)),
         ("ledger", _ledger(diagnosis)),
@@ -130,6 +131,8 @@ def _progress(diagnosis: Diagnosis) -> list[str]:
     total = f" of {diagnosis.total_steps}" if diagnosis.total_steps is not None else ""
     version = f", policy version {diagnosis.version}" if diagnosis.version is not None else ""
     ranks = f", {diagnosis.num_ranks} ranks" if diagnosis.num_ranks > 1 else ""
+    if diagnosis.learner_failure:
+        ranks += f"; the learner has failed: {diagnosis.learner_failure}"
     lines = [f"step {diagnosis.step}{total}{version}{ranks}"]
     if (stage := diagnosis.stage) is not None:
         lines.append(f"{stage.name}: step {stage.done} of at most {stage.total}, before training begins")
@@ -140,6 +143,16 @@ def _progress(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.step_s is not None:
         before = f", earlier ones {show_duration(diagnosis.earlier_step_s)}" if diagnosis.earlier_step_s else ""
         lines.append(f"the last steps took {show_duration(diagnosis.step_s)} each{before}")
+    return lines
+
+
+def _servers(diagnosis: Diagnosis) -> list[str]:
+    lines = []
+    for each in diagnosis.servers:
+        name = each.name if each.url in ("", each.name) else f"{each.name} at {each.url}"
+        restarts = f", replaced {each.num_restarts} times" if each.num_restarts else ""
+        load = f"{each.num_running} running, {each.num_waiting} waiting"
+        lines.append(f"{name}: version {each.version}, {load}{restarts}; {each.state}")
     return lines
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from math import isinf
 from typing import Any
 
+from headwater.core.protocols import ServerStatus
 from headwater.core.waits import OpenWait
 from headwater.observe.evidence import Evidence, gather
 from headwater.observe.findings import Finding, current_waits, findings, missing_from
@@ -41,6 +42,10 @@ class Diagnosis:
     version: int | None
     num_ranks: int
     """Processes that train together."""
+    learner_failure: str
+    """Why the learner cannot be used any more; empty while it works."""
+    servers: tuple[ServerStatus, ...]
+    """The servers that generate, if there are several; for a run that has ended, at its last heartbeat."""
     last_metrics: LastMetrics | None
     step_s: float | None
     """The median duration of the last steps."""
@@ -91,6 +96,8 @@ def examine(run: RunDirectory, *, verify: bool = False) -> Diagnosis:
         total_steps=evidence.total_steps,
         version=status.version if status else None,
         num_ranks=status.num_ranks if status else 1,
+        learner_failure=status.learner_failure if status else "",
+        servers=status.servers if status else (),
         last_metrics=_last_metrics(evidence),
         step_s=evidence.step_s(),
         earlier_step_s=evidence.earlier_step_s(),

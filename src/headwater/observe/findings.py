@@ -33,6 +33,7 @@ FindingKind = Literal[
     "drops",
     "reward_failures",
     "engine_restarts",
+    "server_lost",
     "slower_steps",
     "learner_waits",
     "generation_ahead",
@@ -140,6 +141,10 @@ WAIT_REMEDIES = {
     "rollouts": "an evaluation or a probe of the warm start is running: lower eval.num_prompts, or wait",
     "weights": "the engine loads new weights between two of its rounds; with engine.update_mode=drain it first "
     "finishes all running requests, with interrupt it does not; if the engine hangs, stop the process and resume",
+    "server_reached": "a server of rollout.servers does not answer: look at its log and at the network, or start it "
+    "again at the same address",
+    "router": "no server takes the request: all are unreachable, full or without the newest weights; look at the list "
+    "of servers above",
     "engine_start": "the engine is loading its model: if that never ends, lack of memory is the usual cause "
     "(engine.memory_fraction, engine.kv_cache_gib); the engine's output says more",
     "engine_call": "the engine's process does not answer: it is being restarted, or a long round keeps it busy; with "
@@ -323,6 +328,15 @@ def _of_rewards(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_engine(evidence: Evidence) -> Iterator[Finding]:
+    for server in evidence.status.servers if evidence.status and evidence.status.state == "running" else ():
+        if not server.is_alive:
+            yield Finding(
+                "server_lost",
+                "problem",
+                f"server {server.name} generates nothing: {server.state}",
+                "start it again at the same address; it then gets the newest weights and its share of the requests. "
+                "The other servers continue meanwhile",
+            )
     restarts = evidence.status.engine_restarts if evidence.status else 0
     if restarts:
         times = "once" if restarts == 1 else f"{restarts} times"

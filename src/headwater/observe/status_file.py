@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from headwater.core.errors import DiskFull, HeadwaterError, RunError
+from headwater.core.protocols import ServerStatus
 from headwater.core.records import DropKind
 from headwater.core.waits import OpenWait, open_waits
 from headwater.observe.process import process_start
@@ -96,7 +97,11 @@ class RunStatus:
     reward_failures: Mapping[str, Drops] = field(default_factory=dict)
     """Failed scoring calls by cause."""
     engine_restarts: int = 0
+    servers: tuple[ServerStatus, ...] = ()
+    """The servers that generate, if there are several."""
     num_ranks: int = 1
+    learner_failure: str = ""
+    """Why the learner cannot be used any more, such as a rank that has ended."""
     stage: StageProgress | None = None
     notices: tuple[str, ...] = ()
     """What has no effect in this run although someone asked for it."""
@@ -132,8 +137,9 @@ class StatusFile:
     ``read`` is called on the writing thread and returns values that JSON can hold. The doctor uses ``step``,
     ``total_steps``, ``version``, ``ledger`` (counts), ``oldest`` (see ``RunningGroup``), ``episodes`` (counts by
     stage), ``capacity``, ``drops`` (kind to count and message), ``reward_failures`` (cause to count and message),
-    ``engine_restarts``, ``notices`` (texts) and ``stage`` (see ``StageProgress``). All of them are optional. If
-    ``read`` raises, the file keeps the values of the last successful call.
+    ``engine_restarts``, ``servers`` (see ``ServerStatus``), ``learner`` (see ``LearnerStatus``), ``notices``
+    (texts) and ``stage`` (see ``StageProgress``). All of them are optional. If ``read`` raises, the file keeps the
+    values of the last successful call.
     """
 
     def __init__(self, path: Path, read: Callable[[], Mapping[str, Any]], every_s: float = HEARTBEAT_S) -> None:
@@ -274,7 +280,9 @@ def _parse(content: dict[str, Any]) -> RunStatus:
             for cause, each in content.get("reward_failures", {}).items()
         },
         engine_restarts=int(content.get("engine_restarts", 0)),
+        servers=tuple(_server(each) for each in content.get("servers", ())),
         num_ranks=int(content.get("learner", {}).get("num_ranks", 1)),
+        learner_failure=str(content.get("learner", {}).get("failure", "")),
         stage=_stage(**content["stage"]) if content.get("stage") else None,
         notices=tuple(map(str, content.get("notices", ()))),
     )
@@ -291,6 +299,19 @@ def _group(content: Mapping[str, Any]) -> RunningGroup:
         seconds=float(content["seconds"]),
         stages=_stages(content.get("stages", {})),
         doing=str(content["doing"]),
+    )
+
+
+def _server(content: Mapping[str, Any]) -> ServerStatus:
+    return ServerStatus(
+        name=str(content["name"]),
+        url=str(content["url"]),
+        version=int(content["version"]),
+        num_running=int(content["num_running"]),
+        num_waiting=int(content["num_waiting"]),
+        is_alive=bool(content["is_alive"]),
+        num_restarts=int(content["num_restarts"]),
+        state=str(content["state"]),
     )
 
 

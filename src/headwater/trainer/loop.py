@@ -122,8 +122,12 @@ class Trainer:
             **self._rollouts.status(),
             "reward_failures": self._parts.reward_failures(),
             "notices": self._notices,
-            "engine_restarts": self._parts.engine.status().num_restarts,
+            **self._engine_status(),
         }
+
+    def _engine_status(self) -> dict[str, Any]:
+        now = self._parts.engine.status()
+        return {"engine_restarts": now.num_restarts, "servers": [asdict(each) for each in now.servers]}
 
     def _stage(self) -> dict[str, Any] | None:
         """The progress of the warm start while it lasts. Its steps are not steps of the run."""

@@ -1,0 +1,62 @@
+"""A ``headwater serve`` that a test starts, stops and starts again at the same address."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+from command import ROOT
+
+_LIMIT_S = 300.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Running:
+    """A server at a fixed address. ``start`` returns at once; ``ready`` waits until it answers."""
+
+    def __init__(self, *arguments: str, model: str = "tiny:qwen3") -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._arguments = (model, *arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Running:
+        command = [sys.executable, "-m", "headwater.cli.main", "serve", *self._arguments, "--port", str(self.port)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        return self
+
+    def ready(self) -> Running:
+        deadline = time.monotonic() + _LIMIT_S
+        while True:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return self
+            except (urllib.error.URLError, OSError):
+                assert self._process is not None and self._process.poll() is None, "it has ended"  # noqa: PT018
+                assert time.monotonic() < deadline, "it does not answer"
+                time.sleep(0.1)
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None, "started"
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Also ends a process that was stopped with SIGSTOP."""
+        if self._process is not None:
+            self.signal(signal.SIGKILL)
+            self._process.wait()

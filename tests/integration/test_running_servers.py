@@ -1,0 +1,267 @@
+"""Runs and engines over servers that someone else has started (``rollout.servers``)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from command import CUT_DOWN, after_step, headwater, train_here
+from running import Running, free_port
+
+from headwater.backends import BackendContext
+from headwater.backends.fleet import make_fleet
+from headwater.config.load import load_config
+from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, ServerLost
+from headwater.core.protocols import InferenceEngine, WeightUpdate
+from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.models.device import with_dtype
+from headwater.models.load import load_model, load_tokenizer
+from headwater.observe.run_directory import RunDirectory
+from headwater.observe.spans import Spans
+
+MODEL = "tiny:qwen3"
+LIMIT_S = 300.0
+SHORT = [*CUT_DOWN, "eval.before=false", "eval.after=false"]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[Running, Running]]:
+    pair = (Running("engine.deterministic=true").start(), Running("engine.deterministic=true").start())
+    try:
+        yield (pair[0].ready(), pair[1].ready())
+    finally:
+        for each in pair:
+            each.kill()
+
+
+def named(*servers: Running) -> list[str]:
+    return ["rollout.backend=native", f"rollout.servers=[{', '.join(each.url for each in servers)}]"]
+
+
+@contextmanager
+def connected(*servers: Running, settings: tuple[str, ...] = ()) -> Iterator[InferenceEngine]:
+    config = load_config(None, [*named(*servers), *settings]).config
+    context = BackendContext(config, MODEL, load_tokenizer(MODEL), Spans())
+    engine = make_fleet(context)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def update(version: int, seed: int = 0) -> WeightUpdate:
+    model = load_model(MODEL, dtype="float32", device="cpu", seed=seed)
+    return WeightUpdate.of(version, [(name, value.detach()) for name, value in model.named_parameters()])
+
+
+def generate(engine: InferenceEngine, count: int, num_tokens: int) -> list[ModelResponse]:
+    sampling = SamplingParams(max_new_tokens=num_tokens, ignore_end=True)
+    requests = [ModelRequest(f"r{n}", (5, 6, 7 + n), sampling, rng_key=n) for n in range(count)]
+
+    async def run() -> list[ModelResponse]:
+        return await asyncio.wait_for(asyncio.gather(*map(engine.agenerate, requests)), LIMIT_S)
+
+    return asyncio.run(run())
+
+
+def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except HeadwaterError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def test_two_running_servers_generate_what_the_embedded_engine_does(servers, tmp_path):
+    """At staleness 0, bit for bit: the randomness of a token does not depend on who samples it."""
+    settings = [*SHORT, f"run.root={tmp_path}", "engine.deterministic=true"]
+    checksums = {}
+    for name, place in {"inside": [], "servers": named(*servers)}.items():
+        train_here("quickstart", *settings, f"run.name={name}", *place)
+        checksums[name] = [record["weights"] for record in RunDirectory.open(tmp_path / name).read_ledger()]
+    assert checksums["inside"] == checksums["servers"]
+    status = json.loads((tmp_path / "servers" / "status.json").read_text())
+    assert [each["url"] for each in status["servers"]] == [each.url for each in servers]
+    told = headwater("doctor", tmp_path / "servers")
+    assert all(each.url in told.stdout for each in servers), told.stdout
+    told = headwater("eval", tmp_path / "servers", "eval.num_prompts=2")
+    assert told.code == 0, told.stderr
+
+
+def test_a_run_ahead_over_two_servers_loses_no_group(servers, tmp_path):
+    """The servers still serve the last version of the run before."""
+    settings = [*SHORT, "rollout.max_staleness=2", "trainer.total_steps=4", "rollout.weight_transfer=file"]
+    folder = tmp_path / "weights"
+    train_here("quickstart", *settings, *named(*servers), f"run.root={tmp_path}", f"rollout.weight_folder={folder}")
+    record = RunDirectory.open(tmp_path / "quickstart").read_ledger()[-1]
+    assert record["counts"] == {"dispatched": 16, "trained": 16, "dropped": 0, "buffered": 0, "in_flight": 0}
+    assert list(folder.iterdir()) == [], "weights of old versions are removed"
+
+
+def test_a_server_gets_the_weights_of_the_run_first_and_keeps_them_over_a_broken_connection(servers):
+    with connected(servers[0]) as engine:
+        assert engine.status().needs_weights
+        engine.update_weights(update(3, seed=1)).result(LIMIT_S)
+        expected = generate(engine, 2, 8)
+        assert {version for each in expected for version in each.output_versions} == {3}
+        checksum = engine.weights_checksum()
+        engine._server.keeper.kill("a test breaks the connection")
+        until(lambda: engine.status().num_restarts == 1 and engine.status().is_reachable, "it comes back")
+        assert not engine.status().needs_weights, "its process is the same"
+        assert [each.output_tokens for each in generate(engine, 2, 8)] == [each.output_tokens for each in expected]
+        assert engine.weights_checksum() == checksum
+
+
+def test_a_server_that_another_program_uses_is_noticed(servers):
+    with connected(servers[0]) as engine:
+        engine.update_weights(update(1)).result(LIMIT_S)
+        with connected(servers[0]) as other:
+            other.update_weights(update(9, seed=2)).result(LIMIT_S)
+        with pytest.raises(RolloutFailed, match=r"serves version 9, but this run gave it version 1: another program"):
+            engine.update_weights(update(2)).result(LIMIT_S)
+
+
+def test_a_server_with_another_model_or_without_a_needed_setting_is_refused(servers, tmp_path):
+    run = ["train", "quickstart", *SHORT, f"run.root={tmp_path}", *named(*servers)]
+    told = headwater(*run, "model.path=tiny:llama")
+    assert told.code != 0
+    assert "weight update refused" in told.stderr, told.stderr
+    told = headwater(*run, "rollout.max_new_tokens=5000", "learner.max_tokens_per_microbatch=9000")
+    assert told.code != 0
+    assert "over the 2048 positions" in told.stderr
+
+
+def test_an_address_without_a_usable_server_is_named(tmp_path):
+    run = [
+        "train",
+        "quickstart",
+        *SHORT,
+        f"run.root={tmp_path}",
+        "rollout.server_timeout_s=1",
+        "rollout.backend=native",
+    ]
+    port = free_port()
+    told = headwater(*run, f"rollout.servers=[http://127.0.0.1:{port}]")
+    assert told.code != 0
+    assert f"the server http://127.0.0.1:{port} cannot be reached, after 1 s" in told.stderr, told.stderr
+    assert "correct rollout.servers" in told.stderr
+    with socket.create_server(("127.0.0.1", 0)) as garbage:
+        port = garbage.getsockname()[1]
+
+        def answer() -> None:
+            while True:
+                try:
+                    client, _ = garbage.accept()
+                except OSError:
+                    return
+                with client:
+                    client.recv(4096)
+                    client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n<htm>")
+
+        threading.Thread(target=answer, daemon=True).start()
+        told = headwater(*run, f"rollout.servers=[http://127.0.0.1:{port}]")
+        garbage.shutdown(socket.SHUT_RDWR)
+    assert told.code != 0
+    assert "is not a `headwater serve` of this version (status 200: '<htm>')" in told.stderr, told.stderr
+
+
+def test_a_server_that_stops_answering_hands_its_requests_over_with_their_tokens(servers):
+    """After twice the heartbeat at most. When it answers again, it is used again."""
+    server = servers[1]
+    with connected(server, settings=("rollout.server_timeout_s=4",)) as engine:
+        engine._server._hands_over = True  # as if there were others
+        engine.update_weights(update(1)).result(LIMIT_S)
+        thread, results = in_background(lambda: generate(engine, 1, 1500))
+        until(lambda: engine._server.requests.num_started > 0, "it generates")
+        server.signal(signal.SIGSTOP)
+        try:
+            thread.join(LIMIT_S)
+        finally:
+            server.signal(signal.SIGCONT)
+        assert isinstance(results[0], ServerLost)
+        partial = results[0].partial
+        assert partial is not None
+        assert partial.stop_reason == "abort"
+        until(lambda: engine.status().is_reachable, "it is used again")
+        again = generate(engine, 1, len(partial.output_tokens))[0]
+        assert again.output_tokens == partial.output_tokens
+
+
+def test_a_response_over_sglangs_calls_spans_an_update_without_losing_a_token(servers):
+    """Our server knows SGLang's calls: it is paused and answers with the tokens so far; the rest is asked for again."""
+    sglang = ["rollout.backend=sglang", f"rollout.servers=[{servers[0].url}]"]
+    config = with_dtype(load_config(None, sglang).config)
+    engine = make_fleet(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
+    try:
+        assert engine.status().needs_weights
+        engine.update_weights(update(4)).result(LIMIT_S)
+        thread, results = in_background(lambda: generate(engine, 1, 40))
+        until(lambda: running_requests(servers[0]) > 0, "it generates")
+        engine.update_weights(update(5, seed=1)).result(LIMIT_S)
+        thread.join(LIMIT_S)
+        response = results[0][0]
+        assert len(response.output_tokens) == 40
+        assert sorted(response.output_versions) == list(response.output_versions)
+        assert response.output_versions[-1] == 5
+        engine.sleep(("kv_cache",))
+        engine.wake(("kv_cache",))
+        assert generate(engine, 1, 3)[0].output_versions == (5, 5, 5)
+        with pytest.raises(RequestError, match="before truncation"):
+            engine.check(ModelRequest("r", (5,), SamplingParams(max_new_tokens=2, top_k=3), rng_key=0))
+        flush = urllib.request.Request(f"{servers[0].url}/flush_cache", method="POST")
+        with urllib.request.urlopen(flush, timeout=LIMIT_S) as reply:
+            assert reply.read() == b"Cache flushed.\n"
+    finally:
+        engine.close()
+
+
+def running_requests(server: Running) -> int:
+    with urllib.request.urlopen(f"{server.url}/metrics.json", timeout=LIMIT_S) as reply:
+        return int(json.load(reply)["num_running"])
+
+
+@pytest.mark.slow
+def test_a_killed_server_loses_nothing_and_is_used_again_when_it_is_back(tmp_path, caplog):
+    one, two = Running(), Running()
+    try:
+        for each in (one, two):
+            each.start()
+        for each in (one, two):
+            each.ready()
+
+        def kill() -> None:
+            two.kill()
+            two.start()
+
+        settings = [*SHORT, "rollout.max_new_tokens=48", "rollout.max_staleness=2", "trainer.total_steps=12"]
+        with after_step(2, kill), after_step(10, lambda: two.ready() and None):
+            train_here("quickstart", *settings, *named(one, two), f"run.root={tmp_path}")
+    finally:
+        for each in (one, two):
+            each.kill()
+    record = RunDirectory.open(tmp_path / "quickstart").read_ledger()[-1]
+    assert record["counts"] == {"dispatched": 48, "trained": 48, "dropped": 0, "buffered": 0, "in_flight": 0}
+    assert "its return is awaited" in caplog.text
+    status = json.loads((tmp_path / "quickstart" / "status.json").read_text())
+    assert status["engine_restarts"] >= 1
