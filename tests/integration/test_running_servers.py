@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,9 +19,10 @@ from running import Running, free_port
 from headwater.backends import BackendContext
 from headwater.backends.fleet import make_fleet
 from headwater.config.load import load_config
-from headwater.core.errors import HeadwaterError, RolloutFailed, ServerLost
+from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, ServerLost
 from headwater.core.protocols import InferenceEngine, WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
@@ -103,6 +105,8 @@ def test_two_running_servers_generate_what_the_embedded_engine_does(servers, tmp
     assert [each["url"] for each in status["servers"]] == [each.url for each in servers]
     told = headwater("doctor", tmp_path / "servers")
     assert all(each.url in told.stdout for each in servers), told.stdout
+    told = headwater("eval", tmp_path / "servers", "eval.num_prompts=2")
+    assert told.code == 0, told.stderr
 
 
 def test_a_run_ahead_over_two_servers_loses_no_group(servers, tmp_path):
@@ -202,6 +206,39 @@ def test_a_server_that_stops_answering_hands_its_requests_over_with_their_tokens
         until(lambda: engine.status().is_reachable, "it is used again")
         again = generate(engine, 1, len(partial.output_tokens))[0]
         assert again.output_tokens == partial.output_tokens
+
+
+def test_a_response_over_sglangs_calls_spans_an_update_without_losing_a_token(servers):
+    """Our server knows SGLang's calls: it is paused and answers with the tokens so far; the rest is asked for again."""
+    sglang = ["rollout.backend=sglang", f"rollout.servers=[{servers[0].url}]"]
+    config = with_dtype(load_config(None, sglang).config)
+    engine = make_fleet(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
+    try:
+        assert engine.status().needs_weights
+        engine.update_weights(update(4)).result(LIMIT_S)
+        thread, results = in_background(lambda: generate(engine, 1, 40))
+        until(lambda: running_requests(servers[0]) > 0, "it generates")
+        engine.update_weights(update(5, seed=1)).result(LIMIT_S)
+        thread.join(LIMIT_S)
+        response = results[0][0]
+        assert len(response.output_tokens) == 40
+        assert sorted(response.output_versions) == list(response.output_versions)
+        assert response.output_versions[-1] == 5
+        engine.sleep(("kv_cache",))
+        engine.wake(("kv_cache",))
+        assert generate(engine, 1, 3)[0].output_versions == (5, 5, 5)
+        with pytest.raises(RequestError, match="before truncation"):
+            engine.check(ModelRequest("r", (5,), SamplingParams(max_new_tokens=2, top_k=3), rng_key=0))
+        flush = urllib.request.Request(f"{servers[0].url}/flush_cache", method="POST")
+        with urllib.request.urlopen(flush, timeout=LIMIT_S) as reply:
+            assert reply.read() == b"Cache flushed.\n"
+    finally:
+        engine.close()
+
+
+def running_requests(server: Running) -> int:
+    with urllib.request.urlopen(f"{server.url}/metrics.json", timeout=LIMIT_S) as reply:
+        return int(json.load(reply)["num_running"])
 
 
 @pytest.mark.slow

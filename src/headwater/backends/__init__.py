@@ -16,19 +16,21 @@ it has several servers. A backend class has some of these constructors:
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headwater.backends.launch.child import StartChild
-from headwater.config.schema import Config
+from headwater.config.schema import Config, EngineConfig
 from headwater.core.errors import ConfigError, ModelError
 from headwater.core.protocols import Capabilities, Tokenizer
 from headwater.core.registry import Registry
 from headwater.models.device import resolve_device
 from headwater.models.load import vocabulary_size
 from headwater.observe.spans import Spans
+
+if TYPE_CHECKING:
+    from headwater.backends.launch.child import StartChild
 
 BACKENDS = Registry("backend", "headwater.backends")
 
@@ -63,6 +65,14 @@ class BackendContext:
     one server has only its own place."""
 
 
+def engine_settings(config: Config) -> EngineConfig:
+    """The section ``engine``, with the adapters that ``rollout.publish=adapter`` needs."""
+    if config.rollout.publish == "full":
+        return config.engine
+    lora = config.lora
+    return replace(config.engine, adapter_rank=lora.rank, adapter_alpha=lora.alpha, adapter_targets=lora.targets)
+
+
 def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = False) -> list[str]:
     """What the config asks for and the engine cannot do. ``replays`` is true for a run that repeats a recorded one."""
     problems = []
@@ -81,6 +91,12 @@ def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = F
     # A backend with only one mode ignores the setting.
     if len(can.update_modes) > 1 and mode not in ("auto", *can.update_modes):
         problems.append(f"engine.update_mode = {mode}: {backend} only has {', '.join(can.update_modes)}")
+    # Engines that the run makes itself get adapters.
+    if config.rollout.publish == "adapter" and config.rollout.servers and not can.adapters:
+        problems.append(
+            "rollout.publish = adapter: a server has no adapters; start it with engine.adapter_rank="
+            f"{config.lora.rank} and engine.adapter_alpha={config.lora.alpha}, or use rollout.publish=full"
+        )
     return problems
 
 

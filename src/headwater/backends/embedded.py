@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from headwater.backends import BACKENDS, BackendContext, check_lengths
+from headwater.backends import BACKENDS, BackendContext, check_lengths, engine_settings
 from headwater.core.protocols import Capabilities
 from headwater.engine.engine import FEATURES, Engine
 from headwater.models.load import load_model
@@ -23,4 +23,4 @@ class EmbeddedEngine(Engine):
             context.model_path, dtype=config.model.dtype, device=config.model.device, seed=config.run.seed
         )
         check_lengths(context, model)
-        return cls(model, context.tokenizer, config.engine, shares_device=True, spans=context.spans)
+        return cls(model, context.tokenizer, engine_settings(config), shares_device=True, spans=context.spans)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headwater.config.schema import Config
+    from headwater.core.protocols import InferenceEngine
     from headwater.core.records import Trajectory
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.evaluate import Evaluation
@@ -78,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(config.trainer.num_threads)
     parts = build_rollout(config, subject.model_path)
     try:
+        if parts.engine.status().needs_weights:
+            _give_weights(parts.engine, subject.model_path, config.run.seed)
         if parts.eval_data is None:
             raise RunError(f"{subject.name}: no held-out prompts; name some, for example --data test.parquet")
         console = lasting_console()
@@ -89,6 +92,18 @@ def run(args: argparse.Namespace) -> int:
     if subject.run is not None:
         _write_report(console, subject.run, subject.step, result)
     return 0
+
+
+def _give_weights(engine: InferenceEngine, model_path: str, seed: int) -> None:
+    """Servers that the command line names serve any weights until they get those of the model."""
+    from headwater.core.protocols import WeightUpdate
+    from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
+    from headwater.models.load import load_model
+
+    model = load_model(model_path, dtype=engine.capabilities.dtype, device="cpu", seed=seed)
+    update = WeightUpdate.of(0, [(name, value.detach()) for name, value in model.named_parameters()])
+    what = f"the servers take the weights of {model_path}"
+    wait_for_future(engine.update_weights(update), lambda: what, kind="weights", hard_limit_s=ENGINE_CALL_LIMIT_S)
 
 
 def _of_run(args: argparse.Namespace) -> Subject:
@@ -104,13 +119,23 @@ def _of_run(args: argparse.Namespace) -> Subject:
             "key=value, or evaluate a model: checkpoints/step_N/model in the run"
         )
     run = RunDirectory.open(Path(args.target).expanduser())
-    config = load_config(run.config_file, [*overrides, *_settings(args)]).config
+    config = load_config(run.config_file, [*_without_servers(run.config_file), *overrides, *_settings(args)]).config
     checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
     checkpoint = checkpoints.latest() if args.step is None else checkpoints.at(args.step)
     if checkpoint is None:
         raise RunError(f"{run.path}: no checkpoint yet; wait for one, let the run finish, or stop it with Ctrl-C")
     check_whole(run, checkpoint, part="model")
     return Subject(run.path.name, config, str(checkpoint / "model"), run, step_of(checkpoint))
+
+
+def _without_servers(recipe: Path) -> list[str]:
+    """Settings for an engine in this process: the servers of a run serve the weights that it is training."""
+    from headwater.config.load import load_config
+
+    if not load_config(recipe, was_accepted=True).config.rollout.servers:
+        return []
+    own = ("servers=[]", "backend=embedded", "placement=colocated", "weight_transfer=auto", "weight_folder=''")
+    return [f"rollout.{each}" for each in own]
 
 
 def _of_model(args: argparse.Namespace) -> Subject:

@@ -12,6 +12,7 @@ from torch import Tensor
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import collect, dispatch
+from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket, LearnerStatus, Role
 from headwater.learner.partition import balanced_parts
 
@@ -48,6 +49,8 @@ class LearnerGroup:
         self._config = config
         self._ranks = ranks
         self._shapes: dict[Role, Mapping[str, tuple[int, ...]]] = {}
+        self._parcels: Sequence[Parcel] | None = None
+        self.connected: SendOrder | None = None
         self._status = self._read_status()
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
@@ -74,6 +77,32 @@ class LearnerGroup:
         if role not in self._shapes:
             self._shapes[role] = self._ranks.call("shapes", self._same(role))[0]
         return self._shapes[role]
+
+    def export_unmerged(self, adapters_alone: bool) -> Iterator[Bucket]:
+        return self._ranks.stream("export_unmerged", adapters_alone)
+
+    def unmerged_shapes(self, adapters_alone: bool) -> Mapping[str, tuple[int, ...]]:
+        shapes: list[Mapping[str, tuple[int, ...]]] = self._ranks.call("unmerged_shapes", self._same(adapters_alone))
+        return shapes[0]
+
+    def parcels(self) -> Sequence[Parcel]:
+        if self._parcels is None:
+            self._parcels = self._ranks.call("parcels", self._same())[0]
+        return self._parcels
+
+    def connect(self, order: SendOrder) -> list[SendReport]:
+        return self._on_all("connect", order)
+
+    def broadcast(self, order: SendOrder) -> list[SendReport]:
+        return self._on_all("broadcast", order)
+
+    def _on_all(self, name: str, order: SendOrder) -> list[SendReport]:
+        """The report of every rank. The ranks are members of the group if all of them are."""
+        self.connected = None
+        reports = [report for each in self._ranks.call(name, self._same(order)) for report in each]
+        if not any(report.failure for report in reports):
+            self.connected = order
+        return reports
 
     def checksum(self, role: Role = "policy") -> str:
         """Every rank gathers one weight after the other and computes the same text."""

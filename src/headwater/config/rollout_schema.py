@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from headwater.config.constraints import AtLeast, Extension, LessThan, MoreThan, NotEmpty, ServerUrl, Within
 
-WeightTransfer = Literal["shared_memory", "file"]
+WeightTransfer = Literal["shared_memory", "file", "collective"]
+WeightEncoding = Literal["plain", "delta"]
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,15 @@ class RolloutConfig:
     device: Annotated[str, NotEmpty("use auto, cpu, cuda or cuda:N")] = "auto"
     """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
     the learner's device if there is none."""
-    weight_transfer: Literal["auto", "shared_memory", "file"] = "auto"
-    """How new weights are sent to servers: in pieces through `shared_memory`, for `headwater serve` on this machine, or
-    through a `file`. `auto` takes the first that works for these servers."""
+    weight_transfer: Literal["auto", "shared_memory", "file", "collective"] = "auto"
+    """How new weights are sent to servers: through `shared_memory`, for `headwater serve` on this machine, through a
+    `file`, or `collective`: the learner's ranks send their parts over the network. `auto` takes the first that works."""
+    weight_encoding: WeightEncoding = "plain"
+    """With weight_transfer=collective: `delta` sends the compressed difference from the weights before, for slow
+    networks. The engine gets exactly the same weights. Both sides keep a copy in main memory."""
+    publish: Literal["full", "adapter"] = "full"
+    """What the engine gets after an update of LoRA adapters: `full` merges them into all weights, `adapter` sends them
+    alone, and the embedded engine computes them beside its weights: far fewer bytes, slower generation."""
     weight_folder: str = ""
     """Folder for weight_transfer=file that the run and all servers see under this path, such as a network file system.
     Empty means a temporary folder of this machine."""

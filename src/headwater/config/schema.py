@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from headwater.config.cluster_schema import ClusterConfig
 from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, PlainName, Within
 from headwater.config.rollout_schema import RewardConfig, RolloutConfig, SandboxConfig, ToolsConfig
+from headwater.config.rollout_schema import WeightEncoding as WeightEncoding
 from headwater.config.rollout_schema import WeightTransfer as WeightTransfer
 from headwater.core.protocols import UpdateMode as UpdateMode
 
@@ -122,6 +123,13 @@ class EngineConfig:
     `drain` finishes them first. `auto` is `in_flight`, or `interrupt` with engine.deterministic."""
     deterministic: bool = False
     """Make the tokens and log-probs of a request bitwise independent of other requests; slower."""
+    adapter_rank: Annotated[int, AtLeast(0, "use 0 for no adapters")] = 0
+    """Rank of LoRA adapters that the engine computes beside its weights and takes alone as an update; 0 means none. A
+    run sets this itself with rollout.publish=adapter."""
+    adapter_alpha: Annotated[int, AtLeast(1)] = 32
+    """Adapters are scaled by alpha / rank, as lora.alpha says for a run."""
+    adapter_targets: tuple[str, ...] = ()
+    """Linear layers that have an adapter, as lora.targets says for a run; empty means all except the output layer."""
 
     @property
     def chosen_update_mode(self) -> UpdateMode:

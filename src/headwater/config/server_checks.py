@@ -64,7 +64,7 @@ def transfer_problem(config: Config, transfer: str) -> str | None:
     if transfer == "shared_memory" and far:
         return (
             f"{far[0]} is not on this machine, so it has no memory in common with the learner; use "
-            "rollout.weight_transfer=file with rollout.weight_folder, a folder that both machines see"
+            "rollout.weight_transfer=collective, or file with rollout.weight_folder, a folder that both machines see"
         )
     if transfer == "file" and far and not rollout.weight_folder:
         return (
@@ -168,6 +168,39 @@ def weight_transfer_works(config: Config, layers: Layers) -> Iterator[Clash]:
             yield Clash(("rollout.weight_transfer", "rollout.servers"), problem)
 
 
+def adapters_can_be_published(config: Config, layers: Layers) -> Iterator[Clash]:
+    rollout, lora = config.rollout, config.lora
+    if config.engine.adapter_rank:
+        yield Clash(
+            ("engine.adapter_rank", "rollout.publish"),
+            "a run sets this from lora.rank; use rollout.publish=adapter, and set it back to 0",
+        )
+    if rollout.publish == "full":
+        return
+    remedy = "or set it back to 'full'"
+    if not lora.rank:
+        yield Clash(("rollout.publish", "lora.rank"), f"the run trains no adapters; use lora.rank=16, {remedy}")
+    if rollout.backend not in ("embedded", "native"):
+        yield Clash(
+            ("rollout.publish", "rollout.backend"),
+            f"only Headwater's engine takes adapters alone; use rollout.backend=embedded, {remedy}",
+        )
+    if rollout.is_separate and chosen_transfer(config) == "collective":
+        yield Clash(
+            ("rollout.publish", "rollout.weight_transfer"),
+            f"collective sends all weights; use shared_memory or file, {remedy}",
+        )
+
+
+def weight_encoding_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    rollout = config.rollout
+    if rollout.weight_encoding != "plain" and not (rollout.is_separate and chosen_transfer(config) == "collective"):
+        yield Clash(
+            ("rollout.weight_encoding", "rollout.weight_transfer"),
+            "only rollout.weight_transfer=collective to servers encodes weights; use it, or set it back to 'plain'",
+        )
+
+
 def weight_folder_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
     rollout = config.rollout
     if rollout.weight_folder and not (rollout.is_separate and chosen_transfer(config) == "file"):
@@ -211,6 +244,8 @@ SERVER_CHECKS: tuple[Check, ...] = (
     engine_settings_are_read,
     weight_transfer_works,
     weight_folder_is_read,
+    weight_encoding_is_read,
+    adapters_can_be_published,
     colocated_engine_has_the_learners_device,
     offloading_learner_takes_turns,
 )

@@ -59,6 +59,10 @@ class TransferLost(WeightsError):
     """The engine's process ended during a weight update, which can be sent again to the process that replaces it."""
 
 
+class BaseMissing(TransferLost):
+    """Adapters alone were sent to an engine that does not have the weights they belong to. All weights must be sent."""
+
+
 class RewardFailed(HeadwaterError):
     """A reward could not be computed. A failure is never converted to a number."""
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from headwater.core.data_proto import DataProto
     from headwater.core.new_tokens import NewTokens
+    from headwater.core.parcels import DirectSend, Parcel, SendOrder, SendReport
 
 
 class Tokenizer(Protocol):
@@ -53,6 +54,11 @@ class WeightUpdate:
     buckets: Iterable[Bucket]
     is_repeat: bool = False
     """The same weights were published as this version before. Only engines that do not have them need to take them."""
+    direct: DirectSend | None = None
+    """The learner, if its ranks can send the weights themselves. An engine then need not read ``buckets``."""
+
+    adapters_alone: bool = False
+    """Only the LoRA adapters, for an engine that has the other weights already (``Capabilities.adapters``)."""
 
     @classmethod
     def of(cls, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
@@ -76,6 +82,19 @@ class WeightSource(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor that ``export`` yields, by name."""
+        ...
+
+
+class AdapterSource(WeightSource, Protocol):
+    """What publishing adapters alone needs from a learner."""
+
+    def export_unmerged(self, adapters_alone: bool) -> Iterator[Bucket]:
+        """The adapters, named after their layers with ``.lora_A`` and ``.lora_B``, and before them all other weights
+        unless ``adapters_alone``."""
+        ...
+
+    def unmerged_shapes(self, adapters_alone: bool) -> Mapping[str, tuple[int, ...]]:
+        """The names and shapes that ``export_unmerged`` yields."""
         ...
 
 
@@ -118,6 +137,8 @@ class Capabilities:
     """The modes that ``update_weights`` supports."""
     dtype: str = "float32"
     """The number type of the engine's weights, for example ``bfloat16``. Published weights are converted to it."""
+    direct_weights: bool = False
+    """The engine takes weights straight from the learner's ranks (``WeightUpdate.direct``)."""
     features: tuple[SamplingFeature, ...] = ()
     """The settings of ``SamplingParams`` beyond the usual ones that requests may use (``SamplingParams.features``)."""
 
@@ -422,6 +443,31 @@ class Learner(Protocol):
 
     def shapes(self, role: Role = "policy") -> Mapping[str, tuple[int, ...]]:
         """The names and shapes that ``export`` yields."""
+        ...
+
+    def export_unmerged(self, adapters_alone: bool) -> Iterator[Bucket]:
+        """LoRA adapters and the frozen weights, or ``adapters_alone``. It must be drained or closed."""
+        ...
+
+    def unmerged_shapes(self, adapters_alone: bool) -> Mapping[str, tuple[int, ...]]:
+        """The names and shapes that ``export_unmerged`` yields."""
+        ...
+
+    @property
+    def connected(self) -> SendOrder | None:
+        """The group of engines that all ranks can send to; None before ``connect`` and after a failure."""
+        ...
+
+    def parcels(self) -> Sequence[Parcel]:
+        """Every tensor that ``export`` yields, and which rank holds which part of it."""
+        ...
+
+    def connect(self, order: SendOrder) -> Sequence[SendReport]:
+        """Join a group of engines on every rank (``weights.collective``). One report per rank."""
+        ...
+
+    def broadcast(self, order: SendOrder) -> Sequence[SendReport]:
+        """Every rank sends its part of the policy to the engines. Nothing is gathered."""
         ...
 
     def checksum(self, role: Role = "policy") -> str:

@@ -110,6 +110,8 @@ class Engine:
         """``own_stream`` lets the engine compute on a GPU while other threads, such as a learner's, do so too."""
         settle_garbage()
         spec = ModelSpec.of(model)
+        if config.adapter_rank:
+            _add_adapters(model, config, spec.device)
         on_gpu = spec.device.type == "cuda"
         if on_gpu and config.max_prefill_tokens > _MAX_GPU_PREFILL_TOKENS:
             raise ConfigError(
@@ -323,7 +325,8 @@ class Engine:
             raise WeightsError(f"mode = {mode!r}: must be interrupt, in_flight or drain")
         _check_version(update.version)
         stream = self._runner.callers_stream()
-        swap = partial(self._swap, self._weights.receiver(update.shapes), update, mode, stream)
+        receiver = self._weights.receiver(update.shapes, adapters_alone=update.adapters_alone)
+        swap = partial(self._swap, receiver, update, mode, stream)
         # An engine without weights cannot end what it runs. In order: an update that overtook one that waits for a
         # drain would be undone by it.
         return self._loop.call(swap, after_drain=mode == "drain" and not self._loop.needs_weights, keeps_order=True)
@@ -382,7 +385,12 @@ class Engine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(dtype=dtype_name(self._model.parameters()), rounds=True, features=FEATURES)
+        return Capabilities(
+            dtype=dtype_name(self._model.parameters()),
+            rounds=True,
+            adapters=self.config.adapter_rank > 0,
+            features=FEATURES,
+        )
 
     def status(self) -> EngineStatus:
         metrics = self.metrics()
@@ -434,6 +442,19 @@ class Engine:
             action()
 
         wait_for(self._loop.call(run, keeps_order=keeps_order), name)
+
+
+def _add_adapters(model: Any, config: EngineConfig, device: torch.device) -> None:
+    from headwater.engine.adapters import add_adapters
+
+    if config.deterministic and device.type == "cuda":
+        raise ConfigError(
+            [
+                f"engine.adapter_rank = {config.adapter_rank}: on a GPU, engine.deterministic = true computes no "
+                "adapters; use rollout.publish=full, or engine.deterministic=false"
+            ]
+        )
+    add_adapters(model, rank=config.adapter_rank, alpha=config.adapter_alpha, targets=config.adapter_targets)
 
 
 def _check_version(version: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwater.core.errors import BaseMissing
 from headwater.core.protocols import WeightUpdate
 from headwater.models.checksum import checksum
 from headwater.weights.memory import Receiver
@@ -18,19 +19,24 @@ class ModelWeights:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._device: torch.device = model.device
+        self._has_all = False
+        """An update of all weights has been taken. Adapters alone belong to the weights of such an update."""
         self._parked: dict[str, Tensor] = {}
         self._change = threading.Lock()
         """Held while weights change or move, and while a checksum reads them."""
 
-    def receiver(self, shapes: Mapping[str, tuple[int, ...]]) -> Receiver:
+    def receiver(self, shapes: Mapping[str, tuple[int, ...]], *, adapters_alone: bool = False) -> Receiver:
         """What takes an update of these tensors; ``WeightsError`` if they do not fit the model."""
-        return Receiver(self._model, shapes)
+        if adapters_alone and not self._has_all:
+            raise BaseMissing("the engine has not been given the weights that the adapters belong to; send all weights")
+        return Receiver(self._model, shapes, adapters_alone=adapters_alone)
 
     def take(self, receiver: Receiver, update: WeightUpdate) -> None:
         """Copy an update into the model. Its tensors may change again when this returns."""
         with self._change:
             try:
                 receiver.take_all(update)
+                self._has_all = self._has_all or not update.adapters_alone
             finally:
                 self._synchronize()
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,30 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, HeadwaterError
+from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket, LearnerStatus, Role
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
 from headwater.learner.engine import ForwardEngine, TrainEngine
-from headwater.learner.export import merged_weights, plain_name, trained_weights, weight_shapes
+from headwater.learner.export import (
+    merged_weights,
+    own_pieces,
+    parcels,
+    plain_name,
+    trained_weights,
+    unmerged_parameters,
+    unmerged_weights,
+    weight_shapes,
+)
 from headwater.learner.lora import without_adapters
 from headwater.learner.optimizer import held_by
 from headwater.learner.reward_model import RewardModel
 from headwater.models.checksum import checksum
 from headwater.models.save import WeightsToSave, save_model
 from headwater.weights.memory import in_buckets
+
+if TYPE_CHECKING:
+    from headwater.weights.pieces import PieceSender
 
 CONVERSATION = "conversation"
 """The object column that ``reward_model`` scores: a list of messages per row, the response last."""
@@ -48,7 +61,9 @@ class LocalLearner:
     reference: ForwardEngine | None = None
     """A separate frozen model, or the policy's engine, whose adapters are switched off. None if no KL is used."""
     reward_model: RewardModel | None = None
+    connected: SendOrder | None = None
     _supervised: TrainEngine | None = None
+    _sender: PieceSender | None = None
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
         columns: dict[str, Tensor] = {}
@@ -130,6 +145,35 @@ class LocalLearner:
     def shapes(self, role: Role = "policy") -> dict[str, tuple[int, ...]]:
         return weight_shapes(self._trained(role).module.model)
 
+    def export_unmerged(self, adapters_alone: bool) -> Iterator[Bucket]:
+        return in_buckets(unmerged_weights(self.actor.engine.module.model, adapters_alone=adapters_alone))
+
+    def unmerged_shapes(self, adapters_alone: bool) -> dict[str, tuple[int, ...]]:
+        named = unmerged_parameters(self.actor.engine.module.model, adapters_alone=adapters_alone)
+        return {name: tuple(each.shape) for name, each in named}
+
+    def parcels(self) -> list[Parcel]:
+        engine = self.actor.engine
+        return parcels(engine.module.model, engine.ranks.count)
+
+    def connect(self, order: SendOrder) -> list[SendReport]:
+        from headwater.weights.pieces import PieceSender  # only runs that send weights in this way need it
+
+        if self._sender is None:
+            self._sender = PieceSender(self.actor.engine.ranks.index)
+        report = self._sender.connect(order)
+        self.connected = None if report.failure else order
+        return [report]
+
+    def broadcast(self, order: SendOrder) -> list[SendReport]:
+        assert self._sender is not None, "connected before"
+        engine = self.actor.engine
+        pieces = own_pieces(engine.module.model, engine.ranks.index, engine.ranks.count)
+        report = self._sender.send(order, self.parcels(), pieces)
+        if report.failure:
+            self.connected = None
+        return [report]
+
     def checksum(self, role: Role = "policy") -> str:
         return checksum(trained_weights(self._trained(role).module.model))
 
@@ -165,7 +209,9 @@ class LocalLearner:
         )
 
     def close(self) -> None:
-        """Nothing is held beyond the memory of this object."""
+        """Leave the group of engines. Nothing else is held beyond the memory of this object."""
+        if self._sender is not None:
+            self._sender.close()
 
     @property
     def _is_first(self) -> bool:

@@ -16,7 +16,7 @@ somebody who searches for two sets of weights with the same checksum.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import torch
@@ -57,7 +57,7 @@ class Checksum:
         self._sums: dict[str, list[tuple[int, Tensor]]] = {}
 
     @classmethod
-    def merged(cls, parts: Iterable[Sums]) -> Checksum:
+    def merged(cls, parts: Iterable[Mapping[str, Mapping[int, int]]]) -> Checksum:
         """The checksum of all tensors whose parts have these sums."""
         whole = cls()
         for sums in parts:
@@ -102,7 +102,8 @@ class Checksum:
 def _added(chunks: list[tuple[int, Tensor]]) -> dict[int, int]:
     """Parts of one chunk are added as the words within a part are: modulo 2**64."""
     values: dict[int, int] = {}
-    for (chunk, _), value in zip(chunks, torch.stack([each for _, each in chunks]).tolist() if chunks else ()):
+    numbers = torch.stack([each for _, each in chunks]).tolist() if chunks else []
+    for (chunk, _), value in zip(chunks, numbers, strict=True):
         values[chunk] = (values.get(chunk, 0) + value + 2**63) % 2**64 - 2**63
     return values
 

@@ -334,8 +334,8 @@ def _of_engine(evidence: Evidence) -> Iterator[Finding]:
                 "server_lost",
                 "problem",
                 f"server {server.name} generates nothing: {server.state}",
-                "start it again at the same address; it then gets the newest weights and its share of the requests. The "
-                "other servers continue meanwhile",
+                "start it again at the same address; it then gets the newest weights and its share of the requests. "
+                "The other servers continue meanwhile",
             )
     restarts = evidence.status.engine_restarts if evidence.status else 0
     if restarts:

@@ -14,12 +14,13 @@ from aiohttp import web
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import InferenceEngine, Tokenizer
-from headwater.serving import control_routes, weight_stream
+from headwater.serving import control_routes, weight_group, weight_stream
 from headwater.serving.errors import ApiError, api_error, cut
 from headwater.serving.fields import write_json
 from headwater.serving.native import routes as native_routes
 from headwater.serving.openai import routes as openai_routes
 from headwater.serving.options import ServerOptions
+from headwater.serving.sglang import distributed as sglang_distributed
 from headwater.serving.sglang import routes as sglang_routes
 from headwater.serving.state import STATE, ServerState
 
@@ -39,10 +40,12 @@ def build_app(
     app[STATE] = ServerState.build(engine, tokenizer, options)
     app[native_routes.SOCKETS] = WeakSet()
     app[weight_stream.INCOMING] = weight_stream.IncomingWeights()
+    app[sglang_distributed.GROUPS] = {}
+    app[weight_group.MEMBERSHIP] = weight_group.Membership()
     app.on_shutdown.append(native_routes.close_sockets)
     app.on_cleanup.append(_end_threads)
     app.add_routes([*openai_routes.ROUTES, *sglang_routes.ROUTES, *native_routes.ROUTES, *control_routes.ROUTES])
-    app.add_routes([*weight_stream.ROUTES, *routes])
+    app.add_routes([*weight_stream.ROUTES, *weight_group.ROUTES, *sglang_distributed.ROUTES, *routes])
     return app
 
 

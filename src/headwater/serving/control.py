@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, get_args
 
 from headwater.core.errors import WaitTimeout
@@ -73,6 +74,8 @@ class WeightsCall:
     limit_s: float = UPDATE_LIMIT_S
     is_checked: bool = False
     """The client has checked the values, so the file is read only once."""
+    adapters_alone: bool = False
+    """The file holds only LoRA adapters."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> WeightsCall:
@@ -82,10 +85,11 @@ class WeightsCall:
         fields.done()
         source = Fields(given or {}, "source")
         file, is_checked = source.text("file"), source.flag("is_checked", False)
+        adapters_alone = source.flag("adapters_alone", False)
         source.done()
         if not file:
             raise ApiError('source: is missing; give {"file": path}, a safetensors file or a folder', param="source")
-        return cls(version, mode, file, limit_s, is_checked)
+        return cls(version, mode, file, limit_s, is_checked, adapters_alone)
 
 
 async def in_own_thread(work: Callable[[], T]) -> T:
@@ -136,6 +140,7 @@ class WeightUpdates:
         limit_s: float = UPDATE_LIMIT_S,
         *,
         is_checked: bool = False,
+        adapters_alone: bool = False,
     ) -> int:
         """Have the engine take the weights of a file or folder; return their version when it uses them.
 
@@ -144,9 +149,10 @@ class WeightUpdates:
         """
         began = time.monotonic()
         await self._turn(file, limit_s)
+        source = partial(file_update, file, is_checked=is_checked, adapters_alone=adapters_alone)
         taken = version if version is not None else self._next_version()
         left_s = max(1.0, limit_s - (time.monotonic() - began))
-        done = asyncio.ensure_future(in_own_thread(lambda: self._take(taken, mode, file, left_s, is_checked)))
+        done = asyncio.ensure_future(in_own_thread(lambda: self._take(taken, mode, source, left_s)))
         done.add_done_callback(lambda _: self._idle.set())
         # Shielded, so that a client that disconnects does not cancel an update that has begun.
         await asyncio.shield(done)
@@ -162,9 +168,9 @@ class WeightUpdates:
             await named_wait(self._idle.wait(), lambda: what, kind="weights", hard_limit_s=limit_s)
         self._idle.clear()
 
-    def _take(self, version: int, mode: UpdateMode | None, file: str, limit_s: float, is_checked: bool) -> None:
-        dtype = dtype_of_checksum(self._engine.capabilities.dtype)
-        with file_update(file, version, dtype, is_checked=is_checked) as stream:
+    def _take(self, version: int, mode: UpdateMode | None, source: partial[Any], limit_s: float) -> None:
+        dtype, file = dtype_of_checksum(self._engine.capabilities.dtype), str(source.args[0])
+        with source(version, dtype) as stream:
             done = self._engine.update_weights(stream, mode)
             self.started(done, version)
             try:

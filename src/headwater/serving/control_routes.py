@@ -68,7 +68,14 @@ async def update_weights(request: web.Request) -> web.Response:
     call = await state.read_control(request, WeightsCall.read)
     state.check_update_mode(call.mode, "mode")
     started = time.perf_counter()
-    await state.updates.take_file(call.version, call.mode, call.file, call.limit_s, is_checked=call.is_checked)
+    await state.updates.take_file(
+        call.version,
+        call.mode,
+        call.file,
+        call.limit_s,
+        is_checked=call.is_checked,
+        adapters_alone=call.adapters_alone,
+    )
     return reply({"version": state.engine.get_version(), "seconds": time.perf_counter() - started})
 
 

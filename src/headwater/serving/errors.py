@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headwater.core.errors import (
+    BaseMissing,
     HeadwaterError,
     LogitsBroken,
     MemoryRefused,
@@ -79,6 +80,8 @@ def api_error(error: HeadwaterError) -> ApiError:
         return ApiError(message, code="bad_request")
     if isinstance(error, WeightsIncomplete):
         return ApiError(message, status=500, code="weights_incomplete")
+    if isinstance(error, BaseMissing):
+        return ApiError(message, status=409, code="weights_base_missing")
     if isinstance(error, WeightsError | ModelError):
         return ApiError(message, code="weights_refused")
     if isinstance(error, WaitTimeout):

@@ -11,9 +11,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from aiohttp import web
@@ -43,6 +43,8 @@ class StartCall:
     slot_bytes: int
     limit_s: float = UPDATE_LIMIT_S
     """How long one call of this update may take. Running responses may have to end first."""
+    adapters_alone: bool = False
+    """Only the LoRA adapters are sent."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> StartCall:
@@ -51,12 +53,13 @@ class StartCall:
         shapes, dtype = fields.mapping("shapes"), fields.choice("dtype", tuple(DTYPES))
         name, slot_bytes = fields.text("shared_memory"), fields.optional_integer("slot_bytes", minimum=1)
         limit_s = fields.number("limit_s", UPDATE_LIMIT_S, minimum=1)
+        adapters_alone = fields.flag("adapters_alone", False)
         fields.done()
         if version is None or not shapes or dtype is None or not name or slot_bytes is None:
             raise ApiError("version, shapes, dtype, shared_memory and slot_bytes: give all of them")
         read = Fields(shapes, "shapes", most=len(shapes))
-        sizes = {each: _read_shape(read, each) for each in shapes}
-        return cls(version, mode, sizes, DTYPES[dtype], name, slot_bytes, limit_s)
+        sizes = {each: read_shape(read, each) for each in shapes}
+        return cls(version, mode, sizes, DTYPES[dtype], name, slot_bytes, limit_s, adapters_alone)
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,12 @@ def _read_entry(value: Any, place: int) -> SlotEntry:
     if not isinstance(value, dict):
         raise wrong(f"tensors[{place}]", value, "must be an object")
     fields = Fields(value, f"tensors[{place}]")
-    name, shape, offset = fields.text("name"), _read_shape(fields, "shape"), fields.integer("offset", 0, minimum=0)
+    name, shape, offset = fields.text("name"), read_shape(fields, "shape"), fields.integer("offset", 0, minimum=0)
     fields.done()
     return SlotEntry(name or "", shape, offset)
 
 
-def _read_shape(fields: Fields, field: str) -> tuple[int, ...]:
+def read_shape(fields: Fields, field: str) -> tuple[int, ...]:
     """A shape whose number of elements can be computed quickly."""
     shape = fields.integers(field)
     if len(shape) > _MAX_DIMENSIONS or any(not 0 <= size < 2**48 for size in shape):
@@ -101,34 +104,65 @@ def read_finish(body: Mapping[str, Any]) -> str | None:
     return error
 
 
+class Incoming(Protocol):
+    """The receiving end of a transport, for one update."""
+
+    def finish(self) -> None: ...
+    def fail(self, reason: str) -> None: ...
+
+
+class UpdateCall(Protocol):
+    """What every call that starts an update says."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def mode(self) -> UpdateMode | None: ...
+    @property
+    def limit_s(self) -> float: ...
+
+
 class IncomingWeights:
     """The update that is in progress, if there is one. A new one ends the one before it."""
 
     def __init__(self) -> None:
-        self._receiver: SlotReceiver | None = None
+        self.receiver: Incoming | None = None
+        """What receives the present update, or has received the last one."""
         self._done: Future[None] | None = None
         self._limit_s = UPDATE_LIMIT_S
         self._starting = asyncio.Lock()
         self._describe: Callable[[], str] = str
         self.started = 0.0
 
-    async def start(self, call: StartCall, state: ServerState) -> None:
+    async def start(
+        self, update: UpdateCall, source: str, begin: Callable[[], tuple[Incoming, Future[None]]], state: ServerState
+    ) -> None:
+        """``begin`` makes the receiver and gives the update to the engine. It may block."""
         # One at a time: two that start together would both be given to the engine, and one would get no weights.
         async with self._starting:
             self.fail("another weight update began")
             self.started = time.perf_counter()
-            receiver, done = await in_own_thread(partial(_begin, call, state.engine, self._receiver))
+            receiver, done = await in_own_thread(begin)
             if done.done():
                 done.result()  # refused
-            self._receiver, self._done, self._limit_s = receiver, done, call.limit_s
-            state.updates.started(done, call.version)
-            self._describe = state.updates.describe(call.version, "shared memory", call.mode)
+            self.receiver, self._done, self._limit_s = receiver, done, update.limit_s
+            state.updates.started(done, update.version)
+            self._describe = state.updates.describe(update.version, source, update.mode)
 
     async def put(self, call: SlotCall) -> None:
         receiver, done = self._in_progress()
-        copied = asyncio.wrap_future(receiver.put(call.slot, call.tensors))
+        if not isinstance(receiver, SlotReceiver):
+            raise WeightsError("the weight update in progress does not use shared memory")
+        await self._first(receiver.put(call.slot, call.tensors), done)
+
+    async def until(self, reached: Future[None]) -> None:
+        """Wait until the update has reached a point, or has failed."""
+        _, done = self._in_progress()
+        await self._first(reached, done)
+
+    async def _first(self, reached: Future[None], done: Future[None]) -> None:
         # Shielded by ``wait``: a client that leaves must not cancel an update that the engine is in the middle of.
-        ended = asyncio.wrap_future(done)
+        copied, ended = asyncio.wrap_future(reached), asyncio.wrap_future(done)
         await self._wait(asyncio.wait({copied, ended}, return_when=asyncio.FIRST_COMPLETED))
         if ended.done():
             ended.result()
@@ -157,13 +191,13 @@ class IncomingWeights:
 
     def fail(self, reason: str) -> None:
         """End the update, if there is one. Otherwise the engine's thread would wait for a sender that may be gone."""
-        if self._receiver is not None:
-            self._receiver.fail(reason)
+        if self.receiver is not None:
+            self.receiver.fail(reason)
 
-    def _in_progress(self) -> tuple[SlotReceiver, Future[None]]:
-        if self._receiver is None or self._done is None:
+    def _in_progress(self) -> tuple[Incoming, Future[None]]:
+        if self.receiver is None or self._done is None:
             raise WeightsError("no weight update is in progress; call /control/start_weight_update first")
-        return self._receiver, self._done
+        return self.receiver, self._done
 
 
 def _begin(
@@ -171,7 +205,8 @@ def _begin(
 ) -> tuple[SlotReceiver, Future[None]]:
     """Map the shared memory, which may take long for a GPU, and give the update to the engine."""
     receiver = SlotReceiver(call.shared_memory, call.slot_bytes, call.dtype, previous=previous)
-    return receiver, engine.update_weights(receiver.update(call.version, call.shapes), call.mode)
+    update = replace(receiver.update(call.version, call.shapes), adapters_alone=call.adapters_alone)
+    return receiver, engine.update_weights(update, call.mode)
 
 
 INCOMING = web.AppKey("incoming_weights", IncomingWeights)
@@ -180,7 +215,9 @@ INCOMING = web.AppKey("incoming_weights", IncomingWeights)
 async def start_weight_update(request: web.Request) -> web.Response:
     state = request.app[STATE]
     call = await state.read_control(request, StartCall.read)
-    await request.app[INCOMING].start(call, state)
+    incoming = request.app[INCOMING]
+    previous = incoming.receiver if isinstance(incoming.receiver, SlotReceiver) else None
+    await incoming.start(call, "shared memory", partial(_begin, call, state.engine, previous), state)
     return reply({"version": call.version})
 
 
@@ -199,7 +236,10 @@ async def finish_weight_update(request: web.Request) -> web.Response:
         await incoming.abandon(error)
     status = state.engine.status()
     seconds = time.perf_counter() - incoming.started
-    return reply({"version": status.version, "needs_weights": status.needs_weights, "seconds": seconds})
+    pause_s = status.metrics.get("last_update_pause_s", 0.0)
+    return reply(
+        {"version": status.version, "needs_weights": status.needs_weights, "seconds": seconds, "pause_s": pause_s}
+    )
 
 
 ROUTES = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from headwater.trainer.learner_setup import TrainingParts
 from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import RolloutParts, num_left_out
 from headwater.trainer.warm_start import warm_start
-from headwater.weights.publish import publish
+from headwater.weights.publish import AdaptersAlone, Published, publish
 
 NOTHING = -1
 """The step of a run from which nothing is kept."""
@@ -74,6 +75,9 @@ class Trainer:
             num_left_out=num_left_out(training.train_data),
             reward_counts=rollout.reward_counts,
         )
+        adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
+        self._send = partial(publish, self._learner, rollout.engine, adapters=adapters)
+        """Publish the present weights as a version."""
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
         self._consistent = self._state.warm_started
@@ -92,7 +96,7 @@ class Trainer:
         """Continue from ``checkpoint``. The rollouts' engine gets its weights, which are compared with the ledger's."""
         state = read_state(checkpoint, self._stream.again)
         self._learner.load(checkpoint)
-        published = publish(self._learner, self._parts.engine, state.step)
+        published = self._send(state.step)
         check_weights(self._run, state.step, self._checksum(published.trained))
         if not state.has_optimizer:
             self._display.say(
@@ -182,8 +186,8 @@ class Trainer:
                 with self._interrupts.deferred("this update"):
                     experience = self._make_experience(batch)
                     update = self._update(experience)
-                    self._publish()
-                    self._record(batch, update)
+                    sent = self._publish()
+                    self._record(batch, {**update, **sent.metrics()})
                 if _due(self._state.step, self._config.eval.every_steps):
                     self._evaluate()
                 if _due(self._state.step, self._config.trainer.checkpoint_every_steps):
@@ -221,12 +225,12 @@ class Trainer:
         with self._recorder.stage("train"):
             return {**experience.metrics, **self._learner.update(experience.data)}
 
-    def _publish(self) -> None:
+    def _publish(self) -> Published:
         """Send the new weights to the engine. This completes the step."""
         step = self._state.step + 1
         with self._recorder.stage("publish", version=step):
             longest_s = self._config.rollout.timeout_s
-            published = publish(self._learner, self._parts.engine, step, longest_response_s=longest_s)
+            published = self._send(step, longest_response_s=longest_s)
             learned = self._checksum(published.trained)
         with self._recorder.stage("record"):
             self._rollouts.trained(step, learned)
@@ -235,6 +239,7 @@ class Trainer:
         self._state = self._state_at(step)
         self._consistent = True
         self._rollouts.set_version(step)
+        return published
 
     def _checksum(self, policy: str) -> str:
         """The checksum of everything that is trained; ``policy`` is the one of the policy's weights."""
@@ -250,7 +255,7 @@ class Trainer:
                 self._interrupts.deferred("sending the weights"),
                 self._recorder.stage("publish", version=self._state.step),
             ):
-                publish(self._learner, self._parts.engine, self._state.step, is_repeat=True)
+                self._send(self._state.step, is_repeat=True)
 
     def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:
         self._recorder.step(self._state.step, batch, update, self._books)
@@ -270,7 +275,7 @@ class Trainer:
         config = self._config
 
         def sampled_reward() -> float:
-            publish(self._learner, self._parts.engine, 0)
+            self._send(0)
             probe = min(config.eval.num_prompts, len(self._training.train_data))
             with self._generating():
                 probed = evaluate(self._parts.probe_rollouts, self._training.train_data, probe, config.run.seed)
@@ -286,7 +291,7 @@ class Trainer:
             sampled_reward=sampled_reward,
             display=self._display,
         )
-        publish(self._learner, self._parts.engine, 0)
+        self._send(0)
         self._learner.keep_reference(self._run.reference)
         if self._run.reference.exists():
             seal(self._run.reference)

@@ -5,10 +5,11 @@
 - ``memory.py``: the engine runs in this process.
 - ``shared_memory.py``: the engine runs in another process on this machine; two slots of one bucket each.
 - ``file.py``: through a safetensors file.
+- ``collective.py``: the learner's ranks send to engines in other processes or on other machines, over torch process
+  groups (``links.py``); ``pieces.py`` has the two ends, and ``delta.py`` sends differences over slow links.
 
 ``rollout.weight_transfer`` names the file. Its sender is a ``Transport``, which reaches the engine's process through a
-``Channel`` of control calls. Its receiver makes a ``WeightUpdate`` from what arrives. A transport over the network
-(``collective.py``) would be one more file with the same two ends.
+``Channel`` of control calls. Its receiver makes a ``WeightUpdate`` from what arrives.
 """
 
 from __future__ import annotations
@@ -36,6 +37,16 @@ class ControlCall:
 
 class Channel(Protocol):
     """How a transport reaches the engine's process during one update. Its methods may be called from any thread."""
+
+    @property
+    def url(self) -> str:
+        """The address of the engine's process."""
+        ...
+
+    @property
+    def process(self) -> str:
+        """A text that is different for every process of the engine."""
+        ...
 
     @property
     def limit_s(self) -> float:

@@ -137,7 +137,7 @@ class FileTransport:
         written = FileWeights(update.shapes, self._dtype, self._shared_folder)
         body = {
             "version": update.version,
-            "source": {"file": str(written.path), "is_checked": True},
+            "source": {"file": str(written.path), "is_checked": True, "adapters_alone": update.adapters_alone},
             "mode": mode,
             "limit_s": channel.limit_s,
         }
@@ -145,7 +145,9 @@ class FileTransport:
         try:
             written.write(update.buckets)
             answer(channel, ControlCall(path, body), update.version)
-            channel.accepted(ControlCall(path, {**body, "mode": None}))
+            # A new process does not have the weights that adapters belong to, so the learner must send them.
+            again = None if update.adapters_alone else ControlCall(path, {**body, "mode": None})
+            channel.accepted(again)
         except BaseException:
             written.discard()
             raise
@@ -265,7 +267,7 @@ def open_weights(path: str | Path) -> Iterator[OpenedFiles]:
 
 @contextmanager
 def file_update(
-    path: str | Path, version: int, dtype: torch.dtype, *, is_checked: bool = False
+    path: str | Path, version: int, dtype: torch.dtype, *, is_checked: bool = False, adapters_alone: bool = False
 ) -> Iterator[WeightUpdate]:
     """The weights of a file or folder as an update, after all of its values were checked.
 
@@ -277,7 +279,7 @@ def file_update(
             problems = no_weights(bucket) or not_finite(bucket, dtype)
             if problems:
                 raise WeightsError(f"{path}: refused, the old weights stay in place: {problems[0]}")
-        yield WeightUpdate(version, source.shapes, source.buckets())
+        yield WeightUpdate(version, source.shapes, source.buckets(), adapters_alone=adapters_alone)
 
 
 def _files_at(location: Path) -> list[Path]:

@@ -46,9 +46,16 @@ class Receiver:
     Tied weights may be sent under any of their names.
     """
 
-    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._targets: dict[str, Tensor] = dict(model.named_parameters())
-        self._names = {name: name for name in self._targets} | _tied_names(model, self._targets)
+    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]], *, adapters_alone: bool = False) -> None:
+        """With ``adapters_alone``, all adapters of the model are expected, and nothing else."""
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
+        adapters = {name: each for name, each in parameters.items() if name.endswith((".lora_A", ".lora_B"))}
+        if adapters_alone and not adapters:
+            raise WeightsError("weight update refused: the engine has no adapters; start it with engine.adapter_rank")
+        self._targets = adapters if adapters_alone else parameters
+        self._names = {name: name for name in self._targets}
+        if not adapters_alone:
+            self._names |= _tied_names(model, parameters)
         """The parameter behind every name that a tensor may have."""
         self._shapes = shapes
         self._seen: set[str] = set()

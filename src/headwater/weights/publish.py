@@ -3,28 +3,80 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from headwater.core.errors import TransferLost, WeightsError
-from headwater.core.protocols import Bucket, InferenceEngine, WeightSource, WeightUpdate
+from headwater.core.parcels import DirectSend, RankedSource
+from headwater.core.protocols import AdapterSource, Bucket, InferenceEngine, WeightSource, WeightUpdate
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
-from headwater.models.checksum import Checksum, dtype_of_checksum
+from headwater.models.checksum import Checksum, Sums, dtype_of_checksum
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Published:
-    """The checksums of one published version."""
+    """One published version: its checksums, and what sending it took."""
 
     serving: str
-    """Of the weights in the engine's number type: those that generate."""
+    """Checksum of the weights in the engine's number type: those that generate."""
     trained: str
-    """Of the weights in the number type in which they are trained."""
+    """Checksum of the weights in the number type in which they are trained."""
+    num_bytes: int = 0
+    """Sent to each engine, after conversion and encoding."""
+    seconds: float = 0.0
+    """Until the engine used the weights. The comparison of checksums comes afterwards."""
+    pause_s: float | None = None
+    """How long the engine did not generate, if it tells."""
+
+    def metrics(self) -> dict[str, float]:
+        """``weights/bytes``, ``seconds``, ``gb_per_s`` and, if known, ``pause_s``."""
+        rate = self.num_bytes / 1e9 / self.seconds if self.seconds else 0.0
+        values = {"bytes": float(self.num_bytes), "seconds": self.seconds, "gb_per_s": rate}
+        if self.pause_s is not None:
+            values["pause_s"] = self.pause_s
+        return {f"weights/{name}": value for name, value in values.items()}
+
+
+class AdaptersAlone:
+    """Publishing LoRA adapters without the frozen weights (``rollout.publish=adapter``).
+
+    The first update has all weights, unmerged. Later ones have only the adapters. The checksums still cover all
+    weights, because the sums of the frozen ones are kept.
+    """
+
+    def __init__(self) -> None:
+        self._base: tuple[Sums, Sums] | None = None
+        """The sums of the frozen weights that the engine has, in its number type and in the learner's."""
+
+    def update(self, learner: AdapterSource, version: int, checksums: StreamChecksums, is_repeat: bool) -> WeightUpdate:
+        if is_repeat:  # for servers that have lost their weights
+            self._base = None
+        alone = self._base is not None
+        shapes, exported = learner.unmerged_shapes(alone), learner.export_unmerged(alone)
+        return WeightUpdate(version, shapes, checksums.watch(exported), is_repeat, adapters_alone=alone)
+
+    def texts(self, checksums: StreamChecksums) -> tuple[str, str]:
+        """The checksums of all weights, after an update of all or of the adapters."""
+        serving, trained = checksums.sums()
+        if self._base is None:
+            self._base = _frozen(serving), _frozen(trained)
+        whole = [Checksum.merged([base | sums]) for base, sums in zip(self._base, (serving, trained), strict=True)]
+        return whole[0].text(), whole[1].text()
+
+    def forget(self) -> None:
+        """The engine may have lost its weights: the next update has all of them."""
+        self._base = None
+
+
+def _frozen(sums: Sums) -> Sums:
+    return {header: chunks for header, chunks in sums.items() if ".lora_" not in header}
 
 
 def publish(
@@ -34,6 +86,7 @@ def publish(
     *,
     longest_response_s: float = 0.0,
     is_repeat: bool = False,
+    adapters: AdaptersAlone | None = None,
 ) -> Published:
     """Stream the learner's weights to the engine as ``version``, and return their checksums.
 
@@ -44,40 +97,68 @@ def publish(
     The wait ends after ``ENGINE_CALL_LIMIT_S``, or after ``longest_response_s`` if that is longer, because running
     responses may have to end first. If the engine's process dies during the transfer, the weights are sent again to the
     process that replaces it. With ``is_repeat``, the same weights were published before, and only servers that do not
-    have them need them.
+    have them need them. ``adapters`` is given if only LoRA adapters are sent.
     """
+    limit_s = max(longest_response_s, ENGINE_CALL_LIMIT_S)
     while True:
         try:
-            return _publish_once(learner, engine, version, longest_response_s, is_repeat)
+            return _publish_once(learner, engine, version, limit_s, is_repeat, adapters)
         except TransferLost as error:
+            if adapters is not None:
+                adapters.forget()
             # The engine limits how often it is restarted, and then fails with another error.
             logger.warning("policy version %d is sent again: %s", version, error)
 
 
 def _publish_once(
-    learner: WeightSource, engine: InferenceEngine, version: int, longest_response_s: float, is_repeat: bool
+    learner: WeightSource,
+    engine: InferenceEngine,
+    version: int,
+    limit_s: float,
+    is_repeat: bool,
+    adapters: AdaptersAlone | None,
 ) -> Published:
     checksums = StreamChecksums(dtype_of_checksum(engine.capabilities.dtype))
-    update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()), is_repeat)
+    if adapters is not None:
+        update = adapters.update(cast(AdapterSource, learner), version, checksums, is_repeat)
+    else:
+        direct = DirectSend(cast(RankedSource, learner)) if hasattr(learner, "broadcast") else None
+        update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()), is_repeat, direct)
+    started = time.perf_counter()
     done = engine.update_weights(update)
     try:
-        wait_for_future(
-            done,
-            lambda: f"the engine takes the weights of version {version}",
-            kind="weights",
-            hard_limit_s=max(longest_response_s, ENGINE_CALL_LIMIT_S),
-        )
+        what = f"the engine takes the weights of version {version}"
+        wait_for_future(done, lambda: what, kind="weights", hard_limit_s=limit_s)
     finally:
         if done.done():  # otherwise the engine's thread still reads
             update.close()
-    published = Published(*checksums.texts())
-    if engine.capabilities.checksums and (serving := engine.weights_checksum()) != published.serving:
+    seconds = time.perf_counter() - started
+    published = _summary(update, checksums, adapters, seconds, engine.status().metrics.get("last_update_pause_s"))
+    if engine.capabilities.checksums and (served := engine.weights_checksum()) != published.serving:
         raise WeightsError(
-            f"policy version {version}: the engine serves weights with checksum {serving}, the learner's have "
+            f"policy version {version}: the engine serves weights with checksum {served}, the learner's have "
             f"{published.serving}; they were damaged on the way or changed in the meantime: resume from the last "
             "checkpoint"
         )
     return published
+
+
+def _summary(
+    update: WeightUpdate,
+    checksums: StreamChecksums,
+    adapters: AdaptersAlone | None,
+    seconds: float,
+    pause_s: float | None,
+) -> Published:
+    if adapters is not None:
+        return Published(*adapters.texts(checksums), checksums.num_bytes, seconds, pause_s)
+    direct = update.direct
+    if direct is None or not direct.reports:
+        return Published(*checksums.texts(), checksums.num_bytes, seconds, pause_s)
+    serving = Checksum.merged(each.serving for each in direct.reports).text()
+    trained = Checksum.merged(each.trained for each in direct.reports).text()
+    num_bytes = sum(each.num_bytes for each in direct.reports)
+    return Published(serving, trained, num_bytes, seconds, direct.pause_s)
 
 
 class StreamChecksums:
@@ -90,6 +171,9 @@ class StreamChecksums:
 
     def __init__(self, serving_dtype: torch.dtype) -> None:
         self._serving, self._trained = Checksum(serving_dtype), Checksum()
+        self._itemsize = serving_dtype.itemsize
+        self.num_bytes = 0
+        """So far, in the engine's number type."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def watch(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
@@ -103,15 +187,24 @@ class StreamChecksums:
 
     def texts(self) -> tuple[str, str]:
         """The checksum in the engine's number type, and the one in the learner's."""
+        self._synchronize()
+        return self._serving.text(), self._trained.text()
+
+    def sums(self) -> tuple[Sums, Sums]:
+        """What the checksums are computed from."""
+        self._synchronize()
+        return self._serving.sums(), self._trained.sums()
+
+    def _synchronize(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
-        return self._serving.text(), self._trained.text()
 
     def _add(self, bucket: Bucket) -> None:
         by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in bucket:
             by_device.setdefault(tensor.device, []).append((name, tensor))
         for device, tensors in by_device.items():
+            self.num_bytes += sum(tensor.numel() for _, tensor in tensors) * self._itemsize
             with self._beside(device, tensors):
                 self._trained.add(tensors)
                 self._serving.add(tensors, same=self._trained)

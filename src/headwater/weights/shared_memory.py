@@ -87,6 +87,7 @@ class SharedMemoryTransport:
             "shared_memory": slots.name,
             "slot_bytes": slots.slot_bytes,
             "limit_s": channel.limit_s,
+            "adapters_alone": update.adapters_alone,
         }
         # Refused here if names or shapes do not fit.
         answer(channel, ControlCall("/control/start_weight_update", start), version)

@@ -7,6 +7,7 @@ from headwater.config.server_checks import chosen_transfer, is_on_this_machine
 
 OWN = "rollout.placement=disaggregated"
 NATIVE = "rollout.backend=native"
+SGLANG = "rollout.backend=sglang"
 NEAR = "rollout.servers=[http://127.0.0.1:8000, http://localhost:8001]"
 FAR = "rollout.servers=[http://127.0.0.1:8000, http://10.9.8.7:8000]"
 
@@ -27,7 +28,8 @@ CLASHES = [
     ([OWN, "rollout.launch.devices=[cpu]", "rollout.device=cpu"], "rollout.device = 'cpu'", ["remove one"]),
     ([NATIVE, NEAR, "engine.max_sequences=7"], "engine.max_sequences = 7", ["does not read this"]),
     ([OWN, "rollout.weight_folder=/nfs"], "rollout.weight_folder", ["rollout.weight_transfer=file"]),
-    ([NATIVE, FAR], "rollout.weight_transfer = 'auto'", ["http://10.9.8.7:8000", "rollout.weight_folder"]),
+    ([SGLANG, FAR], "rollout.weight_transfer = 'auto'", ["http://10.9.8.7:8000", "rollout.weight_folder"]),
+    ([SGLANG, NEAR, "rollout.weight_transfer=shared_memory"], "rollout.weight_transfer", ["through file"]),
     ([NATIVE, FAR, "rollout.weight_transfer=shared_memory"], "rollout.weight_transfer", ["no memory in common"]),
     ([NATIVE, FAR, "rollout.weight_transfer=file"], "rollout.weight_transfer", ["cannot read a temporary file"]),
 ]
@@ -36,6 +38,8 @@ FITTING = [
     [NATIVE, NEAR],
     [NATIVE, NEAR, "engine.deterministic=true", "engine.update_mode=interrupt"],
     [NATIVE, FAR, "rollout.weight_folder=/nfs/weights"],
+    [NATIVE, FAR],
+    [SGLANG, FAR, "rollout.weight_folder=/nfs/weights"],
     [NATIVE, OWN, "rollout.launch.num_servers=3", "rollout.launch.devices=[cpu, cpu, cpu]"],
     [OWN, "rollout.launch.num_servers=2", "rollout.launch.args=[--tool-parser, hermes]"],
 ]
@@ -56,7 +60,9 @@ def test_weights_take_the_first_way_that_works_for_the_servers():
     assert chosen(OWN) == "shared_memory"
     assert chosen(NATIVE, NEAR) == "shared_memory"
     assert chosen(NATIVE, NEAR, "rollout.weight_transfer=file") == "file"
+    assert chosen(NATIVE, FAR) == "collective"
     assert chosen(NATIVE, FAR, "rollout.weight_folder=/nfs") == "file"
+    assert chosen(SGLANG, NEAR) == "file"
 
 
 def test_the_addresses_of_this_machine_are_known():

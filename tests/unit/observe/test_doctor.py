@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import headwater
+from headwater.cli.doctor import _sections
 from headwater.core.records import DropKind
 from headwater.observe.doctor import examine
 from headwater.observe.evidence import gather
@@ -445,6 +446,21 @@ def test_restarts_of_the_engine_are_reported(run):
         assert (found.kind, found.severity) == ("engine_restarts", severity)
         for cause in ("a person, a scheduler", "lack of memory", "an error in the engine", str(run.status_file)):
             assert cause in found.remedy
+
+
+def test_servers_are_shown_and_a_lost_one_is_a_problem(run):
+    serving = {"name": "http://a:1", "url": "http://a:1", "version": 12, "num_running": 3, "num_waiting": 1}
+    serving |= {"is_alive": True, "num_restarts": 0, "state": "serving"}
+    lost = serving | {"name": "server 1", "is_alive": False, "num_restarts": 2, "state": "unreachable: timeout"}
+    write_status(run, servers=[serving, lost], learner={"num_ranks": 4, "failure": "rank 2 has ended"})
+    diagnosis = examine(run)
+    (found,) = diagnosis.findings
+    assert (found.kind, found.severity) == ("server_lost", "problem")
+    assert "server 1 generates nothing: unreachable: timeout" in found.what
+    assert [each.name for each in diagnosis.servers] == ["http://a:1", "server 1"]
+    lines = [line for _, part in _sections(diagnosis) for line in part]
+    assert "http://a:1: version 12, 3 running, 1 waiting; serving" in lines
+    assert any("4 ranks; the learner has failed: rank 2 has ended" in line for line in lines)
 
 
 def test_a_learner_that_waits_is_reported(run):

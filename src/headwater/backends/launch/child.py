@@ -19,6 +19,7 @@ from headwater.core.waits import ENGINE_START_LIMIT_S, named_wait
 _STOP_LIMIT_S = 15.0
 _LAST_WORDS_S = 1.0
 """How long its output is read after it has ended. A process that it left behind may keep the pipe open forever."""
+_LOOK_S = 0.05
 _TAIL_CHARACTERS = 4000
 HOST, PORT = "{host}", "{port}"
 """Arguments of a command that are known only where it runs: the address to listen on, and a free port there."""
@@ -36,16 +37,20 @@ class Command:
     ready: re.Pattern[str]
     """Found in its output once it answers. The first group is its URL."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to those of this process."""
+    """Variables in addition to those of this process; a value may be ``HOST``."""
 
     def at(self, host: str) -> Command:
-        """The command with the arguments ``HOST`` and ``PORT`` filled in. The port is one that is free now."""
+        """The command with ``HOST`` and ``PORT`` filled in. The port is one that is free now."""
         filled = {HOST: host}
         if PORT in self.arguments:
             with socket.socket() as probe:
                 probe.bind((host, 0))
                 filled[PORT] = str(probe.getsockname()[1])
-        return replace(self, arguments=tuple(filled.get(each, each) for each in self.arguments))
+        return replace(
+            self,
+            arguments=tuple(filled.get(each, each) for each in self.arguments),
+            environment={name: filled.get(value, value) for name, value in self.environment.items()},
+        )
 
 
 StartChild = Callable[[Command], Awaitable[ServerProcess]]
@@ -85,7 +90,7 @@ class ChildServer:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **command.environment},
+            env=_own_environment() | dict(command.environment),
             start_new_session=True,
         )
         child = cls(process, command, echo)
@@ -113,12 +118,18 @@ class ChildServer:
 
     async def wait(self) -> str:
         """Wait until it has ended, and return a description of how."""
-        code = await self._process.wait()
+        code = await self._exit_status()
         self._end_group()
         await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
         if code < 0:
             return f"{self.name} was killed by {signal_name(-code)}"
         return f"{self.name} ended with exit status {code}"
+
+    async def _exit_status(self) -> int:
+        # asyncio's wait() also waits for the pipes, which the processes that it started may hold open.
+        while (code := self._process.returncode) is None:  # noqa: ASYNC110  the event loop sets it
+            await asyncio.sleep(_LOOK_S)
+        return code
 
     def _end_group(self) -> None:
         """End the processes that it started. If it was killed, it could not do so itself."""
@@ -136,7 +147,7 @@ class ChildServer:
         if self._process.returncode is None:
             self._process.terminate()
             try:
-                await asyncio.wait_for(self._process.wait(), _STOP_LIMIT_S)
+                await asyncio.wait_for(self._exit_status(), _STOP_LIMIT_S)
             except TimeoutError:
                 self.kill()
         await self.wait()
@@ -170,3 +181,11 @@ class ChildServer:
             if found and not self.url:
                 self.url = found[1]
                 self._ready.set()
+
+
+_OF_TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+
+
+def _own_environment() -> dict[str, str]:
+    """This process's environment, without what makes it a rank of torchrun: the child is none."""
+    return {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)}

@@ -104,7 +104,7 @@ class ChildKeeper:
     await keeper.end()
     """
 
-    def __init__(self, service: Service, remedy: str, *, is_foreign: bool = False, gives_up: bool = True) -> None:
+    def __init__(self, service: Service, remedy: str, *, is_foreign: bool = False) -> None:
         """``remedy`` tells the user what to do when the keeper has given up. A foreign server cannot be restarted."""
         self.num_restarts = 0
         """In total."""
@@ -112,7 +112,6 @@ class ChildKeeper:
         """Why no child will serve again."""
         self._service = service
         self._remedy = remedy
-        self._gives_up = gives_up
         self._noun, self._next_step = (
             ("server", "its return is awaited") if is_foreign else ("process", "it is restarted")
         )
@@ -189,17 +188,16 @@ class ChildKeeper:
             death = await self._until_lost()
             while self.failure is None:
                 self._num_deaths += 1
-                if self._gives_up and self._num_deaths > MAX_RESTARTS:
+                if self._num_deaths > MAX_RESTARTS:
                     self._give_up(
                         f"the engine's {self._noun} died {self._num_deaths} times in a row without finishing a "
                         f"request; {self._remedy}. The last time, {death.in_full()}"
                     )
                     break
                 self.num_restarts += 1
-                most = f"{self._num_deaths} of at most {MAX_RESTARTS}" if self._gives_up else f"{self._num_deaths}"
                 logger.warning(
-                    "the engine's %s; %s (%s times in a row) and %d requests continue",
-                    *(death.in_short(), self._next_step, most, self._service.num_open),
+                    "the engine's %s; %s (%d of at most %d times in a row) and %d requests continue",
+                    *(death.in_short(), self._next_step, self._num_deaths, MAX_RESTARTS, self._service.num_open),
                 )
                 try:
                     await self._begin()

@@ -29,6 +29,15 @@ class EngineChannel:
     def __post_init__(self) -> None:
         self.is_pinned = self.client is not None
 
+    @property
+    def url(self) -> str:
+        assert self.client is not None, "known before the first call, or after it"
+        return self.client.url
+
+    @property
+    def process(self) -> str:
+        return f"{self.url} {id(self.client)}"
+
     def call(self, call: ControlCall) -> Future[dict[str, Any]]:
         return self.start(self._call(call))
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from headwater.core.errors import (
+    BaseMissing,
     HeadwaterError,
     LogitsBroken,
     MemoryRefused,
@@ -27,6 +28,7 @@ _KINDS: dict[str, type[HeadwaterError]] = {
     "memory_refused": MemoryRefused,
     "logits_broken": LogitsBroken,
     "weights_refused": WeightsError,
+    "weights_base_missing": BaseMissing,
     "weights_incomplete": WeightsIncomplete,
     "timeout": WaitTimeout,
 }
@@ -69,6 +71,7 @@ class ServerClient:
     def __init__(self, url: str, api_key: str, heartbeat_s: float | None = None) -> None:
         """``heartbeat_s`` is for a server whose end the system may not notice: how often it is asked for a sign of life
         on the connection for requests. The connection ends if none arrives in half that time."""
+        self.url = url
         self._heartbeat_s = heartbeat_s
         # No time limit here: the server limits its calls itself, and a server that has ended closes its connections.
         self._session = aiohttp.ClientSession(

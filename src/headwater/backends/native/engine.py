@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
+from headwater.backends import BACKENDS, BackendContext, check_length, engine_device, engine_settings
 from headwater.backends.launch.child import ChildServer, StartChild
 from headwater.backends.native.channel import EngineChannel
 from headwater.backends.native.client import ConnectionLost
@@ -40,7 +40,7 @@ from headwater.backends.native.places import (
 )
 from headwater.backends.native.requests import OpenRequest
 from headwater.backends.native.server import NativeServer
-from headwater.config.schema import WeightTransfer
+from headwater.config.schema import WeightEncoding, WeightTransfer
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
@@ -82,6 +82,7 @@ class NativeEngine:
         *,
         transfer: WeightTransfer,
         spans: Spans,
+        encoding: WeightEncoding = "plain",
         weight_folder: str = "",
         longest_response_s: float = 0.0,
         mode: UpdateMode | None = None,
@@ -94,6 +95,7 @@ class NativeEngine:
         """
         self._update_limit_s = min(max(ENGINE_CALL_LIMIT_S, longest_response_s), _LONGEST_LIMIT_S)
         self._transfer, self._weight_folder, self._mode = transfer, weight_folder, mode
+        self._encoding: WeightEncoding = encoding
         self._place = place
         self._server = NativeServer(place, spans, hands_over=hands_over)
         self._numbers = itertools.count()
@@ -126,7 +128,7 @@ class NativeEngine:
         backend = "embedded" if config.rollout.backend == "native" else config.rollout.backend
         arguments = ["--backend", backend, "--device", device]
         arguments += ["--seed", str(config.run.seed), "--threads", str(config.trainer.num_threads)]
-        arguments += [*config.rollout.launch.args, *engine_arguments(config.engine, shares_device=is_shared)]
+        arguments += [*config.rollout.launch.args, *engine_arguments(engine_settings(config), shares_device=is_shared)]
         return cls._made(context, OwnServer(context.model_path, arguments, config.model.dtype, start_child=start_child))
 
     @classmethod
@@ -153,6 +155,7 @@ class NativeEngine:
         engine = cls(
             place,
             transfer=chosen_transfer(config) or "shared_memory",
+            encoding=config.rollout.weight_encoding,
             spans=context.spans,
             weight_folder=config.rollout.weight_folder,
             longest_response_s=config.rollout.timeout_s,
@@ -181,10 +184,14 @@ class NativeEngine:
     @cached_property
     def _transport(self) -> Transport:
         place = self._place
-        is_own = isinstance(place, OwnServer)
-        dtype = resolve_dtype(place.dtype) if is_own else dtype_of_checksum(self.capabilities.dtype)
+        if isinstance(place, OwnServer):
+            dtype = resolve_dtype(place.dtype)
+        else:
+            dtype = dtype_of_checksum(self.capabilities.dtype)
         make = TRANSPORTS.resolve(self._transfer)
-        return make(dtype, self._weight_folder) if self._transfer == "file" else make(dtype)
+        options = {"file": self._weight_folder, "collective": self._encoding}
+        transport: Transport = make(dtype, options[self._transfer]) if self._transfer in options else make(dtype)
+        return transport
 
     @cached_property
     def _info(self) -> dict[str, Any]:
@@ -199,7 +206,8 @@ class NativeEngine:
         }
         # Only tokens, log-probs and versions are sent between the two processes.
         features = tuple(each for each in values["features"] if each not in ("top_logprobs", "prompt_logprobs"))
-        return replace(Capabilities(**values), rounds=False, features=features)
+        is_direct = self._transfer == "collective"
+        return replace(Capabilities(**values), rounds=False, direct_weights=is_direct, features=features)
 
     @cached_property
     def limits(self) -> EngineLimits:

@@ -72,9 +72,7 @@ class NativeServer:
     def __init__(self, place: OwnServer | ForeignServer, spans: Spans, *, hands_over: bool = False) -> None:
         """``hands_over`` fails the open requests with ``ServerLost`` when the process is lost."""
         self.state = ServerState()
-        is_foreign = isinstance(place, ForeignServer)
-        # While others generate, the return of a running server can be awaited without a limit.
-        self.keeper = ChildKeeper(self, place.remedy, is_foreign=is_foreign, gives_up=not (is_foreign and hands_over))
+        self.keeper = ChildKeeper(self, place.remedy, is_foreign=isinstance(place, ForeignServer))
         self.requests = OpenRequests(spans, on_finish=self.keeper.note_progress, on_failed_engine=self.keeper.kill)
         self.info: dict[str, Any] = {}
         """What the process says about itself."""
@@ -230,13 +228,13 @@ class NativeServer:
         else:
             await self.state.restore(self._client)
         self._link = await self._client.connect(self.requests)
-        if self.state.needs_weights:
+        if not self.state.needs_weights:
+            self.requests.continue_on(self._link)
+        elif self.keeper.num_restarts:  # otherwise the run is about to publish its first version
             logger.warning(
                 "the engine's new process needs the weights of version %d; %d requests wait until they are published",
                 *(self.state.version, len(self.requests)),
             )
-        else:
-            self.requests.continue_on(self._link)
 
     async def _meet(self, client: ServerClient, place: ForeignServer) -> bool:
         """Look at a running server. Return whether it still holds what this process gave it before."""
@@ -248,6 +246,8 @@ class NativeServer:
         if not place.owns_weights:
             self.state.version = version
             return True
+        if not before:
+            await _end_pauses(client, info["internal_states"][0])
         if not before and version:
             logger.warning(
                 "the %s serves version %d of another run; it gets the weights of this run", self.name, version
@@ -274,3 +274,11 @@ class NativeServer:
 
     def on_failure(self, failure: RolloutFailed) -> None:
         self.requests.fail_all(failure)
+
+
+async def _end_pauses(client: ServerClient, now: Mapping[str, Any]) -> None:
+    """An earlier run may have left a server paused or asleep."""
+    if now["is_paused"]:
+        await client.call("/control/resume", {})
+    if now["is_asleep"]:
+        await client.call("/control/wake", {})

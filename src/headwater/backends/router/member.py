@@ -215,6 +215,7 @@ def common_capabilities(every: Sequence[Capabilities]) -> Capabilities:
         adapters=everywhere("adapters"),
         media=everywhere("media"),
         tools=everywhere("tools"),
+        direct_weights=everywhere("direct_weights"),
         streaming=everywhere("streaming"),
         rounds=False,
         memory_tags=tuple(tag for tag in first.memory_tags if all(tag in each.memory_tags for each in every)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from headwater.backends.router.member import Member
@@ -14,6 +15,9 @@ from headwater.core.waits import wait_for_future
 from headwater.weights.fan_out import FanOut
 
 logger = logging.getLogger(__name__)
+
+DIRECT_LIMIT_S = 600.0
+"""Per server, for weights that the learner's ranks send themselves. They have stricter limits for every bucket."""
 
 
 def send_to_all(
@@ -29,6 +33,11 @@ def send_to_all(
 
     ``on_end`` is called once for each of them, as soon as it is known. Raises if no server has the new weights.
     """
+    is_direct = all(each.engine.capabilities.direct_weights for each in members.values())
+    if update.direct is not None and is_direct:
+        update.direct.num_receivers = len(members)
+    else:
+        update, is_direct = replace(update, direct=None), False
     fan_out = FanOut(update, list(members), start_limit_s=start_limit_s, bucket_limit_s=bucket_limit_s)
     results: dict[str, BaseException | None] = {}
 
@@ -45,22 +54,24 @@ def send_to_all(
     for name, member in members.items():
         futures[name] = member.engine.update_weights(fan_out.update_for(name), mode)
         futures[name].add_done_callback(partial(take_end, name))
-    for name, reason in fan_out.run().items():
-        end(name, TransferLost(f"it {reason}"))
+    if not is_direct:  # otherwise the learner's ranks send the weights, and nothing reads the stream
+        for name, reason in fan_out.run().items():
+            end(name, TransferLost(f"it {reason}"))
+    limit_s = start_limit_s + DIRECT_LIMIT_S * len(members) if is_direct else bucket_limit_s
     for name, future in futures.items():
         if name not in results:
-            _await_end(name, future, update.version, bucket_limit_s, end)
+            _await_end(name, future, update.version, limit_s, end)
     _raise_if_none(results)
 
 
 def _await_end(
     name: str, future: Future[None], version: int, limit_s: float, end: Callable[[str, BaseException | None], None]
 ) -> None:
-    """Wait until a server that has read the whole stream uses it."""
+    """Wait until a server that has been given all weights uses them."""
     try:
         wait_for_future(
             future,
-            lambda: f"server {name} has read the weights of version {version} and begins to use them",
+            lambda: f"server {name} takes the weights of version {version}",
             kind="weights",
             hard_limit_s=limit_s,
         )
@@ -77,5 +88,4 @@ def _raise_if_none(results: Mapping[str, BaseException | None]) -> None:
         logger.warning("server %s did not take the weights: %s", name, error)
     if failures and len(failures) == len(results):
         # A loss can be repaired by sending the weights again, a refusal cannot.
-        lost = [error for error in failures.values() if isinstance(error, TransferLost)]
-        raise (lost or list(failures.values()))[0]
+        raise min(failures.values(), key=lambda error: not isinstance(error, TransferLost))

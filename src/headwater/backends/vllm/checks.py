@@ -8,7 +8,7 @@ from headwater.backends.vllm.link import INSIDE, OWN_WORKER, Link, VllmInfo
 from headwater.backends.vllm.model import RunModel
 from headwater.backends.vllm.wire import Garbage, write_request
 from headwater.core.errors import ConfigError, RequestError
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.records import ModelRequest, SamplingParams, wrong_stop
 from headwater.core.waits import named_wait
 
 _PROBE_LIMIT_S = 120.0
@@ -31,6 +31,26 @@ def logprobs_problem(info: VllmInfo, sampling: SamplingParams) -> str | None:
     return f"vLLM {why}; start it with --logprobs-mode {_PROCESSED} instead of {mode}"
 
 
+def check_request(request: ModelRequest, info: VllmInfo, model: RunModel) -> None:
+    """Raise ``RequestError`` for a request that this vLLM can never serve."""
+    name, size = f"request {request.request_id}", model.vocab_size
+    biased = (token for token, _ in request.sampling.logit_bias)
+    tokens = (*request.input_tokens, *request.given_tokens, *request.sampling.stop_token_ids, *biased)
+    wrong = next((token for token in tokens if not 0 <= token < size), None)
+    if wrong is not None:
+        raise RequestError(f"{name}: token id {wrong} is outside the vocabulary of {size}")
+    num_tokens = len(request.input_tokens) + request.sampling.max_new_tokens
+    if num_tokens > info.max_model_tokens:
+        raise RequestError(
+            f"{name}: {num_tokens} tokens exceed the limit of the server, {info.max_model_tokens} tokens; shorten the "
+            "prompt, lower max_new_tokens, or start it with a larger --max-model-len"
+        )
+    if (fault := wrong_stop(request.sampling.stop_strings)) is not None:
+        raise RequestError(f"{name}: stop_strings{fault}")
+    if (problem := logprobs_problem(info, request.sampling)) is not None:
+        raise RequestError(f"{name}: {problem}")
+
+
 def _changes_logits(sampling: SamplingParams) -> bool:
     cuts = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     is_random = sampling.temperature > 0
@@ -51,7 +71,7 @@ def check_reload(info: VllmInfo, model: RunModel, where: str) -> None:
 
 async def check_model(link: Link, info: VllmInfo, model: RunModel, where: str) -> None:
     """Raise if a running server serves another model than the run trains, as far as that shows."""
-    model.check_same(info.model, where)
+    model.check_same(info, where)
     if not await _takes(link, info, model.vocab_size - 1):
         raise _other_vocabulary(where, "smaller", model.vocab_size)
     if await _takes(link, info, model.vocab_size):

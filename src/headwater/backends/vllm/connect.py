@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from headwater.backends.vllm.http import HttpLink
@@ -12,29 +12,41 @@ from headwater.backends.vllm.link import LinkLost, VllmInfo
 from headwater.backends.vllm.session import Session
 from headwater.core.errors import HeadwaterError, RolloutFailed, WaitTimeout
 
-REACH_LIMIT_S = 600.0
-"""How long a server that was lost may take to come back, for example to load a large model."""
-_FIRST_LIMIT_S = 30.0
-"""How long the first connection is tried. A server that is not there is most likely a wrong address."""
 _RETRY_S = 1.0
 
 
 class ConnectedServer:
     """Keeps a connection to one URL. Belongs to one event loop."""
 
-    def __init__(self, session: Session, url: str, api_key: str, check: Callable[[HttpLink, VllmInfo], object]) -> None:
-        """``check`` raises if the server cannot be used; a coroutine function."""
+    def __init__(
+        self,
+        session: Session,
+        url: str,
+        *,
+        api_key: str,
+        check: Callable[[HttpLink, VllmInfo], Awaitable[None]],
+        limit_s: float,
+        is_one_of_many: bool = False,
+        make_link: Callable[[str, str], HttpLink] = HttpLink,
+    ) -> None:
+        """``check`` raises if the server cannot be used. ``limit_s`` is how long it may be unreachable.
+
+        One of many may stay away for longer, because the others continue its requests.
+        """
         self.url = url
         self.num_restarts = 0
         """How often another process was found at the URL."""
         self._session = session
         self._api_key = api_key
         self._check = check
+        self._limit_s = limit_s
+        self._is_one_of_many = is_one_of_many
+        self._make_link = make_link
         self._link: HttpLink | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self._connect(_FIRST_LIMIT_S)
+        await self._connect()
         self._watch = asyncio.create_task(self._keep())
 
     async def end(self) -> None:
@@ -50,15 +62,15 @@ class ConnectedServer:
                 await self._session.until_lost(self._link)
             await self._drop()
             try:
-                await self._connect(REACH_LIMIT_S)
+                await self._connect()
             except HeadwaterError as error:
                 self._session.fail(RolloutFailed(str(error)))
                 return
 
-    async def _connect(self, limit_s: float) -> None:
+    async def _connect(self) -> None:
         began = time.monotonic()
         while True:
-            link = HttpLink(self.url, self._api_key)
+            link = self._make_link(self.url, self._api_key)
             try:
                 await link.check_alive()
                 info = await link.describe()
@@ -70,10 +82,11 @@ class ConnectedServer:
                 return
             except (LinkLost, WaitTimeout) as error:
                 await link.close()
-                if time.monotonic() - began > limit_s:
+                is_awaited = self._is_one_of_many and self._session.info is not None
+                if time.monotonic() - began > self._limit_s and not is_awaited:
                     raise RolloutFailed(
-                        f"the vLLM server at {self.url} cannot be reached for {limit_s:.0f} s: {error}; is it running, "
-                        "and is rollout.servers right?"
+                        f"the {link.program} server at {self.url} cannot be reached, after {self._limit_s:g} s of "
+                        f"attempts (rollout.server_timeout_s): {error}; start it, or correct rollout.servers"
                     ) from error
                 await asyncio.sleep(_RETRY_S)
             except BaseException:

@@ -22,14 +22,15 @@ from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
-from headwater.backends.vllm.checks import check_logprobs, check_model, check_reload, logprobs_problem
+from headwater.backends.launch.child import ChildServer, StartChild
+from headwater.backends.vllm.checks import check_logprobs, check_model, check_reload, check_request
 from headwater.backends.vllm.http import HttpLink
 from headwater.backends.vllm.link import LinkLost, VllmInfo
 from headwater.backends.vllm.model import RunModel, model_folder
-from headwater.backends.vllm.requests import OpenRequest
+from headwater.backends.vllm.requests import OpenRequest, given_whole
 from headwater.backends.vllm.session import ServedModel, Session
 from headwater.config.traits import BackendTraits
-from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, WeightsError
+from headwater.core.errors import HeadwaterError, RolloutFailed, WeightsError
 from headwater.core.protocols import (
     ALL_TAGS,
     Capabilities,
@@ -41,7 +42,7 @@ from headwater.core.protocols import (
     check_features,
     whole_response,
 )
-from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
+from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
 from headwater.models.device import DTYPES
@@ -88,6 +89,8 @@ class Server(Protocol):
 )
 class VllmEngine:
     """An ``InferenceEngine`` whose work is done by vLLM."""
+
+    program: ClassVar[str] = "vLLM"
 
     declared_capabilities: ClassVar[Capabilities] = Capabilities(
         seeded_sampling=False,  # the same seed gives the same tokens only in the same batch
@@ -138,9 +141,13 @@ class VllmEngine:
         with ExitStack() as stack:
             # A process that replaces the first one loads the folder again.
             folder = stack.enter_context(model_folder(context))
-            _, is_shared = engine_device(devices[0], context.config.model.device)
+            start: StartChild = ChildServer.start
+            if context.places:
+                is_shared, start = context.places[0].shares_device, context.places[0].start_child
+            else:
+                _, is_shared = engine_device(devices[0], context.config.model.device)
             how = command(context, folder, devices, shares_device=is_shared)
-            engine = cls("the vLLM server", context, model, lambda session: LaunchedServer(session, how))
+            engine = cls("the vLLM server", context, model, lambda session: LaunchedServer(session, how, start))
             engine._resources = stack.pop_all()
         return engine
 
@@ -159,7 +166,11 @@ class VllmEngine:
 
         def make(session: Session) -> Server:
             session.weights.is_needed = context.owns_weights
-            return ConnectedServer(session, url, os.environ.get(KEY_VARIABLE, ""), check)
+            key, limit_s = os.environ.get(KEY_VARIABLE, ""), context.config.rollout.server_timeout_s
+            is_one_of_many = context.is_one_of_many
+            return ConnectedServer(
+                session, url, api_key=key, check=check, limit_s=limit_s, is_one_of_many=is_one_of_many
+            )
 
         return cls(where, context, model, make)
 
@@ -224,7 +235,11 @@ class VllmEngine:
             is_asleep=bool(session.asleep),
             is_alive=not self._is_closed and session.failure is None,
             is_reachable=session.is_attached,
-            settings={"vllm": self._info.version, "max_sequences": self._info.max_sequences, "url": self.url},
+            settings={
+                self.program.lower(): self._info.version,
+                "max_sequences": self._info.max_sequences,
+                "url": self.url,
+            },
         )
 
     # Requests
@@ -232,7 +247,7 @@ class VllmEngine:
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """The response to one request. Cancelling the caller ends the request."""
         self.check(request)
-        if (whole := self._given_whole(request)) is not None:
+        if (whole := given_whole(request, self._model.end_tokens)) is not None:
             return whole
         answer: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
         mailbox = self._mailboxes.of_running_loop()
@@ -252,33 +267,8 @@ class VllmEngine:
 
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that this engine can never serve."""
-        name, size = f"request {request.request_id}", self._model.vocab_size
         check_features(request, self.declared_capabilities)
-        biased = (token for token, _ in request.sampling.logit_bias)
-        tokens = (*request.input_tokens, *request.given_tokens, *request.sampling.stop_token_ids, *biased)
-        wrong = next((token for token in tokens if not 0 <= token < size), None)
-        if wrong is not None:
-            raise RequestError(f"{name}: token id {wrong} is outside the vocabulary of {size}")
-        num_tokens = len(request.input_tokens) + request.sampling.max_new_tokens
-        if num_tokens > self._info.max_model_tokens:
-            raise RequestError(
-                f"{name}: {num_tokens} tokens exceed the limit of vLLM, {self._info.max_model_tokens} tokens; shorten "
-                "the prompt, lower max_new_tokens, or start it with a larger --max-model-len"
-            )
-        if (fault := wrong_stop(request.sampling.stop_strings)) is not None:
-            raise RequestError(f"{name}: stop_strings{fault}")
-        if (problem := logprobs_problem(self._info, request.sampling)) is not None:
-            raise RequestError(f"{name}: {problem}")
-
-    def _given_whole(self, request: ModelRequest) -> ModelResponse | None:
-        """The answer to a request whose given tokens are already a complete response."""
-        given, sampling = request.given_tokens, request.sampling
-        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_end else self._model.end_tokens)}
-        if len(given) >= sampling.max_new_tokens:
-            return ModelResponse(request.input_tokens, (), (), (), "length")
-        if given and len(given) > sampling.min_new_tokens and given[-1] in ends:
-            return ModelResponse(request.input_tokens, (), (), (), "stop")
-        return None
+        check_request(request, self._info, self._model)
 
     def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
         """Yield the complete response once: its versions are certain only at its end."""
@@ -312,7 +302,7 @@ class VllmEngine:
         self._do(self._session.set_version(version), f"{self._name} sets its version")
 
     def weights_checksum(self) -> str:
-        raise WeightsError("vLLM stores weights in its own layout, so they have no checksum; compare log-probs instead")
+        raise WeightsError(f"{self.program} stores weights in its own layout, so they have no checksum")
 
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
         """Write the weights to a file, which vLLM loads. ``TransferLost`` if its process died; send them again then."""
@@ -334,10 +324,11 @@ class VllmEngine:
             return wanted
         if mode is None and self._config.engine.update_mode == "auto":
             return "interrupt"
-        raise WeightsError(f"mode = {wanted}: vLLM {self._info.version} only has {', '.join(can)}")
+        raise WeightsError(f"mode = {wanted}: {self.program} {self._info.version} only has {', '.join(can)}")
 
     def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
-        written = FileWeights(update.shapes, DTYPES[self._info.dtype])  # type: ignore[index]
+        folder = self._config.rollout.weight_folder
+        written = FileWeights(update.shapes, DTYPES[self._info.dtype], folder)  # type: ignore[index]
         limit_s = max(ENGINE_CALL_LIMIT_S, self._config.rollout.timeout_s)
         try:
             written.write(update.buckets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 
@@ -30,13 +30,16 @@ _DONE = "[DONE]"
 class HttpLink:
     """The calls to one server."""
 
+    program: ClassVar[str] = "vLLM"
+
     def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_LIMIT_S)
         # Each stream is a connection. Those beyond the limit of open files wait here.
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        streams = aiohttp.TCPConnector(limit=max(_FEWEST_STREAMS, most - _SPARE_FILES))
+        # A connection is not used again, because the server may close it at the same moment.
+        streams = aiohttp.TCPConnector(limit=max(_FEWEST_STREAMS, most - _SPARE_FILES), force_close=True)
         self._streams = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=streams)
         # Control calls must not wait for streams.
         self._control = aiohttp.ClientSession(
@@ -83,7 +86,7 @@ class HttpLink:
         try:
             async with self._streams.post(self.url + path, json=body, read_bufsize=2**18) as reply:
                 if reply.status != 200:
-                    raise _refusal(f"POST {self.url}{path}", reply.status, await reply.text(errors="replace"))
+                    raise refusal(f"POST {self.url}{path}", reply.status, await reply.text(errors="replace"))
                 async for data in _events(reply.content):
                     if (chunk := read_event(data, self._dialect)) is not None:
                         yield chunk
@@ -141,14 +144,14 @@ class HttpLink:
         try:
             status, text = await named_wait(
                 self._exchange(method, path, body, params),
-                lambda: f"the vLLM server answers {what}",
+                lambda: f"the {self.program} server answers {what}",
                 kind="engine_call",
                 hard_limit_s=limit_s,
             )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise LinkLost(f"{what}: {type(error).__name__}: {error}") from error
         if status != 200:
-            raise _refusal(what, status, text)
+            raise refusal(what, status, text)
         try:
             answer = json.loads(text) if text.strip() else {}
         except ValueError:
@@ -177,6 +180,7 @@ def read_info(version: str, told: Mapping[str, Any]) -> VllmInfo:
         device=str(told["device_config"]["device"]),
         has_own_worker=told["parallel_config"].get("worker_extension_cls") == OWN_WORKER,
         can_sleep=bool(model.get("enable_sleep_mode")),
+        text_config=model.get("text_config") or {},
     )
 
 
@@ -198,7 +202,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[str, None]:
     raise LinkLost("the stream of a response ended before its last event")
 
 
-def _refusal(what: str, status: int, text: str) -> Exception:
+def refusal(what: str, status: int, text: str) -> Exception:
     shown = text[:_NUM_CHARACTERS_SHOWN]
     if status in (502, 503, 504):  # its engine has ended, or a proxy does not reach it
         return LinkLost(f"{what}: status {status}: {shown}")

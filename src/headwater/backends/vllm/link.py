@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -44,6 +44,8 @@ class VllmInfo:
     """Its workers have the methods of ``inside/headwater_vllm_worker.py``."""
     can_sleep: bool
     """It was started with ``--enable-sleep-mode`` on a device that has it."""
+    text_config: Mapping[str, Any] = field(default_factory=dict)
+    """The numbers of the model's config.json; empty if they are not told."""
 
 
 class Link(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headwater.backends import BackendContext
+from headwater.backends.vllm.link import VllmInfo
 from headwater.core.errors import ConfigError
 from headwater.models.load import end_token_ids, load_model, load_part, local_folder
 from headwater.models.save import save_model
@@ -50,20 +51,22 @@ class RunModel:
     def max_tokens(self) -> int:
         return int(self.skeleton.config.get_text_config().max_position_embeddings)
 
-    def check_same(self, folder: str, where: str) -> None:
-        """Raise if a server loaded a model of other shapes. Its folder may be on another machine: then do nothing."""
-        file = Path(folder) / "config.json"
-        if not file.is_file():
-            return
-        told: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        told = told.get("text_config", told)
+    def check_same(self, info: VllmInfo, where: str) -> None:
+        """Raise if a server loaded a model of other shapes.
+
+        Without methods of Headwater in its workers, only its folder tells. If that is on another machine, do nothing.
+        """
+        told, file = info.text_config, Path(info.model) / "config.json"
+        if not told and file.is_file():
+            told = json.loads(file.read_text(encoding="utf-8"))
+            told = told.get("text_config", told)
         own = self.skeleton.config.get_text_config().to_dict()
         for key in _SHAPE_KEYS:
             if key in told and key in own and told[key] != own[key]:
                 raise ConfigError(
                     [
-                        f"{where} serves another model than this run trains: its {key} is {told[key]}, not {own[key]} "
-                        f"({folder}); start the server with the model of model.path"
+                        f"{where} serves another model than this run trains: its {key} is {told[key]}, not {own[key]}; "
+                        "start the server with the model of model.path"
                     ]
                 )
 

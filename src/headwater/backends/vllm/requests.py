@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headwater.backends.vllm.wire import Chunk, Garbage, Span
@@ -12,7 +12,7 @@ from headwater.core.errors import HeadwaterError
 from headwater.core.records import ModelRequest, ModelResponse, StopReason
 
 MAX_STUCK = 4
-"""How often a request is sent again without a new token in between."""
+"""How often the stream of a request may break without a new token in between."""
 
 
 @dataclass(eq=False)
@@ -35,15 +35,16 @@ class OpenRequest:
     """The version with which the present stream began."""
     num_certain: int | None = None
     """Set when the weights change during the present stream: the tokens whose version is known before it ends."""
+    num_sent: int = 0
     num_stuck: int = 0
-    """How often it was sent since the last token arrived."""
+    """How often its stream broke since the last token arrived. Updates that interrupt it are not counted."""
     arrived: float = field(default_factory=time.perf_counter)
     started: float | None = None
     """When the first tokens arrived."""
 
     @property
     def stream_id(self) -> str:
-        return f"{self.request.request_id}-{self.number}-{self.num_before}-{self.num_stuck}"
+        return f"{self.request.request_id}-{self.number}-{self.num_sent}"
 
     def rest(self) -> ModelRequest:
         """The request for the tokens that are still missing."""
@@ -56,7 +57,7 @@ class OpenRequest:
             self.cut(self.num_certain)
         self.num_certain = None
         self.num_before = len(self.tokens)
-        self.num_stuck += 1
+        self.num_sent += 1
         self.sent_version = version
 
     def extend(self, chunk: Chunk) -> None:
@@ -120,3 +121,14 @@ class OpenRequest:
             queue_s=started - self.arrived,
             generate_s=now - started,
         )
+
+
+def given_whole(request: ModelRequest, end_tokens: Sequence[int]) -> ModelResponse | None:
+    """The answer to a request whose given tokens are already a complete response."""
+    given, sampling = request.given_tokens, request.sampling
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_end else end_tokens)}
+    if given and len(given) > sampling.min_new_tokens and given[-1] in ends:
+        return ModelResponse(request.input_tokens, (), (), (), "stop")
+    if len(given) >= sampling.max_new_tokens:
+        return ModelResponse(request.input_tokens, (), (), (), "length")
+    return None

@@ -165,8 +165,8 @@ class Session:
     async def _send(self, opened: OpenRequest, link: Link) -> None:
         opened.begin(self.weights.version)
         name = f"{self.name}: request {opened.request.request_id}"
-        if opened.num_stuck > MAX_STUCK:
-            raise RolloutFailed(f"{name}: was sent {MAX_STUCK} times without a new token; it may be the cause")
+        if opened.num_stuck >= MAX_STUCK:
+            raise RolloutFailed(f"{name}: broke {MAX_STUCK} times without a new token; it may be the cause")
         opened.reading = asyncio.create_task(self._read(opened, link))
         try:
             await asyncio.wait({opened.reading})
@@ -177,9 +177,8 @@ class Session:
         try:
             reason = opened.reading.result()
         except LinkLost as error:
-            self.lost(link, str(error))
-            if self._is_one_of_many:
-                raise ServerLost(f"{name}: {error}", opened.partial()) from error
+            opened.num_stuck += 1
+            await self._suspect(link, error)
             return
         except Garbage as error:
             raise RolloutFailed(f"{name}: the answer cannot be used: {error}") from error
@@ -187,6 +186,8 @@ class Session:
             raise type(error)(f"{name}: {error}") from error
         if reason != "abort":
             opened.finish(reason)
+        elif not self._is_updating:
+            opened.num_stuck += 1  # someone else ended it
 
     async def _read(self, opened: OpenRequest, link: Link) -> StopReason:
         """Read one stream to its end. ``abort`` means that the rest of the response is missing."""
@@ -260,11 +261,21 @@ class Session:
         self._link, self._lost_by = None, why
         self._attached.clear()
         self._settle()
-        logger.warning("%s: the connection to vLLM is lost, and %d requests wait: %s", self.name, self.num_open, why)
+        logger.warning("%s: the connection is lost, and %d requests wait: %s", self.name, self.num_open, why)
+        for opened in self._open:
+            if opened.reading is not None:
+                opened.reading.cancel()  # a stream of a silent server would never end
         if self._is_one_of_many:
             for opened in list(self._open):
                 opened.fail(ServerLost(f"{self.name}: {why}", opened.partial()))
                 self.leave(opened)
+
+    async def _suspect(self, link: Link, why: LinkLost) -> None:
+        """A stream broke. If vLLM still answers, only this stream is sent again."""
+        try:
+            await link.check_alive()
+        except (LinkLost, WaitTimeout, RolloutFailed):
+            self.lost(link, str(why))
 
     async def until_lost(self, link: Link) -> None:
         """Return when ``link`` is no longer used; raise ``LinkLost`` if vLLM does not answer health checks."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwater.engine.adapters import AdapterParts
 from headwater.engine.attention import PagedAttention
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec
@@ -68,6 +69,8 @@ class Projection:
 
     weight: Tensor
     bias: Tensor | None
+    adapters: AdapterParts | None = None
+    """LoRA adapters, whose products are added to the layer's."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,21 @@ class FusedDecoder:
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, self._layers[0].eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            qkv = ops.linear(hidden, layer.qkv.weight, layer.qkv.bias)
+            qkv = self._linear(hidden, layer.qkv)
             query = ops.rope_and_store(qkv, rotary, slots, cache, index, layer.head_norms)
             attended = attention(index, query, scale=layer.scale, window=layer.window).flatten(1)
+            if layer.output.adapters is not None:
+                layer.output.adapters.add_to(residual, attended)
             hidden = ops.linear_add_rms_norm(attended, layer.output, residual, layer.post_norm, layer.eps)
-            gated = ops.silu_and_mul(ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias))
+            gated = ops.silu_and_mul(self._linear(hidden, layer.gate_up))
+            if layer.down.adapters is not None:
+                layer.down.adapters.add_to(residual, gated)
             hidden = ops.linear_add_rms_norm(gated, layer.down, residual, next_norm, layer.eps)
         return hidden
+
+    def _linear(self, x: Tensor, projection: Projection) -> Tensor:
+        product = self._ops.linear(x, projection.weight, projection.bias)
+        return product if projection.adapters is None else projection.adapters.add_to(product, x)
 
 
 def _fuse(layer: Any, config: Any) -> FusedLayer:
@@ -141,7 +152,7 @@ def _merge(*projections: nn.Linear) -> Projection:
     """Stack the projections into one. The parameters of the model become views of it."""
     weight = _stack([projection.weight for projection in projections])
     biases = [projection.bias for projection in projections]
-    return Projection(weight, _stack(biases) if biases[0] is not None else None)
+    return Projection(weight, _stack(biases) if biases[0] is not None else None, AdapterParts.of(projections))
 
 
 def _stack(parameters: Sequence[Tensor]) -> Tensor:

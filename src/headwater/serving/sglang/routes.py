@@ -12,6 +12,7 @@ from aiohttp import web
 
 import headwater
 from headwater.core.errors import HeadwaterError
+from headwater.core.protocols import InferenceEngine
 from headwater.core.records import ModelRequest, SamplingParams
 from headwater.serving.control import in_own_thread
 from headwater.serving.control_routes import metrics_of
@@ -117,6 +118,27 @@ async def resume_memory_occupation(request: web.Request) -> web.Response:
     return reply({"success": True})
 
 
+async def flush_cache(request: web.Request) -> web.Response:
+    """Forget cached prompts, which only an idle engine can do."""
+    state = request.app[STATE]
+    status = state.engine.status()
+    if status.num_running or status.num_waiting:
+        raise ApiError(
+            f"the cache is not flushed: {status.num_running} requests are running and {status.num_waiting} waiting; "
+            "call it when they have ended",
+            code="busy",
+        )
+    if "kv_cache" in state.engine.capabilities.memory_tags and not status.is_asleep:
+        await in_own_thread(lambda: _forget(state.engine))
+    return web.Response(text="Cache flushed.\n")
+
+
+def _forget(engine: InferenceEngine) -> None:
+    """The cache is empty after its memory was released. An engine without such a cache keeps nothing."""
+    engine.sleep(("kv_cache",))
+    engine.wake(("kv_cache",))
+
+
 async def health(request: web.Request) -> web.Response:
     if not request.app[STATE].engine.status().is_alive:
         raise ApiError("the engine has stopped; restart the server", status=503, code="unhealthy")
@@ -184,6 +206,8 @@ ROUTES = [
     web.post("/pause_generation", pause_generation),
     web.post("/continue_generation", continue_generation),
     web.post("/update_weights_from_disk", update_weights_from_disk),
+    web.post("/flush_cache", flush_cache),
+    web.get("/flush_cache", flush_cache),
     web.post("/release_memory_occupation", release_memory_occupation),
     web.post("/resume_memory_occupation", resume_memory_occupation),
     web.get("/health", health),

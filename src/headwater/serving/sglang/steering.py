@@ -73,7 +73,7 @@ class UpdateFromDisk:
         mode: UpdateMode | None = None if flush is None else "interrupt" if flush else "in_flight"
         read = cls(
             model_path=path,
-            version=_version(fields.raw("weight_version")),
+            version=read_weight_version(fields.raw("weight_version")),
             mode=mode,
             abort_all=fields.flag("abort_all_requests", False),
             keep_pause=fields.flag("keep_pause", False),
@@ -86,7 +86,7 @@ class UpdateFromDisk:
         return read
 
 
-def _version(value: Any) -> int | None:
+def read_weight_version(value: Any) -> int | None:
     """SGLang's versions are texts. Ours are numbers, so a text must contain one."""
     if value is None:
         return None

@@ -16,7 +16,7 @@ from headwater.backends.router import roster
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
 from headwater.core.errors import ConfigError, QueueFull, RolloutFailed, ServerLost, WeightsError, WeightsIncomplete
 from headwater.core.protocols import WeightUpdate
-from headwater.core.records import Grammar, ModelRequest, SamplingParams
+from headwater.core.records import Delta, Grammar, ModelRequest, ModelResponse, SamplingParams
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -311,6 +311,40 @@ def test_no_session_sees_a_version_go_back():
                 seen = max(response.output_versions)
 
         asyncio.run(scene())
+
+
+def test_a_stream_continues_on_another_server_without_a_gap():
+    class Streaming(ScriptedEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.capabilities = replace(self.capabilities, streaming=True)
+
+        async def astream(self, request: ModelRequest):
+            for token in expected(request)[len(request.given_tokens) :]:
+                await asyncio.sleep(0.001)
+                if self.is_dead:
+                    # As an engine that does not say which of its tokens the stream has delivered.
+                    raise ServerLost("reset", ModelResponse(request.input_tokens, (1,), (0.0,), (0,), "abort"))
+                self.num_open = 1
+                yield Delta((token,), (0.0,), (self.version,))
+            yield Delta((), (), (), "length")
+
+    engines = [Streaming(), Streaming()]
+    with routed(*engines) as router:
+        assert router.capabilities.streaming
+
+        async def scene() -> None:
+            tokens: list[int] = []
+            async for delta in router.astream(request(3, 40)):
+                tokens += delta.tokens
+                if len(tokens) == 10:
+                    next(each for each in engines if each.num_open).is_dead = True
+                reason = delta.stop_reason
+            assert tuple(tokens) == expected(request(3, 40))
+            assert reason == "length"
+
+        asyncio.run(scene())
+        assert router.status().metrics["router_num_requests_moved"] == 1
 
 
 def test_a_grammar_is_begun_again_on_a_server_that_cannot_continue_it():

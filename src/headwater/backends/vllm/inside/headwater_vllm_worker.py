@@ -15,6 +15,7 @@ class Worker:
         """The settings that ``/server_info`` tells too, which takes half a minute for other things."""
         config = self.vllm_config  # type: ignore[attr-defined]
         model = config.model_config
+        texts = model.hf_text_config.to_dict()
         return {
             "instance_id": str(config.instance_id),
             "model_config": {
@@ -23,6 +24,8 @@ class Worker:
                 "max_model_len": model.max_model_len,
                 "logprobs_mode": str(model.logprobs_mode),
                 "enable_sleep_mode": bool(model.enable_sleep_mode),
+                # Its folder does not tell it any more after the first reload.
+                "text_config": {key: each for key, each in texts.items() if isinstance(each, (int, str))},
             },
             "scheduler_config": {"max_num_seqs": config.scheduler_config.max_num_seqs},
             "device_config": {"device": str(config.device_config.device_type)},

@@ -1,0 +1,204 @@
+"""Connections between the ranks of a learner and engines, as torch process groups: gloo for CPUs, NCCL for GPUs.
+
+Each rank of the learner has one group with all engines, in which it is number 0:
+
+    store = host_store("10.0.0.1")                                   # in the trainer's process
+    link = Link.connect(Meeting("10.0.0.1", port, "g1/0"), 0, 3)      # the rank
+    link = Link.connect(Meeting("10.0.0.1", port, "g1/0"), 1, 3)      # an engine, in another process or machine
+    link.broadcast(tensor).wait()                                    # on both ends
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import BroadcastOptions
+
+from headwater.core.errors import WeightsError
+
+BACKENDS = ("gloo", "nccl")
+_POLL_S = 0.0005
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and under which name the members of a group find each other."""
+
+    host: str
+    port: int
+    name: str
+    backend: str = "gloo"
+    limit_s: float = 60.0
+    """How long the members wait for each other, and how long one operation may take."""
+
+
+@cache
+def host_store(host: str) -> TCPStore:
+    """A store of this process that listens on one address, for as long as the process lives."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.bind((host, 0))
+        listener.listen()
+        port = int(listener.getsockname()[1])
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno())
+    except (OSError, RuntimeError) as error:
+        listener.close()
+        raise WeightsError(
+            f"rollout.weight_transfer = collective: this process cannot listen on {host} ({error}); set "
+            f"{HOST_VARIABLE} to an address of this machine that the engines can reach"
+        ) from error
+    listener.detach()  # the store has taken it over
+    return store
+
+
+BACKEND_VARIABLE = "HEADWATER_WEIGHTS_BACKEND"
+"""``nccl`` sends from GPU to GPU instead of through main memory."""
+HOST_VARIABLE = "HEADWATER_WEIGHTS_HOST"
+"""The address under which engines and ranks reach the trainer, if it is not the one that this machine uses itself."""
+
+
+def own_address(peer: str) -> str:
+    """The address of this machine from which ``peer`` is reached."""
+    if told := os.environ.get(HOST_VARIABLE):
+        return told
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise WeightsError(f"{peer}: this machine has no route to it ({error}); check the engine's address") from error
+
+
+def chosen_backend() -> str:
+    """gloo, unless the environment asks for NCCL, which needs a separate GPU for every rank and engine."""
+    told = os.environ.get(BACKEND_VARIABLE, BACKENDS[0])
+    if told not in BACKENDS:
+        raise WeightsError(f"{BACKEND_VARIABLE} = {told}: must be one of {', '.join(BACKENDS)}")
+    return told
+
+
+class Pending(Protocol):
+    """An operation that was started."""
+
+    def wait(self) -> None:
+        """Return when it is complete. ``WeightsError`` if it failed or took too long."""
+        ...
+
+
+class Link:
+    """A process group of one sender, its number 0, and its receivers."""
+
+    def __init__(self, group: Any, meeting: Meeting) -> None:
+        self._group = group
+        self._meeting = meeting
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are sent from and arrive: main memory, or the current GPU for NCCL."""
+        return torch.device("cuda" if self._meeting.backend == "nccl" else "cpu")
+
+    @classmethod
+    def connect(cls, meeting: Meeting, rank: int, size: int) -> Link:
+        """Wait for the other members. ``WeightsError`` if one of them does not come."""
+        limit = timedelta(seconds=meeting.limit_s)
+        try:
+            found = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+            # As ``torch.distributed`` nests them, so that the other end may be a group of ``new_group``'s kind.
+            device = "cuda" if meeting.backend == "nccl" else "cpu"
+            names = (meeting.name, f"{meeting.name}/", f"{device}/")
+            store: Any = found
+            for name in names:
+                store = PrefixStore(name, store)
+            group = _make_group(meeting, store, rank, size, limit)
+        except (RuntimeError, ValueError) as error:
+            raise WeightsError(
+                f"weights: member {rank} of {size} could not join {meeting.name} at {meeting.host}:{meeting.port} "
+                f"within {meeting.limit_s:g} s ({_first_line(error)})"
+            ) from error
+        return cls(group, meeting)
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        """Send the tensor if this is number 0, otherwise receive into it. Returns before that has happened."""
+        group = self._group
+        if group is None:
+            raise WeightsError("weights: this process has left the group")
+        options = BroadcastOptions()
+        options.rootRank = 0
+        try:
+            return _Work(group.broadcast([tensor], options), self._meeting)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def close(self) -> None:
+        """Leave the group. The other members' operations fail at once."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if self._meeting.backend == "nccl":
+            group.abort()
+        # Operations that still run end at their time limit, and are waited for.
+        threading.Thread(target=_release, args=([group],), name="headwater-weights-leave", daemon=True).start()
+
+
+@dataclass
+class _Work:
+    work: Any
+    meeting: Meeting
+
+    def wait(self) -> None:
+        try:
+            if self.meeting.backend == "nccl":
+                self._poll()
+            self.work.wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _poll(self) -> None:
+        """NCCL waits for a member that has ended without a limit."""
+        deadline = time.monotonic() + self.meeting.limit_s
+        while not self.work.is_completed():
+            if time.monotonic() > deadline:
+                raise WeightsError(f"weights: a bucket was not sent within {self.meeting.limit_s:g} s")
+            time.sleep(_POLL_S)
+
+
+def _make_group(meeting: Meeting, store: Any, rank: int, size: int, limit: timedelta) -> Any:
+    if meeting.backend == "nccl":
+        from torch.distributed import ProcessGroupNCCL
+
+        settings = ProcessGroupNCCL.Options()
+        settings._timeout = limit
+        return ProcessGroupNCCL(store, rank, size, settings)
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if interface:
+        options._devices = [ProcessGroupGloo.create_device(interface=interface)]
+    else:
+        options._devices = [ProcessGroupGloo.create_device(hostname=own_address(meeting.host))]
+    options._timeout = limit
+    options._threads = 2
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _release(holder: list[Any]) -> None:
+    holder.clear()
+
+
+def _lost(error: Exception) -> WeightsError:
+    return WeightsError(f"weights: a member of the group has ended or does not answer ({_first_line(error)})")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,218 @@
+"""A real vLLM server on the CPU: log-probs, interrupted responses, training, a killed server, wrong settings.
+
+vLLM runs in an environment of its own (``make setup-vllm``). One server is started for all tests of this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from command import ROOT, is_gone, metrics, train_here
+
+from headwater.backends import BackendContext
+from headwater.backends.vllm.engine import VllmEngine
+from headwater.config.load import load_config
+from headwater.core.errors import ConfigError, RolloutFailed, WeightsError
+from headwater.core.protocols import WeightUpdate
+from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.models.device import with_dtype
+from headwater.models.load import load_model, load_tokenizer
+from headwater.observe.spans import Spans
+
+PYTHON = Path(os.environ.get("HEADWATER_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"NO REAL VLLM: {PYTHON} does not exist; run `make setup-vllm`"),
+    pytest.mark.xdist_group("vllm"),
+]
+
+MODEL = "tiny:qwen3"
+TOLERANCE = 1e-4
+"""Between float32 log-probs of vLLM and of transformers."""
+LIMIT_S = 900.0
+
+
+def context(*settings: str, model: str = MODEL) -> BackendContext:
+    base = ["rollout.backend=vllm", "data.max_prompt_tokens=64", "rollout.max_new_tokens=256", f"model.path={model}"]
+    config = with_dtype(load_config("quickstart", [*base, *settings]).config)
+    return BackendContext(config, model, load_tokenizer(model), Spans())
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[VllmEngine]:
+    launch = ("rollout.placement=disaggregated", f"rollout.launch.python={PYTHON}")
+    engine = VllmEngine.launch(context(*launch), ["cpu"])
+    yield engine
+    processes = group(engine._server.keeper.pid)
+    engine.close()
+    assert len(processes) > 1
+    assert all(map(is_gone, processes))
+
+
+def group(leader: int) -> list[int]:
+    """The processes of a server."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            if int(stat.read_text().rpartition(")")[2].split()[2]) == leader:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def weights(seed: int) -> torch.nn.Module:
+    return load_model(MODEL, dtype="float32", device="cpu", seed=seed)
+
+
+def publish(engine: VllmEngine, model: torch.nn.Module, version: int, mode=None) -> None:
+    engine.update_weights(WeightUpdate.of(version, model.named_parameters()), mode).result(LIMIT_S)
+
+
+def requests(count: int, sampling: SamplingParams) -> list[ModelRequest]:
+    return [ModelRequest(f"request-{each}", (5, 6, 7, 10 + each), sampling, rng_key=each) for each in range(count)]
+
+
+def until_running(engine: VllmEngine, count: int) -> None:
+    while engine.status().num_running < count:
+        time.sleep(0.02)
+
+
+async def ask(engine: VllmEngine, count: int, sampling: SamplingParams) -> list[ModelResponse]:
+    return list(await asyncio.gather(*map(engine.agenerate, requests(count, sampling))))
+
+
+@torch.no_grad()
+def logprobs(model: torch.nn.Module, response: ModelResponse, sampling: SamplingParams) -> torch.Tensor:
+    """What the learner computes for the response."""
+    tokens = torch.tensor([[*response.input_tokens, *response.output_tokens]])
+    logits = model(tokens).logits[0, len(response.input_tokens) - 1 : -1] / (sampling.temperature or 1.0)
+    if sampling.top_k:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return logits.log_softmax(-1).gather(1, tokens[0, len(response.input_tokens) :, None])[:, 0]
+
+
+def assert_sampled_by(models: dict[int, torch.nn.Module], response: ModelResponse, sampling: SamplingParams) -> None:
+    """Every token has the log-prob of the version that it names."""
+    own = torch.tensor(response.output_logprobs)
+    versions = torch.tensor(response.output_versions)
+    assert set(response.output_versions) <= models.keys()
+    for version, model in models.items():
+        error = (logprobs(model, response, sampling) - own).abs()
+        if (versions == version).any():
+            assert float(error[versions == version].max()) < TOLERANCE
+        if (versions != version).any():
+            assert float(error[versions != version].max()) > 100 * TOLERANCE
+
+
+def test_logprobs_are_those_of_the_published_weights(engine: VllmEngine) -> None:
+    plain = SamplingParams(24, ignore_end=True)
+    for sampling in (plain, SamplingParams(24, temperature=0.7, ignore_end=True), SamplingParams(24, 0.9, top_k=9)):
+        for response in asyncio.run(ask(engine, 4, sampling)):
+            assert_sampled_by({engine.get_version(): weights(0)}, response, sampling)
+    for version in (1, 2):
+        publish(engine, weights(version), version)
+        greedy = SamplingParams(24, temperature=0.0, ignore_end=True)
+        for sampling in (plain, greedy):
+            for response in asyncio.run(ask(engine, 4, sampling)):
+                assert_sampled_by({version: weights(version)}, response, sampling)
+
+
+def test_responses_that_span_an_update_lose_no_token(engine: VllmEngine) -> None:
+    sampling = SamplingParams(160, temperature=0.8, ignore_end=True)
+    for mode in ("interrupt", "in_flight", "drain"):
+        old = engine.get_version()
+        publish(engine, weights(old), old)
+        answers: list[ModelResponse] = []
+        thread = threading.Thread(target=lambda: answers.extend(asyncio.run(ask(engine, 6, sampling))))  # noqa: B023
+        thread.start()
+        until_running(engine, 6)
+        publish(engine, weights(old + 1), old + 1, mode)
+        thread.join(LIMIT_S)
+        assert len(answers) == 6
+        for response in answers:
+            assert (response.output_len, response.stop_reason) == (160, "length")
+            assert list(response.output_versions) == sorted(response.output_versions)
+            num_old = response.output_versions.count(old)
+            assert num_old == 160 if mode == "drain" else 0 < num_old < 160
+            if mode != "in_flight":  # whose new tokens attend to keys and values of the old weights
+                assert_sampled_by({old: weights(old), old + 1: weights(old + 1)}, response, sampling)
+        assert not engine.status().num_running
+
+
+def test_ends_aborts_and_pauses(engine: VllmEngine) -> None:
+    tokenizer = load_tokenizer(MODEL)
+    (free,) = asyncio.run(ask(engine, 1, SamplingParams(60, temperature=0.0, ignore_end=True)))
+    stop = tokenizer.decode([free.output_tokens[20]]).strip() or tokenizer.decode([free.output_tokens[21]])
+    (stopped,) = asyncio.run(ask(engine, 1, SamplingParams(60, 0.0, ignore_end=True, stop_strings=(stop,))))
+    assert stopped.stop_reason == "stop"
+    assert stop in tokenizer.decode(list(stopped.output_tokens))
+    assert stop not in tokenizer.decode(list(stopped.output_tokens[:-1]))
+    token = free.output_tokens[10]
+    (ended,) = asyncio.run(ask(engine, 1, SamplingParams(60, 0.0, stop_token_ids=(token,), ignore_end=True)))
+    assert ended.output_tokens == free.output_tokens[: free.output_tokens.index(token) + 1]
+
+    async def aborted() -> ModelResponse:
+        task = asyncio.ensure_future(ask(engine, 1, SamplingParams(200, ignore_end=True)))
+        await asyncio.to_thread(until_running, engine, 1)
+        assert await asyncio.to_thread(engine.abort, "request-0") == 1
+        return (await task)[0]
+
+    assert (response := asyncio.run(aborted())).stop_reason == "abort"
+    assert 0 < response.output_len < 200
+    engine.pause()
+    thread = threading.Thread(target=lambda: asyncio.run(ask(engine, 1, SamplingParams(4))))
+    thread.start()
+    thread.join(1.0)
+    assert thread.is_alive()
+    engine.resume()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_wrong_weights_models_and_settings_are_refused(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = engine.get_version()
+    publish(engine, weights(1), version + 1)
+    narrow = [(name, each[:1]) for name, each in weights(2).named_parameters()]
+    with pytest.raises(WeightsError, match="shape"):
+        engine.update_weights(WeightUpdate.of(version + 2, narrow)).result(LIMIT_S)
+    (response,) = asyncio.run(ask(engine, 1, SamplingParams(8, ignore_end=True)))
+    assert_sampled_by({version + 1: weights(1)}, response, SamplingParams(8))
+    servers = f"rollout.servers=[{engine.url}]"
+    with pytest.raises(ConfigError, match="another model"):
+        VllmEngine.connect(engine.url, context(servers, model="tiny:llama"))
+    nowhere = "http://127.0.0.1:9"
+    with pytest.raises(RolloutFailed, match="cannot be reached"):
+        VllmEngine.connect(nowhere, context(f"rollout.servers=[{nowhere}]", "rollout.server_timeout_s=1"))
+
+
+def test_a_run_learns_through_a_running_server(engine: VllmEngine, tmp_path: Path) -> None:
+    settings = ["rollout.backend=vllm", f"rollout.servers=[{engine.url}]", f"run.root={tmp_path}", "run.name=learns"]
+    train_here("quickstart", *settings, "trainer.total_steps=25", "eval.before=false", "rollout.max_staleness=1")
+    rewards = [record["reward/mean"] for record in metrics(tmp_path / "learns", "train")]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
+
+
+def test_a_killed_server_is_replaced_and_loses_no_token(engine: VllmEngine) -> None:
+    version = engine.get_version() + 1
+    publish(engine, weights(3), version)
+    sampling = SamplingParams(200, ignore_end=True)
+    answers: list[ModelResponse] = []
+    thread = threading.Thread(target=lambda: answers.extend(asyncio.run(ask(engine, 6, sampling))))
+    thread.start()
+    until_running(engine, 6)
+    os.kill(engine._server.keeper.pid, signal.SIGKILL)
+    thread.join(LIMIT_S)
+    assert engine.status().num_restarts == 1
+    for response in answers:
+        assert response.output_len == 200
+        assert_sampled_by({version: weights(3)}, response, sampling)

@@ -1,0 +1,349 @@
+"""The vLLM backend without vLLM: its messages, and an engine over a server that plays recorded exchanges.
+
+``tests/integration/test_vllm.py`` uses a real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from tiny import model, tokenizer
+
+from headwater.backends import BackendContext
+from headwater.backends.vllm import session as session_module
+from headwater.backends.vllm.checks import logprobs_problem
+from headwater.backends.vllm.dialect import dialect_of
+from headwater.backends.vllm.engine import VllmEngine
+from headwater.backends.vllm.inprocess import InProcessLink
+from headwater.backends.vllm.launch import command
+from headwater.backends.vllm.link import VllmInfo
+from headwater.backends.vllm.requests import OpenRequest
+from headwater.backends.vllm.wire import Chunk, Garbage, Span, read_event, write_request
+from headwater.config.load import load_config
+from headwater.core.errors import ConfigError, LogitsBroken, RequestError, RolloutFailed
+from headwater.core.protocols import WeightUpdate
+from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.models.device import with_dtype
+from headwater.observe.spans import Spans
+
+EXCHANGES = Path(__file__).parent / "vllm_exchanges"
+TOKENS = (495, 249, 11, 382, 24, 87, 91, 448, 157, 347)
+
+
+def events(name: str) -> list[str]:
+    lines = (EXCHANGES / f"{name}.txt").read_text().splitlines()
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+
+
+def request(count: int = 10, **fields: Any) -> ModelRequest:
+    return ModelRequest("one", (5, 6, 7), SamplingParams(count, **fields), rng_key=5)
+
+
+def context(*settings: str) -> BackendContext:
+    base = ["rollout.backend=vllm", "rollout.max_new_tokens=16", "model.device=cpu", *settings]
+    return BackendContext(with_dtype(load_config("quickstart", base).config), "tiny:qwen3", tokenizer(), Spans())
+
+
+# Messages
+
+
+def test_both_forms_of_answers_are_read() -> None:
+    for version in ("0.32", "0.23"):
+        chunks = [read_event(event, dialect_of(version)) for event in events(version)]
+        assert tuple(token for chunk in chunks for token in chunk.tokens) == TOKENS
+        assert chunks[0].logprobs == (-6.023831844329834,)
+        assert [chunk.stop_reason for chunk in chunks] == [None, None, "length"]
+        assert chunks[-1].spans == ((Span("default", 0, 10),) if version == "0.32" else ())
+    with pytest.raises(RequestError, match="out of vocabulary"):
+        read_event(events("0.32-refused")[0], dialect_of("0.32"))
+    with pytest.raises(RolloutFailed, match="not supported"):
+        dialect_of("0.11.2")
+
+
+def test_garbage_is_named() -> None:
+    good = events("0.32")[0]
+    for bad in (
+        "{}",
+        "[1]",
+        "hello",
+        good.replace('"token_id":495', '"token_id":494'),
+        '{"choices":[{"token_ids":[1]}]}',
+    ):
+        with pytest.raises(Garbage):
+            read_event(bad, dialect_of("0.32"))
+    with pytest.raises(LogitsBroken, match="-9999"):
+        read_event(good.replace("-6.023831844329834", "-9999.0"), dialect_of("0.32"))
+
+
+def test_a_continued_request_asks_for_the_rest() -> None:
+    whole = request(10, temperature=0.7, min_new_tokens=4, stop_token_ids=(9,))
+    rest = replace(whole, given_tokens=(1, 2, 3))
+    first, second = (write_request(each, dialect_of("0.32"), (0,), 7) for each in (whole, rest))
+    assert second["token_ids"] == [5, 6, 7, 1, 2, 3]
+    params = second["sampling_params"]
+    assert (params["max_tokens"], params["min_tokens"], params["stop_token_ids"]) == (7, 1, [0, 9])
+    assert params["seed"] != first["sampling_params"]["seed"]
+    assert second["cache_salt"] == "version-7"
+    assert "stream_interval" not in write_request(whole, dialect_of("0.23"), (), 0)["sampling_params"]
+
+
+def test_tokens_of_unknown_version_are_generated_again() -> None:
+    answers: list[object] = []
+    opened = OpenRequest(0, request(), answers.append)
+    opened.begin(3)
+    opened.extend(Chunk((1, 2), (-1.0, -2.0)))
+    opened.weights_change()
+    opened.extend(Chunk((3,), (-3.0,)))
+    assert opened.partial().output_tokens == (1, 2)
+    opened.extend(Chunk((3, 4), (-3.0, -4.0)))
+    opened.end_stream((Span("3", 0, 3), Span("4", 3, 4)), {"3": 3, "4": 4})
+    assert opened.versions == [3, 3, 3, 4]
+    opened.begin(4)
+    opened.extend(Chunk((5,), (-5.0,)))
+    opened.end_stream((Span("4", 0, 1),), {"4": 4})
+    assert (opened.tokens, opened.versions) == ([1, 2, 3, 4, 5], [3, 3, 3, 4, 4])
+    with pytest.raises(Garbage, match="did not publish"):
+        opened.end_stream((Span("else", 0, 1),), {"4": 4})
+
+
+def test_logprobs_of_another_distribution_are_refused() -> None:
+    info = VllmInfo("0.32", dialect_of("0.32"), "m", "float32", "1", 64, 8, "raw_logprobs", "cpu", False, False)
+    plain, greedy = SamplingParams(4), SamplingParams(4, temperature=0.0)
+    others = [
+        SamplingParams(4, 0.5),
+        SamplingParams(4, top_k=3),
+        SamplingParams(4, top_p=0.9),
+        SamplingParams(4, min_p=0.1),
+    ]
+    assert [logprobs_problem(info, each) is None for each in (plain, greedy, *others)] == [True, True] + [False] * 4
+    processed, logits = replace(info, logprobs_mode="processed_logprobs"), replace(info, logprobs_mode="raw_logits")
+    assert all(logprobs_problem(processed, each) is None for each in (plain, greedy, *others))
+    assert "processed_logprobs" in (logprobs_problem(logits, plain) or "")
+
+
+def test_the_command_of_a_server() -> None:
+    settings = ("rollout.placement=disaggregated", f"rollout.launch.python={sys.executable}", "engine.max_sequences=32")
+    how = command(context(*settings, "rollout.launch.args=[--swap,x]"), Path("/models/one"), ["cpu"])
+    text = " ".join(how.arguments)
+    assert "--model /models/one" in text
+    assert "--max-num-seqs 32" in text
+    assert "--logprobs-mode processed_logprobs" in text
+    assert text.endswith("--enforce-eager --swap x")
+    assert how.environment["VLLM_SERVER_DEV_MODE"] == "1"
+    gpus = command(context(*settings), Path("/models/one"), ["cuda:2", "cuda:3"])
+    assert "--tensor-parallel-size 2" in " ".join(gpus.arguments)
+    assert gpus.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    missing = "rollout.launch.python=/no/such/python"
+    with pytest.raises(ConfigError, match="no such program"):
+        command(context("rollout.placement=disaggregated", missing), Path("/m"), ["cpu"])
+    with pytest.raises(ConfigError, match=r"rollout\.launch\.python"):
+        InProcessLink.start(context(), Path("/m"))
+
+
+# An engine over a server that plays recorded exchanges
+
+
+class Player:
+    """Answers like vLLM 0.32, with the recorded tokens. ``faults`` are played first."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.label = "default"
+        self.instance = "1"
+        self.bodies: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self.faults: list[Callable[[web.StreamResponse, list[str]], Any]] = []
+        self.is_healthy = True
+        self.texts: dict[str, Any] = {}
+
+    async def control(self, asked: web.Request) -> web.Response:
+        path = asked.path
+        if path == "/health" and not self.is_healthy:
+            await asyncio.sleep(60)
+        if path in ("/health", "/version", "/pause", "/resume"):
+            if path in ("/pause", "/resume"):
+                self.calls.append(path + asked.query.get("mode", ""))
+            return web.json_response({"version": "0.32.0"})
+        body = await asked.json()
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+        elif body["method"] == "headwater_describe":
+            sizes = {"max_model_len": 64, "logprobs_mode": "processed_logprobs", "enable_sleep_mode": False}
+            described = {
+                "instance_id": self.instance,
+                "model_config": {"model": "/elsewhere", "dtype": "torch.float32", **sizes, **self.texts},
+                "scheduler_config": {"max_num_seqs": 8},
+                "device_config": {"device": "cpu"},
+                "parallel_config": {"worker_extension_cls": "headwater_vllm_worker.Worker"},
+            }
+            return web.json_response({"results": [described]})
+        else:
+            self.calls.append(body["method"])
+        return web.json_response({})
+
+    async def generate(self, asked: web.Request) -> web.StreamResponse:
+        body = await asked.json()
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await reply.prepare(asked)
+        if max(body["token_ids"]) >= 512:
+            await reply.write((EXCHANGES / "0.32-refused.txt").read_bytes())
+            return reply
+        lines = [f"data: {each}\n\n".replace('"default"', f'"{self.label}"') for each in events("0.32")]
+        if body["request_id"] != "headwater-probe":
+            self.bodies.append(body)
+            if self.faults:
+                await self.faults.pop(0)(reply, lines)
+                return reply
+            num_given = len(body["token_ids"]) - 3
+            if num_given == 1:  # the rest of the recorded response
+                lines = [lines[1], lines[2].replace('"end":10', '"end":9')]
+        await reply.write("".join([*lines, "data: [DONE]\n\n"]).encode())
+        return reply
+
+    @contextmanager
+    def serving(self) -> Iterator[str]:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+
+        async def start() -> web.AppRunner:
+            app = web.Application()
+            app.router.add_post("/inference/v1/generate", self.generate)
+            app.router.add_route("*", "/{path:.*}", self.control)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+            return runner
+
+        async def end() -> None:
+            await runner.cleanup()
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+        runner = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+        try:
+            yield self.url
+        finally:
+            asyncio.run_coroutine_threadsafe(end(), loop).result(30)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(30)
+            loop.close()
+
+
+@contextmanager
+def connected(player: Player, *settings: str) -> Iterator[VllmEngine]:
+    with player.serving() as url:
+        engine = VllmEngine.connect(url, context(f"rollout.servers=[{url}]", *settings))
+        try:
+            assert engine.status().needs_weights
+            engine.update_weights(WeightUpdate.of(1, model().named_parameters())).result(60)
+            yield engine
+        finally:
+            engine.close()
+
+
+def ask(engine: VllmEngine, asked: ModelRequest) -> ModelResponse:
+    return asyncio.run(engine.agenerate(asked))
+
+
+def test_a_broken_stream_continues_after_the_tokens_that_arrived() -> None:
+    player = Player()
+
+    async def breaks(reply: web.StreamResponse, lines: list[str]) -> None:
+        await reply.write(lines[0].encode())
+        reply._req.transport.close()
+
+    async def aborts(reply: web.StreamResponse, lines: list[str]) -> None:
+        final = lines[0].replace('"finish_reason":null', '"finish_reason":"abort"')
+        span = '"weight_versions":[{"version":"1","start":0,"end":1}]'
+        await reply.write((final.replace('"weight_versions":null', span) + "data: [DONE]\n\n").encode())
+
+    with connected(player) as engine:
+        assert player.calls == ["/resume", "/pausekeep", "headwater_reload", "/resume"]
+        assert ask(engine, request()).output_tokens == TOKENS
+        for fault in (breaks, aborts):
+            player.faults.append(fault)
+            response = ask(engine, request())
+            assert response.output_tokens == TOKENS
+            assert set(response.output_versions) == {1}
+            assert player.bodies[-1]["token_ids"] == [5, 6, 7, TOKENS[0]]
+            assert player.bodies[-1]["sampling_params"]["max_tokens"] == 9
+        with pytest.raises(RequestError, match="vocabulary"):
+            ask(engine, ModelRequest("two", (512,), SamplingParams(4), rng_key=0))
+
+
+def test_another_model_is_refused() -> None:
+    player = Player()
+    player.texts = {"text_config": {"hidden_size": 4096}}
+    with player.serving() as url, pytest.raises(ConfigError, match="hidden_size is 4096"):
+        VllmEngine.connect(url, context(f"rollout.servers=[{url}]"))
+
+
+def test_bad_answers_are_named_errors() -> None:
+    player = Player()
+
+    async def talks(reply: web.StreamResponse, lines: list[str]) -> None:
+        await reply.write(b"data: hello\n\n")
+
+    async def mislabels(reply: web.StreamResponse, lines: list[str]) -> None:
+        await reply.write("".join(lines).replace('"version":"1"', '"version":"9"').encode())
+
+    async def breaks(reply: web.StreamResponse, lines: list[str]) -> None:
+        reply._req.transport.close()
+
+    with connected(player) as engine:
+        for fault, words in ((talks, "cannot be used"), (mislabels, "did not publish")):
+            player.faults.append(fault)
+            with pytest.raises(RolloutFailed, match=words):
+                ask(engine, request())
+        player.faults += [breaks] * 4
+        with pytest.raises(RolloutFailed, match="without a new token"):
+            ask(engine, request())
+
+
+def test_a_server_that_stops_answering_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "_HEALTH_EVERY_S", 0.05)
+    monkeypatch.setattr("headwater.backends.vllm.http._HEALTH_LIMIT_S", 0.1)
+    player = Player()
+
+    async def hangs(reply: web.StreamResponse, lines: list[str]) -> None:
+        player.is_healthy = False
+        await asyncio.sleep(60)
+
+    with connected(player, "rollout.server_timeout_s=0.5") as engine:
+        player.faults.append(hangs)
+        with pytest.raises(RolloutFailed, match="cannot be reached"):
+            ask(engine, request())
+        assert not engine.status().is_alive
+
+
+def test_a_server_that_was_restarted_gets_the_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "_HEALTH_EVERY_S", 0.05)
+    monkeypatch.setattr("headwater.backends.vllm.http._HEALTH_LIMIT_S", 0.1)
+    player = Player()
+
+    async def restarts(reply: web.StreamResponse, lines: list[str]) -> None:
+        await reply.write(lines[0].encode())
+        player.is_healthy, player.instance, player.label = False, "2", "default"
+        asyncio.get_running_loop().call_later(0.5, setattr, player, "is_healthy", True)
+        await asyncio.sleep(60)
+
+    with connected(player) as engine:
+        player.faults.append(restarts)
+        response = ask(engine, request())
+        assert response.output_tokens == TOKENS
+        assert set(response.output_versions) == {1}
+        assert (engine.status().num_restarts, player.calls[-1], player.label) == (1, "headwater_reload", "1")

@@ -1,0 +1,114 @@
+"""Weights over process groups: Headwater's calls, and those of trainers for SGLang, against a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from aiohttp.test_utils import TestClient, TestServer
+from serving.parts import assert_refused
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from headwater.config.schema import EngineConfig
+from headwater.core.parcels import Parcel, SendOrder
+from headwater.engine.engine import Engine
+from headwater.models.checksum import checksum
+from headwater.serving.app import build_app
+from headwater.serving.options import ServerOptions
+from headwater.serving.sglang.distributed import InitGroup, UpdateFromGroup
+from headwater.serving.weight_group import BroadcastCall, JoinCall
+from headwater.weights.links import host_store
+
+ORDER = {"group": "g", "host": "127.0.0.1", "port": 5, "num_receivers": 2, "dtype": "bfloat16"}
+TENSOR = {"name": "w", "shape": [2, 3], "starts": [0, 4, 6]}
+GROUP = {"master_address": "127.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 2}
+TENSORS = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]]}
+
+
+def test_bodies():
+    order = SendOrder("g", "127.0.0.1", 5, 2, "bfloat16")
+    assert JoinCall.read({**ORDER, "number": 2, "num_senders": 4}) == JoinCall(order, 2, 4)
+    call = BroadcastCall.read({"version": 3, "mode": "drain", "tensors": [TENSOR], "order": ORDER, "limit_s": 7})
+    assert call == BroadcastCall(3, "drain", (Parcel("w", (2, 3), (0, 4, 6)),), order, 7)
+    joined = InitGroup.read({**GROUP, "backend": "gloo"})
+    assert (joined.meeting.name, joined.rank, joined.world_size) == ("weight_update_group", 1, 2)
+    update = UpdateFromGroup.read({**TENSORS, "weight_version": "9", "flush_cache": False})
+    assert (update.tensors, update.mode) == ((("w", torch.float32, (2, 3)),), "in_flight")
+    assert update.wanted_version == 9
+    for read, body, part in (
+        (JoinCall.read, {**ORDER, "number": 3}, "number = 3: must be <= 2"),
+        (JoinCall.read, {**ORDER}, "number: give"),
+        (JoinCall.read, {"group": "g", "number": 1}, "give all of them"),
+        (BroadcastCall.read, {"version": 1, "order": ORDER, "tensors": []}, "give all of them"),
+        (BroadcastCall.read, {"version": 1, "order": ORDER, "tensors": [7]}, "tensors[0] = 7: must be an object"),
+        (BroadcastCall.read, {"version": 1, "order": ORDER, "tensors": [{**TENSOR, "starts": [0, 9]}]}, "do not cover"),
+        (InitGroup.read, {**GROUP, "rank_offset": 2}, "must be less than world_size = 2"),
+        (InitGroup.read, {"master_port": 5}, "give all of them"),
+        (UpdateFromGroup.read, {**TENSORS, "names": ["w", "v"]}, "lists of the same length"),
+        (UpdateFromGroup.read, {**TENSORS, "dtypes": ["int8"]}, "dtypes[0]"),
+    ):
+        assert_refused(read, [(body, part)])
+
+
+def trainer(name: str, tensors: list[torch.Tensor]) -> None:
+    """Member 0 of a group, as ``init_custom_process_group`` of a trainer makes it; sends one tensor after the other."""
+    store: Any = TCPStore("127.0.0.1", host_store("127.0.0.1").port, is_master=False)
+    for prefix in (name, f"{name}/", "cpu/"):
+        store = PrefixStore(prefix, store)
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=60)
+    group = ProcessGroupGloo(store, 0, 2, options)
+    for tensor in tensors:
+        group.broadcast([tensor]).wait()
+
+
+@pytest.fixture
+def engine():
+    made = Engine(tiny.model(0), tiny.tokenizer(), EngineConfig(kv_cache_gib=0.01))
+    yield made
+    made.close()
+
+
+def test_a_trainer_for_sglang_sends_weights_over_its_own_group(engine):
+    learner = tiny.model(1)
+    named = [(name, each.detach()) for name, each in learner.named_parameters()]
+    body = {
+        "names": [name for name, _ in named],
+        "dtypes": ["float32"] * len(named),
+        "shapes": [list(each.shape) for _, each in named],
+    }
+    port = host_store("127.0.0.1").port
+
+    async def run(client: TestClient[Any, Any]) -> list[Any]:
+        async def post(path: str, values: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            async with client.post(path, json=values) as answer:
+                return answer.status, await answer.json()
+
+        replies = [await post("/update_weights_from_distributed", body)]
+        replies.append(await post("/init_weights_update_group", {**GROUP, "master_port": port, "backend": "gloo"}))
+        replies.append(await post("/update_weights_from_distributed", {**body, "names": ["w", *body["names"][1:]]}))
+        replies.append(await post("/update_weights_from_distributed", {**body, "weight_version": "7"}))
+        replies.append(await post("/destroy_weights_update_group", {}))
+        replies.append(await post("/destroy_weights_update_group", {}))
+        return replies
+
+    async def served() -> list[Any]:
+        app = build_app(engine, tiny.tokenizer(), ServerOptions("tiny"))
+        async with TestClient(TestServer(app)) as client:
+            return await asyncio.wait_for(run(client), 120)
+
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(trainer, "weight_update_group", [each for _, each in named])
+        replies = asyncio.run(served())
+        sending.result(60)
+    assert [each[1]["success"] for each in replies] == [False, True, False, True, True, False]
+    assert "call /init_weights_update_group first" in replies[0][1]["message"]
+    assert "unknown w" in replies[2][1]["message"]
+    assert engine.weights_checksum() == checksum(learner.named_parameters())
+    assert engine.get_version() == 7

@@ -1,0 +1,213 @@
+"""Weights from several ranks to several engines, over real process groups between threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from headwater.core.errors import WeightsError
+from headwater.core.parcels import Parcel, SendOrder
+from headwater.models.checksum import Checksum, checksum
+from headwater.weights import pieces
+from headwater.weights.delta import DeltaReader, DeltaWriter
+from headwater.weights.links import Link, Meeting, host_store, own_address
+from headwater.weights.memory import Receiver
+from headwater.weights.pieces import GroupMember, PieceReceiver, PieceSender, cut
+
+LIMIT_S = 60.0
+
+
+def order(name: str, **settings: Any) -> SendOrder:
+    port = host_store("127.0.0.1").port
+    values = {"num_receivers": 2, "dtype": "float32", "bucket_bytes": 2**14, "limit_s": 20.0, **settings}
+    return SendOrder(name, "127.0.0.1", port, **values)
+
+
+def halves(model: Any) -> list[Parcel]:
+    """Every tensor split between two ranks, as far as parts may begin there."""
+    split = {name: each.numel() // 2 // 4 * 4 for name, each in model.named_parameters()}
+    return [Parcel(name, tuple(each.shape), (0, split[name], each.numel())) for name, each in model.named_parameters()]
+
+
+def own_parts(model: Any, parcels: list[Parcel], rank: int) -> list[torch.Tensor]:
+    flat = [each.detach().reshape(-1) for each in model.parameters()]
+    return [each[parcel.starts[rank] : parcel.starts[rank + 1]] for each, parcel in zip(flat, parcels, strict=True)]
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [each.result(LIMIT_S) for each in [threads.submit(call) for call in calls]]
+
+
+def joined(using: SendOrder) -> tuple[list[PieceSender], list[GroupMember]]:
+    senders = [PieceSender(rank) for rank in range(2)]
+    results = together(
+        *(lambda each=each: each.connect(using) for each in senders),
+        *(lambda number=number: GroupMember.join(using, number, 2) for number in (1, 2)),
+    )
+    assert [each.failure for each in results[:2]] == ["", ""]
+    return senders, results[2:]
+
+
+def take(member: GroupMember, model: Any, parcels: list[Parcel], using: SendOrder) -> None:
+    update = PieceReceiver(member, parcels, using).update(1)
+    Receiver(model, update.shapes).take_all(update)
+
+
+def close(*ends: PieceSender | GroupMember) -> None:
+    for each in ends:
+        each.close()
+
+
+@pytest.mark.parametrize(("dtype", "encoding"), [("float32", "plain"), ("bfloat16", "plain"), ("bfloat16", "delta")])
+def test_every_bit_arrives_at_every_engine_and_the_sums_of_the_ranks_are_the_checksums(dtype, encoding):
+    using = order(f"bits-{dtype}-{encoding}", dtype=dtype, encoding=encoding)
+    (senders, members), sizes = joined(using), []
+    for seed in (1, 2, 2):  # the group is used again
+        learner, served = tiny.model(seed), [tiny.model(5).to(getattr(torch, dtype)) for _ in members]
+        parcels = halves(learner)
+        reports = together(
+            *(partial(each.send, using, parcels, own_parts(learner, parcels, each._rank)) for each in senders),
+            *(partial(take, member, model, parcels, using) for member, model in zip(members, served, strict=True)),
+        )[:2]
+        wanted = checksum(learner.named_parameters(), getattr(torch, dtype))
+        assert [checksum(each.named_parameters()) for each in served] == [wanted] * 2
+        assert Checksum.merged(each.serving for each in reports).text() == wanted
+        assert Checksum.merged(each.trained for each in reports).text() == checksum(learner.named_parameters())
+        assert not any(each.failure for each in reports)
+        sizes.append(sum(each.num_bytes for each in reports))
+    whole = sum(each.numel() for each in learner.parameters()) * getattr(torch, dtype).itemsize
+    assert len(cut(parcels, getattr(torch, dtype).itemsize, using.bucket_bytes)) > 10
+    if encoding == "plain":
+        assert sizes == [whole] * 3
+    else:
+        assert sizes[2] < whole / 500, "nothing has changed"
+    close(*senders, *members)
+
+
+def test_a_receiver_that_leaves_in_the_middle_does_not_hold_up_the_ranks_or_the_other_engines():
+    using = order("leaves", limit_s=5.0)
+    senders, members = joined(using)
+    learner, served = tiny.model(1), [tiny.model(5) for _ in members]
+    parcels = halves(learner)
+    num_read, outcomes = [0], {}
+
+    def leaving() -> None:
+        receiver = PieceReceiver(members[0], parcels, using)
+        for _ in receiver.buckets():
+            num_read[0] += 1
+            if num_read[0] == 3:
+                receiver.fail("the engine ends")
+                return
+
+    def staying() -> None:
+        with pytest.raises(WeightsError) as caught:
+            take(members[1], served[1], parcels, using)
+        outcomes["engine"] = str(caught.value)
+
+    read = [0, 0]
+
+    def send(sender: PieceSender) -> Any:
+        def counted() -> Any:
+            for piece in own_parts(learner, parcels, sender._rank):
+                read[sender._rank] += 1
+                yield piece
+
+        return sender.send(using, parcels, counted())
+
+    reports = together(*(lambda each=each: send(each) for each in senders), leaving, staying)[:2]
+    assert any("has ended or does not answer" in each.failure for each in reports)
+    assert read == [len(parcels)] * 2, "a rank makes every piece, because the others may wait for it"
+    assert "version 1 failed after" in outcomes["engine"] or "does not answer" in outcomes["engine"]
+    again = senders[0].send(using, parcels, own_parts(learner, parcels, 0))
+    assert "not a member" in again.failure
+    assert not again.num_bytes
+    close(*senders, *members)
+
+
+def test_members_that_do_not_come_are_named_within_the_limit():
+    using = order("alone", limit_s=0.5)
+    assert "member 0 of 3 could not join alone/0 at 127.0.0.1" in PieceSender(0).connect(using).failure
+    with pytest.raises(WeightsError, match=r"member 1 of 3 could not join alone/0 .* within 0\.5 s"):
+        GroupMember.join(using, 1, 2)
+
+
+def test_an_engine_whose_sender_is_gone_stops_waiting(monkeypatch):
+    monkeypatch.setattr(pieces, "_NEXT_LIMIT_S", 0.5)
+    using = order("silent", num_receivers=2, limit_s=30.0)
+    senders, members = joined(using)
+    receiver = PieceReceiver(members[0], halves(tiny.model(1)), using)
+    failing = threading.Timer(0.2, receiver.fail, ("another weight update began",))
+    failing.start()
+    with pytest.raises(WeightsError, match="another weight update began"):
+        next(receiver.buckets())
+    close(*senders, *members)
+
+
+def test_a_group_of_torchs_own_kind_can_be_the_other_end():
+    """As trainers for SGLang make it: ``PrefixStore`` of the group's name inside a group of that name."""
+    port = host_store("127.0.0.1").port
+    sent, received = torch.arange(6.0), torch.zeros(6)
+
+    def other_end() -> None:
+        store = PrefixStore("cpu/", PrefixStore("w/", PrefixStore("w", TCPStore("127.0.0.1", port, is_master=False))))
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=20)
+        ProcessGroupGloo(store, 0, 2, options).broadcast([sent]).wait()
+
+    def this_end() -> None:
+        Link.connect(Meeting("127.0.0.1", port, "w", limit_s=20), 1, 2).broadcast(received).wait()
+
+    together(other_end, this_end)
+    assert torch.equal(sent, received)
+
+
+@given(st.lists(st.binary(min_size=8, max_size=64), min_size=1, max_size=4), st.sampled_from([2, 4]))
+def test_a_difference_decodes_to_every_bit(versions, itemsize):
+    writer, reader = DeltaWriter(), DeltaReader()
+    for number, data in enumerate(versions):
+        new = torch.frombuffer(bytearray(data[: len(data) // 4 * 4]), dtype=torch.uint8)
+        into = torch.empty_like(new)
+        reader.decode("k", writer.encode("k", new, itemsize), into, itemsize)
+        assert torch.equal(into, new), number
+    with pytest.raises(WeightsError, match="cannot be decoded"):
+        reader.decode("k", torch.zeros(40, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8), itemsize)
+
+
+@given(st.data())
+def test_a_checksum_of_parts_is_the_checksum_of_the_whole(data):
+    dtype = data.draw(st.sampled_from([None, torch.bfloat16]))
+    size = data.draw(st.sampled_from([1, 40, 2**21 + 40]))
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    places = sorted({0, size, *(4 * each for each in data.draw(st.lists(st.integers(0, size // 4), max_size=3)))})
+    parts = []
+    for start, end in pairwise(places):
+        part = Checksum(dtype)
+        part.add_part("w", (size,), start, tensor[start:end])
+        parts.append(part.sums())
+    assert Checksum.merged(parts).text() == checksum([("w", tensor)], dtype)
+
+
+def test_parcels_that_do_not_cover_a_tensor_are_refused():
+    for starts in ((0,), (0, 5), (1, 6), (0, 7, 3, 6)):
+        with pytest.raises(ValueError, match=r"do not cover it|overlap"):
+            Parcel("w", (2, 3), starts)
+    member = GroupMember("g", [cast(Link, None)], torch.device("cpu"), DeltaReader())
+    with pytest.raises(WeightsError, match="not from the 1 ranks"):
+        PieceReceiver(member, [Parcel("w", (2,), (0, 1, 2))], order("x"))
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(WeightsError, match="no route"):
+        own_address("no-such-host.invalid")
