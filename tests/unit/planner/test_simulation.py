@@ -140,7 +140,8 @@ def test_requests_wait_for_a_place_if_all_servers_are_full():
                 )
             )
         tasks.sleep(0.05)
-        assert [server.load for server in servers] == [2, 2] and fleet.num_open == 10
+        assert [server.load for server in servers] == [2, 2]
+        assert fleet.num_open == 10
         tasks.sleep(1.0)
     assert done == pytest.approx([0.1] * 4 + [0.2] * 4 + [0.3] * 2)
 
