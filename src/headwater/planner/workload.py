@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import UpdateMode
@@ -24,7 +25,7 @@ _SHARED_BY_A_GROUP = 0.5
 class Lengths:
     """Response lengths, group by group. A simulation draws whole groups, so that samples of a prompt stay together."""
 
-    groups: np.ndarray
+    groups: NDArray[np.int_]
     """``[groups, samples]``: tokens."""
     source: str
     """Where they come from, for people."""
@@ -95,7 +96,7 @@ class Workload:
     max_concurrent: int = 0
     on_stale: Literal["mask", "drop", "wait"] = "mask"
     update_mode: UpdateMode = "in_flight"
-    waits_s: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
+    waits_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros((1, 1)))
     """``[groups, samples]``: how long an episode waits for its tools and rewards. A smaller array is repeated."""
     timeout_s: float = 1800.0
     """``rollout.timeout_s``."""
@@ -120,8 +121,8 @@ class Workload:
 
     def wait_of(self, number: int, sample: int) -> float:
         """As ``length_of``: how long an episode waits for its tools and rewards."""
-        return float(_at(self.waits_s, number, sample))
+        return _at(self.waits_s, number, sample)
 
 
-def _at(values: np.ndarray, number: int, sample: int) -> float:
-    return values[number % values.shape[0], sample % values.shape[1]]  # type: ignore[no-any-return]
+def _at(values: NDArray[Any], number: int, sample: int) -> float:
+    return float(values[number % values.shape[0], sample % values.shape[1]])
