@@ -11,7 +11,7 @@ from typing import Any
 
 from headwater.backends import BackendContext
 from headwater.backends.launch.child import ChildServer, Command
-from headwater.backends.launch.keeper import ChildKeeper
+from headwater.backends.launch.keeper import ChildKeeper, ServerProcess
 from headwater.backends.vllm.http import HttpLink
 from headwater.backends.vllm.link import INSIDE
 from headwater.backends.vllm.session import Session
@@ -128,7 +128,7 @@ class LaunchedServer:
     async def start_child(self) -> ChildServer:
         return await ChildServer.start(self._command)
 
-    async def on_up(self, child: ChildServer) -> None:
+    async def on_up(self, child: ServerProcess) -> None:
         self._link = HttpLink(child.url)
         await self._session.attach(self._link, await self._link.describe())
 
