@@ -100,6 +100,8 @@ class LaunchedServer:
 
     def __init__(self, session: Session, how: Command) -> None:
         self.keeper = ChildKeeper(self, _REMEDY)
+        self.pid = 0
+        """The id of the process that serves now."""
         self._session = session
         self._command = how
         self._link: HttpLink | None = None
@@ -126,7 +128,9 @@ class LaunchedServer:
         return self._session.num_open
 
     async def start_child(self) -> ChildServer:
-        return await ChildServer.start(self._command)
+        child = await ChildServer.start(self._command)
+        self.pid = child.pid
+        return child
 
     async def on_up(self, child: ServerProcess) -> None:
         self._link = HttpLink(child.url)
