@@ -17,20 +17,28 @@ VLLM_STAMP := $(VLLM)/.installed
 NO_BUBBLEWRAP := $(VENV)/.no-bubblewrap
 WORKERS ?= 2
 
-.PHONY: quickstart test test-all lint setup setup-dev setup-clients setup-vllm bubblewrap install-bubblewrap clean
+.PHONY: quickstart test fast-tests test-all lint style types setup setup-dev setup-clients setup-vllm bubblewrap install-bubblewrap clean
 
 quickstart: setup
 	@$(BIN)/headwater train quickstart
 
-test: setup-dev lint
+# mypy uses one core for a minute, so it runs beside the tests.
+test: setup-dev style
+	@$(MAKE) --no-print-directory --jobs 2 types fast-tests
+
+fast-tests: setup-dev
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 test-all: setup-dev setup-clients setup-vllm
 	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal
 
-lint: setup-dev
+lint: style types
+
+style: setup-dev
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
+
+types: setup-dev
 	@$(BIN)/mypy --no-error-summary
 
 setup: $(STAMP) bubblewrap

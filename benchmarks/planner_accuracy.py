@@ -3,10 +3,10 @@
     python benchmarks/planner_accuracy.py [--out benchmarks/results/planner_accuracy.json]
 
 Three comparisons. (1) The cost formulas against every rate that was recorded on an H200. (2) Simulated runs against
-the recorded runs of ``async_vs_sync.py``: the speed of the engine and of the learner are taken from the run at staleness
-1, and the runs at 2, 4 and 8 are predicted. (3) The shape of tokens/s by staleness against the figures in AReaL's paper
-(Fu et al., 2025, the ablation of max staleness, 1.5B model). Their cluster is not ours, so only the shape is compared: all rates
-relative to unlimited staleness.
+the recorded runs of ``async_vs_sync.py``: the speed of the engine and of the learner are taken from the run at
+staleness 1, and the runs at 2, 4 and 8 are predicted. (3) The shape of tokens/s by staleness against the figures in
+AReaL's paper (Fu et al., 2025). Their cluster is not ours, so only the shape is compared: all rates relative to
+unlimited staleness.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def decode_rate(name: str, count: int, length: int, prompt: int, backend: str) -
 
 
 def of_whole_steps() -> list[dict[str, Any]]:
-    """A colocated GRPO step of the 1.5B model: 32 prompts, 8 samples, 512 tokens; the newest commit that was recorded."""
+    """A colocated GRPO step of the 1.5B model: 32 prompts, 8 samples, 512 tokens."""
     measured = list(read("gpu_steps_before_after.json")["colocated_512_tokens"].values())[-1]
     workload = Workload(
         num_prompts=32, num_samples=8, prompt_tokens=120, lengths=Lengths(np.full((1, 8), 512), "fixed")
@@ -174,19 +174,19 @@ def calibrated(workload: Workload, measured: dict[str, Any], num_steps: int) -> 
 
 
 def of_areal(longest: int, mean: float) -> list[dict[str, Any]]:
-    """A 1.5B model, 16 samples, on 6 server GPUs for 2 of the learner: AReaL's ratio, an eighth of its batch."""
+    """A 1.5B model, 32 prompts of 16 samples, on three server GPUs for one of the learner, as in the paper."""
     rows = []
     lengths = Lengths.long_tailed(16, longest, mean=mean, sigma=0.8)
-    workload = Workload(num_prompts=64, num_samples=16, prompt_tokens=200, lengths=lengths, update_mode="interrupt",
+    workload = Workload(num_prompts=32, num_samples=16, prompt_tokens=200, lengths=lengths, update_mode="interrupt",
                         timeout_s=1e9, episode_timeout_s=1e9)  # fmt: skip
-    costs = roofline_costs(SHAPES["qwen2.5-1.5b"], H200, Training(recomputes=True), num_learner_gpus=2,
+    costs = roofline_costs(SHAPES["qwen2.5-1.5b"], H200, Training(recomputes=True), num_learner_gpus=1,
                            context=mean / 2, backend="sglang")  # fmt: skip
     rates: dict[int, tuple[float, Prediction]] = {}
     for staleness in AREAL:
         at = UNLIMITED if staleness < 0 else staleness
-        settings = replace(workload, max_staleness=at, max_concurrent=32 * 64 if staleness < 0 else 0)
+        settings = replace(workload, max_staleness=at, max_concurrent=20 * 32 if staleness < 0 else 0)
         ahead = 16 if staleness < 0 else staleness
-        predicted = simulate(settings, costs, 6, warm_up=3 + ahead, num_steps=6 + ahead)
+        predicted = simulate(settings, costs, 3, warm_up=3 + ahead, num_steps=6 + ahead)
         rates[staleness] = predicted.total_tokens_per_s, predicted
     full = rates[-1][0]
     for staleness, (rate, predicted) in rates.items():

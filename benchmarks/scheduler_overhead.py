@@ -21,7 +21,7 @@ import statistics
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +68,9 @@ class HoldingEngine:
             answer, version = self._held.popleft()
             if not answer.done():
                 answer.set_result(version)
+
+
+Wrap = Callable[[HoldingEngine], EpisodeEngine]
 
 
 @dataclass
@@ -135,10 +138,11 @@ class Schedule:
 class Learner:
     """Takes batches as the trainer does, and trains on nothing."""
 
-    def __init__(self, schedule: Schedule, tasks: AsyncTaskRunner) -> None:
+    def __init__(self, schedule: Schedule, tasks: AsyncTaskRunner, wrap: Wrap | None = None) -> None:
+        """``wrap`` puts something in front of the engine, for example a router."""
         self.engine = HoldingEngine(schedule.num_in_flight, schedule.batch_size * schedule.num_samples)
         self.executor = WorkflowExecutor(
-            self.engine,  # type: ignore[arg-type]  only asked for responses
+            wrap(self.engine) if wrap else self.engine,  # type: ignore[arg-type]  only asked for responses
             GroupRunner(_runner(), num_samples=schedule.num_samples, on_failure="stop"),
             tasks,
             Admission(batch_size=schedule.batch_size, max_staleness=schedule.max_staleness, in_waves=False),
@@ -166,17 +170,17 @@ class Learner:
 
 
 @contextmanager
-def learner_of(schedule: Schedule) -> Iterator[Learner]:
+def learner_of(schedule: Schedule, wrap: Wrap | None = None) -> Iterator[Learner]:
     with AsyncTaskRunner() as tasks:
-        yield Learner(schedule, tasks)
+        yield Learner(schedule, tasks, wrap)
 
 
-def cpu_per_episode_us(schedule: Schedule, num_episodes: int) -> float:
+def cpu_per_episode_us(schedule: Schedule, num_episodes: int, wrap: Wrap | None = None) -> float:
     """Microseconds of CPU time, once the first batches are through."""
     per_step = schedule.batch_size * schedule.num_samples
     num_steps = max(2, num_episodes // per_step)
     gc.collect()
-    with learner_of(schedule) as learner:
+    with learner_of(schedule, wrap) as learner:
         for _ in range(schedule.max_staleness + 1):
             learner.step()
         began = time.process_time()

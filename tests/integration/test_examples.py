@@ -45,7 +45,8 @@ def test_every_example_is_listed_and_short():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains(name, tmp_path):
-    train_here(*SMALL, f"run.root={tmp_path}", "run.name=example", *EXAMPLES[name])
+    no_evaluation = ("eval.before=false", "eval.after=false")
+    train_here(*SMALL, f"run.root={tmp_path}", "run.name=example", *no_evaluation, *EXAMPLES[name])
     run = tmp_path / "example"
     assert len(metrics(run, "train")) == 2
     rows = pq.read_table(run / "rollouts" / "step_000001.parquet").to_pylist()

@@ -174,7 +174,7 @@ def test_it_judges_responses(server, monkeypatch):
     guided = {"response_format": {"type": "json_schema", "json_schema": {"name": "score", "schema": schema}}}
     common = {
         "base_url": f"{server.url}/v1", "model": "tiny:qwen3", "api_key_env": "JUDGE_KEY", "prompt": "{response}",
-        "max_tokens": 16, "price_out": 1e6,
+        "max_tokens": 200, "price_out": 1e6,
     }  # fmt: skip
 
     async def judge(manager: NaiveRewardManager) -> list[Any]:
@@ -184,7 +184,8 @@ def test_it_judges_responses(server, monkeypatch):
     config = RewardConfig(function="llm_judge", function_args={**common, "score_key": "score", "extra_body": guided})
     with closing(NaiveRewardManager(config, Spans())) as manager:
         scores = asyncio.run(judge(manager))
-    assert all(0 <= score.value <= 1 and score.info["judge_prompt_tokens"] > 0 for score in scores), scores
+    assert {type(score) for score in scores} == {records.Score}, scores
+    assert all(0 <= score.value <= 1 and score.info["judge_prompt_tokens"] > 0 for score in scores)
     assert all(score.info["judge_cost"] == score.info["judge_completion_tokens"] > 0 for score in scores)
 
     with closing(NaiveRewardManager(RewardConfig(function="llm_judge", function_args=common), Spans())) as manager:

@@ -260,6 +260,7 @@ def test_killed_half_way(served, undisturbed):
     assert (served.get_version(), served.weights_checksum()) == (40, weights_then)
 
 
+@pytest.mark.slow
 def test_told_to_stop_while_paused(served, undisturbed):
     """SIGTERM answers requests with the tokens they have. They continue nevertheless, and only when resumed."""
     served.update_weights(WeightUpdate.of(50, weights(1))).result(LIMIT_S)

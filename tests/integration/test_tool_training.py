@@ -129,6 +129,7 @@ def test_a_step_and_another_are_two(tmp_path):
     assert "[tool]" in evaluated.stdout
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_with_tools_is_replayed_bit_for_bit(tmp_path):
     train_here(
         *UNTRAINED, odd("fine", "raises"), f"run.root={tmp_path}", "run.name=recorded", "trainer.total_steps=3",
@@ -160,6 +161,7 @@ def test_a_run_continues_whatever_its_tools_do(tmp_path, monkeypatch):
     assert longest <= 160
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_tool_calls_leaves_a_run_that_resumes(tmp_path, monkeypatch):
     monkeypatch.setenv("ODD_TOOLS", str(tmp_path))
     recipe = [*UNTRAINED, odd("Kept", "blocks"), f"run.root={tmp_path}", "tools.timeout_s=600"]

@@ -34,29 +34,33 @@ def torchrun(*arguments: object) -> list[str]:
     ]  # fmt: skip
 
 
+def python(*arguments: object) -> list[str]:
+    return [sys.executable, *map(str, arguments)]
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
 
 
-@pytest.fixture(scope="module", params=[FEW, pytest.param(tuple(CASES), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
 def learned(request, tmp_path_factory):
-    """The same calls on one rank and on two."""
+    """The same calls on one rank and on two; all cases under torchrun, and a few without its cost."""
+    names, start = (FEW, python) if request.param == "few" else (tuple(CASES), torchrun)
     folder = tmp_path_factory.mktemp("ranks")
     model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
     save_model(model, load_tokenizer("tiny:qwen3"), folder / "model")
     alone = {
-        name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "of_one" / name)
-        for name in request.param
+        name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "of_one" / name) for name in names
     }
     done = subprocess.run(
-        torchrun(two_ranks.__file__, folder, *request.param),
+        start(two_ranks.__file__, folder, *names),
         capture_output=True,
         text=True,
         env=environment(),
         timeout=LIMIT_S,
         check=False,
     )
-    assert done.returncode == 0 or (folder / "results.pt").exists(), done.stderr[-3000:]
+    assert (folder / "results.pt").exists(), done.stderr[-3000:]
     return folder, alone, torch.load(folder / "results.pt", weights_only=False)
 
 
@@ -86,7 +90,7 @@ def test_two_ranks_compute_and_train_what_one_does(learned):
         for step, (mine, other) in enumerate(zip(ours["stats"], theirs["stats"], strict=True)):
             assert mine.keys() == other.keys(), name
             # The second step begins with weights that rounding has changed.
-            tolerance = {"rel": 1e-4 if step else 1e-5, "abs": 1e-7}
+            tolerance = {"rel": 1e-4 if step else 1e-5, "abs": 1e-6}
             for key in (each for each in other if each.endswith(("loss", "grad_norm", "entropy", "optimizer_steps"))):
                 expected = pytest.approx(other[key], **({"rel": 0.1, "abs": 0.03} if name in COARSE else tolerance))
                 assert mine[key] == expected, f"{name}: {key} of step {step + 1}"
@@ -240,7 +244,7 @@ def assert_same_steps(run: Path, other: Path, *, rel: float) -> None:
     for ours, theirs in zip(metrics(run, "train"), metrics(other, "train"), strict=True):
         assert ours["reward/mean"] == theirs["reward/mean"]
         for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
-            assert ours[key] == pytest.approx(theirs[key], rel=rel, abs=1e-7), f"{key} of step {ours['step']}"
+            assert ours[key] == pytest.approx(theirs[key], rel=rel, abs=1e-6), f"{key} of step {ours['step']}"
 
 
 def test_the_command_takes_the_same_step_on_two_ranks(tmp_path):

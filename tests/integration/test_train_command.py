@@ -13,6 +13,8 @@ import pytest
 from command import (
     PROCESS_LIMIT_S,
     SMALL,
+    Result,
+    after_step,
     headwater,
     metrics,
     same_weights,
@@ -125,10 +127,16 @@ def test_a_second_run_of_the_same_name_gets_its_own_folder(tmp_path):
     assert len(metrics(tmp_path / "twin", "train")) == 1
 
 
-def test_ctrl_c_ends_cleanly_and_resumes(finished, tmp_path):
+def interrupted_here(step: int, number: int, *arguments: object) -> Result:
+    with after_step(step, lambda: send(number)):
+        return headwater(*arguments)
+
+
+@pytest.mark.parametrize("interrupted", [interrupted_here, pytest.param(signalled_process, marks=pytest.mark.slow)])
+def test_ctrl_c_ends_cleanly_and_resumes(finished, tmp_path, interrupted):
     run = tmp_path / "stopped"
     arguments = [*SMALL, f"run.root={tmp_path}", "run.name=stopped", "trainer.total_steps=100"]
-    stopped = signalled_process(3, signal.SIGINT, "train", *arguments)
+    stopped = interrupted(3, signal.SIGINT, "train", *arguments)
     assert stopped.code == 130, stopped.stderr
     assert "Traceback" not in stopped.stderr
     assert f"everything up to step 3 is saved. Resume with:  headwater train --resume {run}" in stopped.stdout

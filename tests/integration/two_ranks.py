@@ -1,13 +1,18 @@
 """What ``test_torchrun.py`` runs on two ranks, in one torchrun: the learner's calls in many settings.
 
     torchrun --nproc-per-node 2 tests/integration/two_ranks.py FOLDER CASE ...
+    python tests/integration/two_ranks.py FOLDER CASE ...
 
-Rank 0 writes ``FOLDER/results.pt``. The test makes the same calls on one rank, with ``take_steps`` and ``resume``.
+Without torchrun it starts the two ranks itself, which is faster. Rank 0 writes ``FOLDER/results.pt``. The test makes
+the same calls on one rank, with ``take_steps`` and ``resume``.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+import traceback
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -215,9 +220,33 @@ def main(folder: Path, names: list[str]) -> None:
         torch.save(results, folder / "results.pt")
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
-    sys.stdout.flush()
-    import os
+def fork_ranks(folder: Path, names: list[str]) -> None:
+    """Two ranks without a launcher, forked from this process so that torch is imported only once."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    pids = []
+    for rank in ("0", "1"):
+        if not (pid := os.fork()):
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, **shared}
+            run_and_exit(folder, names)
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
 
-    os._exit(0)
+
+def run_and_exit(folder: Path, names: list[str]) -> None:
+    """Without waiting for threads that wait for a rank that has failed on purpose."""
+    try:
+        main(folder, names)
+    except BaseException:  # noqa: BLE001  a forked process must not return into the code of its parent
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    (run_and_exit if "RANK" in os.environ else fork_ranks)(Path(sys.argv[1]), sys.argv[2:])

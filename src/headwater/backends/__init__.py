@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headwater.backends.launch.child import StartChild
 from headwater.config.schema import Config, EngineConfig
 from headwater.core.errors import ConfigError, ModelError
 from headwater.core.protocols import Capabilities, Tokenizer
@@ -29,6 +28,9 @@ from headwater.core.registry import Registry
 from headwater.models.device import resolve_device
 from headwater.models.load import vocabulary_size
 from headwater.observe.spans import Spans
+
+if TYPE_CHECKING:
+    from headwater.backends.launch.child import StartChild
 
 BACKENDS = Registry("backend", "headwater.backends")
 
@@ -89,9 +91,10 @@ def missing_capabilities(config: Config, can: Capabilities, *, replays: bool = F
     # A backend with only one mode ignores the setting.
     if len(can.update_modes) > 1 and mode not in ("auto", *can.update_modes):
         problems.append(f"engine.update_mode = {mode}: {backend} only has {', '.join(can.update_modes)}")
-    if config.rollout.publish == "adapter" and not can.adapters:
+    # Engines that the run makes itself get adapters.
+    if config.rollout.publish == "adapter" and config.rollout.servers and not can.adapters:
         problems.append(
-            "rollout.publish = adapter: the engine has no adapters; start the server with engine.adapter_rank="
+            "rollout.publish = adapter: a server has no adapters; start it with engine.adapter_rank="
             f"{config.lora.rank} and engine.adapter_alpha={config.lora.alpha}, or use rollout.publish=full"
         )
     return problems

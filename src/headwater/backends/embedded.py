@@ -14,7 +14,7 @@ from headwater.models.load import load_model
 class EmbeddedEngine(Engine):
     """The embedded engine as a backend: a separate model on the learner's device."""
 
-    declared_capabilities: ClassVar[Capabilities] = Capabilities(rounds=True, adapters=True, features=FEATURES)
+    declared_capabilities: ClassVar[Capabilities] = Capabilities(rounds=True, features=FEATURES)
 
     @classmethod
     def from_context(cls, context: BackendContext) -> EmbeddedEngine:

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.chat.render import REASONING
-from headwater.chat.special_tokens import special_tokens
+from headwater.chat.render import REASONING, special_tokens
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Grammar
 

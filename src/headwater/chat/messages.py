@@ -39,13 +39,6 @@ def split_placeholders(messages: Sequence[Message], kinds: Sequence[str]) -> lis
     ]
 
 
-def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The types of the parts of messages whose content is a list, such as ``text`` and ``image``."""
-    contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, (list, tuple)) for part in content)
-    return {str(part.get("type", "text")) for part in parts if isinstance(part, Mapping)}
-
-
 def without_nones(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Drop keys whose value is None. Parquet adds them to rows that lack a key, and chat templates would see them."""
     return {key: value for key, value in mapping.items() if value is not None}

@@ -25,8 +25,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from headwater.chat.render import ChatError, encode_rendered, is_model_turn, render_chat
-from headwater.chat.special_tokens import special_tokens
+from headwater.chat.render import ChatError, encode_rendered, is_model_turn, render_chat, special_tokens
 from headwater.core.errors import RolloutFailed
 from headwater.core.protocols import Tokenizer
 

@@ -13,18 +13,18 @@ depend on how the text was split.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import re
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from headwater.chat.call_events import ArgumentText, CallBegun, CallDone, CallEvent, ContentText
-from headwater.chat.marks import marks_of
 from headwater.chat.render import REASONING
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """A generator that yields when it needs more text, and returns a ``T``."""
-
 _ID_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
 """Mistral's templates refuse identifiers that do not have nine letters or digits."""
@@ -247,3 +247,36 @@ class Reader:
         self._spaces = ""
         self._num_calls += isinstance(event, CallDone)
         self._events.append(event)
+
+
+class Marks:
+    """Finds the first of several strings. The answer does not depend on how the text was split."""
+
+    def __init__(self, marks: Iterable[str]) -> None:
+        # At the same place the longest mark counts.
+        known = sorted({mark for mark in marks if mark}, key=lambda mark: (-len(mark), mark))
+        self._pattern = re.compile("|".join(map(re.escape, known))) if known else None
+        self._beginnings = frozenset(mark[:length] for mark in known for length in range(1, len(mark)))
+        self._longest = max(map(len, known), default=0)
+
+    def find(self, text: str, start: int, end: int, *, is_complete: bool) -> tuple[int, str] | None:
+        """The place of the first mark in ``text[start:end]``, and the mark.
+
+        If the text is not complete, a mark counts only if no other mark can turn out to begin before it.
+        """
+        match = self._pattern.search(text, start, end) if self._pattern else None
+        if match is None or not (is_complete or match.start() < self.certain(text, start, end)):
+            return None
+        return match.start(), match.group()
+
+    def certain(self, text: str, start: int, end: int) -> int:
+        """The place up to which ``text[start:end]`` cannot belong to a mark that has not arrived completely."""
+        for length in range(min(self._longest - 1, end - start), 0, -1):
+            if text[end - length : end] in self._beginnings:
+                return end - length
+        return end
+
+
+@lru_cache(maxsize=64)
+def marks_of(marks: tuple[str, ...]) -> Marks:
+    return Marks(marks)

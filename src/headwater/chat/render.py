@@ -114,3 +114,16 @@ MODEL_TURN: Mapping[str, Any] = {"role": "assistant", "content": _WORDS}
 
 def is_model_turn(message: Mapping[str, Any]) -> bool:
     return message.get("content") == _WORDS
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Special tokens and their ids: tokens that decoding leaves out with ``skip_special_tokens``."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token.content): int(number) for number, token in added.items() if token.special}
+
+
+def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The types of the parts of messages whose content is a list, such as ``text`` and ``image``."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, (list, tuple)) for part in content)
+    return {str(part.get("type", "text")) for part in parts if isinstance(part, Mapping)}

@@ -250,8 +250,6 @@ def _bars(say: Callable[[str], None], rows: Sequence[Row]) -> None:
 
 
 def _recommend(say: Callable[[str], None], plan: Plan) -> None:
-    from headwater.planner.plan import CONTROLLER_EVENTS_PER_S
-
     best, split = plan.best, plan.best.split
     if best.prediction is None:
         return
@@ -265,8 +263,7 @@ def _recommend(say: Callable[[str], None], plan: Plan) -> None:
         )
     predicted = best.prediction
     say(f"      {predicted.tokens_per_s:,.0f} tokens/s, {predicted.step_s:,.2f} s per step")
-    share = predicted.events_per_s / CONTROLLER_EVENTS_PER_S
-    say(f"      controller: {predicted.events_per_s:,.0f} events/s, {share:.1%} of what one core handles")
+    say(f"      controller: {predicted.events_per_s:,.0f} events/s, its event loop is {best.controller_load:.1%} busy")
     if (older := plan.older) is not None:
         say(
             f"      rollout.max_staleness={older.max_staleness} would give {older.rate:,.0f} tokens/s; "

@@ -23,6 +23,7 @@ from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
 from headwater.core.protocols import InferenceEngine
+from headwater.models.source import check_model
 from headwater.observe.progress import discard
 from headwater.observe.run_directory import RunDirectory
 from headwater.serving.options import (
@@ -135,6 +136,7 @@ def add_listening(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = read_engine_config(args.overrides)
     model = find_model(args.model)
+    check_model(model, "MODEL")  # a mistyped name is refused before torch is imported
     options = read_options(args, served_name=args.served_name or args.model, model=model)
     with listening(args, options) as taken:
         from headwater.backends import BACKENDS

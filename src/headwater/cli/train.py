@@ -204,7 +204,7 @@ def _fit(
     resuming = run is not None
     attempts.run, attempts.max_restarts = run, config.cluster.max_restarts
     with ExitStack() as lock, ExitStack() as stack:
-        site = stack.enter_context(_site(config))
+        site = stack.enter_context(_site(config, is_restart=attempts.num_restarts > 0))
         config = site.config
         model_path = str(checkpoint.absolute() / "model") if checkpoint else config.model.path
         # Everything that bad input can break is built first, so that only a run that can start gets a directory.
@@ -283,10 +283,10 @@ class _Site:
 
 
 @contextmanager
-def _site(config: Config) -> Iterator[_Site]:
+def _site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     """The processes of a run, which end with this block."""
     if config.cluster.kind == "ray":
-        with _ray_site(config) as site:
+        with _ray_site(config, is_restart=is_restart) as site:
             yield site
         return
     import torch
@@ -311,7 +311,7 @@ def _site(config: Config) -> Iterator[_Site]:
 
 
 @contextmanager
-def _ray_site(config: Config) -> Iterator[_Site]:
+def _ray_site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     if num_launched() > 1:
         raise HeadwaterError(
             "cluster.kind = ray: Ray starts the ranks itself (cluster.learner.num_ranks); start the run without "
@@ -322,12 +322,13 @@ def _ray_site(config: Config) -> Iterator[_Site]:
     from headwater.config.paths import with_absolute_paths
     from headwater.trainer.rollout_setup import RemoteParts
 
-    with closing(RayCluster.join(config)) as cluster, _failure_of(lambda: cluster.failure):
+    joined = RayCluster.join(config, is_restart=is_restart)
+    with closing(joined) as cluster, _failure_of(lambda: cluster.failure):
         yield _Site(
             with_absolute_paths(cluster.with_dtype(config)),  # actors have other working directories
             "cuda" if cluster.has_gpus else "cpu",
             cluster.build,
-            lambda: RemoteParts(cluster.places(), cluster.reward_pool()),
+            lambda: RemoteParts(cluster.places(), cluster.reward_pool(), cluster.weight_transfer()),
             cluster.log_to,
             is_here=False,
         )

@@ -14,20 +14,22 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from headwater.backends import ServerPlace
 from headwater.cluster.resources import Need, Node, Room, needs_of, num_servers, shares_learner, shortages
 from headwater.config.paths import looks_like_folder, with_absolute_paths
-from headwater.config.schema import Config
+from headwater.config.schema import Config, WeightTransfer
+from headwater.config.server_checks import backend_traits
 from headwater.core.errors import ConfigError, HeadwaterError, WaitTimeout
-from headwater.core.waits import wait_for_future
+from headwater.core.waits import wait_until
 
 try:
     import ray
@@ -38,7 +40,7 @@ except ImportError as error:
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from headwater.cluster.ray_actor import EVENTS
+from headwater.cluster.ray_actor import EVENTS, ActorPlace
 from headwater.cluster.ray_ranks import RayRanks
 from headwater.cluster.ray_rewards import RayRewardPool
 from headwater.cluster.ray_servers import RayChild, ServerSlot
@@ -54,15 +56,15 @@ LEARNER_SHARE = 0.5
 _FREE_LIMIT_S = 60.0
 """How long the run waits for resources that other actors still use, such as those of a run that has just ended."""
 _LOOK_S = 1.0
+_NUM_STARTS = 3
 
 
 class RayCluster:
     """The actors of one run."""
 
-    def __init__(self, config: Config, needs: Sequence[Need], *, is_own: bool) -> None:
+    def __init__(self, config: Config, needs: Sequence[Need]) -> None:
         self._config = config
         self._needs = {need.what: need for need in needs}
-        self._is_own = is_own
         self._groups: list[Any] = []
         self._ranks: RayRanks | None = None
         self._events: Path | None = None
@@ -72,12 +74,16 @@ class RayCluster:
         self._rewards: RayRewardPool | None = None
 
     @classmethod
-    def join(cls, config: Config) -> RayCluster:
-        """Connect to Ray, check that the cluster has room for the run, and start the learner ranks."""
-        is_own = _connect(config)
+    def join(cls, config: Config, *, is_restart: bool = False) -> RayCluster:
+        """Connect to Ray, check that the cluster has room for the run, and start the learner ranks.
+
+        A run that is restarted waits for a while, because a node that has left may come back.
+        """
+        _connect(config)
         cluster = None
         try:
-            cluster = cls(config, _checked_needs(config), is_own=is_own)
+            wait_s = max(config.cluster.wait_for_nodes_s, _FREE_LIMIT_S if is_restart else 0.0)
+            cluster = cls(config, _checked_needs(config, wait_s))
             cluster._start_ranks()
         except BaseException:
             if cluster is not None:
@@ -154,13 +160,16 @@ class RayCluster:
             bundle_label_selector=[dict(need.labels)] * count if need.labels else None,
         )
         limit_s = max(_FREE_LIMIT_S, self._config.cluster.wait_for_nodes_s)
+        condition = threading.Condition()
         try:
-            wait_for_future(
-                group.ready().future(),
-                lambda: f"Ray finds room for {count} {need.what} ({need.key}), {need.each} each",
-                kind="ray",
-                hard_limit_s=limit_s,
-            )
+            with condition:
+                wait_until(
+                    condition,
+                    lambda: group.wait(_LOOK_S),
+                    lambda: f"Ray finds room for {count} {need.what} ({need.key}), {need.each} each",
+                    kind="ray",
+                    hard_limit_s=limit_s,
+                )
         except WaitTimeout as error:
             remove_placement_group(group)
             free = Room(ray.available_resources().get("CPU", 0.0), ray.available_resources().get("GPU", 0.0))
@@ -177,6 +186,8 @@ class RayCluster:
 
     def places(self) -> tuple[ServerPlace, ...]:
         """Where the servers of the run are started, for ``BackendContext.places``. Empty if none are."""
+        if not num_servers(self._config):
+            return ()
         is_shared = shares_learner(self._config)
         on_gpu = self._needs["learner ranks" if is_shared else "rollout servers"].each.gpus > 0
         size = 1 if is_shared else self._config.rollout.launch.tensor_parallel
@@ -187,6 +198,25 @@ class RayCluster:
             self._slots.append(slot)
             places.append(ServerPlace(slot.name, devices, is_shared, partial(RayChild.start, slot)))
         return tuple(places)
+
+    def weight_transfer(self) -> WeightTransfer | None:
+        """How weights reach servers on other machines; None if the config decides or all nodes are this machine."""
+        config = self._config
+        is_one_machine = {node.name for node in _nodes()} == {ActorPlace.here().address}
+        if is_one_machine or config.rollout.weight_transfer != "auto" or not num_servers(config):
+            return None
+        usable = {"collective"} | ({"file"} if config.rollout.weight_folder else set())
+        known: tuple[WeightTransfer, ...] = get_args(WeightTransfer)
+        transfers = [each for each in known if each in usable and each in backend_traits(config).transfers]
+        if not transfers:
+            raise ConfigError(
+                [
+                    "rollout.weight_transfer = auto: the Ray cluster has several machines, and the servers of "
+                    f"rollout.backend = {config.rollout.backend} on other machines read weights from files; set "
+                    "rollout.weight_folder to a folder that all nodes see"
+                ]
+            )
+        return transfers[-1]  # collective if the servers have it
 
     def reward_pool(self) -> RayRewardPool | None:
         """The actors that score; None if scoring stays on this machine."""
@@ -226,7 +256,8 @@ class RayCluster:
             while groups:
                 self.release(groups.pop())
 
-        return ServerSlot(name, reserve, release, self.tell)
+        home = ActorPlace.here().address if config.rollout.weight_transfer == "shared_memory" else ""
+        return ServerSlot(name, reserve, release, self.tell, only_at=home)
 
     def release(self, group: Any) -> None:
         self._groups.remove(group)
@@ -258,8 +289,8 @@ class RayCluster:
         self._ranks = RayRanks.start(options, timeout_s=self._config.learner.rank_timeout_s)
 
 
-def _connect(config: Config) -> bool:
-    """Join the cluster of ``RAY_ADDRESS``, or start one on this machine. Returns whether it was started."""
+def _connect(config: Config) -> None:
+    """Join the cluster of ``RAY_ADDRESS``, or start one on this machine."""
     address = os.environ.get("RAY_ADDRESS", "")
     namespace = f"headwater {config.run.name} {secrets.token_hex(4)}"
     common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.WARNING}
@@ -271,30 +302,37 @@ def _connect(config: Config) -> bool:
                 f"RAY_ADDRESS = {address}: no Ray cluster answers there ({error}); check it with `ray status`, or "
                 "unset it to start Ray on this machine"
             ) from error
-        return False
+        return
     store = config.cluster.object_store_mib * 2**20
-    ray.init(
-        "local",
-        include_dashboard=False,
-        object_store_memory=store or None,
-        **common,
-    )
-    return True
+    for num_left in reversed(range(_NUM_STARTS)):
+        try:
+            ray.init("local", include_dashboard=False, object_store_memory=store or None, **common)
+            return
+        except Exception as error:  # Ray raises plain ones, for example if a busy machine does not start it in 30 s
+            ray.shutdown()
+            if not num_left:
+                raise HeadwaterError(f"cluster.kind = ray: Ray could not start on this machine: {error}") from error
+            logger.warning("Ray did not start and is started again: %s", error)
 
 
-def _checked_needs(config: Config) -> list[Need]:
+def _checked_needs(config: Config, wait_s: float) -> list[Need]:
     """The actors of the run, once the cluster has nodes for them. ``ConfigError`` if it does not get them."""
-    deadline = time.monotonic() + config.cluster.wait_for_nodes_s
-    while True:
+    needs: list[Need] = []
+    problems: list[str] = []
+
+    def are_there() -> bool:
         nodes = _nodes()
-        needs = needs_of(config, has_gpus=any(node.room.gpus for node in nodes))
-        problems = shortages(needs, nodes)
-        if not problems:
-            return needs
-        if time.monotonic() >= deadline:
-            raise ConfigError(problems, "the Ray cluster")
-        logger.warning("waiting for more nodes: %s", problems[0])
-        time.sleep(_LOOK_S)
+        needs[:] = needs_of(config, has_gpus=any(node.room.gpus for node in nodes))
+        problems[:] = shortages(needs, nodes)
+        return not problems
+
+    condition = threading.Condition()
+    try:
+        with condition:
+            wait_until(condition, are_there, lambda: f"nodes: {problems[0]}", kind="ray", hard_limit_s=wait_s)
+    except WaitTimeout as error:
+        raise ConfigError(problems, "the Ray cluster") from error
+    return needs
 
 
 def _nodes() -> list[Node]:

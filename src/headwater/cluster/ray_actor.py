@@ -52,11 +52,11 @@ class ActorProcess:
         """Ray shows this in its dashboard and in front of printed lines."""
         return self._name
 
-    @ray.method(concurrency_group="side")
+    @ray.method(concurrency_group="side")  # type: ignore[untyped-decorator]
     def log_to(self, folder: Path, token: str) -> str:
         return redirect_output(folder, token, self._name)
 
-    @ray.method(concurrency_group="side")
+    @ray.method(concurrency_group="side")  # type: ignore[untyped-decorator]
     def until_end(self) -> None:
         """Never returns: the call fails when the actor ends."""
         threading.Event().wait()

@@ -26,7 +26,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +52,8 @@ _COLLECTIVE_LIMIT = timedelta(minutes=30)
 """Of one collective operation, and of the wait until all ranks have joined."""
 _GRACE_S = 10.0
 """How long the other ranks have to report the same error, after one rank has failed."""
+_CAUSE_S = 5.0
+"""How long Ray may take to notice that the process of a rank has ended."""
 _SLOW_CALL_S = 300.0
 """A call that takes longer is logged. Updates of large batches take minutes."""
 _LOOK_S = 0.5
@@ -161,6 +162,7 @@ class RayRanks:
         """The actors join a process group while this object can already be used."""
         self._actors = list(actors)
         self._timeout_s = timeout_s
+        self._places: tuple[ActorPlace, ...] = ()
         self._failure = ""
         self._is_closed = False
         self._condition = threading.Condition()
@@ -178,10 +180,12 @@ class RayRanks:
         actors = [remote.options(**each).remote(each["name"], rank, len(options)) for rank, each in enumerate(options)]
         return cls(actors, timeout_s=timeout_s)
 
-    @cached_property
+    @property
     def places(self) -> tuple[ActorPlace, ...]:
         """Where each rank runs. Waits until all of them have started."""
-        return tuple(self._gather("start", self._joining))
+        if not self._places:
+            self._places = tuple(self._gather("start", self._joining))
+        return self._places
 
     @property
     def num_ranks(self) -> int:
@@ -203,7 +207,9 @@ class RayRanks:
 
     def log_to(self, folder: Path, token: str) -> list[str]:
         """Where each rank writes its output from now on."""
-        return ray.get([actor.log_to.remote(folder, token) for actor in self._actors], timeout=_START_LIMIT_S)
+        asked = [actor.log_to.remote(folder, token) for actor in self._actors]
+        places: list[str] = ray.get(asked, timeout=_START_LIMIT_S)
+        return places
 
     def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self._turns.take(name):
@@ -285,6 +291,9 @@ class RayRanks:
             rank, first = next(iter(told.items()))
             if first.is_ours:
                 raise first.again()
+            # A collective operation fails immediately when another rank ends. Ray tells that a moment later.
+            if ray.wait(self._lives, timeout=_CAUSE_S)[0]:
+                self._fail(self._gone())
             raise RankFailed(f"rank {rank} of {self.num_ranks}: {first.told()}")
         return [each.value for each in outcomes]
 
@@ -297,7 +306,8 @@ class RayRanks:
         raise RankFailed(self._failure)
 
     def _cause(self, error: BaseException | None) -> str:
-        return self._gone() or f"a rank has ended: {death_of(error)}"
+        is_noticed = ray.wait(self._lives, timeout=_CAUSE_S)[0]
+        return self._gone() if is_noticed else f"a rank has ended: {death_of(error)}"
 
     def _wake(self, future: Future[Any]) -> None:
         with self._condition:
@@ -321,12 +331,12 @@ class RayRanks:
             ended, _ = ray.wait([life], timeout=0)
             if not ended:
                 continue
-            where = f" ({self.__dict__['places'][rank]})" if "places" in self.__dict__ else ""
+            where = f" ({self._places[rank]})" if self._places else ""
             try:
                 ray.get(life)
             except RayError as error:
                 told.append(f"rank {rank}{where} has ended: {death_of(error)}")
-        return "; ".join(told)
+        return "; ".join(told) or "a rank has ended"
 
 
 def _errors(futures: Sequence[Future[Any]]) -> list[SentError]:

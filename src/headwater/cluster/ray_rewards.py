@@ -98,7 +98,9 @@ class RayRewardPool:
 
     def log_to(self, folder: Path, token: str) -> list[str]:
         """Where each actor writes its output from now on."""
-        return ray.get([actor.log_to.remote(folder, token) for actor in self._actors], timeout=_START_LIMIT_S)
+        asked = [actor.log_to.remote(folder, token) for actor in self._actors]
+        places: list[str] = ray.get(asked, timeout=_START_LIMIT_S)
+        return places
 
     def close(self) -> None:
         for actor in self._actors:

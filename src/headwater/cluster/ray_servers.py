@@ -88,6 +88,8 @@ class ServerSlot:
     """Gives the resources back."""
     tell: Callable[[str], object]
     """Records an event."""
+    only_at: str = ""
+    """The address of the only node from which it can reach the learner's shared memory; empty if it uses none."""
     log: tuple[Path, str] | None = None
     """The folder for its output and the folder's token, once the run has one."""
     actor: Any = None
@@ -140,6 +142,12 @@ class RayChild:
     @classmethod
     async def _started(cls, slot: ServerSlot, actor: Any, command: Command) -> RayChild:
         place: ActorPlace = await actor.place.remote()
+        if slot.only_at and place.address != slot.only_at:
+            raise RolloutFailed(
+                f"rollout.weight_transfer = shared_memory: Ray has placed {slot.name} on {place.address}, and the "
+                f"training loop is on {slot.only_at}; use rollout.weight_transfer=collective, or file with "
+                "rollout.weight_folder"
+            )
         if slot.log is not None:
             slot.tell(f"{slot.name} logs to {await actor.log_to.remote(*slot.log)}")
         url = await actor.start.remote(command, sys.executable)
@@ -149,9 +157,8 @@ class RayChild:
         return cls(slot, actor, place, url)
 
     @property
-    def pid(self) -> int:
-        """Of the actor."""
-        return self._place.pid
+    def name(self) -> str:
+        return f"actor {self._slot.name} ({self._place})"
 
     @property
     def last_lines(self) -> str:
@@ -167,7 +174,7 @@ class RayChild:
             how = f"has ended: {death_of(error)}"
         except TimeoutError:
             how = "was killed"
-        return f"actor {self._slot.name} ({self._place}) {how}"
+        return f"{self.name} {how}"
 
     def kill(self) -> None:
         self._is_killed = True

@@ -66,7 +66,16 @@ class Need:
     strategy: PlacementStrategy = "pack"
 
     def fits(self, node: Node) -> bool:
-        return all(node.labels.get(name) == value for name, value in self.labels.items())
+        return all(_matches(node.labels.get(name), wanted) for name, wanted in self.labels.items())
+
+
+def _matches(value: str | None, wanted: str) -> bool:
+    """``wanted`` is written as Ray does: ``a``, ``!a``, ``in(a, b)`` or ``!in(a, b)``."""
+    if wanted.startswith("!"):
+        return not _matches(value, wanted[1:])
+    if wanted.startswith("in(") and wanted.endswith(")"):
+        return value in [each.strip() for each in wanted[3:-1].split(",")]
+    return value == wanted
 
 
 def needs_of(config: Config, *, has_gpus: bool) -> list[Need]:

@@ -33,7 +33,7 @@ class RolloutServersConfig:
     cpus_per_server: Annotated[float, MoreThan(0)] = 1.0
     """CPU cores that Ray reserves for each server."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels that a node must have to run a disaggregated server."""
+    """Labels that a node must have to run a disaggregated server; a value may be negated: {role: "!learner"}."""
 
 
 @dataclass(frozen=True)

@@ -80,15 +80,15 @@ class RolloutConfig:
     """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
     the learner's device if there is none."""
     weight_transfer: Literal["auto", "shared_memory", "file", "collective"] = "auto"
-    """How new weights are sent to servers: in pieces through `shared_memory`, for `headwater serve` on this machine,
-    through a `file`, or `collective`: every rank of the learner sends its part over the network, also to other
-    machines. `auto` takes the first that works for these servers."""
+    """How new weights are sent to servers: through `shared_memory`, for `headwater serve` on this machine, through a
+    `file`, or `collective`: the learner's ranks send their parts over the network. `auto` takes the first that
+    works."""
     weight_encoding: WeightEncoding = "plain"
-    """With weight_transfer=collective: `delta` sends only the compressed difference from the weights before, for slow
-    networks. The engine gets exactly the same weights; both sides keep a copy of the weights in main memory."""
+    """With weight_transfer=collective: `delta` sends the compressed difference from the weights before, for slow
+    networks. The engine gets exactly the same weights. Both sides keep a copy in main memory."""
     publish: Literal["full", "adapter"] = "full"
-    """What is sent to the engine after an update of LoRA adapters: `full` merges them into all weights, `adapter` sends
-    the adapters alone, which the embedded engine computes beside its weights: far fewer bytes, slower generation."""
+    """What the engine gets after an update of LoRA adapters: `full` merges them into all weights, `adapter` sends them
+    alone, and the embedded engine computes them beside its weights: far fewer bytes, slower generation."""
     weight_folder: str = ""
     """Folder for weight_transfer=file that the run and all servers see under this path, such as a network file system.
     Empty means a temporary folder of this machine."""

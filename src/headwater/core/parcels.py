@@ -15,6 +15,11 @@ Encoding = Literal["plain", "delta"]
 """``delta`` sends the difference from the weights that were sent before, compressed (``weights.delta``)."""
 
 
+BUCKET_BYTES = 64 * 2**20
+"""What a rank sends at once, unless an order says otherwise."""
+LIMIT_S = 60.0
+
+
 @dataclass(frozen=True, slots=True)
 class Parcel:
     """One tensor, and which of its elements each rank sends."""
@@ -53,8 +58,8 @@ class SendOrder:
     dtype: str
     """The number type in which weights are sent, for example ``bfloat16``."""
     backend: str = "gloo"
-    bucket_bytes: int = 64 * 2**20
-    limit_s: float = 60.0
+    bucket_bytes: int = BUCKET_BYTES
+    limit_s: float = LIMIT_S
     """How long connecting, and sending one bucket, may take."""
     encoding: Encoding = "plain"
 

@@ -39,16 +39,17 @@ def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str] 
             [f"lora.targets = {list(targets)}: the model has no such linear layer; for example {layers[0][0]}"]
         )
     for layer in chosen:
-        settings = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-        layer.register_parameter("lora_A", nn.Parameter(torch.zeros(rank, layer.in_features, **settings), False))
-        layer.register_parameter("lora_B", nn.Parameter(torch.zeros(layer.out_features, rank, **settings), False))
-        layer.lora_scale = alpha / rank
+        for part, shape in zip(PARTS, ((rank, layer.in_features), (layer.out_features, rank)), strict=True):
+            values = torch.zeros(shape, dtype=layer.weight.dtype, device=layer.weight.device)
+            layer.register_parameter(part, nn.Parameter(values, requires_grad=False))
+        vars(layer)["lora_scale"] = alpha / rank
         layer.register_forward_hook(_add_product)
 
 
 def _add_product(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    low = F.linear(inputs[0], layer.lora_A)  # type: ignore[arg-type]
-    return output + F.linear(low, layer.lora_B) * layer.lora_scale  # type: ignore[arg-type, operator, return-value]
+    parameters = dict(layer.named_parameters(recurse=False))
+    low = F.linear(inputs[0], parameters["lora_A"])
+    return output + F.linear(low, parameters["lora_B"]) * float(vars(layer)["lora_scale"])
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,11 @@ class AdapterParts:
     scale: float
 
     @classmethod
-    def of(cls, projections: Sequence[nn.Linear]) -> AdapterParts | None:
+    def of(cls, projections: Sequence[Any]) -> AdapterParts | None:
         """The adapters of these layers, whose outputs follow one another. None if they have no adapters."""
-        ups, downs, column = [], [], 0
-        scale = 0.0
+        ups: list[tuple[int, int, Tensor]] = []
+        downs: list[Tensor] = []
+        column, scale = 0, 0.0
         for each in projections:
             if hasattr(each, "lora_A"):
                 row = sum(len(down) for down in downs)
@@ -75,7 +77,7 @@ class AdapterParts:
             column += each.out_features
         if not downs:
             return None
-        return cls(_merged(downs), tuple(ups), scale)  # type: ignore[arg-type]
+        return cls(_merged(downs), tuple(ups), scale)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Add the products of ``x`` to ``output``, in place."""
@@ -87,10 +89,10 @@ class AdapterParts:
 
 
 @torch.no_grad()
-def _merged(parameters: Sequence[Any]) -> Tensor:
+def _merged(parameters: Sequence[Tensor]) -> Tensor:
     """One tensor of all rows. The parameters become views of it, so that updates reach it."""
     if len(parameters) == 1:
-        return parameters[0]  # type: ignore[no-any-return]
+        return parameters[0]
     merged = torch.cat([each.detach() for each in parameters])
     for each, part in zip(parameters, torch.split(merged, [len(each) for each in parameters]), strict=True):
         each.data = part

@@ -54,7 +54,9 @@ class LearnerCosts:
     pause_s: float = 0.0
     """How long a server stops while it changes to the new weights."""
     step_s: float = 0.0
-    """The rest of a step: advantages, records, waiting for nothing in particular."""
+    """The rest of a step: advantages, records, calls."""
+    step_per_token_s: float = 0.0
+    """The controller's own work per token, which more GPUs do not make faster: assembling batches, writing files."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,8 +167,9 @@ _PUBLISH_RATE_COLOCATED = 15e9
 """The same file, colocated: 0.2 to 0.3 s."""
 _PAUSE_S = 0.006
 """gpu_weight_swap_publish_256.json."""
-_STEP_S = 0.3
-"""The same run: what is left of a step of 256 episodes."""
+_STEP_S, _STEP_TOKEN_S = 0.2, 0.8e-6
+"""gpu_steps_before_after.json: what is left of a step of 256 episodes; batch_assembly.json: 1.7 s for 256 x 8,192
+tokens. The second is the work of one thread, whatever the number of GPUs."""
 RANKS_EFFICIENCY = 0.9
 """Assumed, not measured: what several learner ranks reach of their number."""
 TENSOR_EFFICIENCY = 0.85
@@ -280,6 +281,7 @@ def roofline_costs(
             publish_s=_PUBLISH_S + weights / rate,
             pause_s=_PAUSE_S,
             step_s=_STEP_S,
+            step_per_token_s=_STEP_TOKEN_S,
         ),
         source=f"{shape.name} on {gpu.name}: rates of the GPU and what Headwater reached of them on an H200",
         notes=_notes(gpu, num_learner_gpus, num_server_gpus, is_vllm),

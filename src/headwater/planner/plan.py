@@ -22,6 +22,8 @@ from headwater.planner.workload import Workload
 
 CONTROLLER_EVENTS_PER_S = 45_800
 """What one core of a Neoverse N1 handles with 10,000 episodes in flight: scheduler_overhead.json."""
+CONTROLLER_TOKEN_S = 0.3e-6
+"""What receiving a token from a server takes in the same thread: cpu_served_rounds.json, 2.5 ms for 8,192 tokens."""
 DEFAULT_STALENESS = (0, 1, 2, 4, 8)
 _MAX_SPLITS = 8
 _EPISODES_PER_SIMULATION = 40_000
@@ -135,6 +137,14 @@ class Row:
     def rate(self) -> float:
         return self.prediction.tokens_per_s if self.prediction is not None else 0.0
 
+    @property
+    def controller_load(self) -> float:
+        """The share of the time in which the controller's event loop is busy, on one core."""
+        if self.prediction is None:
+            return 0.0
+        tokens_s = CONTROLLER_TOKEN_S * self.prediction.total_tokens_per_s
+        return self.prediction.events_per_s / CONTROLLER_EVENTS_PER_S + tokens_s
+
     def to_json(self) -> dict[str, Any]:
         prediction = asdict(self.prediction) if self.prediction is not None else None
         return {"split": asdict(self.split), "max_staleness": self.max_staleness, "problem": self.problem,
@@ -185,7 +195,7 @@ def make_plan(
         key = split, max_staleness
         if key not in seen:
             progress(split, max_staleness)
-            seen[key] = _row(workload, model, split, max_staleness)
+            seen[key] = predict(workload, model, split, max_staleness)
         return seen[key]
 
     by_split = [row(each, 0 if each.is_colocated else at) for each in splits(num_gpus, model.num_server_gpus)]
@@ -219,7 +229,8 @@ def splits(num_gpus: int, num_server_gpus: int) -> list[Split]:
     return found
 
 
-def _row(workload: Workload, model: CostModel, split: Split, max_staleness: int) -> Row:
+def predict(workload: Workload, model: CostModel, split: Split, max_staleness: int) -> Row:
+    """Simulate one split at one staleness, with fewer steps if they are large."""
     problem = model.problem(split)
     if problem:
         return Row(split, max_staleness, None, problem)

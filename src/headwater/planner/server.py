@@ -220,8 +220,9 @@ class SimulatedFleet:
         key = next(self._numbers)
         name = self._policy.enter(key, request.session)
         if name is None:
-            self._waiting[key] = asyncio.get_running_loop().create_future()
-            name = await self._waiting.pop(key)
+            place: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            self._waiting[key] = place
+            name = await place
         seen: int | None = None
         try:
             response = await self.servers[int(name)].generate(request)
@@ -230,7 +231,7 @@ class SimulatedFleet:
         finally:
             self._policy.leave(key, seen)
             for placed, server in self._policy.take_placed():
-                self._waiting[placed].set_result(server)
+                self._waiting.pop(placed).set_result(server)
 
     def update(self, version: int, *, pause_s: float, recomputes: bool) -> None:
         """All servers take new weights; see ``SimulatedServer.update``."""

@@ -152,7 +152,7 @@ class _Run:
         self.executor.trained(self.version, "")
         self.executor.close_books(dict)
         self.executor.set_version(self.version)
-        self.tasks.sleep(learner.step_s)
+        self.tasks.sleep(learner.step_s + num_responded * learner.step_per_token_s)
         self._steps.append(_Step.of(batch, self.version - 1, began, taken, trained, published, clock()))
 
     def _publish(self) -> None:

@@ -24,14 +24,13 @@ import pickle
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headwater.core.errors import HeadwaterError
 from headwater.rewards.functions import Failure
-from headwater.rewards.worker import Message, frame
-from headwater.rewards.worker_process import Call, Reply, WorkerProcess
+from headwater.rewards.worker import Message
+from headwater.rewards.worker_process import Call, Reply, WorkerProcess, read_reply
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,6 @@ _CANCEL_LIMIT_S = 5.0
 """How long an async function may take to end after it was cancelled. Then its event loop must be blocked."""
 _MAX_RESERVED = 2
 """Additional workers for calls of a worker that died."""
-_READ_BYTES = 2**18
 TIMED_OUT = Failure("timed_out", "did not end within its time limit")
 
 
@@ -175,13 +173,8 @@ class WorkerPool:
             if worker.calls:
                 self._end(worker)
             else:
-                self._watch_connection(worker, loop)
+                worker.attach(loop, self._read)
         return loop
-
-    def _watch_connection(self, worker: WorkerProcess, loop: asyncio.AbstractEventLoop) -> None:
-        loop.add_reader(worker.connection, self._read, worker)
-        if worker.unsent:
-            loop.add_writer(worker.connection, self._write, worker)
 
     def _flush_soon(self) -> None:
         """Send once per round of the event loop, so that calls which arrive together travel together."""
@@ -249,7 +242,7 @@ class WorkerPool:
         worker = WorkerProcess.start(is_async=self._max_concurrent > 0)
         self._workers.append(worker)
         if self._loop is not None:
-            self._watch_connection(worker, self._loop)
+            worker.attach(self._loop, self._read)
         return worker
 
     def _take_batch(self, worker: WorkerProcess) -> list[Call]:
@@ -277,37 +270,17 @@ class WorkerPool:
             worker.calls[call.id] = call
             messages.append(("call", call.id, call.key, call.arguments, call.count))
         if messages:
-            self._post(worker, messages)
+            worker.post(messages, self._loop)
         self._begin(worker)
-
-    def _post(self, worker: WorkerProcess, messages: list[Message]) -> None:
-        is_first = not worker.unsent
-        worker.unsent += frame(messages)
-        if is_first:
-            self._write(worker)
-
-    def _write(self, worker: WorkerProcess) -> None:
-        with suppress(BlockingIOError, ConnectionError):  # a lost connection is noticed by reading
-            del worker.unsent[: worker.connection.send(worker.unsent)]
-        if self._loop is not None:
-            if worker.unsent:
-                self._loop.add_writer(worker.connection, self._write, worker)
-            else:
-                self._loop.remove_writer(worker.connection)
 
     # Receiving
 
     def _read(self, worker: WorkerProcess) -> None:
-        try:
-            received = worker.connection.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            received = b""
-        if not received:
+        messages = worker.receive()
+        if messages is None:
             self._on_death(worker)
             return
-        for message in worker.frames.add(received):
+        for message in messages:
             self._take(worker, message)
         if worker.is_reserved and not worker.calls:
             self._end(worker)
@@ -321,7 +294,7 @@ class WorkerPool:
             _, number, reply, seconds = message
             if (call := worker.calls.pop(number, None)) is not None:
                 self._paces[call.key].note(seconds)
-                call.settle(_read_reply(reply))
+                call.settle(read_reply(reply))
             return
         _, key, failure = message
         worker.loaded[key] = True
@@ -372,7 +345,7 @@ class WorkerPool:
             return
         call.is_cancelled = True
         call.deadline = self._loop.time() + _CANCEL_LIMIT_S
-        self._post(worker, [("cancel", call.id)])
+        worker.post([("cancel", call.id)], self._loop)
 
     def _on_death(self, worker: WorkerProcess) -> None:
         how = self._end(worker)
@@ -414,21 +387,12 @@ class WorkerPool:
     def _end(self, worker: WorkerProcess) -> str:
         self._workers.remove(worker)
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(worker.connection)
-            self._loop.remove_writer(worker.connection)
+            worker.detach(self._loop)
         return worker.end()
 
 
 def _cannot_start(error: OSError) -> Failure:
     return Failure("worker_died", f"found no worker: it cannot start ({error})")
-
-
-def _read_reply(content: bytes) -> Reply:
-    try:
-        reply: Reply = pickle.loads(content)
-    except Exception as error:  # noqa: BLE001  unpickling calls code of the values
-        return Failure("bad_value", f"returned values that cannot be read here: {error}")
-    return reply
 
 
 def _end_all(workers: list[WorkerProcess]) -> None:

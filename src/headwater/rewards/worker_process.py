@@ -6,19 +6,22 @@ import asyncio
 import json
 import math
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headwater.core.records import Score
 from headwater.core.signals import signal_name
 from headwater.rewards.functions import Failure
-from headwater.rewards.worker import Frames
+from headwater.rewards.worker import Frames, Message, frame
 
 _END_LIMIT_S = 1.0
+_READ_BYTES = 2**18
 _START = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -99,6 +102,43 @@ class WorkerProcess:
         calls = [each for each in self.calls.values() if self.loaded[each.key]]
         return calls if self.is_async else calls[:1]
 
+    def attach(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[WorkerProcess], None]) -> None:
+        """Have ``on_message`` called by ``loop`` when something has arrived."""
+        loop.add_reader(self.connection, on_message, self)
+        if self.unsent:
+            loop.add_writer(self.connection, self._write, loop)
+
+    def detach(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.remove_reader(self.connection)
+        loop.remove_writer(self.connection)
+
+    def post(self, messages: list[Message], loop: asyncio.AbstractEventLoop | None) -> None:
+        """Send messages, as far as the connection takes them. ``loop`` sends the rest."""
+        is_first = not self.unsent
+        self.unsent += frame(messages)
+        if is_first:
+            self._write(loop)
+
+    def _write(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        with suppress(BlockingIOError, ConnectionError):  # a lost connection is noticed by reading
+            del self.unsent[: self.connection.send(self.unsent)]
+        if loop is None:
+            return
+        if self.unsent:
+            loop.add_writer(self.connection, self._write, loop)
+        else:
+            loop.remove_writer(self.connection)
+
+    def receive(self) -> list[Message] | None:
+        """The messages that have arrived; None if the worker has ended."""
+        try:
+            received = self.connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            return None
+        return list(self.frames.add(received)) if received else None
+
     def end(self) -> str:
         """Kill it with everything it has started. Returns how it ended: if it had already, that does not change."""
         if self.watch is not None:
@@ -115,3 +155,12 @@ class WorkerProcess:
             return f"ended with exit status {code}"
         hint = "; the system may have killed it for lack of memory" if -code == signal.SIGKILL else ""
         return f"was ended by {signal_name(-code)}{hint}"
+
+
+def read_reply(content: bytes) -> Reply:
+    """The result of a call, as the worker sent it."""
+    try:
+        reply: Reply = pickle.loads(content)
+    except Exception as error:  # noqa: BLE001  unpickling calls code of the values
+        return Failure("bad_value", f"returned values that cannot be read here: {error}")
+    return reply

@@ -18,7 +18,7 @@ from typing import Any, get_args
 from aiohttp import web
 
 from headwater.core.errors import WeightsError
-from headwater.core.parcels import Encoding, Parcel, SendOrder
+from headwater.core.parcels import BUCKET_BYTES, LIMIT_S, Encoding, Parcel, SendOrder
 from headwater.core.protocols import ALL_UPDATE_MODES, InferenceEngine, UpdateMode
 from headwater.models.device import DTYPES
 from headwater.serving.control import UPDATE_LIMIT_S, in_own_thread
@@ -30,6 +30,7 @@ from headwater.serving.weight_stream import INCOMING, read_shape
 from headwater.weights.links import BACKENDS
 from headwater.weights.pieces import GroupMember, PieceReceiver
 
+ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 _MAX_MEMBERS = 65536
 _MAX_LIMIT_S = 3600.0
 
@@ -39,9 +40,9 @@ def read_order(fields: Fields) -> SendOrder:
     num_receivers = fields.optional_integer("num_receivers", minimum=1, maximum=_MAX_MEMBERS)
     dtype = fields.choice("dtype", tuple(DTYPES))
     backend = fields.choice("backend", BACKENDS) or BACKENDS[0]
-    bucket_bytes = fields.integer("bucket_bytes", SendOrder.bucket_bytes, minimum=1)
-    limit_s = fields.number("limit_s", SendOrder.limit_s, minimum=0.1, maximum=_MAX_LIMIT_S)
-    encoding = fields.choice("encoding", get_args(Encoding)) or "plain"
+    bucket_bytes = fields.integer("bucket_bytes", BUCKET_BYTES, minimum=1)
+    limit_s = fields.number("limit_s", LIMIT_S, minimum=0.1, maximum=_MAX_LIMIT_S)
+    encoding: Encoding = fields.choice("encoding", ENCODINGS) or "plain"
     if not group or not host or port is None or num_receivers is None or dtype is None:
         raise ApiError("group, host, port, num_receivers and dtype: give all of them")
     return SendOrder(group, host, port, num_receivers, dtype, backend, bucket_bytes, limit_s, encoding)

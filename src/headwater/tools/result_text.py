@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from headwater.chat.special_tokens import special_tokens
+from headwater.chat.render import special_tokens
 from headwater.core.protocols import Tokenizer
 
 Side = Literal["left", "right", "middle"]

@@ -12,7 +12,7 @@ from headwater.backends import BACKENDS, BackendContext, ServerPlace, missing_ca
 from headwater.backends.fleet import make_fleet
 from headwater.chat.parsers import make_parser
 from headwater.config.declared import read_declared
-from headwater.config.schema import Config
+from headwater.config.schema import Config, WeightTransfer
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag
@@ -137,6 +137,14 @@ class RemoteParts:
     """Where servers are started."""
     reward_pool: CallPool | None = None
     """Where scoring functions run."""
+    weight_transfer: WeightTransfer | None = None
+    """How weights reach servers that are not on this machine; None leaves the choice to ``rollout.weight_transfer``."""
+
+    def told(self, config: Config) -> Config:
+        """The config for the servers."""
+        if self.weight_transfer is None:
+            return config
+        return replace(config, rollout=replace(config.rollout, weight_transfer=self.weight_transfer))
 
 
 def build_rollout(
@@ -182,7 +190,7 @@ def _build(
     train_sampling, eval_sampling = make_sampling(config)
 
     # Created last, after everything that can fail because of wrong settings: it has threads and may be a process.
-    context = BackendContext(config, model_path, tokenizer, spans, places=remote.places)
+    context = BackendContext(remote.told(config), model_path, tokenizer, spans, places=remote.places)
     engine = make_engine(context, replays=schedule is not None)
     after_failure.callback(engine.close)
     check_stop_tokens(config, engine)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -191,11 +191,9 @@ class Rendezvous:
                 wait_until(self._changed, is_settled, describe, kind="weights", hard_limit_s=_ARRIVE_LIMIT_S)
             except WaitTimeout as error:
                 logger.warning("%s: they take the weights without the others", error)
-            if self._has_begun:
-                return []
-            self._has_begun = True
+            is_first, self._has_begun = not self._has_begun, True
             self._changed.notify_all()
-            return list(self._members)
+            return list(self._members) if is_first else []
 
     def _send_to(self, members: list[_Member]) -> None:
         num_left = _NUM_ATTEMPTS
@@ -290,7 +288,7 @@ class Rendezvous:
         return self._answers(members, started, limits)
 
     def _answers(
-        self, members: Sequence[_Member], calls: Sequence[Future[Mapping[str, Any]]], limits: Sequence[float]
+        self, members: Sequence[_Member], calls: Sequence[Future[dict[str, Any]]], limits: Sequence[float]
     ) -> str:
         """Wait for all answers. The first problem; empty if there is none."""
         problems = []

@@ -20,7 +20,8 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import BroadcastOptions
 
 from headwater.core.errors import WeightsError
 
@@ -180,7 +181,7 @@ def _make_group(meeting: Meeting, store: Any, rank: int, size: int, limit: timed
         return ProcessGroupNCCL(store, rank, size, settings)
     from torch.distributed import ProcessGroupGloo
 
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface:
         options._devices = [ProcessGroupGloo.create_device(interface=interface)]

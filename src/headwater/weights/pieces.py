@@ -29,7 +29,7 @@ from headwater.core.parcels import Encoding, Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket, WeightUpdate
 from headwater.core.waits import wait_until
 from headwater.models.checksum import Checksum
-from headwater.models.device import DTYPES
+from headwater.models.device import resolve_dtype
 from headwater.weights.delta import DeltaReader, DeltaWriter
 from headwater.weights.links import Link, Meeting, Pending
 
@@ -78,7 +78,7 @@ class PieceSender:
         ``pieces`` is read to its end even if sending fails, because making a piece may need the other ranks.
         """
         started = time.perf_counter()
-        dtype = DTYPES[order.dtype]
+        dtype = resolve_dtype(order.dtype)
         serving, trained = Checksum(dtype), Checksum()
         failure = "" if self._group == order.group else f"rank {self._rank} is not a member of {order.group}"
         remaining = iter(pieces)
@@ -221,7 +221,7 @@ class PieceReceiver:
         self._member = member
         self._parcels = parcels
         self._order = order
-        self._dtype = DTYPES[order.dtype]
+        self._dtype = resolve_dtype(order.dtype)
         self._changed = threading.Condition()
         self._arrived: deque[Bucket] = deque()
         self._num_held = 0

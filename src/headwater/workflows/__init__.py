@@ -8,14 +8,13 @@ agent loops for verl work too (``adapters``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from headwater.config.arguments import with_arguments
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.registry import Registry, blaming, is_path
 from headwater.workflows.episode import Episode, EpisodeResult, WorkflowContext
 
@@ -41,15 +40,12 @@ class RolloutWorkflow(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """A workflow and the context that its episodes run in."""
+    """How episodes run: ``runner.workflow.run(Episode(runner.context, engine, data))``."""
 
     workflow: RolloutWorkflow
     context: WorkflowContext
     name: str
     """The workflow's name in error messages."""
-
-    async def run(self, engine: EpisodeEngine, data: EpisodeInput) -> EpisodeResult:
-        return await self.workflow.run(Episode(self.context, engine, data))
 
 
 @dataclass(frozen=True)
@@ -67,11 +63,7 @@ class EngineWorkflow:
 class FunctionWorkflow:
     """Adapter for a plain function ``async def workflow(episode)`` with its arguments bound."""
 
-    function: Callable[..., Any]
-
-    async def run(self, episode: Episode) -> EpisodeResult:
-        result: EpisodeResult = await self.function(episode)
-        return result
+    run: Callable[[Episode], Coroutine[Any, Any, EpisodeResult]]
 
 
 def bind_workflow(name: str, arguments: Mapping[str, Any]) -> Callable[[WorkflowContext], EpisodeRunner]:

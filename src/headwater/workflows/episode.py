@@ -20,9 +20,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from headwater.chat.messages import kinds_of_parts
 from headwater.chat.next_turn import next_turn
-from headwater.chat.render import MODEL_TURN, ChatError, encode_rendered, is_model_turn, opens_reasoning, render_chat
+from headwater.chat.render import (
+    MODEL_TURN,
+    ChatError,
+    encode_rendered,
+    is_model_turn,
+    kinds_of_parts,
+    opens_reasoning,
+    render_chat,
+)
 from headwater.core.errors import RolloutFailed
 from headwater.core.protocols import EpisodeEngine, EpisodeInput, EpisodeStage, RewardManager, Tokenizer
 from headwater.core.randomness import derive_key

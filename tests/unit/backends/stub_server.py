@@ -21,11 +21,6 @@ import sys
 import threading
 from pathlib import Path
 
-from aiohttp import WSMsgType, web
-
-from headwater.core.new_tokens import NewTokens
-from headwater.core.records import Delta
-
 FOLDER = Path(sys.argv[1])
 
 
@@ -43,6 +38,14 @@ def read_plan() -> object:
 
 
 PLAN = read_plan()
+if PLAN == "exit":
+    sys.exit("there is no memory left")
+
+# Imported only here, which takes half a second.
+from aiohttp import WSMsgType, web  # noqa: E402
+
+from headwater.core.new_tokens import NewTokens  # noqa: E402
+from headwater.core.records import Delta  # noqa: E402
 
 
 def is_planned(path: str, how: str) -> bool:
@@ -113,8 +116,6 @@ def end_with_parent() -> None:
 
 
 def main() -> None:
-    if PLAN == "exit":
-        sys.exit("there is no memory left")
     threading.Thread(target=end_with_parent, daemon=True).start()
     app = web.Application()
     app.router.add_get("/headwater/connect", connect)

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from headwater.backends.launch import keeper
-from headwater.backends.launch.keeper import MAX_RESTARTS, ChildKeeper
+from headwater.backends.launch.keeper import ChildKeeper
 from headwater.backends.native import places, server
 from headwater.backends.native.engine import NativeEngine
 from headwater.backends.native.places import OwnServer
@@ -36,6 +36,7 @@ from headwater.observe.spans import Spans
 pytestmark = pytest.mark.timeout(600)
 
 LIMIT_S = 120.0
+FEW = 2
 STUB = Path(__file__).with_name("stub_server.py")
 
 
@@ -100,6 +101,12 @@ def scene_of(tmp_path, monkeypatch) -> Iterator[Callable[..., Scene]]:
         scene.engine.close()
 
 
+@pytest.fixture
+def few_restarts(monkeypatch) -> None:
+    """A process of which every restart fails is given up sooner, which saves starting processes."""
+    monkeypatch.setattr(keeper, "MAX_RESTARTS", FEW)
+
+
 def assert_all_failed(outcomes: list[Any], *parts: str) -> None:
     assert outcomes
     for each in outcomes:
@@ -117,13 +124,13 @@ def test_a_process_that_died_is_counted_once(scene_of):
     assert (scene.restarts, len(scene.children())) == (1, 2)
 
 
-def test_after_too_many_deaths_every_open_request_fails_with_the_cause(scene_of, caplog):
+def test_after_too_many_deaths_every_open_request_fails_with_the_cause(few_restarts, scene_of, caplog):
     scene = scene_of("die")
-    cause = (f"died {MAX_RESTARTS + 1} times in a row", "killed by SIGKILL; its output:\nserving ", "headwater serve")
+    cause = (f"died {FEW + 1} times in a row", "killed by SIGKILL; its output:\nserving ", "headwater serve")
     assert_all_failed(scene.generate(3), *cause)
-    assert len(scene.children()) == 1 + MAX_RESTARTS
-    assert scene.restarts == MAX_RESTARTS, "the first of them was no restart"
-    assert [each.message.partition("; its last output: serving ")[1] != "" for each in caplog.records] == [True] * 3
+    assert len(scene.children()) == 1 + FEW
+    assert scene.restarts == FEW, "the first of them was no restart"
+    assert [each.message.partition("; its last output: serving ")[1] != "" for each in caplog.records] == [True] * FEW
     assert_all_failed(scene.generate(), *cause)
     assert not scene.engine.status().is_alive
     for call in (scene.engine.pause, scene.engine.weights_checksum):
@@ -131,12 +138,12 @@ def test_after_too_many_deaths_every_open_request_fails_with_the_cause(scene_of,
             call()
 
 
-def test_deaths_with_a_finished_request_in_between_are_not_in_a_row(scene_of):
+def test_deaths_with_a_finished_request_in_between_are_not_in_a_row(few_restarts, scene_of):
     scene = scene_of("serve")
-    for _ in range(MAX_RESTARTS + 1):
+    for _ in range(FEW + 1):
         scene.kill()
         assert isinstance(scene.generate()[0], ModelResponse)
-    assert scene.restarts == MAX_RESTARTS + 1
+    assert scene.restarts == FEW + 1
 
 
 # A process that does not come up
@@ -158,16 +165,16 @@ def test_a_restart_that_fails_is_tried_again(scene_of):
         (fails("/control/update_weights"), ("EngineFailed: /control/update_weights is out of order",)),
     ],
 )
-def test_restarts_that_all_fail_end_in_an_error_that_says_why(scene_of, then, causes):
+def test_restarts_that_all_fail_end_in_an_error_that_says_why(few_restarts, scene_of, then, causes):
     scene = scene_of("die", then)
     scene.engine.update_weights(WeightUpdate.of(1, [("w", torch.zeros(2))])).result(LIMIT_S)
-    assert_all_failed(scene.generate(2), f"died {MAX_RESTARTS + 1} times", *causes)
-    assert scene.restarts == MAX_RESTARTS
+    assert_all_failed(scene.generate(2), f"died {FEW + 1} times", *causes)
+    assert scene.restarts == FEW
     with pytest.raises(RolloutFailed, match="could not take over"):
         scene.engine.pause()
 
 
-def test_a_system_that_gives_no_process_ends_in_an_error_that_says_so(scene_of, monkeypatch):
+def test_a_system_that_gives_no_process_ends_in_an_error_that_says_so(few_restarts, scene_of, monkeypatch):
     scene = scene_of("die")
     monkeypatch.setattr(places, "SERVE", ("/no/such/program",))
     assert_all_failed(scene.generate(2), "could not take over: FileNotFoundError", "/no/such/program")
@@ -187,7 +194,7 @@ WORDS = "no space left on /dev/shm"
 
 
 @pytest.mark.parametrize("path", ["/control/version", "/headwater/connect"])
-def test_a_process_that_ends_before_it_takes_over_has_its_last_words(scene_of, path, caplog):
+def test_a_process_that_ends_before_it_takes_over_has_its_last_words(few_restarts, scene_of, path, caplog):
     scene = scene_of("die", {"path": path, "last_words": WORDS})
     scene.engine.set_version(4)
     assert_all_failed(scene.generate(), "take over: ConnectionLost: ", "ended with exit status 7; its output:\n", WORDS)
@@ -232,12 +239,12 @@ def test_a_call_that_meets_a_failed_engine_is_made_again_in_a_new_process(scene_
         ("/control/pause", "new process could not take over: EngineFailed: "),  # it is to be paused from the start
     ],
 )
-def test_a_call_that_every_engine_fails_at_raises_in_the_caller(scene_of, path, cause):
+def test_a_call_that_every_engine_fails_at_raises_in_the_caller(few_restarts, scene_of, path, cause):
     scene = scene_of(fails(path))
-    with pytest.raises(RolloutFailed, match="died 4 times in a row") as caught:
+    with pytest.raises(RolloutFailed, match=f"died {FEW + 1} times in a row") as caught:
         CONTROL[path](scene.engine)
     assert f"{cause}{path} is out of order" in str(caught.value)
-    assert scene.restarts == MAX_RESTARTS
+    assert scene.restarts == FEW
     assert scene.engine.get_version() == 0, "weights that none has taken do not count"
     assert_all_failed(scene.generate(), cause)
 

@@ -240,7 +240,7 @@ def messages(draw) -> str:
     return text
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(messages(), st.integers(0, 2**32))
 @example('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}', 0)
 def test_every_split_gives_the_same_result(text, seed):

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -32,25 +34,42 @@ def run_unread(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@contextmanager
+def output_that_nobody_reads() -> Iterator[None]:
+    """For a command in this process, which saves the import of torch in a new one."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as unread, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", unread)
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run that nobody watched."""
     root = tmp_path_factory.mktemp("runs")
-    assert run_unread("train", *SMALL, f"run.root={root}", "run.name=unread") == (0, "")
+    with output_that_nobody_reads():
+        assert main(["train", *SMALL, f"run.root={root}", "run.name=unread"]) == 0
     return root / "unread"
 
 
-def test_a_run_goes_on_without_a_display(run):
+def assert_finished(run) -> None:
     assert (run / "checkpoints" / "step_000002").is_dir()
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
 
 
-def test_an_evaluation_still_writes_its_report(run, monkeypatch, capsys):
-    """In this process, which saves the import of torch; the run above shows that the end of a process is quiet too."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w") as unread, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", unread)
+def test_a_run_goes_on_without_a_display(run):
+    assert_finished(run)
+
+
+@pytest.mark.slow
+def test_a_run_in_a_separate_process_ends_quietly_without_a_display(tmp_path):
+    assert run_unread("train", *SMALL, f"run.root={tmp_path}", "run.name=unread") == (0, "")
+    assert_finished(tmp_path / "unread")
+
+
+def test_an_evaluation_still_writes_its_report(run, capsys):
+    with output_that_nobody_reads():
         assert main(["eval", str(run), "eval.num_prompts=2"]) == 0
     assert capsys.readouterr().err == ""
     assert json.loads((run / "eval" / "report_000002.json").read_text())["step"] == 2

@@ -37,6 +37,7 @@ CLASHES = [
 FITTING = [
     [NATIVE, NEAR],
     [NATIVE, NEAR, "engine.deterministic=true", "engine.update_mode=interrupt"],
+    [NATIVE, FAR, "rollout.weight_folder=/nfs/weights"],
     [NATIVE, FAR],
     [SGLANG, FAR, "rollout.weight_folder=/nfs/weights"],
     [NATIVE, OWN, "rollout.launch.num_servers=3", "rollout.launch.devices=[cpu, cpu, cpu]"],

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from multiprocessing.connection import Connection
 
+import pytest
 import torch
 from test_data_proto_strategy import example
 
@@ -40,6 +41,7 @@ def double_rewards(connection: Connection) -> None:
     connection.recv()
 
 
+@pytest.mark.slow
 def test_another_process_gets_and_returns_batches() -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

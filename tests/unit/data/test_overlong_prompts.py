@@ -123,6 +123,7 @@ def test_workers_raise_the_first_error_in_row_order(tokenizer, write_jsonl, tmp_
     )
 
 
+@pytest.mark.slow
 def test_unreadable_line_in_parallel(tokenizer, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "x"}\n' * (ROWS_PER_CHUNK + 10) + "broken\n")

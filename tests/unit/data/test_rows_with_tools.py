@@ -45,11 +45,11 @@ def test_a_row_offers_the_tools_that_it_selects():
     ]  # fmt: skip
 
 
-def test_the_schemas_count_towards_the_length_in_every_process():
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_schemas_count_towards_the_length_in_every_process(num_workers):
     lengths = [len(each.tokens) for each in dataset()]
-    for num_workers in (1, 2):
-        kept = dataset(ROWS * 200, max_prompt_tokens=lengths[1], num_filter_workers=num_workers)
-        assert (len(kept), kept.longest_prompt) == (400, lengths[1])
+    kept = dataset(ROWS * 200, max_prompt_tokens=lengths[1], num_filter_workers=num_workers)
+    assert (len(kept), kept.longest_prompt) == (400, lengths[1])
 
 
 def test_what_is_wrong_is_named():

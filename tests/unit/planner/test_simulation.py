@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from headwater.backends.router.roster import RouterOptions
 from headwater.core.errors import WaitTimeout
 from headwater.core.records import ModelRequest, SamplingParams
 from headwater.planner.costs import Costs, GenerationCosts, LearnerCosts
@@ -124,6 +125,24 @@ def test_requests_go_to_the_least_loaded_server():
         tasks.sleep(0.001)
         assert busy.load == 1
         assert fleet.num_open == 3
+
+
+def test_requests_wait_for_a_place_if_all_servers_are_full():
+    with VirtualTasks() as tasks:
+        servers = [SimulatedServer(tasks.loop, GenerationCosts(step_s=STEP_S)) for _ in range(2)]
+        fleet = SimulatedFleet(servers, RouterOptions(max_open_per_server=2))
+        begun = [fleet.agenerate(request(number, 10)) for number in range(10)]
+        done: list[float] = []
+        for each in begun:
+            tasks.post(
+                lambda each=each: tasks.loop.create_task(each).add_done_callback(
+                    lambda _: done.append(tasks.loop.time())
+                )
+            )
+        tasks.sleep(0.05)
+        assert [server.load for server in servers] == [2, 2] and fleet.num_open == 10
+        tasks.sleep(1.0)
+    assert done == pytest.approx([0.1] * 4 + [0.2] * 4 + [0.3] * 2)
 
 
 def test_a_synchronous_step_is_the_sum_of_its_parts():

@@ -10,9 +10,8 @@ from sandbox_here import skip_without_sandbox
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.errors import RewardFailed
 from headwater.rewards.programs.cases import CallCases, CheckCases, OutputCases, read_cases
-from headwater.rewards.programs.compare import same_output, same_value
-from headwater.rewards.programs.response import find_program
-from headwater.rewards.scorers.code import code, end_judge
+from headwater.rewards.programs.judge import same_output, same_value
+from headwater.rewards.scorers.code import code, end_judge, find_program
 
 
 @pytest.fixture(scope="module", autouse=True)

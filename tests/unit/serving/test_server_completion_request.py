@@ -44,6 +44,12 @@ def test_every_setting_arrives():
     assert (shape.rules.skip_special_tokens, shape.rules.keep_stop) == (False, True)
 
 
+def test_the_cache_key_is_the_session():
+    plan = read({"prompt": ["a", "b"], "n": 2, "prompt_cache_key": "chat 7"})
+    assert [each.session for each in plan.requests] == ["chat 7"] * 4
+    assert read({"prompt": "a"}).requests[0].session == ""
+
+
 def test_prompts_come_in_four_forms():
     for prompt, num_prompts in [("hi", 1), (["hi", "ho"], 2), ([1, 2], 1), ([[1, 2], [3]], 2), (["hi", [1]], 2)]:
         plan = read({"prompt": prompt, "n": 3})

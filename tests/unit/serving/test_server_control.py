@@ -11,8 +11,9 @@ from serving.parts import assert_refused, refusal
 from headwater.cli.serve import is_loopback, read_engine_config
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError
+from headwater.core.protocols import ServerStatus
 from headwater.serving.control import Abort, WeightsCall, read_memory_tags, read_nothing, read_version
-from headwater.serving.control_routes import metrics_text
+from headwater.serving.control_routes import metrics_text, server_metrics_text
 from headwater.serving.state import ActiveRequests
 from headwater.serving.weight_stream import SlotCall, StartCall, read_finish
 from headwater.weights.shared_memory import SlotEntry
@@ -122,3 +123,11 @@ def test_loopback_addresses():
     assert is_loopback("::1")
     assert not is_loopback("0.0.0.0")
     assert not is_loopback("fe80::1%eth0")
+
+
+def test_the_servers_of_a_router_are_metrics_with_a_label():
+    servers = (ServerStatus("a", version=3, num_running=2), ServerStatus('b"', is_alive=False))
+    lines = server_metrics_text(servers).splitlines()
+    assert 'headwater_server_version{server="a"} 3' in lines
+    assert 'headwater_server_is_alive{server="b\\""} 0' in lines
+    assert server_metrics_text(()) == ""

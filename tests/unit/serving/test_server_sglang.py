@@ -197,3 +197,9 @@ def test_weights_from_disk():
     for version in ("step-3", -1, 1.5, True, "²"):
         assert "weight_version" in str(refusal(UpdateFromDisk.read, {"model_path": "x", "weight_version": version}))
     assert "not supported" in str(refusal(UpdateFromDisk.read, {"model_path": "x", "load_format": "dummy"}))
+
+
+def test_a_session_or_a_routing_key_keeps_requests_together():
+    for body, session in (({}, ""), ({"session_id": "s"}, "s"), ({"session_id": "s", "routing_key": "k"}, "k")):
+        call = read({"text": ["a", "b"], **body})
+        assert [each.session for each in call.requests] == [session, session], body

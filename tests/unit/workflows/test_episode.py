@@ -247,18 +247,20 @@ async def plain(episode, *, bonus: float = 0.0):
 
 def test_classes_functions_and_areal_s_classes_are_workflows():
     episode = episode_of(answer("1"), answer("2"), rewards=[0.5])
-    run = (episode.engine, episode.data)
 
     def make(thing, **arguments):
         return lambda *given: thing(*given, **arguments)
 
+    def run(runner):
+        return asyncio.run(runner.workflow.run(Episode(runner.context, episode.engine, episode.data)))
+
     here = __name__
     runner = make_runner(f"{here}:Engineer", make(Engineer, bonus=2.0), episode.context)
-    assert (runner.name, asyncio.run(runner.run(*run))) == ("Engineer", (1, 2.0, episode.engine))
+    assert (runner.name, run(runner)) == ("Engineer", (1, 2.0, episode.engine))
     runner = make_runner(f"{here}:plain", make(plain, bonus=3.0), episode.context)
-    assert (runner.name, asyncio.run(runner.run(*run)).reward) == ("plain", 3.0)
+    assert (runner.name, run(runner).reward) == ("plain", 3.0)
     runner = make_runner("rlvr", WORKFLOWS.resolve("rlvr"), episode.context)
-    assert asyncio.run(runner.run(*run)).info == {"scored": 1, "response_text": "2"}
+    assert run(runner).info == {"scored": 1, "response_text": "2"}
     with pytest.raises(ConfigError, match="a Useless is not a workflow; name a class with 'async def run"):
         make_runner(f"{here}:Useless", Useless, episode.context)
 

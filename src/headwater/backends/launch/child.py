@@ -37,16 +37,20 @@ class Command:
     ready: re.Pattern[str]
     """Found in its output once it answers. The first group is its URL."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to those of this process."""
+    """Variables in addition to those of this process; a value may be ``HOST``."""
 
     def at(self, host: str) -> Command:
-        """The command with the arguments ``HOST`` and ``PORT`` filled in. The port is one that is free now."""
+        """The command with ``HOST`` and ``PORT`` filled in. The port is one that is free now."""
         filled = {HOST: host}
         if PORT in self.arguments:
             with socket.socket() as probe:
                 probe.bind((host, 0))
                 filled[PORT] = str(probe.getsockname()[1])
-        return replace(self, arguments=tuple(filled.get(each, each) for each in self.arguments))
+        return replace(
+            self,
+            arguments=tuple(filled.get(each, each) for each in self.arguments),
+            environment={name: filled.get(value, value) for name, value in self.environment.items()},
+        )
 
 
 StartChild = Callable[[Command], Awaitable[ServerProcess]]

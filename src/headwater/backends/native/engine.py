@@ -184,8 +184,10 @@ class NativeEngine:
     @cached_property
     def _transport(self) -> Transport:
         place = self._place
-        is_own = isinstance(place, OwnServer)
-        dtype = resolve_dtype(place.dtype) if is_own else dtype_of_checksum(self.capabilities.dtype)
+        if isinstance(place, OwnServer):
+            dtype = resolve_dtype(place.dtype)
+        else:
+            dtype = dtype_of_checksum(self.capabilities.dtype)
         make = TRANSPORTS.resolve(self._transfer)
         options = {"file": self._weight_folder, "collective": self._encoding}
         transport: Transport = make(dtype, options[self._transfer]) if self._transfer in options else make(dtype)

@@ -88,5 +88,4 @@ def _raise_if_none(results: Mapping[str, BaseException | None]) -> None:
         logger.warning("server %s did not take the weights: %s", name, error)
     if failures and len(failures) == len(results):
         # A loss can be repaired by sending the weights again, a refusal cannot.
-        lost = [error for error in failures.values() if isinstance(error, TransferLost)]
-        raise (lost or list(failures.values()))[0]
+        raise min(failures.values(), key=lambda error: not isinstance(error, TransferLost))

@@ -37,9 +37,12 @@ class Work:
     task: asyncio.Future[ModelResponse] | None = None
     """The call to that server. Cancelled if the work is moved and the server does not return what it has."""
 
+    whole: ModelResponse | None = None
+    """The response, if one server has generated all of it. Nothing is copied then."""
+
     @property
     def newest_version(self) -> int | None:
-        return max(self.versions, default=None)
+        return max(self.whole.output_versions if self.whole is not None else self.versions, default=None)
 
     @property
     def has_all_tokens(self) -> bool:
@@ -50,6 +53,9 @@ class Work:
     def take(self, part: ModelResponse | Delta) -> None:
         """Keep what a server has generated."""
         if isinstance(part, ModelResponse):
+            if part.stop_reason != "abort" and not self.tokens and part.input_tokens == self.request.input_tokens:
+                self.whole = part
+                return
             self.queue_s += part.queue_s
             self.generate_s += part.generate_s
             part = Delta.of(part)
@@ -88,6 +94,8 @@ class Work:
         self.prompt_scores = None
 
     def response(self, reason: StopReason) -> ModelResponse:
+        if self.whole is not None:
+            return self.whole
         return ModelResponse(
             input_tokens=self.request.input_tokens,
             output_tokens=tuple(self.tokens),

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from headwater.backends import BACKENDS, BackendContext, check_length, engine_device
+from headwater.backends.launch.child import ChildServer, StartChild
 from headwater.backends.vllm.checks import check_logprobs, check_model, check_reload, check_request
 from headwater.backends.vllm.http import HttpLink
 from headwater.backends.vllm.link import LinkLost, VllmInfo
@@ -140,9 +141,13 @@ class VllmEngine:
         with ExitStack() as stack:
             # A process that replaces the first one loads the folder again.
             folder = stack.enter_context(model_folder(context))
-            _, is_shared = engine_device(devices[0], context.config.model.device)
+            start: StartChild = ChildServer.start
+            if context.places:
+                is_shared, start = context.places[0].shares_device, context.places[0].start_child
+            else:
+                _, is_shared = engine_device(devices[0], context.config.model.device)
             how = command(context, folder, devices, shares_device=is_shared)
-            engine = cls("the vLLM server", context, model, lambda session: LaunchedServer(session, how))
+            engine = cls("the vLLM server", context, model, lambda session: LaunchedServer(session, how, start))
             engine._resources = stack.pop_all()
         return engine
 

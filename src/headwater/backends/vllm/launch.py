@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.backends import BackendContext
-from headwater.backends.launch.child import ChildServer, Command
+from headwater.backends.launch.child import HOST, ChildServer, Command, StartChild
 from headwater.backends.launch.keeper import ChildKeeper, ServerProcess
 from headwater.backends.vllm.http import HttpLink
 from headwater.backends.vllm.link import INSIDE
@@ -38,7 +38,9 @@ def command(context: BackendContext, model: Path, devices: Sequence[str], *, sha
     settings = engine_settings(config, is_on_cpu=is_on_cpu, shares_device=shares_device)
     settings |= {"model": model, "tensor_parallel_size": len(devices), "uvicorn_log_level": "warning"}
     arguments = [python, str(CHILD), *_options(settings), *(["--enforce-eager"] if is_on_cpu else [])]
-    environment = _environment(devices, is_other_python=python != sys.executable)
+    environment = _environment(is_other_python=python != sys.executable)
+    if not is_on_cpu and not context.places:  # in a cluster, its process sees only the GPUs that are reserved for it
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(_visible, devices))
     return Command([*arguments, *launch.args], f"{context.model_path} with vLLM", _READY, environment)
 
 
@@ -74,17 +76,15 @@ def _options(settings: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"--{option}", str(value))
 
 
-def _environment(devices: Sequence[str], *, is_other_python: bool) -> dict[str, str]:
+def _environment(*, is_other_python: bool) -> dict[str, str]:
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weight updates and what it tells about itself
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_HOST_IP": HOST,  # where it listens
         "HF_HUB_OFFLINE": "1",  # the model is a folder
     }
     if is_other_python:
         environment["PYTHONPATH"] = ""  # packages of this Python would hide those of the other
-    if devices[0] != "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(_visible, devices))
     return environment
 
 
@@ -98,12 +98,13 @@ def _visible(device: str) -> str:
 class LaunchedServer:
     """Starts vLLM, and starts it again when it dies. A ``Service`` of its keeper; belongs to one event loop."""
 
-    def __init__(self, session: Session, how: Command) -> None:
+    def __init__(self, session: Session, how: Command, start_child: StartChild = ChildServer.start) -> None:
         self.keeper = ChildKeeper(self, _REMEDY)
         self.pid = 0
         """The id of the process that serves now."""
         self._session = session
         self._command = how
+        self._start_child = start_child
         self._link: HttpLink | None = None
         session.on_progress = self.keeper.note_progress
 
@@ -127,9 +128,9 @@ class LaunchedServer:
     def num_open(self) -> int:
         return self._session.num_open
 
-    async def start_child(self) -> ChildServer:
-        child = await ChildServer.start(self._command)
-        self.pid = child.pid
+    async def start_child(self) -> ServerProcess:
+        child = await self._start_child(self._command)
+        self.pid = getattr(child, "pid", 0)  # 0 for a process on another machine
         return child
 
     async def on_up(self, child: ServerProcess) -> None:

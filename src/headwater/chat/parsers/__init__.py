@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 from headwater.chat.call_events import CallDone, CallEvent, ContentText
 from headwater.chat.call_grammar import CallShape, call_grammar
 from headwater.chat.reader import Reader, Steps
-from headwater.chat.special_tokens import special_tokens
+from headwater.chat.render import special_tokens
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Grammar

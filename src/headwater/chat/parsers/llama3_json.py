@@ -6,10 +6,10 @@ After the tag, calls of the built-in tools are read too: ``<|python_tag|>brave_s
 
 from __future__ import annotations
 
-from headwater.chat.bare_calls import read_bare_calls
 from headwater.chat.call_draft import CallDraft
 from headwater.chat.call_grammar import CallShape
 from headwater.chat.call_json import BadCall
+from headwater.chat.call_object import read_bare_calls
 from headwater.chat.call_python import read_python_calls
 from headwater.chat.parsers import PARSERS, CallFormat
 from headwater.chat.reader import Reader, Steps

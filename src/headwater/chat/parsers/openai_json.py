@@ -10,8 +10,8 @@ Markdown fence around the JSON. Other JSON is content.
 
 from __future__ import annotations
 
-from headwater.chat.bare_calls import read_bare_calls
 from headwater.chat.call_grammar import CallShape
+from headwater.chat.call_object import read_bare_calls
 from headwater.chat.parsers import PARSERS, CallFormat
 from headwater.chat.reader import Reader, Steps
 

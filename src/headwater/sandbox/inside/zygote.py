@@ -25,9 +25,8 @@ from typing import Any, NoReturn
 from headwater.sandbox.inside import frames, linux, runner, seccomp
 from headwater.sandbox.inside.cell import Cell, CellLinks, reset_signals
 from headwater.sandbox.inside.confine import Bounds
-from headwater.sandbox.inside.meter import Meter, children
 from headwater.sandbox.inside.place import NAMESPACES, Place, prepare_folder, prepare_nested
-from headwater.sandbox.inside.watched import WatchedCell
+from headwater.sandbox.inside.watched import Meter, WatchedCell, children
 
 _PRELOADED = (
     "ast", "bisect", "collections", "copy", "ctypes", "datetime", "decimal", "fractions", "functools", "heapq",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from headwater.backends.router import roster
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
 from headwater.core.errors import ConfigError, QueueFull, RolloutFailed, ServerLost, WeightsError, WeightsIncomplete
 from headwater.core.protocols import WeightUpdate
-from headwater.core.records import Grammar, ModelRequest, SamplingParams
+from headwater.core.records import Delta, Grammar, ModelRequest, ModelResponse, SamplingParams
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -71,6 +72,8 @@ def test_requests_are_spread_and_bounded_and_sessions_stay():
         assert [engine.most_open for engine in engines] == [8, 8]
         status = router.status()
         assert status.metrics["router_num_placed"] == 120
+        until(lambda: router.status().metrics["num_finished"] == 120)
+        assert "num_running" not in status.metrics
         assert status.metrics["router_num_sessions"] == 60
         assert [(each.name, each.state) for each in status.servers] == [("s0", "serving"), ("s1", "serving")]
         # One after the other, so that no server is full: every session finds its cache again.
@@ -105,6 +108,27 @@ def test_a_server_that_hangs_gives_back_what_it_has():
 
         def hang() -> None:
             engines[1].is_hanging = True
+
+        responses = asyncio.run(all_of(router, asked, hang))
+        assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
+
+
+def test_what_a_server_does_not_give_back_is_generated_again(monkeypatch):
+    class Silent(ScriptedEngine):
+        def abort(self, request_id: str | None = None) -> int:
+            threading.Event().wait(60)
+            return 0
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    monkeypatch.setattr(roster, "_EVACUATE_S", 0.05)
+    engines = [Silent(), ScriptedEngine()]
+    with routed(*engines) as router:
+        asked = [request(key, 40) for key in range(6)]
+
+        def hang() -> None:
+            engines[0].is_hanging = True
 
         responses = asyncio.run(all_of(router, asked, hang))
         assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
@@ -244,8 +268,10 @@ def test_control_reaches_all_and_a_server_that_comes_back_is_told():
 def test_weights_reach_all_and_one_that_was_lost_gets_them_again():
     engines = [ScriptedEngine() for _ in range(3)]
     with routed(*engines) as router:
+        engines[1].pause_s = 0.5
         router.update_weights(update(1, 1.0)).result(30)
         assert [engine.version for engine in engines] == [1, 1, 1]
+        assert router.status().metrics["last_update_pause_s"] == 0.5
         assert router.weights_checksum() == "w0=2,w1=4,w2=6"
         engines[2].is_dead = True
         until(lambda: not router.status().servers[2].is_alive)
@@ -311,6 +337,40 @@ def test_no_session_sees_a_version_go_back():
                 seen = max(response.output_versions)
 
         asyncio.run(scene())
+
+
+def test_a_stream_continues_on_another_server_without_a_gap():
+    class Streaming(ScriptedEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.capabilities = replace(self.capabilities, streaming=True)
+
+        async def astream(self, request: ModelRequest):
+            for token in expected(request)[len(request.given_tokens) :]:
+                await asyncio.sleep(0.001)
+                if self.is_dead:
+                    # As an engine that does not say which of its tokens the stream has delivered.
+                    raise ServerLost("reset", ModelResponse(request.input_tokens, (1,), (0.0,), (0,), "abort"))
+                self.num_open = 1
+                yield Delta((token,), (0.0,), (self.version,))
+            yield Delta((), (), (), "length")
+
+    engines = [Streaming(), Streaming()]
+    with routed(*engines) as router:
+        assert router.capabilities.streaming
+
+        async def scene() -> None:
+            tokens: list[int] = []
+            async for delta in router.astream(request(3, 40)):
+                tokens += delta.tokens
+                if len(tokens) == 10:
+                    next(each for each in engines if each.num_open).is_dead = True
+                reason = delta.stop_reason
+            assert tuple(tokens) == expected(request(3, 40))
+            assert reason == "length"
+
+        asyncio.run(scene())
+        assert router.status().metrics["router_num_requests_moved"] == 1
 
 
 def test_a_grammar_is_begun_again_on_a_server_that_cannot_continue_it():

@@ -24,7 +24,7 @@ _SERVER = "vllm.entrypoints.openai.api_server"
 _WORKER = "headwater_vllm_worker.Worker"
 _POLL_S = 0.2
 _STOP_LIMIT_S = 10.0
-_HOST = "127.0.0.1"
+_HOST = os.environ.get("VLLM_HOST_IP", "127.0.0.1")
 
 
 def main() -> None:

@@ -1,0 +1,124 @@
+"""What ``test_rank_memory.py`` runs on four ranks: the memory that each rank needs at most in every call.
+
+    torchrun --nproc-per-node 4 tests/integration/four_ranks.py FOLDER
+
+``FOLDER/model`` is a model of 200 MiB, ``FOLDER/small`` a tiny one. Rank 0 writes
+``FOLDER/results.json``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+import torch
+from integration.two_ranks import COMMON, RECIPE, Case, experience
+
+from headwater.cluster.torchrun import join
+from headwater.config.load import load_config
+from headwater.core.protocols import Learner
+from headwater.learner import learner as learner_module
+from headwater.learner.build import LearnerSpec, build_learner
+from headwater.learner.learner import LocalLearner
+from headwater.learner.optimizer import held_by
+from headwater.weights.memory import in_buckets
+
+NUM_RANKS = 4
+BUCKET_BYTES = 8 * 2**20
+
+
+def resident(name: str) -> int:
+    """Bytes of this process that are in memory: ``VmRSS`` now, ``VmHWM`` at most since the last ``reset``."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def reset() -> int:
+    """Return what is in memory now, and begin to watch for the highest value."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+class Watched(LocalLearner):
+    """A learner that also tells how much memory its calls needed in addition."""
+
+    before = 0
+
+    def watch(self) -> None:
+        self.before = reset()
+
+    def needed(self) -> int:
+        """Since ``watch``, at most."""
+        return resident("VmHWM") - self.before
+
+    def held(self) -> int:
+        """Bytes of the parameters that this rank holds."""
+        return sum(held_by(each).nbytes for each in self.actor.engine.module.parameters())
+
+
+def build(spec: LearnerSpec) -> Watched:
+    before = reset()
+    learner = build_learner(spec)
+    learner.__class__ = Watched
+    learner.before = before  # type: ignore[attr-defined]
+    return learner  # type: ignore[return-value]
+
+
+def spec_of(model: Path) -> LearnerSpec:
+    settings = [*COMMON, f"model.path={model}", "trainer.num_prompts_per_step=4", "eval.every_steps=0"]
+    return LearnerSpec(load_config(RECIPE, settings).config, str(model), str(model))
+
+
+def run(learner: Learner, folder: Path, watched) -> None:
+    data = experience(Case())
+    with watched("update"):
+        learner.update(data)
+    with watched("publish"):
+        sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in learner.export()]
+    assert max(sizes) <= BUCKET_BYTES, sizes
+    with watched("save"):
+        learner.save(folder)
+    with watched("load"):
+        learner.load(folder)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    # Otherwise the whole model would be one bucket.
+    learner_module.in_buckets = partial(in_buckets, max_bytes=BUCKET_BYTES)  # type: ignore[assignment]
+    with closing(join()) as group:
+        if group.rank:
+            group.serve()
+            return
+        results: dict[str, list[int]] = {}
+
+        class watched:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def __enter__(self) -> None:
+                group.call("watch", [()] * NUM_RANKS)
+
+            def __exit__(self, *_: object) -> None:
+                results[self.name] = group.call("needed", [()] * NUM_RANKS)
+
+        # First with a tiny model, so that what is imported and cached once is not counted.
+        run(group.build(build, spec_of(folder / "small"), timeout_s=300), folder / "of_small", watched)
+        learner = group.build(build, spec_of(folder / "model"), timeout_s=300)
+        results["start"] = group.call("needed", [()] * NUM_RANKS)
+        results["held"] = group.call("held", [()] * NUM_RANKS)
+        run(learner, folder / "of_model", watched)
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

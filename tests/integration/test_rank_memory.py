@@ -1,0 +1,57 @@
+"""No rank ever holds a whole model: the memory of four ranks while they load, train, publish, save and resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from integration import four_ranks
+from integration.command import ROOT
+from transformers import AutoModelForCausalLM
+
+from headwater.models.builtin.tiny import Preset, build_config
+from headwater.models.load import load_model, load_tokenizer, save_model
+
+MIB = 2**20
+LIMIT_S = 600.0
+SHAPE = Preset("qwen2", hidden_size=640, intermediate_size=2560, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=80)
+SLACK = 32 * MIB
+"""For what is not weights: buffers of gloo, Python objects, pages of files that were read."""
+
+
+@pytest.mark.slow
+def test_no_rank_ever_holds_a_whole_model(tmp_path):
+    tokenizer = load_tokenizer("tiny:qwen2")
+    model = AutoModelForCausalLM.from_config(build_config(SHAPE))
+    whole = sum(each.nbytes for each in model.parameters())
+    layer = sum(each.nbytes for each in model.model.layers[0].parameters())
+    save_model(model, tokenizer, tmp_path / "model")
+    save_model(load_model("tiny:qwen2", dtype="float32", device="cpu", seed=0), tokenizer, tmp_path / "small")
+    del model
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", four_ranks.__file__,
+        str(tmp_path),
+    ]  # fmt: skip
+    # Freed memory goes back to the system at once, so that the peak is what was in use.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests",
+                   "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    peaks = json.loads((tmp_path / "results.json").read_text())
+    shard = whole / four_ranks.NUM_RANKS
+    assert max(peaks["held"]) <= shard + MIB
+    bucket = four_ranks.BUCKET_BYTES
+    most = {
+        "start": 3 * shard,  # the shard, and pages of the files, which the system reads in larger pieces than asked for
+        "update": 3 * shard + 3 * layer,  # gradients and AdamW's averages; layers that are gathered, with gradients
+        "publish": 2 * bucket,
+        "save": 2 * bucket,  # one gathered tensor at a time, and nothing of the shards is copied
+        "load": 3 * shard,  # pages of the files: weights and AdamW's averages
+    }
+    assert all(whole > most[name] + SLACK for name in ("start", "publish", "save", "load"))  # or they prove nothing
+    shown = {name: [round(each / MIB) for each in values] for name, values in peaks.items()}
+    for name, limit in most.items():
+        assert max(peaks[name]) <= limit + SLACK, f"{name}: {shown[name]} MiB, at most {limit / MIB:.0f}; {shown}"

@@ -1,0 +1,221 @@
+"""Training on Ray: real Ray, real actors, two nodes on this machine, processes and nodes that end during a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from command import PROCESS_LIMIT_S, ROOT, metrics
+
+from headwater.observe.run_directory import RunDirectory
+from headwater.rollout.ledger import LedgerCounts
+
+pytest.importorskip("ray")
+
+NODES = """
+import json, sys
+from ray.cluster_utils import Cluster
+cluster = Cluster()
+nodes = {}
+for line in sys.stdin:
+    command, name, num_cpus = line.split()
+    if command == "add":
+        options = {"include_dashboard": False} if not nodes else {}
+        nodes[name] = cluster.add_node(
+            num_cpus=int(num_cpus), object_store_memory=150 * 2**20, labels={"role": name}, **options
+        )
+    else:
+        cluster.remove_node(nodes[name], allow_graceful=False)
+    print(cluster.address, flush=True)
+cluster.shutdown()
+"""
+"""Adds and removes nodes as its standard input says, and removes all of them when that ends."""
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback address only
+    "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",  # otherwise Ray writes one to the home directory
+    "RAY_AUTH_MODE": "token",
+}
+SMALL_ACTORS = ["cluster.learner.cpus_per_rank=0.25", "cluster.rollout.cpus_per_server=0.25"]
+
+
+class Nodes:
+    """Ray nodes in a separate process, each with the label ``role``."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **ENVIRONMENT}, start_new_session=True,
+        )  # fmt: skip
+
+    def add(self, role: str, num_cpus: int) -> None:
+        self._tell(f"add {role} {num_cpus}")
+
+    def remove(self, role: str) -> None:
+        self._tell(f"remove {role} 0")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        self.address = self._process.stdout.readline().strip()
+        assert self.address, "the process that holds the nodes has ended"
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        finally:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def training(
+    root: Path, *settings: str, environment: Mapping[str, str] = ENVIRONMENT
+) -> Iterator[subprocess.Popen[str]]:
+    with (root / "output.txt").open("w") as output:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "headwater.cli.main",
+                "train",
+                "quickstart",
+                "cluster=ray",
+                f"run.root={root}",
+                *settings,
+            ],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def output(root: Path) -> str:
+    return (root / "output.txt").read_text()
+
+
+def events(run: Path) -> str:
+    file = run / "logs" / "cluster.log"
+    return file.read_text() if file.exists() else ""
+
+
+def until(process: subprocess.Popen[str], root: Path, is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PROCESS_LIMIT_S
+    while not is_so():
+        assert process.poll() is None, output(root)
+        assert time.monotonic() < deadline, output(root)
+        time.sleep(0.2)
+
+
+def num_steps(run: Path) -> int:
+    return len(metrics(run, "train")) if (run / "metrics.jsonl").exists() else 0
+
+
+def actor_pid(run: Path, pattern: str) -> int:
+    """The process of the newest actor whose line matches."""
+    lines = [line for line in events(run).splitlines() if re.search(pattern, line)]
+    return int(re.search(r"process (\d+)", lines[-1])[1])
+
+
+def check_ledger(run: Path, num_steps: int) -> None:
+    """Every step trained whole groups once, and nothing is counted twice or lost."""
+    records = RunDirectory.open(run).read_ledger()
+    assert [record["step"] for record in records] == list(range(1, num_steps + 1))
+    counts = LedgerCounts(**json.loads((run / "status.json").read_text())["ledger"])
+    assert counts.is_balanced
+    assert (counts.trained, counts.dropped) == (32 * num_steps, 0)
+
+
+def test_too_few_resources_are_an_error_that_says_which_setting_to_change(tmp_path):
+    settings = ["cluster.learner.num_ranks=200", "cluster.object_store_mib=100"]
+    with training(tmp_path, *settings) as process:
+        assert process.wait(PROCESS_LIMIT_S) == 2
+    text = output(tmp_path)
+    assert "cluster.learner.num_ranks = 200" in text, text
+    assert "200 learner ranks need 2 CPUs each, 400 CPUs in total; the cluster has 1 node" in " ".join(text.split())
+    assert not (tmp_path / "quickstart").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_node_end(tmp_path, nodes):
+    nodes.add("learner", 1)
+    nodes.add("rollout", 1)
+    run = tmp_path / "quickstart"
+    settings = [
+        *SMALL_ACTORS, "cluster.learner.num_ranks=2", "cluster.learner.labels={role: learner}",
+        "rollout.placement=disaggregated", "cluster.rollout.num_servers=2", 'cluster.rollout.labels={role: "!learner"}',
+        "rollout.max_staleness=1", "eval.every_steps=0",
+    ]  # fmt: skip
+    with training(tmp_path, *settings, environment={**ENVIRONMENT, "RAY_ADDRESS": nodes.address}) as process:
+        until(process, tmp_path, lambda: num_steps(run) >= 5)
+        os.kill(actor_pid(run, "rollout-0 serves"), signal.SIGKILL)
+        until(process, tmp_path, lambda: events(run).count("rollout-0 serves") == 2 and num_steps(run) >= 15)
+        nodes.add("spare", 1)
+        nodes.remove("rollout")
+        process.wait(PROCESS_LIMIT_S)
+    assert process.returncode == 0, output(tmp_path)
+    evaluations = metrics(run, "eval")
+    assert evaluations[0]["reward/mean"] < 0.3
+    assert evaluations[-1]["reward/mean"] > 0.8
+    assert len(re.findall(r"rollout-\d serves", events(run))) >= 5  # two, one killed, and both on the spare node
+    check_ledger(run, 80)
+    names = {path.name for path in (run / "logs").iterdir()}
+    assert names == {"cluster.log", "learner-0.log", "learner-1.log", "rollout-0.log", "rollout-1.log"}
+
+
+@pytest.mark.slow
+def test_a_run_with_reward_actors_survives_the_end_of_a_rank_as_often_as_its_config_allows(tmp_path):
+    run = tmp_path / "quickstart"
+    settings = [
+        *SMALL_ACTORS, "cluster.learner.num_ranks=2", "cluster.rollout.num_servers=1", "cluster.object_store_mib=100",
+        "cluster.max_restarts=1", "trainer.checkpoint_every_steps=2", "trainer.total_steps=60",
+        "cluster.reward.num_actors=1", "reward.function=tests/integration/varied_reward.py:compute_score",
+        "warm_start.num_steps=5", "eval.before=false", "eval.after=false", "eval.every_steps=0",
+    ]  # fmt: skip
+    with training(tmp_path, *settings) as process:
+        until(process, tmp_path, lambda: num_steps(run) >= 3)
+        os.kill(actor_pid(run, "learner rank 1"), signal.SIGKILL)
+        until(process, tmp_path, lambda: events(run).count("learner rank 1") == 2)
+        begun = num_steps(run)
+        until(process, tmp_path, lambda: num_steps(run) >= begun + 2)
+        os.kill(actor_pid(run, "learner rank 0"), signal.SIGKILL)
+        began = time.monotonic()
+        code = process.wait(PROCESS_LIMIT_S)
+    assert code == 2, output(tmp_path)
+    assert time.monotonic() - began < 60, "the run must end soon after its rank"
+    text = " ".join(output(tmp_path).split())
+    assert "the run continues from its last checkpoint (restart 1 of cluster.max_restarts = 1)" in text
+    assert re.search(r"rank 0 \(node 127\.0\.0\.1, process \d+\) has ended", text.rpartition("Resuming")[2]), text
+    assert RunDirectory.open(run).checkpoint_steps()
+    assert all(record["reward/failed_calls"] == 0 for record in metrics(run, "train"))
+    assert (run / "logs" / "reward-0.log").exists()
