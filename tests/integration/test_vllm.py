@@ -53,7 +53,7 @@ def engine() -> Iterator[VllmEngine]:
     launch = ("rollout.placement=disaggregated", f"rollout.launch.python={PYTHON}")
     engine = VllmEngine.launch(context(*launch), ["cpu"])
     yield engine
-    processes = group(engine._server.keeper.pid)
+    processes = group(engine._server.pid)
     engine.close()
     assert len(processes) > 1
     assert all(map(is_gone, processes))
@@ -210,7 +210,7 @@ def test_a_killed_server_is_replaced_and_loses_no_token(engine: VllmEngine) -> N
     thread = threading.Thread(target=lambda: answers.extend(asyncio.run(ask(engine, 6, sampling))))
     thread.start()
     until_running(engine, 6)
-    os.kill(engine._server.keeper.pid, signal.SIGKILL)
+    os.kill(engine._server.pid, signal.SIGKILL)
     thread.join(LIMIT_S)
     assert engine.status().num_restarts == 1
     for response in answers:

@@ -100,6 +100,8 @@ class LaunchedServer:
 
     def __init__(self, session: Session, how: Command, start_child: StartChild = ChildServer.start) -> None:
         self.keeper = ChildKeeper(self, _REMEDY)
+        self.pid = 0
+        """The id of the process that serves now."""
         self._session = session
         self._command = how
         self._start_child = start_child
@@ -127,7 +129,9 @@ class LaunchedServer:
         return self._session.num_open
 
     async def start_child(self) -> ServerProcess:
-        return await self._start_child(self._command)
+        child = await self._start_child(self._command)
+        self.pid = getattr(child, "pid", 0)  # 0 for a process on another machine
+        return child
 
     async def on_up(self, child: ServerProcess) -> None:
         self._link = HttpLink(child.url)

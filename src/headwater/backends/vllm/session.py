@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from headwater.backends.vllm.link import Link, LinkLost, PauseMode, VllmInfo
 from headwater.backends.vllm.requests import MAX_STUCK, OpenRequest
-from headwater.backends.vllm.wire import Garbage, write_request
+from headwater.backends.vllm.wire import Garbage, Span, write_request
 from headwater.core.errors import (
     HeadwaterError,
     LogitsBroken,
@@ -194,7 +194,9 @@ class Session:
         assert self.info is not None, "attached"
         dialect, has_stopped = self.info.dialect, False
         body = write_request(opened.rest(), dialect, self._model.end_tokens, opened.sent_version)
-        num_checked, spans = len(opened.tokens), None
+        num_checked = len(opened.tokens)
+        spans: tuple[Span, ...] | None = None
+        reason: StopReason = "abort"  # older versions send no last chunk for a request that was aborted
         async with aclosing(link.stream(body)) as chunks:
             async for chunk in chunks:
                 opened.extend(chunk)
@@ -209,8 +211,6 @@ class Session:
                     # Only the last chunk tells the versions.
                     await link.abort(body["request_id"])
                 num_checked = len(opened.tokens)
-            else:
-                reason = "abort"  # older versions send no last chunk for a request that was aborted
         if spans is not None and dialect.labels_tokens:
             opened.end_stream(spans, self.weights.labels)
         end = self._end_of(opened, opened.num_before)
