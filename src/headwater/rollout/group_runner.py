@@ -27,7 +27,7 @@ from headwater.core.records import DropKind, Prompt, Trajectory
 from headwater.rollout.filters import REASONS, GroupFilter
 from headwater.rollout.flight import Flight
 from headwater.rollout.group import Dropped, Group, TrajectoryLimits
-from headwater.workflows import EpisodeRunner
+from headwater.workflows import Episode, EpisodeRunner
 
 T = TypeVar("T")
 
@@ -138,7 +138,8 @@ class GroupRunner:
         if flight.start is not None:
             state.begin_late = partial(flight.start.announce, flight, data.sample)
         try:
-            result: object = self._checked(await workflow.run(engine, data), flight, data)
+            episode = Episode(workflow.context, engine, data)
+            result: object = self._checked(await workflow.workflow.run(episode), flight, data)
             state.rest("done")
         except (SystemExit, KeyboardInterrupt) as error:
             # Otherwise these would silently end the thread that runs all episodes.

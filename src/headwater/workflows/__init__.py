@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from headwater.config.arguments import with_arguments
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.registry import Registry, blaming, is_path
 from headwater.workflows.episode import Episode, EpisodeResult, WorkflowContext
 
@@ -47,9 +46,6 @@ class EpisodeRunner:
     context: WorkflowContext
     name: str
     """The workflow's name in error messages."""
-
-    async def run(self, engine: EpisodeEngine, data: EpisodeInput) -> EpisodeResult:
-        return await self.workflow.run(Episode(self.context, engine, data))
 
 
 @dataclass(frozen=True)

@@ -254,11 +254,14 @@ def test_classes_functions_and_areal_s_classes_are_workflows():
 
     here = __name__
     runner = make_runner(f"{here}:Engineer", make(Engineer, bonus=2.0), episode.context)
-    assert (runner.name, asyncio.run(runner.run(*run))) == ("Engineer", (1, 2.0, episode.engine))
+    assert (runner.name, asyncio.run(runner.workflow.run(Episode(runner.context, *run)))) == (
+        "Engineer",
+        (1, 2.0, episode.engine),
+    )
     runner = make_runner(f"{here}:plain", make(plain, bonus=3.0), episode.context)
-    assert (runner.name, asyncio.run(runner.run(*run)).reward) == ("plain", 3.0)
+    assert (runner.name, asyncio.run(runner.workflow.run(Episode(runner.context, *run))).reward) == ("plain", 3.0)
     runner = make_runner("rlvr", WORKFLOWS.resolve("rlvr"), episode.context)
-    assert asyncio.run(runner.run(*run)).info == {"scored": 1, "response_text": "2"}
+    assert asyncio.run(runner.workflow.run(Episode(runner.context, *run))).info == {"scored": 1, "response_text": "2"}
     with pytest.raises(ConfigError, match="a Useless is not a workflow; name a class with 'async def run"):
         make_runner(f"{here}:Useless", Useless, episode.context)
 
