@@ -17,7 +17,8 @@ from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
 
 logger = logging.getLogger(__name__)
 
-_ADAPTERS = " adapters "
+ADAPTERS = " adapters "
+"""In the text that the ledger has of trained weights: between the merged weights and what was trained."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def check_weights(run: RunDirectory, step: int, weights: str) -> None:
     was = str(record.get("weights", ""))
     if was == weights:
         return
-    trained_then, trained_now = was.partition(_ADAPTERS)[2], weights.partition(_ADAPTERS)[2]
+    trained_then, trained_now = was.partition(ADAPTERS)[2], weights.partition(ADAPTERS)[2]
     if not trained_then or trained_then != trained_now:
         raise DamagedCheckpoint(
             f"{run.checkpoint(step)}: its weights are not those that step {step} trained (checksum {weights}, but "
@@ -190,8 +191,3 @@ def check_weights(run: RunDirectory, step: int, weights: str) -> None:
         run.checkpoint(step),
         step,
     )
-
-
-def weights_text(policy: str, *, adapters: str = "", critic: str = "") -> str:
-    """What the ledger has of everything that a step trained: the checksums of the merged policy and of the rest."""
-    return policy + (f"{_ADAPTERS}{adapters}" if adapters else "") + (f" critic {critic}" if critic else "")

@@ -17,7 +17,7 @@ from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.source import PromptStream
-from headwater.trainer.checkpoint import Checkpoints, TrainerState, check_weights, read_state, weights_text
+from headwater.trainer.checkpoint import ADAPTERS, Checkpoints, TrainerState, check_weights, read_state
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
 from headwater.trainer.interrupts import Interrupts
@@ -242,10 +242,10 @@ class Trainer:
         return published
 
     def _checksum(self, policy: str) -> str:
-        """The checksum of everything that is trained; ``policy`` is the one of the policy's weights."""
-        adapters = self._learner.checksum("policy") if self._config.lora.rank else ""
-        critic = self._learner.checksum("critic") if self._config.critic.enabled else ""
-        return weights_text(policy, adapters=adapters, critic=critic)
+        """The checksums of everything that is trained; ``policy`` is the one of the policy's weights, merged."""
+        adapters = f"{ADAPTERS}{self._learner.checksum('policy')}" if self._config.lora.rank else ""
+        critic = f" critic {self._learner.checksum('critic')}" if self._config.critic.enabled else ""
+        return f"{policy}{adapters}{critic}"
 
     def _restore_engine(self) -> None:
         """While rollouts are awaited: publish the present version again to an engine whose process was replaced."""

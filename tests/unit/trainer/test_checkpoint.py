@@ -6,15 +6,15 @@ import pytest
 
 from headwater.core.errors import DamagedCheckpoint
 from headwater.observe.run_directory import RunDirectory
-from headwater.trainer.checkpoint import check_weights, weights_text
+from headwater.trainer.checkpoint import check_weights
 
 
 def test_every_part_is_compared_and_only_rounding_of_merged_adapters_is_allowed(tmp_path, caplog):
     run = RunDirectory(tmp_path)
     recorded = {
-        1: weights_text("float32-a"),
-        2: weights_text("float32-a", critic="float32-c"),
-        3: weights_text("float32-a", adapters="float32-b", critic="float32-c"),
+        1: "float32-a",
+        2: "float32-a critic float32-c",
+        3: "float32-a adapters float32-b critic float32-c",
     }
     lines = (f'{{"kind": "step", "step": {step}, "weights": "{text}"}}\n' for step, text in recorded.items())
     run.ledger_file.write_text("".join(lines))
