@@ -69,6 +69,9 @@ def main(folder: Path, num_ranks: int, num_context: int, names: list[str]) -> No
         if num_ranks % 3:
             odd = spec_of(split(CASES[names[0]], 3), folder)
             results["uneven"] = error_of(lambda: group.build(build, odd, timeout_s=300))
+        if num_context == 2:
+            other = replace(spec_of(split(CASES[names[0]], 2), folder), model_path=str(folder / "three_heads"))
+            results["heads"] = error_of(lambda: group.build(build, other, timeout_s=300))
         torch.save(results, folder / "results.pt")
 
 

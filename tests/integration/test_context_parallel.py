@@ -7,18 +7,25 @@ import subprocess
 import pytest
 import torch
 from integration import context_ranks
-from integration.test_torchrun import LIMIT_S, assert_same, assert_same_weights, environment, python
+from integration.test_torchrun import COARSE, LIMIT_S, assert_same, assert_same_weights, environment, python
 from integration.two_ranks import CASES, RESUMED, build, resume, spec_of, take_steps
+from transformers import AutoModelForCausalLM
 
+from headwater.models.builtin.tiny import Preset, build_config
 from headwater.models.load import load_model, load_tokenizer, save_model
 
-EXACT = tuple(name for name in CASES if "bfloat16" not in name)
+THREE_HEADS = Preset("qwen3", hidden_size=32, intermediate_size=32, num_layers=1, num_heads=3, num_kv_heads=3)
 NUMBERS = ("loss", "grad_norm", "entropy", "approx_kl", "ratio_p50", "optimizer_steps")
 
 
 def compare(folder, num_ranks: int, num_context: int, names: tuple[str, ...]) -> None:
     model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
     save_model(model, load_tokenizer("tiny:qwen3"), folder / "model")
+    save_model(
+        AutoModelForCausalLM.from_config(build_config(THREE_HEADS)),
+        load_tokenizer("tiny:qwen3"),
+        folder / "three_heads",
+    )
     alone = {
         name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "alone" / name) for name in names
     }
@@ -47,18 +54,23 @@ def compare(folder, num_ranks: int, num_context: int, names: tuple[str, ...]) ->
         assert restored == together["taken"][name]["saved"], f"{name}, on one rank"
         assert_same_weights(weights, together["taken"][name]["weights"], f"{name}, on one rank")
     assert f"learner.context_parallel = 3: the learner has {num_ranks} ranks" in together["uneven"]
+    if num_context == 2:
+        assert "model has 3 attention heads, which must be divisible by it; use one of [1, 3]" in together["heads"]
 
 
 def compare_steps(ours, theirs, name: str) -> None:
-    assert_same(ours["computed"], theirs["computed"], name)
+    if name not in COARSE:
+        assert_same(ours["computed"], theirs["computed"], name)
     for step, (mine, other) in enumerate(zip(ours["stats"], theirs["stats"], strict=True)):
         assert mine.keys() == other.keys(), name
         for key in (each for each in other if each.endswith(NUMBERS)):
             # The second step begins with weights that rounding has changed.
-            expected = pytest.approx(other[key], rel=1e-4 if step else 1e-5, abs=1e-6)
+            tolerance = {"rel": 1e-4 if step else 1e-5, "abs": 1e-6}
+            expected = pytest.approx(other[key], **({"rel": 0.1, "abs": 0.03} if name in COARSE else tolerance))
             assert mine[key] == expected, f"{name}: {key} of step {step + 1}"
-    assert_same(ours["after_one"], theirs["after_one"], name)
-    assert_same_weights(ours["weights"], theirs["weights"], name)
+    if name not in COARSE:
+        assert_same(ours["after_one"], theirs["after_one"], name)
+        assert_same_weights(ours["weights"], theirs["weights"], name)
 
 
 def compare_tokens(of_ranks, num_context: int, name: str) -> None:
@@ -80,7 +92,7 @@ def test_two_ranks_that_share_every_pack_train_what_one_does(tmp_path):
 
 @pytest.mark.slow
 def test_two_pairs_of_ranks_train_what_one_does(tmp_path):
-    compare(tmp_path, 4, 2, EXACT)
+    compare(tmp_path, 4, 2, tuple(CASES))
 
 
 @pytest.mark.slow

@@ -86,7 +86,8 @@ def ranks_have_samples(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.cluster.kind == "ray" and num_ranks > num_rows * num_context:
         yield Clash(
             ("cluster.learner.num_ranks", "trainer.num_prompts_per_step"),
-            f"a step has only {num_rows} samples; use at most {num_rows * num_context} ranks, or raise trainer.num_prompts_per_step",
+            f"a step has only {num_rows} samples; use at most {num_rows * num_context} ranks, or raise "
+            "trainer.num_prompts_per_step",
         )
 
 

@@ -1,12 +1,13 @@
 """Context parallelism: several ranks compute one pack together, each of them a slice of its tokens.
 
 All layers except attention treat every token separately, so a rank needs only its slice. For attention the ranks
-exchange heads for tokens: a rank gets all tokens of the pack for its share of the heads, and gives its result back in the
-same way (Ulysses). Attention itself does not change, nor do its segments and shared prompts.
+exchange heads for tokens: a rank gets all tokens of the pack for its share of the heads, and gives its result back in
+the same way (Ulysses). Attention itself does not change, nor do its segments and shared prompts.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ class Share(NamedTuple):
     """What one rank computes of a pack."""
 
     pack: Pack
-    """A slice of the tokens, and the trained tokens that this slice predicts. ``segments`` are those of the whole pack."""
+    """A slice of the tokens, and the trained tokens that it predicts. ``segments`` are those of the whole pack."""
     chosen: Tensor
     """The indices of those trained tokens in the whole pack."""
 
@@ -39,14 +40,18 @@ class ContextGroup:
     mesh: DeviceMesh
     """One dimension of the mesh of all ranks."""
 
+    def __post_init__(self) -> None:
+        # On CPUs, DTensor gathers and cuts instead of an all-to-all, and warns about it on every rank.
+        logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
+
     def check(self, model: Any) -> None:
         """Refuse a model whose heads cannot be divided. Keys and values are repeated where they have too few heads."""
         num_heads = model.config.get_text_config(decoder=True).num_attention_heads
         if num_heads % self.mesh.size():
             raise ConfigError(
                 [
-                    f"learner.context_parallel = {self.mesh.size()}: {model.config.model_type} has {num_heads} attention "
-                    f"heads, which must be divisible by it; use one of {', '.join(map(str, _divisors(num_heads)))}"
+                    f"learner.context_parallel = {self.mesh.size()}: this {model.config.model_type} model has "
+                    f"{num_heads} attention heads, which must be divisible by it; use one of {_divisors(num_heads)}"
                 ]
             )
 

@@ -1,7 +1,7 @@
 """The processes that train one model together, and how a module is laid out over them.
 
-One process holds everything. With several, FSDP2 gives each one a shard of every parameter. With context parallelism the
-ranks form a mesh of two dimensions: neighbours compute the same rows together.
+One process holds everything. With several, FSDP2 gives each one a shard of every parameter. With context parallelism
+the ranks form a mesh of two dimensions: neighbours compute the same rows together.
 """
 
 from __future__ import annotations
