@@ -82,28 +82,29 @@ class ContextGroup:
         return {name: values.clone() for name, values in zip(outputs, whole, strict=True)}  # FSDP warns about views
 
 
-@dataclass(frozen=True)
 class _SharedAttention:
-    whole: PackedAttention
-    num_tokens: int
-    """Of the whole pack, without the padding that makes all slices equally long."""
-    mesh: DeviceMesh
+    def __init__(self, whole: PackedAttention, num_tokens: int, mesh: DeviceMesh) -> None:
+        """``num_tokens`` are those of the whole pack, without the padding that makes all slices equally long."""
+        self._whole = whole
+        self._num_tokens = num_tokens
+        self._mesh = mesh
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
-        num_ranks, num_keys = self.mesh.size(), key.shape[1]
-        if repeats := math.lcm(num_keys, num_ranks) // num_keys - 1:
-            key, value = (each.repeat_interleave(repeats + 1, dim=1) for each in (key, value))
+        num_ranks, num_keys = self._mesh.size(), key.shape[1]
+        if num_keys % num_ranks:
+            repeats = math.lcm(num_keys, num_ranks) // num_keys
+            key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         parts = [each.unflatten(1, (num_ranks, -1)) for each in (query, key, value)]
         # One exchange for all three: [own tokens, ranks, heads, head dim] becomes [all tokens, 1, heads, head dim].
         exchanged = self._exchange(torch.cat(parts, dim=2), 0, 1)
-        of_heads = exchanged[: self.num_tokens, 0].split([each.shape[2] for each in parts], dim=1)
-        output = self.whole(*of_heads, scale=scale, window=window)
-        padded = F.pad(output, (0, 0, 0, 0, 0, len(exchanged) - self.num_tokens))
+        of_heads = exchanged[: self._num_tokens, 0].split([each.shape[2] for each in parts], dim=1)
+        output = self._whole(*of_heads, scale=scale, window=window)
+        padded = F.pad(output, (0, 0, 0, 0, 0, len(exchanged) - self._num_tokens))
         return self._exchange(padded[:, None], 1, 0).flatten(1, 2)
 
     def _exchange(self, tensor: Tensor, split: int, wanted: int) -> Tensor:
         """Split the dimension ``wanted`` over the ranks instead of ``split``: an all-to-all."""
-        shared = DTensor.from_local(tensor, self.mesh, [Shard(split)], run_check=False)
+        shared = DTensor.from_local(tensor, self._mesh, [Shard(split)], run_check=False)
         return shared.redistribute(placements=[Shard(wanted)]).to_local()
 
 
