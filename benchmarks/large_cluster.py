@@ -40,7 +40,8 @@ def needed(num_gpus: int, mean_tokens: int) -> dict[str, Any]:
     model = Roofline(SHAPES["qwen2.5-7b"], GPUS["h200"], Training(is_checkpointed=True), context=mean_tokens / 2)
     row = predict(workload, model, split, MAX_STALENESS)
     assert row.prediction is not None, row.problem
-    main_s = model.costs(split).learner.step_per_token_s * row.prediction.total_tokens_per_s
+    num_sampled = row.prediction.tokens_per_s / (1 - row.prediction.masked_share)
+    main_s = model.costs(split).learner.step_per_token_s * num_sampled
     return {
         "gpus": num_gpus,
         "mean_tokens": mean_tokens,

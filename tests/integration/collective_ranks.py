@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from integration.failing_ranks import free_port
 
-from headwater.backends.native.engine import NativeEngine, engine_arguments
-from headwater.backends.native.server import ForeignServer, OwnServer
+from headwater.backends.native.engine import NativeEngine
+from headwater.backends.native.places import ForeignServer, OwnServer, engine_arguments
 from headwater.backends.router.engine import RoutedServer, RouterEngine
 from headwater.cluster import torchrun
 from headwater.config.load import load_config

@@ -1,4 +1,4 @@
-"""Weights straight from two ranks to two engines, each in its own process, some of which are killed or stopped midway."""
+"""Weights straight from two ranks to two engines, each in its own process; some are killed or stopped midway."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from integration import collective_ranks
 from integration.command import PROCESS_LIMIT_S
 
 from headwater.backends.native.engine import NativeEngine
-from headwater.backends.native.server import ForeignServer
+from headwater.backends.native.places import ForeignServer
 from headwater.observe.spans import Spans
 from headwater.weights.publish import publish
 

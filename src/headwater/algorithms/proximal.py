@@ -35,7 +35,7 @@ def approximation_metrics(
     rollout_logprobs: Tensor, recomputed: Tensor, versions: Tensor, current_version: int, mask: Tensor
 ) -> dict[str, float]:
     """The errors of both approximations of the recomputed proximal policy, over the kept tokens."""
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, approximate in (("proximal", loglinear), ("proximal_linear", linear)):
         error = approximate(rollout_logprobs, recomputed, versions, current_version) - recomputed
         metrics |= {

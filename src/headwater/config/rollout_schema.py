@@ -81,7 +81,8 @@ class RolloutConfig:
     the learner's device if there is none."""
     weight_transfer: Literal["auto", "shared_memory", "file", "collective"] = "auto"
     """How new weights are sent to servers: through `shared_memory`, for `headwater serve` on this machine, through a
-    `file`, or `collective`: the learner's ranks send their parts over the network. `auto` takes the first that works."""
+    `file`, or `collective`: the learner's ranks send their parts over the network. `auto` takes the first that
+    works."""
     weight_encoding: WeightEncoding = "plain"
     """With weight_transfer=collective: `delta` sends the compressed difference from the weights before, for slow
     networks. The engine gets exactly the same weights. Both sides keep a copy in main memory."""

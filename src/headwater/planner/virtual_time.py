@@ -93,16 +93,16 @@ class VirtualTasks(AsyncTaskRunner):
         hard_limit_s: float,
     ) -> None:
         deadline = self.loop.time() + hard_limit_s
-        self._run(lambda: predicate() or self.loop.time() >= deadline - _ROUNDING_S, deadline)
+        self._advance(lambda: predicate() or self.loop.time() >= deadline - _ROUNDING_S, deadline)
         if not predicate():
             raise WaitTimeout(f"{describe()}: not finished after {hard_limit_s:.0f} simulated seconds")
 
     def sleep(self, seconds: float) -> None:
         """Let ``seconds`` pass on the virtual clock."""
         deadline = self.loop.time() + seconds
-        self._run(lambda: self.loop.time() >= deadline - _ROUNDING_S, deadline)
+        self._advance(lambda: self.loop.time() >= deadline - _ROUNDING_S, deadline)
 
-    def _run(self, is_over: Callable[[], object], deadline: float) -> None:
+    def _advance(self, is_over: Callable[[], object], deadline: float) -> None:
         self.loop.is_over = is_over
         alarm = self.loop.call_at(deadline, lambda: None)
         try:

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from headwater.core.errors import WaitTimeout
 from headwater.core.waits import wait_for_future, wait_until
@@ -110,7 +110,7 @@ class AsyncTaskRunner:
         except Exception:
             logger.warning("%s failed", what, exc_info=True)
 
-    def __enter__(self) -> AsyncTaskRunner:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

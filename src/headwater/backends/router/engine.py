@@ -13,11 +13,17 @@ at the same time, each in a separate thread.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
-from headwater.backends.router.member import Member, RoutedServer, common_capabilities, common_limits
+from headwater.backends.router.member import (
+    Member,
+    RoutedServer,
+    common_capabilities,
+    common_limits,
+    common_metrics,
+)
 from headwater.backends.router.requests import answer, stream
 from headwater.backends.router.roster import Roster, RouterOptions
 from headwater.backends.router.updates import send_to_all
@@ -48,6 +54,9 @@ from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future, wait_unti
 __all__ = ["RoutedServer", "RouterEngine", "RouterOptions"]
 
 T = TypeVar("T")
+
+_REPORT_LIMIT_S = 10.0
+"""An engine limits the time for its status itself."""
 
 
 class RouterEngine:
@@ -117,6 +126,7 @@ class RouterEngine:
                 is_reachable=any(not each.lost for each in members),
                 servers=servers,
                 metrics={
+                    **common_metrics([each.report.metrics for each in members]),
                     "router_num_servers": len(servers),
                     "router_num_open_servers": sum(each.is_open for each in members),
                     "router_num_waiting": roster.policy.num_waiting,
@@ -246,6 +256,8 @@ class RouterEngine:
             )
         finally:
             update.close()
+        # So that the status tells about this update.
+        wait([each.start(each.ask, "status") for each in receivers.values()], timeout=_REPORT_LIMIT_S)
         with roster.lock:
             self._roster.published = update.version
             for name, member in roster.members.items():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,6 +15,9 @@ from headwater.core.protocols import Capabilities, EngineLimits, EngineStatus, I
 
 T = TypeVar("T")
 
+_OWN_COUNTS = {"num_running", "num_waiting", "num_restarts"}
+"""The status has these beside the metrics."""
+_PAUSE = "last_update_pause_s"
 _MAX_REFUSALS = 3
 """After so many failed weight updates in a row, a server gets no more until its process is replaced."""
 
@@ -159,6 +163,11 @@ class Member:
             self._asked_at, self._asked_updates = now, self.num_updates
             self._pending = self.start(self.engine.status, "status")
 
+    def ask(self) -> None:
+        """Take a report at once, if there is one. A server that does not answer is found by the next look."""
+        with suppress(HeadwaterError):
+            self.report = self.engine.status()
+
     def _take_report(self, pending: Future[EngineStatus]) -> None:
         error = pending.exception()
         if error is not None:
@@ -222,6 +231,14 @@ def common_capabilities(every: Sequence[Capabilities]) -> Capabilities:
         update_modes=tuple(mode for mode in first.update_modes if all(mode in its.update_modes for its in every)),
         features=tuple(name for name in first.features if all(name in each.features for each in every)),
     )
+
+
+def common_metrics(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of what servers measure: the sums of their counts, and the longest pause of the last weight update."""
+    names = {name for each in every for name in each if name.startswith("num_")}
+    sums = {name: sum(each.get(name, 0) for each in every) for name in sorted(names - _OWN_COUNTS)}
+    pauses = [each[_PAUSE] for each in every if _PAUSE in each]
+    return {**sums, _PAUSE: max(pauses)} if pauses else sums
 
 
 def common_limits(every: Sequence[EngineLimits], max_queue: int) -> EngineLimits:

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -163,9 +164,7 @@ class Roster:
         self._stop.set()
         for work in works:
             self.abort(work)
-        closing = [each.start(each.engine.close, "close") for each in self.all()]
-        for each in closing:
-            each.exception(ENGINE_CALL_LIMIT_S)
+        wait([each.start(each.engine.close, "close") for each in self.all()], timeout=ENGINE_CALL_LIMIT_S)
         self._watcher.join(_THREAD_END_S)
 
     # Requests
@@ -311,8 +310,7 @@ class Roster:
             with self.lock:
                 moved = [(each, each.task) for each in self.works.values() if each.server == member.name]
             if moved:
-                with suppress(HeadwaterError):
-                    member.start(member.engine.abort, "abort").exception(_EVACUATE_S)
+                wait([member.start(member.engine.abort, "abort")], timeout=_EVACUATE_S)
                 time.sleep(_EVACUATE_S)
             for work, task in moved:
                 # Tokens that did not come back are generated again by the next server.

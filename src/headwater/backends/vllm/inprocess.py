@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -65,8 +65,8 @@ class InProcessLink:
             ) from error
         is_on_cpu = resolve_device(context.config.model.device).type == "cpu"
         settings = engine_settings(context.config, is_on_cpu=is_on_cpu, shares_device=True)
-        # The methods of inside/ are found by their path, also by the worker processes.
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INSIDE), os.environ.get("PYTHONPATH"))))
+        if str(INSIDE) not in sys.path:  # worker processes inherit the path, and find the methods of inside/ by it
+            sys.path.append(str(INSIDE))
         sleeps = context.config.learner.offload_during_rollout
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(

@@ -34,6 +34,7 @@ class ScriptedEngine:
         self.sessions: list[str] = []
         self.fails_update: Exception | None = None
         self.has_failed = False
+        self.pause_s = 0.0
         self._aborted: set[int] = set()
         self._tick_s = tick_s
         self._open: dict[int, ModelRequest] = {}
@@ -99,6 +100,7 @@ class ScriptedEngine:
             is_paused=self.is_paused,
             is_alive=not self.is_closed and not self.has_failed,
             is_reachable=not self.is_hanging,
+            metrics={"num_running": 99, "num_finished": self.num_served, "last_update_pause_s": self.pause_s},
         )
 
     def abort(self, request_id: str | None = None) -> int:

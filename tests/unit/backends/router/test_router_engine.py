@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ def test_requests_are_spread_and_bounded_and_sessions_stay():
         assert [engine.most_open for engine in engines] == [8, 8]
         status = router.status()
         assert status.metrics["router_num_placed"] == 120
+        until(lambda: router.status().metrics["num_finished"] == 120)
+        assert "num_running" not in status.metrics
         assert status.metrics["router_num_sessions"] == 60
         assert [(each.name, each.state) for each in status.servers] == [("s0", "serving"), ("s1", "serving")]
         # One after the other, so that no server is full: every session finds its cache again.
@@ -105,6 +108,27 @@ def test_a_server_that_hangs_gives_back_what_it_has():
 
         def hang() -> None:
             engines[1].is_hanging = True
+
+        responses = asyncio.run(all_of(router, asked, hang))
+        assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
+
+
+def test_what_a_server_does_not_give_back_is_generated_again(monkeypatch):
+    class Silent(ScriptedEngine):
+        def abort(self, request_id: str | None = None) -> int:
+            threading.Event().wait(60)
+            return 0
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    monkeypatch.setattr(roster, "_EVACUATE_S", 0.05)
+    engines = [Silent(), ScriptedEngine()]
+    with routed(*engines) as router:
+        asked = [request(key, 40) for key in range(6)]
+
+        def hang() -> None:
+            engines[0].is_hanging = True
 
         responses = asyncio.run(all_of(router, asked, hang))
         assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
@@ -244,8 +268,10 @@ def test_control_reaches_all_and_a_server_that_comes_back_is_told():
 def test_weights_reach_all_and_one_that_was_lost_gets_them_again():
     engines = [ScriptedEngine() for _ in range(3)]
     with routed(*engines) as router:
+        engines[1].pause_s = 0.5
         router.update_weights(update(1, 1.0)).result(30)
         assert [engine.version for engine in engines] == [1, 1, 1]
+        assert router.status().metrics["last_update_pause_s"] == 0.5
         assert router.weights_checksum() == "w0=2,w1=4,w2=6"
         engines[2].is_dead = True
         until(lambda: not router.status().servers[2].is_alive)
