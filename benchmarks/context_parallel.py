@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from options import parser_of
 from record import write_record
+from torch.multiprocessing.spawn import spawn
 
 from headwater.config.load import load_config
 from headwater.core.data_proto import DataProto
@@ -99,7 +99,7 @@ def main() -> None:
     by_ranks = {}
     for num_ranks in NUM_RANKS:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure, (num_ranks, options.rows, options.length, folder), nprocs=num_ranks)
+            spawn(measure, (num_ranks, options.rows, options.length, folder), nprocs=num_ranks)
             by_ranks[num_ranks] = torch.load(f"{folder}/results.pt", weights_only=False)
         peaks = ", ".join(f"{each['peak_mib']:.0f}" for each in by_ranks[num_ranks])
         print(f"{num_ranks} ranks: peak {peaks} MiB", flush=True)

@@ -94,10 +94,10 @@ class _SharedAttention:
         if num_keys % num_ranks:
             repeats = math.lcm(num_keys, num_ranks) // num_keys
             key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
-        parts = [each.unflatten(1, (num_ranks, -1)) for each in (query, key, value)]
+        parts = [each.reshape(len(each), num_ranks, -1, each.shape[2]) for each in (query, key, value)]
         # One exchange for all three: [own tokens, ranks, heads, head dim] becomes [all tokens, 1, heads, head dim].
         exchanged = self._exchange(torch.cat(parts, dim=2), 0, 1)
-        of_heads = exchanged[: self._num_tokens, 0].split([each.shape[2] for each in parts], dim=1)
+        of_heads = torch.split(exchanged[: self._num_tokens, 0], [each.shape[2] for each in parts], dim=1)
         output = self._whole(*of_heads, scale=scale, window=window)
         padded = F.pad(output, (0, 0, 0, 0, 0, len(exchanged) - self._num_tokens))
         return self._exchange(padded[:, None], 1, 0).flatten(1, 2)
