@@ -73,10 +73,10 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         problems.append(
             f"model.device = {config.model.device}: every rank uses its own GPU; use auto, cuda or cpu with torchrun"
         )
-    num_context = config.learner.context_parallel
+    ranks, num_context = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks", config.learner.context_parallel
     if num_ranks % num_context:
         problems.append(
-            f"learner.context_parallel = {num_context}: {num_ranks} ranks cannot form groups of {num_context}; start a "
+            f"learner.context_parallel = {num_context}: {ranks} cannot form groups of {num_context}; start a "
             f"multiple of {num_context} ranks with torchrun --nproc-per-node"
         )
     num_rows = config.trainer.num_prompts_per_step * config.rollout.num_samples_per_prompt
@@ -86,7 +86,7 @@ def check_ranks(config: Config, num_ranks: int) -> None:
             f"fewer than {num_ranks} ranks; raise it, or start fewer ranks with --nproc-per-node"
         )
     if problems:
-        raise ConfigError(problems, f"a run on {num_ranks} ranks")
+        raise ConfigError(problems, f"a run on {ranks}")
 
 
 def join() -> TorchrunGroup:
