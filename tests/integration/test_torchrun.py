@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -286,3 +287,10 @@ def test_settings_that_do_not_fit_the_ranks_are_refused():
     check_ranks(config, 4 * config.rollout.num_samples_per_prompt)
     with pytest.raises(ConfigError, match=r"trainer\.num_prompts_per_step = 4: .* fewer than 1000 ranks; raise it"):
         check_ranks(config, 1000)
+    paired = replace(config, learner=replace(config.learner, context_parallel=2))
+    check_ranks(paired, 8 * config.rollout.num_samples_per_prompt)
+    for num_ranks in (1, 3):
+        with pytest.raises(
+            ConfigError, match=r"learner\.context_parallel = 2: .* ranks? cannot form groups of 2; start"
+        ):
+            check_ranks(paired, num_ranks)

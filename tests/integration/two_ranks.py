@@ -13,8 +13,10 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,26 +222,27 @@ def main(folder: Path, names: list[str]) -> None:
         torch.save(results, folder / "results.pt")
 
 
-def fork_ranks(folder: Path, names: list[str]) -> None:
-    """Two ranks without a launcher, forked from this process so that torch is imported only once."""
+def fork_ranks(work: Callable[[], None], num_ranks: int = 2) -> None:
+    """Ranks without a launcher, forked from this process so that torch is imported only once."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    count = str(num_ranks)
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     pids = []
-    for rank in ("0", "1"):
+    for rank in map(str, range(num_ranks)):
         if not (pid := os.fork()):
             os.environ |= {"RANK": rank, "LOCAL_RANK": rank, **shared}
-            run_and_exit(folder, names)
+            run_and_exit(work)
         pids.append(pid)
     for pid in pids:
         os.waitpid(pid, 0)
 
 
-def run_and_exit(folder: Path, names: list[str]) -> None:
+def run_and_exit(work: Callable[[], None]) -> None:
     """Without waiting for threads that wait for a rank that has failed on purpose."""
     try:
-        main(folder, names)
+        work()
     except BaseException:  # noqa: BLE001  a forked process must not return into the code of its parent
         traceback.print_exc()
     finally:
@@ -249,4 +252,4 @@ def run_and_exit(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    (run_and_exit if "RANK" in os.environ else fork_ranks)(Path(sys.argv[1]), sys.argv[2:])
+    (run_and_exit if "RANK" in os.environ else fork_ranks)(partial(main, Path(sys.argv[1]), sys.argv[2:]))

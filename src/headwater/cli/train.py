@@ -294,7 +294,7 @@ def _site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     from headwater.models.device import with_dtype
 
     local = _Site(with_dtype(config), "cuda" if torch.cuda.is_available() else "cpu")
-    if num_launched() == 1:
+    if num_launched() == 1 and config.learner.context_parallel == 1:
         yield local
         return
     import signal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,17 +55,18 @@ class LearnerGroup:
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
         parts = self._parts(batch)
-        results = self._ranks.call("compute", [(part, list(what)) for part in parts])
+        results = self._ranks.call("compute", self._for_ranks((part, list(what)) for part in parts))
+        results = results[:: self._config.learner.context_parallel]
         returned = [part.with_columns(tensors=columns) for part, columns in zip(parts, results, strict=True)]
         joined = collect(returned)
         return {name: joined.batch[name] for name in results[0]}
 
     def update(self, batch: DataProto) -> dict[str, float]:
         parts = self._parts(batch, self._config.learner.num_minibatches)
-        return self._first("update", [(part,) for part in parts])
+        return self._first("update", self._for_ranks((part,) for part in parts))
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
-        return self._first("supervise", [(part,) for part in self._parts(batch)])
+        return self._first("supervise", self._for_ranks((part,) for part in self._parts(batch)))
 
     def keep_reference(self, folder: Path) -> None:
         self._everywhere("keep_reference", folder.absolute())
@@ -129,7 +130,12 @@ class LearnerGroup:
         self._ranks.close()
 
     def _parts(self, batch: DataProto, num_minibatches: int = 1) -> list[DataProto]:
-        return dispatch(batch, balanced_parts(batch, self._ranks.num_ranks, num_minibatches=num_minibatches))
+        num_parts = self._ranks.num_ranks // self._config.learner.context_parallel
+        return dispatch(batch, balanced_parts(batch, num_parts, num_minibatches=num_minibatches))
+
+    def _for_ranks(self, arguments: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Neighbouring ranks compute the same part together."""
+        return [each for each in arguments for _ in range(self._config.learner.context_parallel)]
 
     def _first(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> dict[str, float]:
         """Statistics are sums over all ranks, so every rank returns the same."""

@@ -73,14 +73,20 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         problems.append(
             f"model.device = {config.model.device}: every rank uses its own GPU; use auto, cuda or cpu with torchrun"
         )
+    ranks, num_context = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks", config.learner.context_parallel
+    if num_ranks % num_context:
+        problems.append(
+            f"learner.context_parallel = {num_context}: {ranks} cannot form groups of {num_context}; start a "
+            f"multiple of {num_context} ranks with torchrun --nproc-per-node"
+        )
     num_rows = config.trainer.num_prompts_per_step * config.rollout.num_samples_per_prompt
-    if num_ranks > num_rows:
+    if num_ranks > num_rows * num_context:
         problems.append(
             f"trainer.num_prompts_per_step = {config.trainer.num_prompts_per_step}: {num_rows} samples per step are "
             f"fewer than {num_ranks} ranks; raise it, or start fewer ranks with --nproc-per-node"
         )
     if problems:
-        raise ConfigError(problems, f"a run on {num_ranks} ranks")
+        raise ConfigError(problems, f"a run on {ranks}")
 
 
 def join() -> TorchrunGroup:

@@ -76,12 +76,18 @@ def ray_chooses_gpus(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def ranks_have_samples(config: Config, layers: Layers) -> Iterator[Clash]:
-    num_ranks = config.cluster.learner.num_ranks
+    num_ranks, num_context = config.cluster.learner.num_ranks, config.learner.context_parallel
+    if config.cluster.kind == "ray" and num_ranks % num_context:
+        yield Clash(
+            ("learner.context_parallel", "cluster.learner.num_ranks"),
+            f"{num_ranks} ranks cannot form groups of {num_context}; use a multiple of {num_context} ranks",
+        )
     num_rows = config.trainer.num_prompts_per_step * config.rollout.num_samples_per_prompt
-    if config.cluster.kind == "ray" and num_ranks > num_rows:
+    if config.cluster.kind == "ray" and num_ranks > num_rows * num_context:
         yield Clash(
             ("cluster.learner.num_ranks", "trainer.num_prompts_per_step"),
-            f"a step has only {num_rows} samples; use at most {num_rows} ranks, or raise trainer.num_prompts_per_step",
+            f"a step has only {num_rows} samples; use at most {num_rows * num_context} ranks, or raise "
+            "trainer.num_prompts_per_step",
         )
 
 

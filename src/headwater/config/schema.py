@@ -249,6 +249,9 @@ class LearnerConfig:
     4 times max_tokens_per_microbatch, because such a pass keeps no activations."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its samples, forward and backward."""
+    context_parallel: Annotated[int, AtLeast(1)] = 1
+    """Ranks that compute each micro-batch together, every one a slice of its tokens; a rank then needs that much less
+    memory for activations. Must divide the number of ranks and the model's attention heads."""
     checkpoint_activations: bool = False
     """Keep only the input of each layer and recompute the rest in the backward pass: less memory, a third more work."""
     fused_layers: bool = True

@@ -125,7 +125,7 @@ class ForwardEngine:
     ) -> None:
         self.module = module
         self.config = config
-        self.ranks = ranks or Ranks.current()
+        self.ranks = ranks or Ranks.current(config.context_parallel)
         self.device: torch.device = device or module.model.device
         shard(
             module,

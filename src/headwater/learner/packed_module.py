@@ -7,14 +7,17 @@ the backward pass unless there was only one chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwater.learner.packing import Pack
-from headwater.models.packed_attention import gather_rows, packed_attention, use_packed_attention
+from headwater.models.packed_attention import PackedAttention, gather_rows, packed_attention, use_packed_attention
+
+if TYPE_CHECKING:
+    from headwater.learner.context_parallel import ContextGroup
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 """The number of logits in a chunk: 128 MiB of float32 on a CPU, 1 GiB of bfloat16 on a GPU."""
@@ -37,6 +40,8 @@ class PackedModule(nn.Module):
 
     outputs: ClassVar[tuple[str, ...]]
     """The names of the values that ``forward`` returns."""
+    context: ContextGroup | None = None
+    """The ranks that compute every pack together with this one, if there are any."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -51,15 +56,27 @@ class PackedModule(nn.Module):
         assert isinstance(layers, nn.ModuleList)
         return layers
 
-    def hidden(self, pack: Pack) -> Tensor:
-        """The hidden state that predicts each trained token, ``[trained tokens, hidden size]``."""
+    def forward(self, pack: Pack) -> Mapping[str, Tensor]:
         # Inside a forward pass, a sharded weight has the type that the layers compute in.
         dtype = self.model.get_input_embeddings().weight.dtype
+        attention = packed_attention(pack.segments, pack.input_ids.device, dtype)
+        if self.context is None:
+            return self.values_of(pack, self.hidden(pack, attention))
+        share = self.context.share(pack)
+        states = self.hidden(share.pack, self.context.attention(attention, pack))
+        return self.context.joined(self.values_of(share.pack, states), share, pack)
+
+    def values_of(self, pack: Pack, hidden: Tensor) -> Mapping[str, Tensor]:
+        """The outputs, computed from the result of ``hidden``."""
+        raise NotImplementedError
+
+    def hidden(self, pack: Pack, attention: PackedAttention) -> Tensor:
+        """The hidden state that predicts each trained token, ``[trained tokens, hidden size]``."""
         states = self.model.get_decoder()(
             input_ids=pack.input_ids[None],
             position_ids=pack.position_ids[None],
             use_cache=False,
-            packed_attention=packed_attention(pack.segments, pack.input_ids.device, dtype),
+            packed_attention=attention,
         ).last_hidden_state[0]
         return gather_rows(states, pack.predictors)
 
@@ -76,9 +93,9 @@ class PolicyModule(PackedModule):
         super().__init__(model)
         self._temperature = temperature
 
-    def forward(self, pack: Pack) -> Mapping[str, Tensor]:
+    def values_of(self, pack: Pack, hidden: Tensor) -> Mapping[str, Tensor]:
         head = self.model.get_output_embeddings()
-        return token_logprobs(self.hidden(pack), head.weight, head.bias, pack.targets, self._temperature)._asdict()
+        return token_logprobs(hidden, head.weight, head.bias, pack.targets, self._temperature)._asdict()
 
 
 class ValueModule(PackedModule):
@@ -91,9 +108,9 @@ class ValueModule(PackedModule):
         if not isinstance(getattr(model, "score", None), nn.Linear):
             raise TypeError(f"{type(model).__name__} has no linear layer named score; see models.load_critic")
 
-    def forward(self, pack: Pack) -> Mapping[str, Tensor]:
+    def values_of(self, pack: Pack, hidden: Tensor) -> Mapping[str, Tensor]:
         # In float32: bfloat16 cannot represent small differences between values.
-        values = F.linear(self.hidden(pack).float(), self.model.score.weight.float())
+        values = F.linear(hidden.float(), self.model.score.weight.float())
         return {"values": values[:, 0].clone()}  # FSDP warns about views
 
 

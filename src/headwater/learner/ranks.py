@@ -1,6 +1,7 @@
 """The processes that train one model together, and how a module is laid out over them.
 
-One process holds everything. With several, FSDP2 gives each one a shard of every parameter.
+One process holds everything. With several, FSDP2 gives each one a shard of every parameter. With context parallelism
+the ranks form a mesh of two dimensions: neighbours compute the same rows together.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from headwater.config.schema import LearnerConfig
-from headwater.core.errors import OtherRankFailed
+from headwater.core.errors import ConfigError, OtherRankFailed
 from headwater.learner.export import plain_name
 from headwater.learner.packed_module import PackedModule
 from headwater.models.fused_layers import use_fused_layers
@@ -27,15 +29,25 @@ from headwater.models.sharded_load import ShardReader
 
 @dataclass(frozen=True)
 class Ranks:
-    """Data-parallel ranks. Every method must be called by all of them, in the same order."""
+    """The ranks of a learner. Every method must be called by all of them, in the same order."""
 
     index: int = 0
     count: int = 1
+    num_context: int = 1
+    """How many neighbouring ranks have the same rows and compute them together."""
 
     @classmethod
-    def current(cls) -> Ranks:
+    def current(cls, num_context: int = 1) -> Ranks:
         """The ranks of the process group that a launcher has set up, or this process alone if there is none."""
-        return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
+        index, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if count % num_context:
+            raise ConfigError(
+                [
+                    f"learner.context_parallel = {num_context}: the learner has {count} ranks, which must be divisible "
+                    f"by it; start a multiple of {num_context} ranks, or use 1"
+                ]
+            )
+        return cls(index, count, num_context)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         if device.type == "cuda":
@@ -47,8 +59,10 @@ class Ranks:
         return init_device_mesh(device.type, (self.count,))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, on every rank."""
+        """The sum over all rows, on every rank. Of ranks that have the same rows, only the first counts."""
         if self.count > 1:
+            if self.index % self.num_context:
+                values = torch.zeros_like(values)
             dist.all_reduce(values)
         return values
 
@@ -86,6 +100,14 @@ class Ranks:
         return sorted({name for each in self.gather(list(names)) for name in each})
 
 
+@cache
+def _context_mesh(device_type: str, count: int, num_context: int) -> DeviceMesh:
+    """The ranks that have the same rows as this one. Cached, so that all models of a learner use the same groups."""
+    return init_device_mesh(device_type, (count // num_context, num_context), mesh_dim_names=("rows", "context"))[
+        "context"
+    ]
+
+
 def shard(
     module: PackedModule,
     ranks: Ranks,
@@ -114,6 +136,11 @@ def shard(
     if ranks.count == 1 and all(parameter.dtype == compute_dtype for parameter in module.parameters()):
         return
     mesh = ranks.mesh(device)
+    if ranks.num_context > 1:
+        from headwater.learner.context_parallel import ContextGroup  # only these runs need it
+
+        module.context = ContextGroup(_context_mesh(device.type, ranks.count, ranks.num_context))
+        module.context.check(module.model)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)

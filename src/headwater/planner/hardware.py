@@ -208,7 +208,7 @@ class Training:
             recomputes=algorithm.old_logprobs != "rollout",
             num_epochs=learner.num_epochs,
             offloads_optimizer=learner.offload_optimizer,
-            microbatch_tokens=learner.max_tokens_per_microbatch,
+            microbatch_tokens=-(-learner.max_tokens_per_microbatch // learner.context_parallel),
         )
 
     def train_flops(self, shape: ModelShape, context: float) -> float:

@@ -35,6 +35,10 @@ def test_a_resolved_recipe_loads_again(tmp_path):
         (["cluster=ray", "cluster.rollout.labels={a: b}"], ["cluster.rollout.labels", "cluster.learner.labels"]),
         (["cluster=ray", "model.device=cuda:1"], ["model.device", "auto, cuda or cpu"]),
         (["cluster=ray", "cluster.learner.num_ranks=999"], ["only 256 samples"]),
+        (
+            ["cluster=ray", "cluster.learner.num_ranks=3", "learner.context_parallel=2"],
+            ["learner.context_parallel", "3 ranks cannot form groups of 2"],
+        ),
         (["cluster=ray", "cluster.max_restarts=1"], ["trainer.checkpoint_every_steps"]),
         (["cluster=ray", "cluster.reward.num_actors=1", "reward.where=threads"], ["reward.where=processes"]),
         (["cluster=ray", "cluster.reward.labels={a: b}"], ["cluster.reward.num_actors"]),

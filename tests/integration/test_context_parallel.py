@@ -1,0 +1,100 @@
+"""Ranks that compute every pack together: results equal those of one rank, and each rank has its part of the tokens."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import torch
+from integration import context_ranks
+from integration.test_torchrun import COARSE, LIMIT_S, assert_same, assert_same_weights, environment, python
+from integration.two_ranks import CASES, RESUMED, build, resume, spec_of, take_steps
+from transformers import AutoModelForCausalLM
+
+from headwater.models.builtin.tiny import Preset, build_config
+from headwater.models.load import load_model, load_tokenizer, save_model
+
+THREE_HEADS = Preset("qwen3", hidden_size=32, intermediate_size=32, num_layers=1, num_heads=3, num_kv_heads=3)
+NUMBERS = ("loss", "grad_norm", "entropy", "approx_kl", "ratio_p50", "optimizer_steps")
+
+
+def compare(folder, num_ranks: int, num_context: int, names: tuple[str, ...]) -> None:
+    model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
+    save_model(model, load_tokenizer("tiny:qwen3"), folder / "model")
+    save_model(
+        AutoModelForCausalLM.from_config(build_config(THREE_HEADS)),
+        load_tokenizer("tiny:qwen3"),
+        folder / "three_heads",
+    )
+    alone = {
+        name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "alone" / name) for name in names
+    }
+    done = subprocess.run(
+        python(context_ranks.__file__, folder, num_ranks, num_context, *names),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (folder / "results.pt").exists(), done.stderr[-3000:]
+    together = torch.load(folder / "results.pt", weights_only=False)
+    for name in names:
+        compare_steps(together["taken"][name], alone[name], name)
+        assert together["taken"][name]["status"].num_ranks == num_ranks
+        held = [each["held"] for each in together["held"][name]]
+        assert sum(held) == together["held"][name][0]["all"], "every parameter is held once"
+        assert max(held) < 1.2 * sum(held) / num_ranks, name
+        compare_tokens(together["tokens"][name], num_context, name)
+    for name in (name for name in RESUMED if name in names):
+        restored, weights = together["resumed"][name]
+        assert restored == alone[name]["saved"], f"{name}, from one rank"
+        assert_same_weights(weights, alone[name]["weights"], f"{name}, from one rank")
+        restored, weights = resume(build(spec_of(CASES[name], folder)), CASES[name], folder / "together" / name)
+        assert restored == together["taken"][name]["saved"], f"{name}, on one rank"
+        assert_same_weights(weights, together["taken"][name]["weights"], f"{name}, on one rank")
+    assert f"learner.context_parallel = 3: the learner has {num_ranks} ranks" in together["uneven"]
+    if num_context == 2:
+        assert "model has 3 attention heads, which must be divisible by it; use one of [1, 3]" in together["heads"]
+
+
+def compare_steps(ours, theirs, name: str) -> None:
+    if name not in COARSE:
+        assert_same(ours["computed"], theirs["computed"], name)
+    for step, (mine, other) in enumerate(zip(ours["stats"], theirs["stats"], strict=True)):
+        assert mine.keys() == other.keys(), name
+        for key in (each for each in other if each.endswith(NUMBERS)):
+            # The second step begins with weights that rounding has changed.
+            tolerance = {"rel": 1e-4 if step else 1e-5, "abs": 1e-6}
+            expected = pytest.approx(other[key], **({"rel": 0.1, "abs": 0.03} if name in COARSE else tolerance))
+            assert mine[key] == expected, f"{name}: {key} of step {step + 1}"
+    if name not in COARSE:
+        assert_same(ours["after_one"], theirs["after_one"], name)
+        assert_same_weights(ours["weights"], theirs["weights"], name)
+
+
+def compare_tokens(of_ranks, num_context: int, name: str) -> None:
+    for first in range(0, len(of_ranks), num_context):
+        neighbours = of_ranks[first : first + num_context]
+        assert all(
+            {in_pack for in_pack, _ in passes} == {neighbours[0][place][0]}
+            for place, passes in enumerate(zip(*neighbours, strict=True))
+        ), f"{name}: neighbours compute the same packs"
+    for passes in of_ranks:
+        assert passes, name
+        for in_pack, in_layer in passes:
+            assert in_layer == -(-in_pack // num_context), f"{name}: {in_layer} of {in_pack} tokens"
+
+
+def test_two_ranks_that_share_every_pack_train_what_one_does(tmp_path):
+    compare(tmp_path, 2, 2, ("critic and reference",))
+
+
+@pytest.mark.slow
+def test_two_pairs_of_ranks_train_what_one_does(tmp_path):
+    compare(tmp_path, 4, 2, tuple(CASES))
+
+
+@pytest.mark.slow
+def test_more_ranks_than_heads_of_keys(tmp_path):
+    compare(tmp_path, 4, 4, ("plain", "checkpointed, by sequence"))
