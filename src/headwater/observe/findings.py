@@ -145,6 +145,8 @@ WAIT_REMEDIES = {
     "again at the same address",
     "router": "no server takes the request: all are unreachable, full or without the newest weights; look at the list "
     "of servers above",
+    "ray": "the Ray cluster has no room yet: `ray status` shows what is free; start the missing nodes, or lower the "
+    "numbers of cluster.learner and cluster.rollout",
     "engine_start": "the engine is loading its model: if that never ends, lack of memory is the usual cause "
     "(engine.memory_fraction, engine.kv_cache_gib); the engine's output says more",
     "engine_call": "the engine's process does not answer: it is being restarted, or a long round keeps it busy; with "

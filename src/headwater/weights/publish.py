@@ -36,12 +36,16 @@ class Published:
     """How long the engine did not generate, if it tells."""
 
     def metrics(self) -> dict[str, float]:
-        """``weights/bytes``, ``seconds``, ``gb_per_s`` and, if known, ``pause_s``."""
+        """What was sent, in what time and how fast, and, if known, how long the engine paused."""
         rate = self.num_bytes / 1e9 / self.seconds if self.seconds else 0.0
-        values = {"bytes": float(self.num_bytes), "seconds": self.seconds, "gb_per_s": rate}
+        values = {
+            "weights/bytes": float(self.num_bytes),
+            "time/weights_s": self.seconds,
+            "throughput/weights_gb_per_s": rate,
+        }
         if self.pause_s is not None:
-            values["pause_s"] = self.pause_s
-        return {f"weights/{name}": value for name, value in values.items()}
+            values["time/weights_pause_s"] = self.pause_s
+        return values
 
 
 class AdaptersAlone:

@@ -1,6 +1,6 @@
 """The vLLM backend without vLLM: its messages, and an engine over a server that plays recorded exchanges.
 
-``tests/integration/test_vllm.py`` uses a real server.
+``tests/integration/test_vllm_server.py`` uses a real server.
 """
 
 from __future__ import annotations

@@ -113,9 +113,9 @@ def test_an_interrupt_waits_until_a_replaced_engine_has_its_weights(tmp_path, mo
     rollout = build_rollout(config, config.model.path)
     sent: list[int] = []
 
-    def interrupted_publish(learner, engine, version):
+    def interrupted_publish(learner, engine, version, **options):
         os.kill(os.getpid(), signal.SIGINT)
-        published = publish(learner, engine, version)
+        published = publish(learner, engine, version, **options)
         sent.append(version)
         return published
 
