@@ -1,4 +1,4 @@
-"""What ``test_collective_transfer.py`` runs: two ranks with half of a model each, and two engines that take its weights.
+"""Run by ``test_collective_transfer.py``: two ranks with half of a model each, and two engines that take its weights.
 
     python tests/integration/collective_ranks.py FOLDER
 

@@ -43,6 +43,7 @@ def test_a_run_continues_when_its_engine_is_killed(tmp_path, caplog):
     assert not children(os.getpid())
 
 
+@pytest.mark.slow
 def test_where_the_engine_runs_makes_no_difference(tmp_path):
     """At staleness 0, and with an engine whose bits do not depend on what it computes together."""
     settings = [*CUT_DOWN, *NO_EVAL, f"run.root={tmp_path}", "engine.deterministic=true", "trainer.total_steps=3"]

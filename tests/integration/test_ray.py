@@ -156,6 +156,7 @@ def check_ledger(run: Path, num_steps: int) -> None:
     assert (counts.trained, counts.dropped) == (32 * num_steps, 0)
 
 
+@pytest.mark.slow
 def test_too_few_resources_are_an_error_that_says_which_setting_to_change(tmp_path):
     settings = ["cluster.learner.num_ranks=200", "cluster.object_store_mib=100"]
     with training(tmp_path, *settings) as process:
