@@ -103,6 +103,6 @@ def test_the_files_and_commands_of_the_readme_work(folder, capsys):
 def test_the_settings_of_the_readme_exist(folder, capsys):
     table = README.split("## Scale it")[1].split("\n## ")[0]
     settings = [[word for word in code.split() if "=" in word] for code in re.findall(r"`([^`]+=[^`]+)`", table)]
-    assert len(settings) == 3
+    assert len(settings) == 4
     for each in settings:
         assert main(["config", "quickstart", *each, "--plain"]) == 0, capsys.readouterr().err
