@@ -654,7 +654,7 @@ def test_bad_arguments_are_told():
         (["tiny:qwen3", "--port", "99999"], "--port = 99999: must be in 0 to 65535"),
         (["tiny:qwen3", "--host", "no.such.host.invalid"], "--host = no.such.host.invalid: no such address"),
         (["tiny:qwen3", "--max-body-mib", "0"], "--max-body-mib = 0.0: must be > 0"),
-        (["tiny:qwen3", "--host", "0.0.0.0", "--port", "0"], "without an API key"),
+        (["tiny:qwen3", "--host", "0.0.0.0", "--port", "0", "--backend", "hff"], "without an API key"),
         (["tiny:gpt", "--port", "0"], "unknown preset 'gpt'"),
         (["tiny:qwen3", "--port", "0", "--backend", "hff"], "did you mean 'hf'?"),
         (["tiny:qwen3", "--port", "0", "--tool-parser", "hermez"], "--tool-parser = hermez: unknown tool-call parser"),
