@@ -38,9 +38,8 @@ from headwater.engine.grammar import Grammars
 from headwater.engine.intake import Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
-from headwater.engine.memory import DeviceMemory, check_tags, garbage_put_off, settle_garbage
+from headwater.engine.memory import DeviceMemory, ModelWeights, check_tags, garbage_put_off, settle_garbage
 from headwater.engine.model_spec import ModelSpec
-from headwater.engine.model_weights import ModelWeights
 from headwater.engine.pages import PagePool
 from headwater.engine.rows import DecodeRows
 from headwater.engine.runners import make_runner
