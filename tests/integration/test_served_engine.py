@@ -328,7 +328,7 @@ def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatc
         with inline(3) as other:
             assert engine.weights_checksum() == other.weights_checksum()
         arguments = Path(f"/proc/{engine.pid}/cmdline").read_text()
-        assert engine._server._api_key not in arguments
+        assert engine._server._place.api_key not in arguments
         monkeypatch.setattr(keeper, "MAX_RESTARTS", 0)
 
         def kill() -> None:

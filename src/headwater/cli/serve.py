@@ -24,6 +24,7 @@ from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
 from headwater.core.protocols import InferenceEngine
 from headwater.models.source import check_model
+from headwater.observe.manifest import MANIFEST, damage
 from headwater.observe.progress import discard
 from headwater.observe.run_directory import RunDirectory
 from headwater.serving.options import (
@@ -199,10 +200,21 @@ def find_model(model: str) -> str:
                 "for its first checkpoint (trainer.checkpoint_every_steps)"
             )
         _tell(f"{model} is a run directory; serving its newest model, {found[-1]}")
-        return str(found[-1])
+        return _whole(found[-1])
     if (folder / "model" / "config.json").is_file():
-        return str(folder / "model")
+        return _whole(folder / "model")
     return model
+
+
+def _whole(model: Path) -> str:
+    """The model of a checkpoint, if its files are as they were saved."""
+    checkpoint = model.parent
+    if (checkpoint / MANIFEST).exists() and (problems := damage(checkpoint, part=model.name)):
+        raise ModelError(
+            f"MODEL = {model}: {problems[0]}; serve another checkpoint of the run (`headwater "
+            "doctor --verify` says which are whole)"
+        )
+    return str(model)
 
 
 def num_threads(wanted: int | None, environment: Mapping[str, str]) -> int:

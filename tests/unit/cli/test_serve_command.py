@@ -10,6 +10,7 @@ from headwater.backends import engine_device
 from headwater.cli.main import main
 from headwater.cli.serve import find_model, num_threads
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
+from headwater.observe.manifest import seal
 from headwater.observe.run_directory import RunDirectory
 
 
@@ -32,6 +33,12 @@ def test_a_run_is_served_with_its_newest_model(run, capsys):
     assert find_model(str(run.checkpoint(5))) == str(run.model(5))
     for model in (str(run.model(5)), "tiny:qwen3", "org/name"):
         assert find_model(model) == model
+    seal(run.checkpoint(80))
+    assert find_model(str(run.path)) == str(run.model(80))
+    (run.model(80) / "config.json").write_text("[]")
+    for damaged in (run.path, run.checkpoint(80)):
+        with pytest.raises(ModelError, match=r"config\.json .*serve another checkpoint"):
+            find_model(str(damaged))
 
 
 def test_what_is_wrong_is_blamed_on_the_argument(tmp_path, capsys):

@@ -16,6 +16,7 @@ from headwater.rewards.answers import (
     tidy,
     whole_number,
 )
+from headwater.rewards.scorers.countdown import countdown
 
 LATEX = st.text(st.sampled_from(r"\{}$ abcdeox,.=<>/0123456789^_*-") | st.characters(), max_size=60)
 
@@ -95,4 +96,5 @@ def test_hostile_texts_take_little_time():
             find(text)
         same_text(text, "5")
         whole_number(text)
+        countdown("countdown", text, {"target": 5, "numbers": [2, 3]}, {})
     assert time.process_time() - began < 20  # it takes half a second; a quadratic search takes minutes

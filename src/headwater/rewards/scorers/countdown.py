@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 from headwater.config.traits import ScorerTraits
+from headwater.rewards.answers import last_answer_tag
 from headwater.rewards.scorers import SCORERS
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MAX_EXPRESSION_CHARACTERS = 200
 
 
@@ -26,10 +25,8 @@ def countdown(
     format_score: float = 0.1,
 ) -> dict[str, float]:
     """1.0 for a correct equation in the last <answer>, ``format_score`` for a well-formed but wrong one, else 0.0."""
-    answers = _ANSWER.findall(solution_str)
-    if not answers:
-        return {"score": 0.0, "well_formed": 0.0}
-    parsed = _evaluate(answers[-1].partition("=")[0].strip())
+    answer = last_answer_tag(solution_str)
+    parsed = _evaluate(answer.partition("=")[0].strip()) if answer is not None else None
     if parsed is None:
         return {"score": 0.0, "well_formed": 0.0}
     value, numbers = parsed
