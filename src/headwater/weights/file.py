@@ -62,6 +62,7 @@ class FileWeights:
         """In ``shared_folder``, other users and machines may read the file. Otherwise it is private and temporary."""
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._dtype = dtype
+        self._is_shared = bool(shared_folder)
         header, self._places = _layout(self._shapes, dtype)
         size = len(header) + sum(map(self._num_bytes, self._shapes))
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=shared_folder or None))
@@ -100,8 +101,12 @@ class FileWeights:
                         raise WeightsError(f"{name} of shape {tuple(tensor.shape)}: was not announced, or came twice")
                     missing.remove(name)
                     write_tensor(buffer, self._places[name], tensor, self._dtype)
+            if self._is_shared:
+                buffer.flush()
         if missing:
             raise WeightsError(f"{len(missing)} tensors did not arrive, for example {min(missing)}")
+        if self._is_shared:  # other machines see what was written only after that
+            os.fsync(self._descriptor)
 
     def discard(self) -> None:
         """Remove the file. Discarding twice is allowed."""

@@ -11,13 +11,16 @@ from typing import cast
 
 import torch
 
-from headwater.core.errors import TransferLost, WeightsError
+from headwater.core.errors import RolloutFailed, TransferLost, WeightsError
 from headwater.core.parcels import DirectSend, RankedSource
 from headwater.core.protocols import AdapterSource, Bucket, InferenceEngine, WeightSource, WeightUpdate
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
 from headwater.models.checksum import Checksum, Sums, dtype_of_checksum
 
 logger = logging.getLogger(__name__)
+
+_MAX_LOST = 8
+"""Attempts to send one version. An engine that is a child of this process gives up earlier, with its output."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,19 @@ def publish(
     have them need them. ``adapters`` is given if only LoRA adapters are sent.
     """
     limit_s = max(longest_response_s, ENGINE_CALL_LIMIT_S)
-    while True:
+    for num_lost in range(1, _MAX_LOST + 1):
         try:
             return _publish_once(learner, engine, version, limit_s, is_repeat, adapters)
         except TransferLost as error:
             if adapters is not None:
                 adapters.forget()
-            # The engine limits how often it is restarted, and then fails with another error.
+            if num_lost == _MAX_LOST:
+                raise RolloutFailed(
+                    f"policy version {version} was sent {num_lost} times and lost each time; look at the output of the "
+                    f"servers. The last time: {error}"
+                ) from error
             logger.warning("policy version %d is sent again: %s", version, error)
+    raise AssertionError("unreachable")
 
 
 def _publish_once(

@@ -106,8 +106,11 @@ def test_weights_are_sent_again_to_the_process_that_replaces_one_that_died():
         num_sent.append(sum(len(bucket) for bucket in update.buckets) if len(num_sent) < 2 else 0)
         if len(num_sent) > 2:
             return take(update)
+        return failed("the process ended")
+
+    def failed(why):
         lost: Future[None] = Future()
-        lost.set_exception(TransferLost("the process ended"))
+        lost.set_exception(TransferLost(why))
         return lost
 
     engine.update_weights = dies_twice
@@ -115,6 +118,17 @@ def test_weights_are_sent_again_to_the_process_that_replaces_one_that_died():
         published = publish(Learner(1), engine, 3)
         assert num_sent[0] == num_sent[1] == len(list(tiny.model(1).named_parameters())), "each time from the start"
         assert published.serving == engine.weights_checksum()
+        del num_sent[:]
+
+        def dies_always(update):
+            num_sent.append(1)
+            return failed("killed again")
+
+        engine.update_weights = dies_always
+        with pytest.raises(RolloutFailed, match=r"version 4 was sent 8 times and lost each time.*killed again"):
+            publish(Learner(1), engine, 4)
+        assert len(num_sent) == 8
+        engine.update_weights = take
     finally:
         engine.close()
     with pytest.raises(RolloutFailed, match="closed"):

@@ -338,10 +338,17 @@ class VllmEngine:
             written.discard()
             raise RolloutFailed("the engine is closed") from error
         except BaseException:
-            written.discard()
+            if self._session.weights.folder == str(written.path.parent):
+                self._keep(written)  # it was loaded before the error, so a server that restarts loads it again
+            else:
+                written.discard()
             raise
         finally:
             update.close()
+        self._keep(written)
+
+    def _keep(self, written: FileWeights) -> None:
+        """Until the next version: a server that restarts loads the newest file."""
         if self._newest is not None:
             self._newest.discard()
         self._newest = written
