@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "headwater"
 ORDER = [
     "core", "config", "observe", "chat", "data", "models", "algorithms", "sandbox", "tools", "rewards", "weights",
     "engine", "serving", "backends", "workflows", "rollout", "learner", "cluster", "trainer", "planner",
-    "dashboard", "cli",
+    "api", "dashboard", "cli",
 ]  # fmt: skip
 FORBIDDEN = {
     "learner": {"engine"},

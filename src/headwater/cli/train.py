@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import logging
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from headwater.api import launch
 from headwater.cli.process import EXIT_INTERRUPTED
-from headwater.cluster import keep_ray_local, launched_rank, num_launched
-from headwater.core.errors import HeadwaterError, RankFailed, RunError
-
-if TYPE_CHECKING:
-    from headwater.config.schema import Config
-    from headwater.learner.build import LearnerBuilder
-    from headwater.observe.progress import Display
-    from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.rollout_setup import RemoteParts
-
-logger = logging.getLogger(__name__)
+from headwater.core.errors import HeadwaterError
 
 HELP = "Train a model from a recipe, or resume a run. Ctrl-C stops after the current update and saves a checkpoint."
 EXAMPLES = """\
@@ -58,9 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if launched_rank() > 0:
-        return _serve()
+    if launch.is_helper():
+        launch.serve_rank()
+        return 0
     from headwater.config.builtin import split_arguments
+    from headwater.config.checks import files_exist
+    from headwater.config.load import load_config
 
     recipes, overrides = split_arguments(args.arguments)
     if args.resume is not None:
@@ -69,45 +58,18 @@ def run(args: argparse.Namespace) -> int:
                 f"--resume {args.resume} with the recipe {recipes[0]}: a resumed run uses its own recipe; give "
                 "either a recipe or --resume, and settings to change as key=value"
             )
-        return _with_restarts(lambda attempts: _resume(args.resume, args.step, overrides, attempts))
-    if args.step is not None:
+        ended = launch.resume(args.resume, args.step, overrides)
+    elif args.step is not None:
         raise HeadwaterError("--step goes with --resume RUN")
-    return _with_restarts(lambda attempts: _start(recipes, overrides, attempts))
+    else:
+        _check_complete(recipes)
+        loaded = load_config(recipes, overrides, [files_exist])
+        ended = launch.start(loaded.config, loaded.given)
+    return 0 if ended.is_finished else EXIT_INTERRUPTED
 
 
-@dataclass
-class _Attempts:
-    """A run and the times that it may be continued after a learner rank has died (``cluster.max_restarts``)."""
-
-    run: RunDirectory | None = None
-    max_restarts: int = 0
-    num_restarts: int = 0
-
-
-def _with_restarts(first: Callable[[_Attempts], int]) -> int:
-    """Start a run and continue it from its last checkpoint if a rank dies, as often as its config allows."""
-    attempts = _Attempts()
-    attempt = first
-    while True:
-        try:
-            return attempt(attempts)
-        except RankFailed as error:
-            run = attempts.run
-            if run is None or attempts.num_restarts >= attempts.max_restarts:
-                raise
-            attempts.num_restarts += 1
-            logger.warning(
-                "%s; the run continues from its last checkpoint (restart %d of cluster.max_restarts = %d)",
-                *(error, attempts.num_restarts, attempts.max_restarts),
-            )
-            attempt = functools.partial(_resume, run.path, None, [])
-
-
-def _start(recipes: list[str], overrides: list[str], attempts: _Attempts) -> int:
+def _check_complete(recipes: Sequence[str]) -> None:
     from headwater.config.builtin import find_builtin
-    from headwater.config.checks import files_exist
-    from headwater.config.load import load_config
-    from headwater.models.source import check_model
 
     if not recipes:
         raise HeadwaterError("give a recipe, for example: headwater train quickstart (`headwater recipes` lists more)")
@@ -116,261 +78,3 @@ def _start(recipes: list[str], overrides: list[str], attempts: _Attempts) -> int
             f"{recipes[0]}: has only the settings of an algorithm; name a recipe with a model and data before it, for "
             f"example: headwater train quickstart {recipes[0]}"
         )
-    loaded = load_config(recipes, overrides, [files_exist])
-    config = loaded.config
-    # Checked before torch is imported, so that a mistyped name fails at once.
-    for key, path in {
-        "model.path": config.model.path,
-        "critic.path": config.critic.path if config.critic.enabled else "",
-        "reward.model": config.reward.model,
-    }.items():
-        if path:
-            check_model(path, key)
-    return _fit(config, run=None, checkpoint=None, attempts=attempts, given=loaded.given)
-
-
-def _resume(path: Path, step: int | None, overrides: list[str], attempts: _Attempts) -> int:
-    from headwater.observe.run_directory import RunDirectory
-    from headwater.observe.run_lock import RunLock
-
-    run = RunDirectory.open(path)
-    with RunLock(run.lock_file):
-        return _resume_locked(run, step, overrides, attempts)
-
-
-def _resume_locked(run: RunDirectory, step: int | None, overrides: list[str], attempts: _Attempts) -> int:
-    from headwater.config.checks import files_exist, fits_checkpoint
-    from headwater.config.load import load_config
-    from headwater.trainer.checkpoint import Checkpoints, check_whole, step_of
-
-    before = load_config(run.config_file, was_accepted=True).config
-    checkpoints = Checkpoints(run.checkpoints, before.trainer.keep_checkpoints)
-    checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
-    fits = [fits_checkpoint(before, checkpoint)] if checkpoint else []
-    config = load_config(run.config_file, overrides, [files_exist, *fits]).config
-    if checkpoint is not None:
-        _check_steps_left(run, step_of(checkpoint), before.trainer.total_steps, config.trainer.total_steps)
-        check_whole(run, checkpoint)
-    for foreign in run.foreign_checkpoints():
-        logger.warning("%s is not a checkpoint and is ignored", foreign)
-    return _fit(config, run, checkpoint, attempts)
-
-
-def _check_steps_left(run: RunDirectory, done: int, planned: int, wanted: int) -> None:
-    """``planned`` is the run's number of steps before this resume, and ``wanted`` the one it asks for."""
-    if wanted > done:
-        return
-    if wanted == planned:
-        raise RunError(f"{run.path}: all {done} steps are done; to continue, add for example {_more_steps(done)}")
-    remedy = (
-        f"leave it out to continue to step {planned}" if planned > done else f"give more, such as {_more_steps(done)}"
-    )
-    raise RunError(f"trainer.total_steps = {wanted}: {run.path} has done {done} steps already; {remedy}")
-
-
-def _more_steps(done: int) -> str:
-    return f"trainer.total_steps={2 * done}"
-
-
-def _fit(
-    config: Config,
-    run: RunDirectory | None,
-    checkpoint: Path | None,
-    attempts: _Attempts,
-    given: Collection[str] = frozenset(),
-) -> int:
-    """``given`` are the keys that were set explicitly."""
-    import torch
-
-    from headwater.chat.render import has_template
-    from headwater.config.explain import to_yaml
-    from headwater.config.notices import config_notices
-    from headwater.config.paths import with_absolute_paths
-    from headwater.data.notices import data_notices
-    from headwater.learner.build import LearnerSpec
-    from headwater.models.device import auto_dtype, resolve_device, resolve_dtype
-    from headwater.observe.progress import Display
-    from headwater.observe.run_directory import RunDirectory
-    from headwater.observe.run_lock import RunLock
-    from headwater.trainer.experience import logprob_sources
-    from headwater.trainer.learner_setup import build_training
-    from headwater.trainer.loop import Trainer
-    from headwater.trainer.rollout_setup import build_rollout, describe
-    from headwater.trainer.summary import how_to_resume, summarise
-
-    if config.trainer.num_threads:
-        torch.set_num_threads(config.trainer.num_threads)
-    display = Display()
-    resuming = run is not None
-    attempts.run, attempts.max_restarts = run, config.cluster.max_restarts
-    with ExitStack() as lock, ExitStack() as stack:
-        site = stack.enter_context(_site(config, is_restart=attempts.num_restarts > 0))
-        config = site.config
-        model_path = str(checkpoint.absolute() / "model") if checkpoint else config.model.path
-        # Everything that bad input can break is built first, so that only a run that can start gets a directory.
-        rollout = stack.enter_context(closing(build_rollout(config, model_path, remote=site.remote())))
-        if config.learner.offload_during_rollout:
-            rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
-        # Without a checkpoint, a warm start is repeated and makes the reference again.
-        reference_path = str(run.reference) if run and checkpoint and run.reference.exists() else config.model.path
-        spec = LearnerSpec(config, model_path, reference_path)
-        training = build_training(
-            spec,
-            rollout.tokenizer,
-            site.make_learner,
-            check_prompts=rollout.check_prompts,
-            tools=rollout.tools_of_row,
-        )
-        if run is None:
-            run = RunDirectory.create(Path(config.run.root), config.run.name)
-            lock.enter_context(RunLock(run.lock_file))
-            stack.enter_context(run.removed_if_unused())
-            attempts.run = run
-        site.log_to(run.path / "logs")
-        template = getattr(rollout.tokenizer, "chat_template", None)
-        notices = [
-            *config_notices(config, given, site.device),
-            *data_notices(training.train_data, config, template, rollout.reads_column),
-        ]
-        trainer = Trainer(config, rollout, training, run, display, notices=[str(each) for each in notices])
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
-            display.say(f"Resuming {run.path} after step {trainer.step}")
-            if site.is_here and resolve_dtype(config.model.dtype) != (
-                chosen := auto_dtype(resolve_device(config.model.device))
-            ):
-                name = str(chosen).removeprefix("torch.")
-                kept = f"The run keeps model.dtype = {config.model.dtype}"
-                display.say(f"{kept}; on this device, auto would choose {name}")
-        elif resuming:
-            display.say(f"{run.path} has no checkpoint yet: starting from the beginning")
-        else:
-            _announce(run, config, display)
-        run.write_config(to_yaml(with_absolute_paths(config)))
-        display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
-        display.say(logprob_sources(config))
-        for notice in notices:
-            display.say(f"Note: {notice}")
-        if not has_template(rollout.tokenizer):
-            display.say("The model has no chat template: prompts are used as plain text")
-        try:
-            finished = trainer.fit()
-            stack.close()
-            summarise(run, display, is_finished=finished)
-        except KeyboardInterrupt:
-            # A second interrupt, while the run was ending.
-            display.say(how_to_resume(run, config.trainer.total_steps))
-            return EXIT_INTERRUPTED
-    return 0 if finished else EXIT_INTERRUPTED
-
-
-@dataclass(frozen=True)
-class _Site:
-    """Where the learner and the servers of a run are."""
-
-    config: Config
-    """With the number type that the learner's device has."""
-    device: str
-    """cuda or cpu: the kind of device that the learner uses."""
-    make_learner: LearnerBuilder | None = None
-    """Builds the learner over several ranks; None builds it in this process."""
-    remote: Callable[[], RemoteParts | None] = lambda: None
-    """What of the rollouts runs in a cluster."""
-    log_to: Callable[[Path], None] = lambda folder: None
-    """Send the output of other processes to files in a folder."""
-    is_here: bool = True
-    """Whether the learner uses the devices of this machine."""
-
-
-@contextmanager
-def _site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
-    """The processes of a run, which end with this block."""
-    if config.cluster.kind == "ray":
-        with _ray_site(config, is_restart=is_restart) as site:
-            yield site
-        return
-    import torch
-
-    from headwater.models.device import with_dtype
-
-    local = _Site(with_dtype(config), "cuda" if torch.cuda.is_available() else "cpu")
-    if num_launched() == 1 and config.learner.context_parallel == 1:
-        yield local
-        return
-    import signal
-
-    from headwater.cluster.torchrun import check_ranks, join
-    from headwater.learner.build import build_learner
-
-    check_ranks(config, num_launched())
-    # torchrun sends SIGTERM to all ranks when one has ended; rank 0 then reports which.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(join()) as group, _failure_of(lambda: group.failure):
-        timeout_s = config.learner.rank_timeout_s
-        yield replace(local, make_learner=lambda spec: group.build(build_learner, spec, timeout_s=timeout_s))
-
-
-@contextmanager
-def _ray_site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
-    if num_launched() > 1:
-        raise HeadwaterError(
-            "cluster.kind = ray: Ray starts the ranks itself (cluster.learner.num_ranks); start the run without "
-            "torchrun"
-        )
-    keep_ray_local()
-    from headwater.cluster.ray import RayCluster
-    from headwater.config.paths import with_absolute_paths
-    from headwater.trainer.rollout_setup import RemoteParts
-
-    joined = RayCluster.join(config, is_restart=is_restart)
-    with closing(joined) as cluster, _failure_of(lambda: cluster.failure):
-        yield _Site(
-            with_absolute_paths(cluster.with_dtype(config)),  # actors have other working directories
-            "cuda" if cluster.has_gpus else "cpu",
-            cluster.build,
-            lambda: RemoteParts(cluster.places(), cluster.reward_pool(), cluster.weight_transfer()),
-            cluster.log_to,
-            is_here=False,
-        )
-
-
-@contextmanager
-def _failure_of(failure: Callable[[], str]) -> Iterator[None]:
-    """An interrupt may mean that a rank has ended; then that is the error."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if text := failure():
-            raise RankFailed(text) from None
-        raise
-
-
-def _serve() -> int:
-    """Execute the learner's calls for rank 0, which alone reads the recipe and writes the run directory."""
-    from headwater.cluster.torchrun import join
-
-    with closing(join()) as group:
-        group.serve()
-    return 0
-
-
-def _announce(run: RunDirectory, config: Config, display: Display) -> None:
-    display.say(f"Run directory {run.path}")
-    wanted = Path(config.run.root) / config.run.name
-    if run.path != wanted:
-        how = f"; to resume it:  {_resuming(wanted)}" if (wanted / "config.yaml").is_file() else ""
-        display.say(f"{wanted} exists and is left unchanged{how}")
-
-
-def _resuming(path: Path) -> str:
-    from headwater.config.load import load_config
-    from headwater.observe.run_directory import RunDirectory
-
-    run = RunDirectory(path)
-    command = f"headwater train --resume {path}"
-    try:
-        total_steps = load_config(run.config_file, was_accepted=True).config.trainer.total_steps
-    except HeadwaterError:
-        return command  # it will report the problem
-    done = max(run.checkpoint_steps(), default=0)
-    return f"{command} {_more_steps(done)}" if done >= total_steps else command

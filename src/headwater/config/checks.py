@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.config.keys import settings, value_at
-from headwater.config.paths import is_file, with_absolute_paths
+from headwater.config.paths import is_file, is_whole, with_absolute_paths
 from headwater.config.schema import Config
 from headwater.config.tree import DEFAULT, show
 from headwater.core.records import wrong_stop
@@ -124,7 +124,7 @@ def _was_cut_short(key: str, layers: Layers) -> bool:
 
 
 def task_fills_a_step(config: Config, layers: Layers) -> Iterator[Clash]:
-    if any(is_file(source) for source in config.data.train) or config.data.dataset:
+    if any(is_whole(source) for source in named_sources(config, config.data.train)) or config.data.dataset:
         return
     prompts = config.trainer.num_prompts_per_step
     needed = math.ceil(prompts / len(config.data.train))
@@ -133,6 +133,11 @@ def task_fills_a_step(config: Config, layers: Layers) -> Iterator[Clash]:
             ("data.num_train_rows", "trainer.num_prompts_per_step"),
             f"is too few for one step of trainer.num_prompts_per_step = {prompts}; use at least {needed}",
         )
+
+
+def named_sources(config: Config, names: Iterable[str]) -> list[str]:
+    """The sources that ``names`` stand for, with ``data.sources`` looked up."""
+    return [config.data.sources.get(name, {}).get("source", name) for name in names]
 
 
 def float16_needs_loss_scaling(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -162,7 +167,7 @@ def files_have_no_task_settings(config: Config, layers: Layers) -> Iterator[Clas
         return
     for key, sources in readers.items():
         default = settings(Config)[key].default()
-        if value_at(config, key) != default and all(is_file(source) for source in sources):
+        if value_at(config, key) != default and all(map(is_whole, named_sources(config, sources))):
             named = "data.eval" if key == "data.num_eval_rows" and config.data.eval else "data.train"
             yield Clash(
                 (key, named),
@@ -172,7 +177,8 @@ def files_have_no_task_settings(config: Config, layers: Layers) -> Iterator[Clas
 
 
 def files_evaluate_on_something(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.eval.every_steps and not config.data.eval and all(is_file(source) for source in config.data.train):
+    whole = map(is_whole, named_sources(config, config.data.train))
+    if config.eval.every_steps and not config.data.eval and all(whole) and not config.data.dataset:
         yield Clash(
             ("eval.every_steps", "data.eval", "data.train"),
             "there is nothing to evaluate on: data.eval is empty and the files of data.train have no held-out split; "
@@ -262,7 +268,7 @@ def files_exist(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.data.dataset:
         return  # only that class knows what the names mean
     for key in ("data.train", "data.eval"):
-        for name in value_at(config, key):
+        for name in named_sources(config, value_at(config, key)):
             if is_file(name) and "://" not in name and not _find(name):
                 yield Clash(
                     (key,),
@@ -302,6 +308,7 @@ _DECIDED = {
     "critic.enabled": "its critic is stored or missing accordingly",
     "critic.path": "the weights of its critic belong to that model",
     "data.train": _DATA,
+    "data.sources": _DATA,
     "data.task_args": _DATA,
     "data.dataset": _DATA,
     "data.num_train_rows": _DATA,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from headwater.config.constraints import Constraint
 from headwater.config.keys import hints, nearest_keys, nearest_section, settings
 from headwater.config.tree import Branch, Leaf, Origin, Tree, leaves, plain, show, where
-from headwater.core.registry import nearest
+from headwater.core.registry import PythonObject, nearest
 
 
 class WrongValue(Exception):
@@ -182,7 +182,7 @@ def _scalar(hint: Any, tree: Tree) -> Any:
     rules = {str: _str_rule, int: _int_rule, bool: _bool_rule}
     assert hint in rules, f"a setting of type {hint} is not supported"
     # bool is a subclass of int, so isinstance would accept true as 1.
-    if type(value) is hint:
+    if type(value) is hint or (hint is str and isinstance(value, PythonObject)):
         return value
     raise WrongValue(rules[hint](value))
 

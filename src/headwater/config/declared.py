@@ -35,7 +35,7 @@ from headwater.config.traits import (
     WorkflowTraits,
 )
 from headwater.config.tree import show
-from headwater.core.registry import is_path, nearest, registered_file
+from headwater.core.registry import is_path, nearest, registered_file, split_path
 
 T = TypeVar("T", AdvantageTraits, LossTraits, CorrectionTraits, WorkflowTraits, BackendTraits, ScorerTraits)
 
@@ -119,7 +119,7 @@ def read_declared(traits: type[T], name: str) -> Declared[T] | None:
             return None
         source = _source(path)
         return _read(kind, source, name, _registered(source) or name)
-    module, _, attribute = name.rpartition(":")
+    module, attribute = split_path(name)
     found = Path(module).expanduser().resolve() if module.endswith(".py") else _module_file(module)
     if found is None or not found.is_file():
         return None
@@ -190,7 +190,7 @@ def _parse(path: Path, changed_ns: int, size: int) -> Source:
 
 def _module_file(module: str) -> Path | None:
     """The file of a module, found as an import would find it, but without running its packages."""
-    loaded = sys.modules.get(module)
+    loaded = sys.modules.get(module or "builtins")  # an object of a notebook has none
     if loaded is not None:
         file: str | None = getattr(loaded, "__file__", None)
         return Path(file) if file and file.endswith(".py") else None

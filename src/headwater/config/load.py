@@ -12,13 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headwater.config.algorithm_checks import ALGORITHM_CHECKS
 from headwater.config.builtin import display, locate
 from headwater.config.checks import CHECKS, Check
 from headwater.config.cluster_checks import CLUSTER_CHECKS
 from headwater.config.convert import Converter
+from headwater.config.data_checks import DATA_CHECKS
 from headwater.config.keys import sections, settings
+from headwater.config.python_values import PYTHON_CODE, tree_of
 from headwater.config.recipe import RecipeReader, parse_override
 from headwater.config.reward_checks import REWARD_CHECKS
 from headwater.config.schema import Config
@@ -47,14 +50,15 @@ class LoadedConfig:
 
 def load_config(
     recipe: str | Path | Sequence[str] | None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str | Mapping[str, Any]] = (),
     checks: Sequence[Check] = (),
     *,
     was_accepted: bool = False,
 ) -> LoadedConfig:
     """Read ``recipe`` (None: all defaults) and what it extends, apply ``overrides``, and check the result.
 
-    A ``str`` is the path of a recipe or the name of a built-in one. Several recipes are merged in order.
+    A ``str`` is the path of a recipe or the name of a built-in one. Several recipes are merged in order. An override
+    is ``key=value``, or a mapping from Python code.
     ``checks`` run in addition to those of every config, and their problems are reported first. ``was_accepted`` skips
     all checks: a recorded run passed those of its version, and later versions may have more.
     """
@@ -64,8 +68,13 @@ def load_config(
     paths = [locate(name, Path()) for name in names]
     tree: Tree = reader.read(paths)
     problems = list(reader.problems)
-    for text in overrides:
-        override = parse_override(text, reader.next_layer, problems)
+    layer = reader.next_layer
+    for each in overrides:
+        if isinstance(each, str):
+            override = parse_override(each, layer, problems)
+        else:
+            layer += 1
+            override = tree_of(each, layer, problems)
         if override is not None:
             tree = merge(tree, override, known_sections)
     unread = bool(problems)
@@ -80,7 +89,7 @@ def load_config(
     if not unread and not was_accepted:
         layers = {key: max(place.layer for place in origins(part)) for key, part in given.items()}
         every_check = (
-            *(*checks, *CHECKS, *SERVER_CHECKS, *TOOL_CHECKS),
+            *(*checks, *CHECKS, *DATA_CHECKS, *SERVER_CHECKS, *TOOL_CHECKS),
             *(*ALGORITHM_CHECKS, *SCORE_CHECKS, *REWARD_CHECKS, *CLUSTER_CHECKS),
         )
         clashes = [clash for check in every_check for clash in check(config, layers)]
@@ -88,7 +97,8 @@ def load_config(
             clash.line(config, origins_by_key) for clash in clashes if converter.doubtful.isdisjoint(clash.keys)
         )
     if problems:
-        raise ConfigError(problems, ", ".join(display(path) for path in paths) or COMMAND_LINE)
+        default = COMMAND_LINE if all(isinstance(each, str) for each in overrides) else PYTHON_CODE
+        raise ConfigError(problems, ", ".join(display(path) for path in paths) or default)
     return LoadedConfig(config, origins_by_key)
 
 

@@ -8,6 +8,7 @@ So a run can be resumed and evaluated from any folder. Paths inside the free-for
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -16,13 +17,40 @@ from typing import Annotated, Any, get_args, get_origin
 from headwater.config.constraints import Extension
 from headwater.config.keys import settings, value_at
 from headwater.config.schema import Config
+from headwater.core.registry import PythonObject, known_names
 
 FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
+HUB = "hub:"
+"""How the id of a dataset on the Hugging Face Hub begins, where a plain id would not be recognised."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
 def is_file(source: str) -> bool:
-    """Whether a data source names a file and not a task."""
-    return PurePath(source).suffix in FILE_SUFFIXES
+    """Whether a data source names a file, and not a task, a dataset of the hub or an object from Python."""
+    return not isinstance(source, PythonObject) and PurePath(source).suffix in FILE_SUFFIXES
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a data source is a dataset of the hub: ``hub:openai/gsm8k``, or a plain id that is no path here."""
+    if isinstance(source, PythonObject) or is_file(source):
+        return False
+    is_plain = bool(_HUB_ID.fullmatch(source)) and not source.endswith(".py") and not Path(source).exists()
+    return source.startswith(HUB) or is_plain
+
+
+def is_whole(source: str) -> bool:
+    """Whether a data source has a fixed number of rows, unlike a task, which generates as many as it is told."""
+    if isinstance(source, PythonObject):
+        return not callable(source.value)
+    return is_file(source) or "://" in source or is_hub_id(source) or is_folder(source)
+
+
+def is_folder(source: str) -> bool:
+    """Whether a data source is a folder: of ``datasets.save_to_disk``, or with files of data. A task comes first."""
+    is_task = source.partition(":")[0] in known_names("headwater.data.tasks")
+    return not is_task and Path(source).expanduser().is_dir()
 
 
 def looks_like_folder(path: str) -> bool:
@@ -49,11 +77,15 @@ def with_absolute_paths(config: Config) -> Config:
     tools_args = _renamed(_folders(config.tools.args, "corpus"), _extension)
     workflow_args = {name: _agent(name, value) for name, value in config.rollout.workflow_args.items()}
     corrections_args = _renamed(config.algorithm.corrections_args, _extension)
+    sources = {
+        _source(name): {key: _each(value, _source) if key == "source" else value for key, value in part.items()}
+        for name, part in config.data.sources.items()
+    }
     functions = {
         name: {key: _each(value, _extension) if key == "function" else value for key, value in part.items()}
         for name, part in config.reward.functions.items()
     }
-    config = replace(config, data=replace(config.data, task_args=task_args))
+    config = replace(config, data=replace(config.data, task_args=task_args, sources=sources))
     config = replace(config, tools=replace(config.tools, args=tools_args))
     config = replace(config, rollout=replace(config.rollout, workflow_args=workflow_args))
     config = replace(config, reward=replace(config.reward, functions=functions))
@@ -80,9 +112,9 @@ def _extension(text: str) -> str:
 
 
 def _source(text: str) -> str:
-    if is_file(text):
-        return text if "://" in text else _path(text)
-    if is_saved_dataset(Path(text).expanduser()):
+    if isinstance(text, PythonObject) or "://" in text or is_hub_id(text):
+        return text
+    if is_file(text) or is_folder(text):
         return _path(text)
     return _extension(text)
 

@@ -58,10 +58,14 @@ class WarmStartConfig:
 @dataclass(frozen=True)
 class DataConfig:
     train: Annotated[tuple[str, ...], NotEmpty("name a task or at least one file")] = ("arithmetic",)
-    """Training prompts: tasks (see headwater/data/tasks, or reasoning_gym:<name>), .parquet, .json or .jsonl files, or
-    folders that datasets.save_to_disk wrote."""
+    """Training prompts: tasks (headwater/data/tasks, reasoning_gym:<name>), .parquet, .json or .jsonl files (also
+    s3:// and other URLs), datasets of the hub (hub:openai/gsm8k), folders of datasets, or names of data.sources."""
     eval: tuple[str, ...] = ()
     """Held-out prompts, given like data.train; empty means the held-out split of the same task."""
+    sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings of single sources, by the name that data.train or data.eval has, such as {math:
+    {source: hub:openai/gsm8k, weight: 2}}. Keys: source, subset, split, columns, system_prompt, data_source, max_rows,
+    weight."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the task, for example {max_operand: 99}; gsm8k takes {folder: ...}."""
     dataset: str = ""

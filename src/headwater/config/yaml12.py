@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from headwater.core.registry import PythonObject
+
 TAG_PREFIX = "tag:yaml.org,2002:"
 
 _IMPLICIT = (
@@ -56,6 +58,7 @@ def _represent_text(dumper: RecipeDumper, text: str) -> yaml.ScalarNode:
 
 
 RecipeDumper.add_representer(str, _represent_text)
+RecipeDumper.add_representer(PythonObject, _represent_text)
 
 
 def compose(text: str) -> yaml.Node | None:

@@ -64,3 +64,12 @@ def show_bytes(count: float) -> str:
     power = min(4, int(math.log2(max(1, count)) // 10))
     shown = count / 1024**power
     return f"{shown:.0f} {_UNITS[power]}" if shown >= 10 or not power else f"{shown:.1f} {_UNITS[power]}"
+
+
+def cache_dir() -> Path:
+    """The cache folder: ``$HEADWATER_CACHE``, else ``$XDG_CACHE_HOME/headwater``, else ``~/.cache/headwater``."""
+    own = os.environ.get("HEADWATER_CACHE", "")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "headwater"

@@ -84,6 +84,8 @@ class Prompt:
     """``images`` and ``videos`` in the order of their placeholders."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the row, for workflows and reward functions; and ``prompt``, if it is a plain string."""
+    source: str = ""
+    """The entry of ``data.train`` or ``data.eval`` that has the row, by its name in metrics."""
 
     def __post_init__(self) -> None:
         if not self.tokens:

@@ -50,6 +50,42 @@ class Traits:
     """Base of the records that state, at a registration, what the config checks must know about an extension."""
 
 
+PYTHON = "python:"
+"""How the name of an object begins that a Python program passed instead of the name of an extension."""
+
+
+NOT_HERE = (
+    "is an object of the Python program that started the run; continue it there, with headwater.train(..., "
+    "resume=RUN) and the same argument, or give a file here, such as path/to/file.py:function"
+)
+
+
+class PythonObject(str):
+    """An object that a Python program passed, for example a reward function, as a config value.
+
+    As text it is ``python:<name>``, which is what a run records. The object itself stays in the process: a copy that
+    was pickled or written to a file is only the text, and ``load_object`` refuses it.
+    """
+
+    value: Any
+
+    def __new__(cls, name: str, value: Any) -> PythonObject:
+        made = super().__new__(cls, f"{PYTHON}{name}")
+        made.value = value
+        return made
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """The module or file of an extension path, and the name in it. A notebook's function has neither."""
+    module, _, attribute = path.rpartition(":")
+    if isinstance(path, PythonObject):
+        module = getattr(getattr(path.value, "__code__", None), "co_filename", "")
+    return module, attribute
+
+
 def is_path(name: str) -> bool:
     """Return whether a config value is an extension path (``module:Thing`` or ``file.py:Thing``)."""
     return ":" in name
@@ -92,6 +128,10 @@ def similar_path(path: Path) -> str:
 
 def load_object(path: str) -> Any:
     """Import the object that ``package.module:Thing`` or ``path/to/file.py:Thing`` names."""
+    if isinstance(path, PythonObject):
+        return path.value
+    if path.startswith(PYTHON):
+        raise UnknownName(f"{path}: {NOT_HERE}")
     module_name, _, attribute = path.rpartition(":")
     if not module_name or not attribute:
         raise UnknownName(f"{path!r}: write an extension as 'package.module:Thing' or 'path/to/file.py:Thing'")

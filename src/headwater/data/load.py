@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from headwater.config.schema import DataConfig
@@ -12,6 +13,7 @@ from headwater.core.records import Prompt
 from headwater.core.registry import blaming, load_object
 from headwater.data.prompt_builder import ToolsOfRow
 from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.data.sampler import DataPart
 from headwater.data.sources import is_task
 from headwater.data.tasks import Split
 
@@ -39,6 +41,16 @@ class MeasuredDataset(PromptDataset, Protocol):
     @property
     def num_filtered(self) -> int:
         """Rows that are left out because their prompt is too long. Reports show them."""
+        ...
+
+
+@runtime_checkable
+class MixedDataset(PromptDataset, Protocol):
+    """A dataset that knows which of its rows come from which source. A custom class may have this attribute as well."""
+
+    @property
+    def parts(self) -> Sequence[DataPart]:
+        """All rows, in order. If a part has a weight, prompts are drawn by weight."""
         ...
 
 
@@ -71,7 +83,9 @@ def sources_of(config: DataConfig, split: Split) -> list[str]:
     """The sources of a split. If ``data.eval`` is empty, the tasks in ``data.train`` provide held-out problems."""
     if split == "train":
         return list(config.train)
-    return list(config.eval) or [source for source in config.train if is_task(source)]
+    return list(config.eval) or [
+        name for name in config.train if is_task(config.sources.get(name, {}).get("source", name))
+    ]
 
 
 def _custom_dataset(path: str, arguments: dict[str, Any]) -> PromptDataset:

@@ -54,14 +54,15 @@ class PromptBuilder:
     def build(self, placed: PlacedRow) -> Prompt:
         """The prompt at its full length. The dataset decides what to do with prompts that are too long."""
         row, place = placed.row, placed.place
-        messages = read_messages(row, self.config.prompt_key, self.config.system_prompt, place)
+        system_prompt = self.config.system_prompt if placed.system_prompt is None else placed.system_prompt
+        messages = read_messages(row, self.config.prompt_key, system_prompt, place)
         messages, multi_modal = self._with_media(messages, placed)
         extra_info = _mapping(row, "extra_info", place)
         tools_kwargs = _tools_kwargs(row, extra_info, place)
         schemas = self._tool_schemas(extra_info, tools_kwargs, place)
         if isinstance(row[self.config.prompt_key], str) and self._is_plain:
             text = row[self.config.prompt_key]
-            tokens = self._plain_tokens(text, place, schemas)
+            tokens = self._plain_tokens(text, place, schemas, system_prompt)
         else:
             text = self._render(messages, schemas, place)
             tokens = self._tokenize(text, multi_modal, place)
@@ -79,6 +80,7 @@ class PromptBuilder:
             tool_schemas=schemas,
             multi_modal=multi_modal,
             columns=self._other_columns(row),
+            source=placed.source,
         )
 
     def _tool_schemas(
@@ -102,14 +104,19 @@ class PromptBuilder:
         """Whether prompts that are plain text are used as they are, because no chat template could render them."""
         return self.processor is None and not has_template(self.tokenizer)
 
-    def _plain_tokens(self, text: str, place: str, schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def _plain_tokens(
+        self, text: str, place: str, schemas: Sequence[Mapping[str, Any]], system_prompt: str
+    ) -> tuple[int, ...]:
         if schemas:
             raise DataError(
                 f"{place}: tools need a chat template that tells the model about them, and the model has none; set "
                 "model.chat_template, for example to chatml, or remove tools.use and tools.config"
             )
-        for key in ("system_prompt", "chat_template_args"):
-            if getattr(self.config, key):
+        for key, value in {
+            "system_prompt": system_prompt,
+            "chat_template_args": self.config.chat_template_args,
+        }.items():
+            if value:
                 raise DataError(
                     f"{place}: data.{key} needs a chat template, and the model has none; set model.chat_template, for "
                     f"example to chatml, or remove data.{key}"

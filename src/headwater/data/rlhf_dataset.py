@@ -14,9 +14,10 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from headwater.config.paths import is_file
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.core.protocols import Tokenizer
@@ -24,7 +25,8 @@ from headwater.core.records import Prompt
 from headwater.data.measure import choose_num_workers, measure_lengths
 from headwater.data.prompt_builder import PromptBuilder, ToolsOfRow
 from headwater.data.row_store import PlacedRow, RowStore, SupportsRows
-from headwater.data.sources import open_source, task_labels
+from headwater.data.sampler import DataPart
+from headwater.data.sources import SourceSettings, open_source, task_labels
 from headwater.data.tasks import Split
 
 if TYPE_CHECKING:
@@ -53,12 +55,20 @@ class RLHFDataset:
         self._config = config
         self._split = split
         self._builder = PromptBuilder(config, tokenizer, processor, tools)
-        self._stores = _open_all(sources, config, split, seed, num_rows)
+        self._sources = [SourceSettings.of(source, config) for source in sources]
+        opened = _open_all(sources, self._sources, config, split, seed, num_rows)
+        self._stores = [store for stores in opened for store in stores]
+        self._owners = [number for number, stores in enumerate(opened) for _ in stores]
+        """The source of each store."""
         self._names = _unique_names(self._stores)
+        self._labels = [_label(given, stores[0].name) for given, stores in zip(self._sources, opened, strict=True)]
         self._starts = [0, *itertools.accumulate(len(store) for store in self._stores)]
+        ends = itertools.accumulate(sum(map(len, stores)) for stores in opened)
+        self._ends = list(ends)
+        """The number of the row after the last one of each source."""
         self.longest_prompt = config.max_prompt_tokens
         """Tokens of the longest prompt. If prompts are cut and not measured: the length they may have."""
-        self._chosen = _choose_rows(self._starts[-1], config, split, seed)
+        self._chosen = _choose_rows(self._rows_of_sources(seed), config, split, seed)
         self._kept = self._check_lengths()
 
     def __len__(self) -> int:
@@ -82,16 +92,39 @@ class RLHFDataset:
         """Rows left out because their prompt is longer than ``data.max_prompt_tokens``."""
         return len(self._chosen) - len(self._kept)
 
+    @property
+    def parts(self) -> tuple[DataPart, ...]:
+        """Which rows come from which source."""
+        is_mixed = self._split == "train" and any(each.weight is not None for each in self._sources)
+        stops = [bisect.bisect_left(self._kept, end) for end in self._ends]
+        return tuple(
+            DataPart(label, start, stop, (given.weight or 1.0) if is_mixed else None)
+            for label, given, start, stop in zip(self._labels, self._sources, [0, *stops], stops, strict=False)
+        )
+
+    def _rows_of_sources(self, seed: int) -> Sequence[int]:
+        """The numbers of the rows that ``max_rows`` of each source leaves."""
+        if not any(each.max_rows for each in self._sources):
+            return range(self._starts[-1])
+        rows: list[int] = []
+        for number, (given, start, end) in enumerate(zip(self._sources, [0, *self._ends], self._ends, strict=False)):
+            key = f"{seed}/{self._split}/{number}"
+            rows += _limited(range(start, end), given.max_rows, key if self._config.shuffle else "")
+        return rows
+
     def _read_row(self, number: int) -> PlacedRow:
         """Row ``number``, counted over all sources."""
-        source = bisect.bisect_right(self._starts, number) - 1
-        store, row = self._stores[source], number - self._starts[source]
+        at = bisect.bisect_right(self._starts, number) - 1
+        store, row = self._stores[at], number - self._starts[at]
+        given = self._sources[self._owners[at]]
         return PlacedRow(
-            row=store[row],
+            row=_renamed(store[row], given.columns, store.place(row)) if given.columns else store[row],
             place=store.place(row),
-            uid=f"{self._names[source]}/{self._split}/{row}",
-            source_name=store.name,
+            uid=f"{self._names[at]}/{self._split}/{row}",
+            source_name=given.data_source or store.name,
             folder=store.folder,
+            system_prompt=given.system_prompt,
+            source=self._labels[self._owners[at]],
         )
 
     def _check_lengths(self) -> Sequence[int]:
@@ -123,12 +156,31 @@ class RLHFDataset:
         )
 
 
-def _choose_rows(num_rows: int, config: DataConfig, split: Split, seed: int) -> Sequence[int]:
+def _choose_rows(rows: Sequence[int], config: DataConfig, split: Split, seed: int) -> Sequence[int]:
     """The rows that ``data.max_train_rows`` or ``data.max_eval_rows`` leaves, in the order of the sources."""
     limit = config.max_train_rows if split == "train" else config.max_eval_rows
-    if not 0 < limit < num_rows:
-        return range(num_rows)
-    return sorted(random.Random(f"{seed}/{split}").sample(range(num_rows), limit)) if config.shuffle else range(limit)
+    return _limited(rows, limit, f"{seed}/{split}" if config.shuffle else "")
+
+
+def _limited(rows: Sequence[int], limit: int, key: str) -> Sequence[int]:
+    """At most ``limit`` rows: a random choice that depends on ``key``, or the first ones if it is empty."""
+    if not 0 < limit < len(rows):
+        return rows
+    return sorted(random.Random(key).sample(rows, limit)) if key else rows[:limit]
+
+
+def _renamed(row: Mapping[str, Any], columns: Mapping[str, str], place: str) -> dict[str, Any]:
+    """A row with the columns under the names that Headwater reads, and its other columns."""
+    if missing := [column for column in columns.values() if column not in row]:
+        raise DataError(f"{place}: no column {missing[0]!r}, which data.sources names; the row has {', '.join(row)}")
+    taken = set(columns.values())
+    others = {name: value for name, value in row.items() if name not in taken}
+    return {**others, **{name: row[column] for name, column in columns.items()}}
+
+
+def _label(given: SourceSettings, store_name: str) -> str:
+    """The name of a source in metrics."""
+    return given.name if given.name and not is_file(given.name) else store_name
 
 
 def cut_tokens(tokens: tuple[int, ...], limit: int, cut: Literal["left", "right", "middle"]) -> tuple[int, ...]:
@@ -174,23 +226,27 @@ def collate(prompts: Sequence[Prompt], pad_token_id: int) -> DataProto:
 
 
 def _open_all(
-    sources: Sequence[str | SupportsRows], config: DataConfig, split: Split, seed: int, num_rows: int | None
-) -> list[RowStore]:
+    sources: Sequence[str | SupportsRows],
+    given: Sequence[SourceSettings],
+    config: DataConfig,
+    split: Split,
+    seed: int,
+    num_rows: int | None,
+) -> list[list[RowStore]]:
+    """The stores of each source."""
     if isinstance(sources, str):
         raise DataError(f"sources = {sources!r}: must be a list; write [{sources!r}]")
     if not sources:
         raise DataError("no data sources; name a task or at least one file in data.train")
     if num_rows is None:
         num_rows = config.num_train_rows if split == "train" else config.num_eval_rows
-    labels = task_labels([*sources, *config.train, *config.eval])
+    others = [SourceSettings.of(name, config) for name in (*config.train, *config.eval)]
+    labels = task_labels(each.source for each in (*given, *others))
     if config.task_args and not labels:
         raise DataError(f"data.task_args = {dict(config.task_args)!r}: no data source is a task; leave it out")
     return [
-        store
-        for source in sources
-        for store in open_source(
-            source, split=split, num_rows=num_rows, seed=seed, task_args=config.task_args, labels=labels
-        )
+        open_source(each, split=split, num_rows=num_rows, seed=seed, task_args=config.task_args, labels=labels)
+        for each in given
     ]
 
 

@@ -43,7 +43,12 @@ class PlacedRow:
     place: str
     uid: str
     source_name: str
+    """The scorer, if the row names none."""
     folder: Path | None
+    system_prompt: str | None = None
+    """The one of its source; None means ``data.system_prompt``."""
+    source: str = ""
+    """See ``Prompt.source``."""
 
 
 class ParquetRows:

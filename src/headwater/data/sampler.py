@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +25,30 @@ class Draw:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class DataPart:
+    """The rows ``start`` to ``stop`` of a dataset, which come from one source."""
+
+    name: str
+    start: int
+    stop: int
+    weight: float | None = None
+    """Its share of the draws, relative to those of other parts; None if nothing has a weight."""
+
+
+class Sampler(Protocol):
+    """An endless stream of draws."""
+
+    def take(self, count: int) -> list[Draw]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 class ShufflingSampler:
     """An endless stream of draws that depends only on ``seed`` and ``num_rows``, not on the sizes of the takes."""
 
-    def __init__(self, num_rows: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, num_rows: int, seed: int, shuffle: bool = True, *, stream: int = 0) -> None:
+        """Samplers with another ``stream`` have other orders."""
         if num_rows < 1:
             raise DataError(f"sampler: num_rows = {num_rows}; must be >= 1, an empty dataset has no order")
         if seed < 0:
@@ -36,6 +56,7 @@ class ShufflingSampler:
         self.num_rows = num_rows
         self.seed = seed
         self.shuffle = shuffle
+        self._stream = stream
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -55,7 +76,12 @@ class ShufflingSampler:
                 self._position = stop
         return draws
 
-    def state_dict(self) -> dict[str, int | bool]:
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the rows."""
+        return self._epoch
+
+    def state_dict(self) -> dict[str, Any]:
         """The position in the stream. Its size does not depend on the dataset."""
         return {
             "seed": self.seed,
@@ -91,5 +117,65 @@ class ShufflingSampler:
         if not self.shuffle:
             return np.arange(self.num_rows)
         # numpy guarantees a stable stream for RandomState, not for Generator: a resumed run keeps its order.
-        bits = np.random.MT19937(np.random.SeedSequence((self.seed, epoch)))
+        entropy = (self.seed, epoch, self._stream) if self._stream else (self.seed, epoch)
+        bits = np.random.MT19937(np.random.SeedSequence(entropy))
         return np.random.RandomState(bits).permutation(self.num_rows)
+
+
+class MixingSampler:
+    """Draws from several parts of a dataset in proportion to their weights, each in its own order and epochs.
+
+    After any number of draws, the count of every part differs by less than one from its exact share: the next draw is
+    from the part that is furthest behind.
+
+    >>> parts = [DataPart("a", 0, 2, weight=3), DataPart("b", 2, 4, weight=1)]
+    >>> [draw.index for draw in MixingSampler(parts, seed=0, shuffle=False).take(8)]
+    [0, 1, 2, 0, 1, 0, 3, 1]
+    """
+
+    def __init__(self, parts: Sequence[DataPart], seed: int, shuffle: bool = True) -> None:
+        total = sum(part.weight or 1.0 for part in parts)
+        self._parts = parts
+        self._shares = [(part.weight or 1.0) / total for part in parts]
+        self._samplers = [
+            ShufflingSampler(part.stop - part.start, seed, shuffle, stream=number)
+            for number, part in enumerate(parts, start=1)
+        ]
+        self.counts = [0] * len(parts)
+        """Draws from each part."""
+
+    @property
+    def epochs(self) -> list[int]:
+        return [sampler.epoch for sampler in self._samplers]
+
+    def take(self, count: int) -> list[Draw]:
+        draws = []
+        for _ in range(count):
+            number = sum(self.counts) + 1
+            behind = [share * number - drawn for share, drawn in zip(self._shares, self.counts, strict=True)]
+            chosen = behind.index(max(behind))
+            (draw,) = self._samplers[chosen].take(1)
+            draws.append(Draw(self._parts[chosen].start + draw.index, draw.epoch))
+            self.counts[chosen] += 1
+        return draws
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [sampler.state_dict() for sampler in self._samplers]
+        return {
+            "parts": [
+                {"name": part.name, "share": share, "drawn": drawn, **state}
+                for part, share, drawn, state in zip(self._parts, self._shares, self.counts, states, strict=True)
+            ]
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state.get("parts", [])
+        mixed = [(part.name, share) for part, share in zip(self._parts, self._shares, strict=True)]
+        if [(each["name"], each["share"]) for each in saved] != mixed:
+            raise DataError(
+                "sampler state: the sources of data.train or their weights have changed since the checkpoint; set them "
+                "back, or start a new run from its model"
+            )
+        for sampler, each in zip(self._samplers, saved, strict=True):
+            sampler.load_state_dict(each)
+        self.counts = [each["drawn"] for each in saved]

@@ -1,7 +1,8 @@
 """The sources that ``data.train`` and ``data.eval`` may name, and how each is opened.
 
-data/*.parquet, rows.jsonl, rows.json    files
-data/saved                               a folder that datasets.Dataset.save_to_disk wrote
+data/*.parquet, rows.jsonl, rows.json    files, also as URLs: s3://bucket/rows.parquet
+openai/gsm8k, hub:openai/gsm8k/main      a dataset of the Hugging Face Hub
+data/saved                               a folder that datasets.Dataset.save_to_disk wrote, or one with files of data
 arithmetic, reasoning_gym:chain_sum      a built-in task; some tasks take an argument after the colon
 my_package.tasks:rows, tasks.py:rows     a custom task: rows(split, num_rows, seed, **options)
 """
@@ -10,13 +11,16 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from headwater.config.paths import is_saved_dataset
+from headwater.config.paths import is_file, is_whole
+from headwater.config.schema import DataConfig
+from headwater.core.disk import cache_dir
 from headwater.core.errors import DataError
-from headwater.core.registry import blaming, load_object, nearest
+from headwater.core.registry import PYTHON, PythonObject, blaming, load_object, nearest
 from headwater.data.row_store import JsonlRows, JsonRows, ListRows, ParquetRows, RowStore, SupportsRows, check_file
 from headwater.data.tasks import TASKS, Split, Task, run_task
 
@@ -24,8 +28,38 @@ FILE_KINDS = {".parquet": ParquetRows, ".jsonl": JsonlRows, ".json": JsonRows}
 
 
 @dataclass(frozen=True)
+class SourceSettings:
+    """One entry of ``data.train`` or ``data.eval``, with its settings in ``data.sources``."""
+
+    source: str | SupportsRows
+    name: str = ""
+    """Its name in ``data.sources``; empty if it has no settings."""
+    subset: str = ""
+    split: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Names that Headwater reads, and the columns that have their values."""
+    system_prompt: str | None = None
+    data_source: str = ""
+    """The scorer of rows that name none."""
+    max_rows: int = 0
+    weight: float | None = None
+
+    @classmethod
+    def of(cls, source: str | SupportsRows, config: DataConfig) -> SourceSettings:
+        part = config.sources.get(source) if isinstance(source, str) else None
+        return cls(source) if part is None else cls(**{"source": source, "name": source, **part})
+
+
+@dataclass(frozen=True)
 class FileSource:
     paths: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """A dataset of the hub, or a folder."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -40,24 +74,24 @@ class TaskSource:
 
 def is_task(text: str) -> bool:
     """Whether a source string names a task. Tasks have a held-out split; files do not."""
-    is_file = Path(text).suffix in FILE_KINDS
-    return not is_file and (":" in text or text in TASKS.names())
+    return not is_whole(text) and (":" in text or text in TASKS.names())
 
 
-def parse_source(text: str) -> FileSource | TaskSource:
+def parse_source(text: str) -> FileSource | DatasetSource | TaskSource:
     """Parse a source string. Files are looked up and tasks are imported, but no rows are read or generated."""
-    if Path(text).suffix in FILE_KINDS:
+    if isinstance(text, PythonObject):
+        return TaskSource(label=text, name=text.removeprefix(PYTHON), task=text.value)
+    if "://" in text:
+        return FileSource(_fetched(text))
+    if is_file(text):
         return FileSource(_find_files(text))
     name, colon, argument = text.partition(":")
     if name in TASKS.names():
         if colon and not argument:
             raise DataError(f"data source {text!r}: nothing follows the colon; write '{name}:<argument>' or {name!r}")
         return TaskSource(label=text, name=text, task=TASKS.resolve(name), argument=argument if colon else None)
-    if "://" in text:
-        raise DataError(f"data source {text!r}: not read over the network; download it and name the file")
-    folder = Path(text).expanduser()
-    if folder.is_dir() and is_saved_dataset(folder):
-        return FileSource((_one_split(folder),))
+    if is_whole(text):
+        return DatasetSource(text)
     if colon:
         module, _, function = text.rpartition(":")
         with blaming(f"data source {text!r}"):
@@ -72,12 +106,12 @@ def parse_source(text: str) -> FileSource | TaskSource:
         raise DataError(f"data source {text!r}: unknown kind of file; must end in {kinds}")
     raise DataError(
         f"data source {text!r}: neither a task nor a {kinds} file; tasks: {nearest(text, TASKS.names())}; "
-        "or name a custom task as 'package.module:function'"
+        "or name a custom task as 'package.module:function', or a dataset of the hub as 'hub:owner/name'"
     )
 
 
 def open_source(
-    source: str | SupportsRows,
+    source: str | SupportsRows | SourceSettings,
     *,
     split: Split,
     num_rows: int,
@@ -86,11 +120,19 @@ def open_source(
     labels: set[str],
 ) -> list[RowStore]:
     """Open a source: one store per file, or one store for a task or a dataset object."""
+    given = source if isinstance(source, SourceSettings) else SourceSettings(source)
+    source = given.source
+    if isinstance(source, PythonObject) and not callable(source.value):
+        source = source.value
     if not isinstance(source, str):
         return [_open_object(source)]
     parsed = parse_source(source)
     if isinstance(parsed, FileSource):
-        return [_open_saved(path) if path.is_dir() else FILE_KINDS[path.suffix](path) for path in parsed.paths]
+        return [FILE_KINDS[path.suffix](path) for path in parsed.paths]
+    if isinstance(parsed, DatasetSource):
+        from headwater.data.hub import open_dataset  # most runs have other sources
+
+        return [open_dataset(parsed.text, split, subset=given.subset, wanted=given.split)]
     options = _options_of(parsed, task_args, labels)
     rows = run_task(
         parsed.task,
@@ -135,30 +177,15 @@ def _open_object(source: SupportsRows) -> RowStore:
     return ListRows(source, name=str(name), label=f"dataset {name!r}" if name != "dataset" else "dataset object")
 
 
-def _one_split(folder: Path) -> Path:
-    """The folder itself, unless it holds several splits, of which ``data.train`` must name one."""
-    if not (folder / "dataset_dict.json").is_file():
-        return folder
-    splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-    hint = f"name one, for example {str(folder / splits[0])!r}" if splits else "write it again with save_to_disk"
-    raise DataError(f"data source {str(folder)!r}: holds the splits {', '.join(splits) or 'none'}; {hint}")
+def _fetched(url: str) -> tuple[Path, ...]:
+    from headwater.data.remote import fetch  # most runs have local files
 
-
-def _open_saved(folder: Path) -> RowStore:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"{folder}: reading it needs the package datasets; pip install datasets") from error
-    try:
-        rows = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{folder}: not a readable dataset ({error}); write it again with save_to_disk") from error
-    return ListRows(rows, name=folder.name, label=str(folder))
+    if Path(urlsplit(url).path).suffix not in FILE_KINDS:
+        raise DataError(f"data source {url!r}: unknown kind of file; must end in {'/'.join(FILE_KINDS)}")
+    return fetch(url, cache_dir() / "data")
 
 
 def _find_files(text: str) -> tuple[Path, ...]:
-    if "://" in text:
-        raise DataError(f"data source {text!r}: not read over the network; download it and name the file")
     path = Path(text).expanduser()
     if path.exists() or not glob.has_magic(str(path)):
         return (path,)

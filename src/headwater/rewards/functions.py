@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from headwater.core.errors import RewardFailed, UnknownName
 from headwater.core.records import MAX_REWARD, Prompt, Score, is_reward
-from headwater.core.registry import blaming, is_path
+from headwater.core.registry import PythonObject, blaming, is_path
 from headwater.rewards.scorers import SCORERS, is_quick, scorer_of
 from headwater.rewards.signature import Signature, defined_at, read_signature
 
@@ -75,6 +75,8 @@ class ScoringFunction:
                 if path == name:
                     raise
                 raise UnknownName(f"{error}; name the function as {name}:function") from error
+        if isinstance(name, PythonObject):
+            path = ""  # only this process has it
         if inspect.isclass(found) or not callable(found):
             what = "is a class" if inspect.isclass(found) else "not callable"
             raise RewardFailed(f"{setting}: {what}; name a function")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from headwater.core.randomness import derive_key
-from headwater.data.load import PromptDataset
-from headwater.data.sampler import ShufflingSampler
+from headwater.core.records import Prompt
+from headwater.data.load import MixedDataset, PromptDataset
+from headwater.data.sampler import MixingSampler, Sampler, ShufflingSampler
 from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
@@ -29,7 +31,9 @@ class PromptStream:
     def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool) -> None:
         self._dataset = dataset
         self._seed = seed
-        self._sampler = ShufflingSampler(len(dataset), seed, shuffle)
+        self._parts = dataset.parts if isinstance(dataset, MixedDataset) else ()
+        self._mixing = MixingSampler(self._parts, seed, shuffle) if any(part.weight for part in self._parts) else None
+        self._sampler: Sampler = self._mixing or ShufflingSampler(len(dataset), seed, shuffle)
 
     def take(self, count: int) -> list[PromptDraw]:
         return [self.again(draw.index, draw.epoch) for draw in self._sampler.take(count)]
@@ -39,6 +43,17 @@ class PromptStream:
         prompt = self._dataset[index]
         # The epoch is part of the key, so that a prompt gets new responses in every epoch.
         return PromptDraw(prompt, derive_key(self._seed, "rollout", epoch, prompt.uid), index, epoch)
+
+    def metrics(self, prompts: Iterable[Prompt]) -> dict[str, float]:
+        """If there are several sources, the prompts of a step from each of them, and with weights all draws so far."""
+        if len(self._parts) < 2:
+            return {}
+        counts = Counter(prompt.source for prompt in prompts)
+        metrics: dict[str, float] = {f"data/{part.name}/prompts": counts[part.name] for part in self._parts}
+        if self._mixing is not None:
+            for part, drawn, epoch in zip(self._parts, self._mixing.counts, self._mixing.epochs, strict=True):
+                metrics |= {f"data/{part.name}/drawn": drawn, f"data/{part.name}/epoch": epoch}
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._sampler.state_dict())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,6 +17,7 @@ from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.source import PromptStream
+from headwater.trainer.callbacks import Callback, StopTraining
 from headwater.trainer.checkpoint import ADAPTERS, Checkpoints, TrainerState, check_weights, read_state
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
@@ -49,9 +50,11 @@ class Trainer:
         *,
         last_step: int | None = None,
         notices: Sequence[str] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         """``last_step`` ends training before ``trainer.total_steps`` and changes nothing else. ``notices`` are for the
         doctor."""
+        self._callbacks = callbacks
         self._notices = tuple(notices)
         self._last_step = min(last_step or config.trainer.total_steps, config.trainer.total_steps)
         self._config = config
@@ -179,20 +182,20 @@ class Trainer:
         return settings.before if step == 0 else _due(step, settings.every_steps)
 
     def _train(self) -> None:
-        total = self._last_step
-        with self._recorder.training(self._state.step, total):
-            while self._state.step < total:
+        with self._recorder.training(self._state.step, self._last_step):
+            while self._state.step < self._last_step:
                 batch = self._take()
                 with self._interrupts.deferred("this update"):
                     experience = self._make_experience(batch)
                     update = self._update(experience)
                     sent = self._publish()
                     self._record(batch, {**update, **sent.metrics()})
+                self._tell("on_step_end", self._recorder.latest)
                 if _due(self._state.step, self._config.eval.every_steps):
                     self._evaluate()
                 if _due(self._state.step, self._config.trainer.checkpoint_every_steps):
                     self._save()
-        if self._config.eval.after and not _due(total, self._config.eval.every_steps):
+        if self._config.eval.after and not _due(self._state.step, self._config.eval.every_steps):
             self._evaluate()
 
     def _take(self) -> RolloutBatch:
@@ -258,7 +261,8 @@ class Trainer:
                 self._send(self._state.step, is_repeat=True)
 
     def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:
-        self._recorder.step(self._state.step, batch, update, self._books)
+        drawn = self._stream.metrics(group.prompt for group in batch.groups)
+        self._recorder.step(self._state.step, batch, {**update, **drawn}, self._books)
 
     def _evaluate(self) -> None:
         if self._parts.eval_data is None:
@@ -270,6 +274,7 @@ class Trainer:
                     self._parts.eval_rollouts, self._parts.eval_data, settings.num_prompts, self._config.run.seed
                 )
             self._recorder.evaluation(self._state.step, result)
+        self._tell("on_evaluate", self._recorder.latest)
 
     def _warm_start(self) -> None:
         config = self._config
@@ -332,7 +337,17 @@ class Trainer:
 
     def _save(self) -> None:
         with self._interrupts.deferred("this checkpoint"), self._recorder.stage("checkpoint"):
-            self._checkpoints.save(self._state, self._learner)
+            saved = self._checkpoints.save(self._state, self._learner)
+        self._tell("on_checkpoint", saved)
+
+    def _tell(self, event: str, value: Mapping[str, float] | Path) -> None:
+        """Call this method of every callback. One that raises ``StopTraining`` ends training after this step."""
+        for callback in self._callbacks:
+            try:
+                getattr(callback, event)(self._state.step, value)
+            except StopTraining as stop:
+                self._display.say(f"Stopping after step {self._state.step}: {stop or type(callback).__name__}")
+                self._last_step = self._state.step
 
 
 def _due(step: int, every: int) -> bool:

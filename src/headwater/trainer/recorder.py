@@ -55,6 +55,8 @@ class Recorder:
     ) -> None:
         """``num_left_out`` is the number of training prompts that are too long. ``reward_counts`` gives metrics about
         failed scoring calls since it was last called."""
+        self.latest: Mapping[str, float] = {}
+        """The metrics that were recorded last."""
         self._run = run
         self._display = display
         self._spans = spans
@@ -135,6 +137,7 @@ class Recorder:
             tracker.close()
 
     def _log(self, record: MetricsRecord) -> MetricsRecord:
+        self.latest = record.values
         self._run.append_metrics(record.to_json())
         for tracker in self._trackers:
             tracker.log(record)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from headwater.config.arguments import with_arguments
 from headwater.core.errors import ConfigError
-from headwater.core.registry import Registry, blaming, is_path
+from headwater.core.registry import PythonObject, Registry, blaming, is_path
 from headwater.workflows.episode import Episode, EpisodeResult, WorkflowContext
 
 __all__ = [
@@ -93,6 +93,10 @@ def _adapter(name: str, arguments: Mapping[str, Any]) -> Callable[[WorkflowConte
     setting = f"rollout.workflow = {name}"
     with blaming(setting):
         thing = WORKFLOWS.resolve(name)
+    if isinstance(name, PythonObject) and not inspect.isclass(thing) and not callable(thing):
+        if arguments:
+            raise ConfigError([f"rollout.workflow_args: {setting} is an object that is made already; remove this"])
+        return lambda context: EpisodeRunner(_as_workflow(thing, setting), context, type(thing).__name__)
     kinds = ((is_agent_loop, VerlWorkflow), (is_areal_workflow, ArealWorkflow))
     made = next((made for is_kind, made in kinds if is_kind(thing)), None)
     if made is None:

@@ -31,7 +31,7 @@ def test_every_other_field_is_an_object_column():
     columns = collate(prompts, pad_token_id=0).non_tensor_batch
     assert set(columns) == {
         "uid", "text", "data_source", "ground_truth", "extra_info", "tools_kwargs", "tool_schemas", "messages",
-        "multi_modal", "columns",
+        "multi_modal", "columns", "source",
     }  # fmt: skip
     for name, column in columns.items():
         assert column.dtype == object

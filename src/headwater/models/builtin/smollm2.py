@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headwater.core.disk import cache_dir
 from headwater.core.errors import ModelError
 from headwater.models import folder as folder_checks
 from headwater.models.builtin.chat_template import CHATML_TEMPLATE
@@ -43,15 +44,6 @@ MAX_POSITIONS = 8192
 
 MANIFEST = "headwater_manifest.json"
 """Sizes and SHA-256 sums of the files in the folder, to detect damage."""
-
-
-def cache_dir() -> Path:
-    """The cache folder: ``$HEADWATER_CACHE``, else ``$XDG_CACHE_HOME/headwater``, else ``~/.cache/headwater``."""
-    own = os.environ.get("HEADWATER_CACHE", "")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "headwater"
 
 
 def smollm2_folder() -> Path:

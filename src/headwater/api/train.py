@@ -1,0 +1,188 @@
+"""``train`` and ``Trainer``: train a model from Python.
+
+result = train("quickstart", data=rows, reward=correct, trainer={"total_steps": 20})
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from headwater.api import launch
+from headwater.api.config import Config, Layer
+from headwater.api.result import Result
+from headwater.config import schema
+from headwater.config.checks import files_exist
+from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.registry import EXTENSION_PREFIX
+from headwater.trainer.callbacks import Callback, StepFunction, StopTraining
+
+RewardFunction = Callable[..., Any]
+Callbacks = Sequence[Callback | Callable[[int, Mapping[str, float]], object]]
+
+
+def train(
+    *layers: Layer,
+    model: str | os.PathLike[str] | None = None,
+    data: Any = None,
+    eval_data: Any = None,
+    reward: str | RewardFunction | Mapping[str, Any] | Sequence[RewardFunction] | None = None,
+    workflow: Any = None,
+    tools: Any = None,
+    callbacks: Callbacks = (),
+    resume: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    progress: bool = True,
+    **sections: Any,
+) -> Result:
+    """Train a model, and return its metrics and where it is.
+
+    ``layers`` and ``sections`` are those of ``Config``: names of recipes, ``key=value``, dicts. The other arguments
+    are short for settings, and take Python objects:
+
+    - ``model``: ``model.path``.
+    - ``data``, ``eval_data``: ``data.train`` and ``data.eval``: a list of dicts, a ``datasets.Dataset``, a
+      ``DataFrame``, a function ``rows(split, num_rows, seed)``, the name of a task, file or dataset, or several of
+      these in a list.
+    - ``reward``: a function, several in a list or a dict (``{"correct": f, "short": {"function": g, "weight": 0.2}}``),
+      or a name. A function of a module is called in worker processes, any other function in this process.
+    - ``workflow``: an ``async def workflow(episode)``, or a class or object with ``async def run(self, episode)``.
+    - ``tools``: functions with type hints and a docstring, tool classes or objects, or names.
+    - ``callbacks``: ``Callback`` objects, or functions of the step and its metrics.
+    - ``resume``: the directory of a run to continue, with the same objects; ``step`` chooses the checkpoint.
+    - ``progress``: whether to print the progress.
+
+    An interrupt (Ctrl-C, or the stop button of a notebook) saves a checkpoint and returns a result whose
+    ``is_finished`` is false. Started by torchrun, only rank 0 returns.
+    """
+    trainer = Trainer(
+        *layers,
+        model=model,
+        data=data,
+        eval_data=eval_data,
+        reward=reward,
+        workflow=workflow,
+        tools=tools,
+        callbacks=callbacks,
+        progress=progress,
+        **sections,
+    )
+    return trainer.train(resume=resume, step=step)
+
+
+class Trainer:
+    """A run that is configured and checked, but not started. The arguments are those of ``train``.
+
+    trainer = Trainer("quickstart", reward=correct)
+    trainer.config.rollout.num_samples_per_prompt
+    result = trainer.train()
+    """
+
+    def __init__(
+        self,
+        *layers: Layer,
+        model: str | os.PathLike[str] | None = None,
+        data: Any = None,
+        eval_data: Any = None,
+        reward: str | RewardFunction | Mapping[str, Any] | Sequence[RewardFunction] | None = None,
+        workflow: Any = None,
+        tools: Any = None,
+        callbacks: Callbacks = (),
+        progress: bool = True,
+        **sections: Any,
+    ) -> None:
+        arguments = {
+            "model.path": model,
+            "data.train": data,
+            "data.eval": eval_data,
+            "rollout.workflow": workflow,
+            "tools.use": tools if tools is None or isinstance(tools, (list, tuple)) else [tools],
+            **_reward(reward),
+        }
+        if tools is not None and workflow is None:
+            arguments["rollout.workflow"] = "tool_agent"
+        given = {key: value for key, value in arguments.items() if value is not None}
+        self.config = Config(*layers, *([given] if given else []), **sections)
+        self._progress = progress
+        self._wants_stop = threading.Event()
+        self._callbacks = [*map(_as_callback, callbacks), StepFunction(self._stop_if_wanted)]
+
+    def train(self, *, resume: str | os.PathLike[str] | None = None, step: int | None = None) -> Result:
+        """Train to the last step. ``resume`` continues a run with the settings of this object."""
+        _refuse_while_importing()
+        if launch.is_helper():
+            launch.serve_rank()
+            sys.exit(0)  # only rank 0 has a result
+        if step is not None and resume is None:
+            raise HeadwaterError(f"step = {step}: goes with resume, the directory of a run")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it would print warnings after a fork
+        self._wants_stop.clear()
+        display = None if self._progress else _silent()
+        if resume is None:
+            _check_files(self.config)
+            config = schema.Config(**{each.name: getattr(self.config, each.name) for each in fields(schema.Config)})
+            ended = launch.start(config, self.config.given, callbacks=self._callbacks, display=display)
+        else:
+            given = [self.config.given_values]
+            ended = launch.resume(Path(resume), step, given, callbacks=self._callbacks, display=display)
+        return Result(ended.run.path.absolute(), ended.is_finished)
+
+    def stop(self) -> None:
+        """End training after the current step, with a checkpoint. Call it from a callback or from another thread."""
+        self._wants_stop.set()
+
+    def _stop_if_wanted(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._wants_stop.is_set():
+            raise StopTraining("stop() was called")
+
+
+def _check_files(config: Config) -> None:
+    if problems := [clash.line(config, {}) for clash in files_exist(config, {})]:
+        raise ConfigError(problems)
+
+
+def _reward(reward: Any) -> dict[str, Any]:
+    if reward is None:
+        return {}
+    if isinstance(reward, (list, tuple)):
+        reward = {getattr(each, "__name__", type(each).__name__): each for each in reward}
+    if isinstance(reward, Mapping):
+        parts = {name: part if isinstance(part, Mapping) else {"function": part} for name, part in reward.items()}
+        return {"reward.functions": parts}
+    return {"reward.function": reward}
+
+
+def _as_callback(callback: Any) -> Callback:
+    if isinstance(callback, Callback):
+        return callback
+    if callable(callback) and not isinstance(callback, type):
+        return StepFunction(callback)
+    raise ConfigError([f"callbacks: {callback!r} is not a Callback object, nor a function of the step and its metrics"])
+
+
+def _refuse_while_importing() -> None:
+    """A worker process that imports a script for its reward function must not start the run of the script."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith(EXTENSION_PREFIX) and frame.f_code.co_name == "<module>":
+            raise HeadwaterError(
+                f"{frame.f_code.co_filename}: calls train() while it is imported for one of its functions; put the "
+                "call below: if __name__ == '__main__':"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+def _silent() -> Any:
+    from rich.console import Console
+
+    from headwater.observe.progress import Display
+
+    return Display(Console(quiet=True))

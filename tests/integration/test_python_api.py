@@ -1,0 +1,235 @@
+"""Training and generating from Python, as a user's script does it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from headwater import Callback, Config, ConfigError, Engine, Result, StopTraining, Trainer, train
+from headwater.core.errors import HeadwaterError
+from headwater.observe.run_directory import RunDirectory
+from headwater.workflows import Episode
+
+ROWS = [{"prompt": f"{a} + {b} =", "ground_truth": str(a + b), "level": "easy"} for a in range(6) for b in range(6)]
+SMALL = {
+    "rollout": {"max_new_tokens": 4, "num_samples_per_prompt": 2},
+    "trainer": {"total_steps": 2, "num_prompts_per_step": 4},
+    "eval": {"before": False, "after": True, "num_prompts": 4},
+}
+
+
+def small(tmp_path, **changes):
+    settings = {section: {**values, **changes.pop(section, {})} for section, values in SMALL.items()}
+    return {"model": "tiny:qwen3", "run": {"root": str(tmp_path)}, "progress": False, **settings, **changes}
+
+
+class Recorded(Callback):
+    def __init__(self) -> None:
+        self.events = []
+
+    def on_step_end(self, step, metrics):
+        self.events.append(("step", step, "reward/mean" in metrics))
+
+    def on_evaluate(self, step, metrics):
+        self.events.append(("eval", step, "reward/mean" in metrics))
+
+    def on_checkpoint(self, step, path):
+        self.events.append(("checkpoint", step, (path / "model" / "config.json").is_file()))
+
+
+def shorter(completions, level):
+    """A function of a module: it runs in a worker process."""
+    return [1.0 - len(each) / 100 for each in completions]
+
+
+def test_training_with_objects_inside_a_running_event_loop(tmp_path):
+    """Rows, a closure and a function of this module, callbacks, held-out rows; then the result is used."""
+    seen = []
+
+    def ends_well(solution_str, ground_truth, level):
+        seen.append((solution_str, ground_truth, level))
+        return {"score": len(solution_str) % 2, "length": len(solution_str)}
+
+    recorded = Recorded()
+
+    async def cell():  # a notebook runs its cells inside an event loop
+        return train(
+            data=ROWS,
+            eval_data=ROWS[:4],
+            reward={"well": ends_well, "short": {"function": shorter, "weight": 0.5}},
+            callbacks=[recorded, lambda step, metrics: seen.append(step)],
+            **small(tmp_path),
+        )
+
+    result = asyncio.run(cell())
+    assert result.is_finished
+    assert [record["step"] for record in result.metrics] == [1, 2]
+    assert "reward/short/mean" in result.metrics[0]
+    assert [record["step"] for record in result.evaluations] == [2]
+    assert recorded.events == [("step", 1, True), ("step", 2, True), ("eval", 2, True), ("checkpoint", 2, True)]
+    assert {1, 2} <= {each for each in seen if isinstance(each, int)}
+    assert ("easy", True) in {(each[2], each[1].isdigit()) for each in seen if isinstance(each, tuple)}
+    assert result.path == tmp_path / "run"
+    assert Result(result.path).step == 2
+    assert str(result).startswith(f"Result('{result.path}', 2 steps, held-out reward")
+    answers = result.generate(["1 + 1 =", "2 + 2 ="], max_new_tokens=3, temperature=0)
+    assert [len(each.tokens) for each in answers] == [3, 3]
+
+
+def test_a_stopped_run_is_resumed_with_the_same_objects_and_refused_without_them(tmp_path, capsys):
+    def stop(step, metrics):
+        if step == 1:
+            raise StopTraining("enough")
+
+    def zero(solution_str):
+        return 0.0
+
+    first = train(data=ROWS, reward=zero, callbacks=[stop], **small(tmp_path))
+    assert (first.step, first.is_finished) == (1, True)
+    again = train(data=ROWS, reward=zero, resume=first.path, **small(tmp_path))
+    assert (again.path, again.step) == (first.path, 2)
+    text = (first.path / "config.yaml").read_text()
+    assert "python:zero" in text
+    assert "python:rows" in text
+    from headwater.cli.main import main
+
+    assert main(["train", "--resume", str(first.path), "trainer.total_steps=4"]) == 2
+    error = capsys.readouterr().err
+    assert "reward.function = 'python:zero'" in error
+    assert "resume=RUN" in error
+    assert main(["eval", str(first.path)]) == 2
+    assert "object of the Python program" in capsys.readouterr().err
+    with pytest.raises(HeadwaterError, match="goes with resume"):
+        Trainer(data=ROWS, reward=zero, **small(tmp_path)).train(step=1)
+    with pytest.raises(ConfigError, match=r"data.train"):
+        train(data="arithmetic", reward=zero, resume=first.path, **small(tmp_path, trainer={"total_steps": 4}))
+
+
+def test_workflows_and_tools_as_objects(tmp_path):
+    calls = []
+
+    def double(number: int) -> int:
+        """Double a number.
+
+        Args:
+            number: The number.
+        """
+        calls.append(number)
+        return 2 * number
+
+    class Scored:
+        async def run(self, episode: Episode):
+            await episode.reply()
+            return episode.finish(await episode.score())
+
+    async def once(episode: Episode):
+        await episode.reply()
+        return episode.finish(1.0)
+
+    for number, workflow in enumerate((Scored(), once)):
+        settings = small(tmp_path, trainer={"total_steps": 1}, run={"root": str(tmp_path), "name": f"w{number}"})
+        rows = [{"prompt": [{"role": "user", "content": row["prompt"]}], "ground_truth": "1"} for row in ROWS]
+        result = train(data=rows, reward=lambda solution_str: 0.5, workflow=workflow, **settings)
+        assert result.metrics[0]["reward/mean"] == (0.5, 1.0)[number]
+    tooled = Trainer(
+        data=[{"prompt": [{"role": "user", "content": "Double 2."}]}] * 8,
+        reward=lambda solution_str: 0.0,
+        tools=double,
+        **small(tmp_path, trainer={"total_steps": 1}),
+    )
+    assert tooled.config.rollout.workflow == "tool_agent"
+    assert tooled.train().step == 1
+
+
+def test_stop_from_another_thread(tmp_path):
+    trainer = Trainer(
+        data=ROWS,
+        reward=lambda solution_str: 0.0,
+        **small(tmp_path, trainer={"total_steps": 500}, eval={"after": False}),
+    )
+    threading.Thread(target=trainer.stop).start()
+    result = []
+    thread = threading.Thread(target=lambda: result.append(trainer.train()))
+    thread.start()  # no signal handlers: this is not the main thread
+    while thread.is_alive():
+        trainer.stop()
+        thread.join(0.2)
+    assert 1 <= result[0].step < 500
+
+
+def test_the_engine_generates_and_chats():
+    with Engine("tiny:qwen3", max_sequences=4) as engine:
+        one = engine.generate("1 + 1 =", max_new_tokens=5, temperature=0)
+        assert len(one.tokens) == len(one.logprobs) == 5
+        assert str(one) == one.text
+        tokens = engine.tokenizer.encode("1 + 1 =", add_special_tokens=False)
+        assert engine.generate(tokens, max_new_tokens=5, temperature=0).tokens == one.tokens
+        several = engine.generate(["a", "b", "c"], max_new_tokens=4, seed=3)
+        assert [each.tokens for each in engine.generate(["a", "b", "c"], max_new_tokens=4, seed=3)] == [
+            each.tokens for each in several
+        ]
+        assert engine.chat("hello", max_new_tokens=2).tokens
+        assert len(engine.chat([[{"role": "user", "content": "x"}]] * 2, max_new_tokens=2)) == 2
+        with pytest.raises(HeadwaterError, match="temperatur"):
+            engine.generate("a", temperatur=1)
+    with pytest.raises(HeadwaterError, match="closed"):
+        engine.generate("a")
+    with pytest.raises(ConfigError, match=r"engine.max_sequence \(Python\)"):
+        Engine("tiny:qwen3", max_sequence=4)
+
+
+SCRIPT = """
+import sys
+from headwater import train
+
+def correct(solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+
+{guard}
+    result = train(
+        model="tiny:qwen3", data=sys.argv[1], reward=correct, progress=False, run={{"root": sys.argv[2]}},
+        rollout={{"max_new_tokens": 4, "num_samples_per_prompt": 2}}, eval={{"before": False, "after": False}},
+        trainer={{"total_steps": 1, "num_prompts_per_step": 4}},
+    )
+    print(result.path)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_with_a_guard_has_rewards_in_workers_and_resumes_from_the_command_line(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(map(json.dumps, ROWS)))
+    for guard, function in (('if __name__ == "__main__":', r"script\d\.py:correct"), ("if True:", "python:correct")):
+        script = tmp_path / ("script1.py" if "__main__" in guard else "script2.py")
+        script.write_text(SCRIPT.format(guard=guard))
+        done = subprocess.run(
+            [sys.executable, str(script), str(rows), str(tmp_path / "runs")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        path = Path(done.stdout.strip().splitlines()[-1])
+        assert re.search(rf"function: .*{function}", (path / "config.yaml").read_text())
+    from headwater.cli.main import main
+
+    assert main(["train", "--resume", str(tmp_path / "runs" / "run"), "trainer.total_steps=2"]) == 0
+    assert RunDirectory(tmp_path / "runs" / "run").checkpoint_steps() == [1, 2]
+    assert main(["train", "--resume", str(tmp_path / "runs" / "run-2"), "trainer.total_steps=2"]) == 2
+
+
+def test_the_config_is_checked_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        train(data=str(tmp_path / "missing.jsonl"), reward=lambda solution_str: 0.0, **small(tmp_path))
+    with pytest.raises(ConfigError, match="is not a Callback object"):
+        Trainer("quickstart", callbacks=[Recorded])
+    assert not any(tmp_path.iterdir())
+    assert Trainer("quickstart", trainer={"total_steps": 3}).config.trainer.total_steps == 3
+    assert Config("quickstart").run.name == "quickstart"
