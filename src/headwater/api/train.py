@@ -28,7 +28,7 @@ Callbacks = Sequence[Callback | Callable[[int, Mapping[str, float]], object]]
 
 def train(
     *layers: Layer,
-    model: str | os.PathLike[str] | None = None,
+    model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     data: Any = None,
     eval_data: Any = None,
     reward: str | RewardFunction | Mapping[str, Any] | Sequence[RewardFunction] | None = None,
@@ -56,6 +56,8 @@ def train(
     - ``callbacks``: ``Callback`` objects, or functions of the step and its metrics.
     - ``resume``: the directory of a run to continue, with the same objects; ``step`` chooses the checkpoint.
     - ``progress``: whether to print the progress.
+
+    ``model``, ``data``, ``reward`` and ``tools`` may also be dicts with the settings of the section of that name.
 
     An interrupt (Ctrl-C, or the stop button of a notebook) saves a checkpoint and returns a result whose
     ``is_finished`` is false. Started by torchrun, only rank 0 returns.
@@ -86,7 +88,7 @@ class Trainer:
     def __init__(
         self,
         *layers: Layer,
-        model: str | os.PathLike[str] | None = None,
+        model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         data: Any = None,
         eval_data: Any = None,
         reward: str | RewardFunction | Mapping[str, Any] | Sequence[RewardFunction] | None = None,
@@ -97,15 +99,13 @@ class Trainer:
         **sections: Any,
     ) -> None:
         arguments = {
-            "model.path": model,
-            "data.train": data,
+            **_section("model", model, "path"),
+            **_section("data", data, "train"),
             "data.eval": eval_data,
-            "rollout.workflow": workflow,
-            "tools.use": tools if tools is None or isinstance(tools, (list, tuple)) else [tools],
+            "rollout.workflow": "tool_agent" if workflow is None and tools is not None else workflow,
+            **_section("tools", tools, "use"),
             **_reward(reward),
         }
-        if tools is not None and workflow is None:
-            arguments["rollout.workflow"] = "tool_agent"
         given = {key: value for key, value in arguments.items() if value is not None}
         self.config = Config(*layers, *([given] if given else []), **sections)
         self._progress = progress
@@ -146,15 +146,24 @@ def _check_files(config: Config) -> None:
         raise ConfigError(problems)
 
 
+def _section(name: str, value: Any, key: str) -> dict[str, Any]:
+    """An argument with the name of a section is the setting ``key`` of it, or a dict with settings of the section."""
+    known = {field.name for field in fields(getattr(schema.Config(), name))}
+    if isinstance(value, Mapping) and value and known.issuperset(value):
+        return {f"{name}.{field}": each for field, each in value.items()}
+    if name == "tools" and value is not None and not isinstance(value, (list, tuple)):
+        value = [value]
+    return {f"{name}.{key}": value}
+
+
 def _reward(reward: Any) -> dict[str, Any]:
-    if reward is None:
-        return {}
     if isinstance(reward, (list, tuple)):
         reward = {getattr(each, "__name__", type(each).__name__): each for each in reward}
-    if isinstance(reward, Mapping):
+    section = _section("reward", reward, "function")
+    if isinstance(reward, Mapping) and "reward.function" in section and section["reward.function"] is reward:
         parts = {name: part if isinstance(part, Mapping) else {"function": part} for name, part in reward.items()}
         return {"reward.functions": parts}
-    return {"reward.function": reward}
+    return section
 
 
 def _as_callback(callback: Any) -> Callback:

@@ -78,6 +78,8 @@ class Display:
             bar = _Bar(Progress(*columns, console=self.console), name, total, start)
             with Live(bar, console=self.console, refresh_per_second=8):
                 yield bar
+        elif self.console.is_jupyter:
+            yield _Cell(name, total)
         else:
             yield _Lines(self.console, name, total, start)
 
@@ -133,6 +135,20 @@ class _Lines:
         if done in (self._first, self._total) or now - self._last_printed >= _LOG_EVERY_S:
             self._last_printed = now
             self._console.print(f"{self._name} {done}/{self._total}  {_join(shown)}", highlight=False, soft_wrap=True)
+
+
+class _Cell:
+    """For notebooks: one line below the cell, which is replaced."""
+
+    def __init__(self, name: str, total: int) -> None:
+        from IPython.display import display
+
+        self._name = name
+        self._total = total
+        self._shown = display({"text/plain": f"{name} 0/{total}"}, raw=True, display_id=True)
+
+    def update(self, done: int, shown: Mapping[str, str]) -> None:
+        self._shown.update({"text/plain": f"{self._name} {done}/{self._total}  {_join(shown)}"}, raw=True)
 
 
 class LastingOutput:
