@@ -49,7 +49,7 @@ def shortened(arguments):
 @pytest.mark.parametrize(
     ("page", "names"),
     [
-        (TEXT, {"sums", "generated", "doubling", "rewarded"}),
+        (TEXT, {"sums", "mixed", "generated", "doubling", "rewarded"}),
         (REWARDS, {"function", "turns", "mixture", "batched"}),
     ],
     ids=["data", "rewards"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,9 +33,11 @@ PLAIN_RUN = {
 }
 RICH_RUN = {
     **PLAIN_RUN,
+    "warm_start": {},
     "rollout": {"num_samples_per_prompt": 2, "max_new_tokens": 4, "max_staleness": 1, "on_stale": "drop"},
     "algorithm": {
         "advantage": "gae",
+        "advantage_args": {"whitened": False},
         "kl_in_reward": 0.1,
         "kl_in_loss": 0.1,
         "kl_target": 0.1,
@@ -45,9 +48,13 @@ RICH_RUN = {
         "normalize_rewards": {"mean_level": "batch", "std_level": "batch"},
         "normalize_advantages": {"mean_level": "batch"},
     },
-    "learner": {"schedule": "linear"},
+    "learner": {"schedule": "linear", "skip_zero_advantages": False},
     "critic": {"enabled": True},
-    "reward": {"overlong_tokens": 2, "clip": 5.0},
+    "reward": {
+        "overlong_tokens": 2,
+        "clip": 5.0,
+        "function": lambda solution_str: zlib.crc32(solution_str.encode()) % 7,
+    },
     "lora": {"rank": 2},
 }
 

@@ -33,8 +33,8 @@ EXAMPLES = {
     "areal_workflow.py": ["rollout.workflow=examples/areal_workflow.py:Retry", "rollout.max_new_tokens=32"],
 }  # fmt: skip
 
-IN_OTHER_ENVIRONMENTS = {"openai_agents_sdk.py"}
-"""Trained by test_endpoint_training.py."""
+IN_OTHER_ENVIRONMENTS = {"openai_agents_sdk.py", "train_from_python.py"}
+"""Trained by test_endpoint_training.py and test_python_api.py."""
 
 
 def test_every_example_is_listed_and_short():

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from command import ROOT
 
 from headwater import Callback, Config, ConfigError, Engine, Result, StopTraining, Trainer, train
 from headwater.core.errors import HeadwaterError
@@ -223,6 +224,18 @@ def test_a_script_with_a_guard_has_rewards_in_workers_and_resumes_from_the_comma
     assert main(["train", "--resume", str(tmp_path / "runs" / "run"), "trainer.total_steps=2"]) == 0
     assert RunDirectory(tmp_path / "runs" / "run").checkpoint_steps() == [1, 2]
     assert main(["train", "--resume", str(tmp_path / "runs" / "run-2"), "trainer.total_steps=2"]) == 2
+
+
+@pytest.mark.slow
+def test_the_scripts_of_the_documentation_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/python-api.md", "examples/train_from_python.py")]
+    blocks = [block for page in pages[:2] for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)]
+    scripts = [block for block in blocks if "from headwater import" in block] + [pages[2]]
+    assert len(scripts) == 5
+    for script in scripts:
+        exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+    assert len(list((tmp_path / "runs").iterdir())) == 4
 
 
 def test_the_config_is_checked_before_anything_starts(tmp_path):

@@ -22,6 +22,7 @@ from headwater.core.errors import DataError
 logger = logging.getLogger(__name__)
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+"""What opens a protocol that fsspec knows but does not open by itself."""
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created", "size")
 """What file systems tell about a file that changes with its contents."""
 
