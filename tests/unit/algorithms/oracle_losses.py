@@ -12,12 +12,12 @@ from headwater.algorithms.corrections import Correction, CorrectionInputs, apply
 from headwater.algorithms.kl import AdaptiveKL, FixedKL, kl_penalty, penalize_rewards
 from headwater.algorithms.masked import StepTotals, aggregate, masked_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from headwater.algorithms.value_loss import value_loss
 from headwater.config.arguments import with_arguments
 from headwater.config.load import load_config
 from headwater.config.schema import AlgorithmConfig
 from headwater.core.data_proto import DataProto
 from headwater.learner.actor import Actor
+from headwater.learner.critic import value_loss
 from headwater.learner.packed_module import TokenStatistics, token_logprobs
 
 
