@@ -43,9 +43,9 @@ class Critic:
         totals = replace(self.engine.totals(minibatch), width=self._loss_width)
         if not totals.num_tokens:
             return None
-        return self.engine.train_step(minibatch, self._token_losses, aggregation=self._aggregation, totals=totals)
+        return self.engine.train_step(minibatch, self.token_losses, aggregation=self._aggregation, totals=totals)
 
-    def _token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
+    def token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
         tensors = batch.batch
         values, mask = outputs["values"], tensors["response_mask"]
         old = required(tensors, "values", _USER, "Critic.values gives it, before the update")

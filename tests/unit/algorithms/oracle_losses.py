@@ -212,7 +212,7 @@ def run_bypass(args, inputs):
     )
     policy_loss = with_arguments(POLICY_LOSSES, algorithm.policy_loss, algorithm.policy_loss_args, "policy_loss_args")
     actor = Actor(None, policy_loss, algorithm, loss_width=1, corrections=configured_corrections(algorithm))
-    loss = actor._token_losses({"logprobs": logprobs, "entropy": torch.zeros_like(mask)}, batch)
+    loss = actor.token_losses({"logprobs": logprobs, "entropy": torch.zeros_like(mask)}, batch)
     kept = mask if loss.correction is None else loss.correction.mask
     total = aggregate(loss.token_losses, kept, algorithm.aggregation, totals(args, kept))
     total.backward()

@@ -29,8 +29,10 @@ from headwater.serving.listen import bind, make_runner, url
 from headwater.serving.options import ServerOptions
 
 NAME = "tiny"
-BLOCKED_S = 2.0
-"""An event loop that is blocked for longer is blocked by us, even on a busy machine."""
+BLOCKED_S = 0.1
+"""How long ``/health`` may take while the server works on something else."""
+NUM_ATTEMPTS = 5
+"""Other programs may hold this process up, so the best of several attempts counts."""
 
 
 class Recorder:
@@ -123,13 +125,15 @@ def test_costly_bodies_are_refused_while_others_are_answered(engine):
     async def scenario() -> None:
         async with serving(engine) as (_, client, _):
             for path, body, message in COSTLY:
-                call = asyncio.ensure_future(post(client, path, json.dumps(body).encode()))
-                longest = await longest_health_s(client, call)
-                status, answer = await call
-                assert status in (400, 404), (path, answer)
-                assert message in answer["error"]["message"], path
-                assert len(json.dumps(answer)) < 2500, path
-                assert longest < BLOCKED_S, (path, message, longest)
+                waits_s: list[float] = []
+                while not waits_s or (min(waits_s) > BLOCKED_S and len(waits_s) < NUM_ATTEMPTS):
+                    call = asyncio.ensure_future(post(client, path, json.dumps(body).encode()))
+                    waits_s.append(await longest_health_s(client, call))
+                    status, answer = await call
+                    assert status in (400, 404), (path, answer)
+                    assert message in answer["error"]["message"], path
+                    assert len(json.dumps(answer)) < 2500, path
+                assert min(waits_s) < BLOCKED_S, (path, message, waits_s)
 
     run(scenario())
 
@@ -140,14 +144,17 @@ def test_thousands_of_responses_do_not_block_others(engine):
     async def scenario(stream: bool) -> None:
         async with serving(engine) as (_, client, _):
             body = {"prompt": "hi", "n": 2000, "stream": stream}
-            call = asyncio.ensure_future(post(client, "/v1/completions", body))
-            started = asyncio.ensure_future(until(lambda: engine.metrics().num_waiting == 2000))
-            assert await longest_health_s(client, started) < BLOCKED_S
-            await started
-            call.cancel()
-            left = asyncio.ensure_future(until(lambda: engine.metrics().num_waiting == 0))
-            assert await longest_health_s(client, left) < BLOCKED_S
-            await left
+            waits_s: list[float] = []
+            while not waits_s or (min(waits_s) > BLOCKED_S and len(waits_s) < NUM_ATTEMPTS):
+                call = asyncio.ensure_future(post(client, "/v1/completions", body))
+                started = asyncio.ensure_future(until(lambda: engine.metrics().num_waiting == 2000))
+                entering_s = await longest_health_s(client, started)
+                await started
+                call.cancel()
+                left = asyncio.ensure_future(until(lambda: engine.metrics().num_waiting == 0))
+                waits_s.append(max(entering_s, await longest_health_s(client, left)))
+                await left
+            assert min(waits_s) < BLOCKED_S, waits_s
 
     engine.pause()
     try:
