@@ -14,7 +14,7 @@ from headwater.serving.fields import Fields
 from headwater.serving.generation import generate_all, reply, send_events, stream_all
 from headwater.serving.openai.chat import ChatReply, read_chat, read_messages_as_tokens
 from headwater.serving.openai.completions import CompletionReply, read_completion
-from headwater.serving.openai.plan import Plan, check_model, unknown_model
+from headwater.serving.openai.plan import CallPlan, check_model, unknown_model
 from headwater.serving.output import PieceMaker, token_text, whole
 from headwater.serving.state import STATE, ServerState
 
@@ -60,7 +60,7 @@ def _model(state: ServerState) -> dict[str, Any]:
     }
 
 
-def _checked(state: ServerState, plan: Plan) -> Plan:
+def _checked(state: ServerState, plan: CallPlan) -> CallPlan:
     """``plan``, if the engine can serve all its prompts."""
     for each in plan.requests[:: plan.num_samples]:
         state.check_features(each)
@@ -68,7 +68,7 @@ def _checked(state: ServerState, plan: Plan) -> Plan:
     return plan
 
 
-async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: Writer) -> web.StreamResponse:
+async def _answer(request: web.Request, state: ServerState, plan: CallPlan, writer: Writer) -> web.StreamResponse:
     with state.active.hold(plan.names, "id"):
         if plan.shape.stream:
             return await send_events(request, _events(state, plan, writer))
@@ -86,7 +86,7 @@ async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: 
     return await state.write(build, num_tokens)
 
 
-async def _events(state: ServerState, plan: Plan, writer: Writer) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(state: ServerState, plan: CallPlan, writer: Writer) -> AsyncGenerator[dict[str, Any], None]:
     shape = plan.shape
     makers = [PieceMaker(state.tokenizer, shape.rules, with_offsets=shape.logprobs) for _ in range(len(plan.requests))]
     num_tokens, version = 0, state.engine.get_version()
