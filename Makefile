@@ -29,8 +29,9 @@ test: setup-dev style
 fast-tests: setup-dev
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
+# Tests of one xdist_group share a server or another costly fixture, so one process runs them.
 test-all: setup-dev setup-clients setup-vllm
-	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal
+	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist loadgroup
 
 lint: style types
 

@@ -43,7 +43,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
 
 
-@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=[pytest.mark.slow, pytest.mark.xdist_group("ranks")])])
 def learned(request, tmp_path_factory):
     """The same calls on one rank and on two; all cases under torchrun, and a few without its cost."""
     names, start = (FEW, python) if request.param == "few" else (tuple(CASES), torchrun)

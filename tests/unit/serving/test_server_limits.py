@@ -30,9 +30,9 @@ from headwater.serving.options import ServerOptions
 
 NAME = "tiny"
 BLOCKED_S = 0.1
-"""How long ``/health`` may take while the server works on something else."""
-NUM_ATTEMPTS = 5
-"""Other programs may hold this process up, so the best of several attempts counts."""
+"""How long ``/health`` may take while the server works on something else, on a free machine."""
+BUSY_MACHINE_S = 2.0
+"""The same if other programs use the machine."""
 
 
 class Recorder:
@@ -86,16 +86,16 @@ async def post(client: aiohttp.ClientSession, path: str, body: Any, **headers: s
         return reply.status, await reply.json()
 
 
-async def longest_health_s(client: aiohttp.ClientSession, until: asyncio.Future[Any]) -> float:
-    """The longest time that ``/health`` took until ``until`` was done."""
-    longest = 0.0
+async def check_health(client: aiohttp.ClientSession, until: asyncio.Future[Any], what: object = "") -> None:
+    """``/health`` answers in time until ``until`` is done. Time in which other programs run does not count."""
     while True:
-        began = time.monotonic()
+        began, used = time.monotonic(), time.process_time()
         async with client.get("/health") as reply:
             assert reply.status == 200
-        longest = max(longest, time.monotonic() - began)
+        assert time.process_time() - used < BLOCKED_S, what
+        assert time.monotonic() - began < BUSY_MACHINE_S, what
         if until.done():
-            return longest
+            return
         await asyncio.sleep(0.001)
 
 
@@ -125,15 +125,12 @@ def test_costly_bodies_are_refused_while_others_are_answered(engine):
     async def scenario() -> None:
         async with serving(engine) as (_, client, _):
             for path, body, message in COSTLY:
-                waits_s: list[float] = []
-                while not waits_s or (min(waits_s) > BLOCKED_S and len(waits_s) < NUM_ATTEMPTS):
-                    call = asyncio.ensure_future(post(client, path, json.dumps(body).encode()))
-                    waits_s.append(await longest_health_s(client, call))
-                    status, answer = await call
-                    assert status in (400, 404), (path, answer)
-                    assert message in answer["error"]["message"], path
-                    assert len(json.dumps(answer)) < 2500, path
-                assert min(waits_s) < BLOCKED_S, (path, message, waits_s)
+                call = asyncio.ensure_future(post(client, path, json.dumps(body).encode()))
+                await check_health(client, call, (path, message))
+                status, answer = await call
+                assert status in (400, 404), (path, answer)
+                assert message in answer["error"]["message"], path
+                assert len(json.dumps(answer)) < 2500, path
 
     run(scenario())
 
@@ -144,17 +141,14 @@ def test_thousands_of_responses_do_not_block_others(engine):
     async def scenario(stream: bool) -> None:
         async with serving(engine) as (_, client, _):
             body = {"prompt": "hi", "n": 2000, "stream": stream}
-            waits_s: list[float] = []
-            while not waits_s or (min(waits_s) > BLOCKED_S and len(waits_s) < NUM_ATTEMPTS):
-                call = asyncio.ensure_future(post(client, "/v1/completions", body))
-                started = asyncio.ensure_future(until(lambda: engine.metrics().num_waiting == 2000))
-                entering_s = await longest_health_s(client, started)
-                await started
-                call.cancel()
-                left = asyncio.ensure_future(until(lambda: engine.metrics().num_waiting == 0))
-                waits_s.append(max(entering_s, await longest_health_s(client, left)))
-                await left
-            assert min(waits_s) < BLOCKED_S, waits_s
+            call = asyncio.ensure_future(post(client, "/v1/completions", body))
+            started = asyncio.ensure_future(until(lambda: engine.metrics().num_waiting == 2000))
+            await check_health(client, started)
+            await started
+            call.cancel()
+            left = asyncio.ensure_future(until(lambda: engine.metrics().num_waiting == 0))
+            await check_health(client, left)
+            await left
 
     engine.pause()
     try:
