@@ -15,8 +15,8 @@ from headwater.core.records import MAX_TOP_LOGPROBS
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
 from headwater.serving.openai.plan import (
-    CallReading,
     CallPlan,
+    CallReading,
     SamplingFields,
     Shape,
     check_model,
