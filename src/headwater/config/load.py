@@ -23,7 +23,6 @@ from headwater.config.recipe import RecipeReader, parse_override
 from headwater.config.schema import Config
 from headwater.config.score_checks import SCORE_CHECKS
 from headwater.config.server_checks import SERVER_CHECKS
-from headwater.config.tool_checks import TOOL_CHECKS
 from headwater.config.tree import COMMAND_LINE, DEFAULT, Branch, Tree, merge, origins, where
 from headwater.core.errors import ConfigError
 
@@ -78,10 +77,7 @@ def load_config(
     # A value that could not be read has its default here, and the checks would report clashes with that.
     if not unread and not was_accepted:
         layers = {key: max(place.layer for place in origins(part)) for key, part in given.items()}
-        every_check = (
-            *(*checks, *CHECKS, *SERVER_CHECKS, *TOOL_CHECKS),
-            *(*ALGORITHM_CHECKS, *SCORE_CHECKS, *CLUSTER_CHECKS),
-        )
+        every_check = (*checks, *CHECKS, *SERVER_CHECKS, *ALGORITHM_CHECKS, *SCORE_CHECKS, *CLUSTER_CHECKS)
         clashes = [clash for check in every_check for clash in check(config, layers)]
         problems.extend(
             clash.line(config, origins_by_key) for clash in clashes if converter.doubtful.isdisjoint(clash.keys)

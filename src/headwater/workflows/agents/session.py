@@ -18,7 +18,7 @@ from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
 from headwater.core.records import ModelRequest, SamplingParams
 from headwater.serving.errors import ApiError
 from headwater.serving.openai.chat import ChatReply
-from headwater.serving.openai.plan import CallReading, Plan
+from headwater.serving.openai.plan import CallPlan, CallReading
 from headwater.serving.output import Piece, whole
 from headwater.serving.prompt import MAX_CHARACTERS_PER_TOKEN
 from headwater.workflows.agents.calls import ChatCall
@@ -220,7 +220,7 @@ class CallReply:
         self._version = max((version for piece in self._pieces for version in piece.versions), default=0)
         request = ModelRequest(self.id, responses[0].input_tokens, SamplingParams(max_new_tokens=1), rng_key=0)
         requests = (request,) * len(responses)
-        self._plan = Plan(self.id, call.model, int(time.time()), requests, len(requests), shape, calls)
+        self._plan = CallPlan(self.id, call.model, int(time.time()), requests, len(requests), shape, calls)
         self.body = ChatReply(self._plan, tokenizer).whole(self._pieces, self._version)
         self.messages: list[dict[str, Any]] = [each["message"] for each in self.body["choices"]]
         """What the client receives, one message per choice."""
