@@ -48,8 +48,8 @@ class Run:
     case: str
     seed: int
     command: str
-    rewards: tuple[tuple[int, float], ...] = ()
-    """Held-out reward by step; at step 0, after the supervised start if there is one."""
+    rewards: tuple[tuple[int, float, float], ...] = ()
+    """Step, held-out reward, seconds of training until then. Step 0 is after the supervised start, if there is one."""
     train_rewards: tuple[float, ...] = ()
     step_seconds: float = 0.0
     """Median over all steps but the first."""
@@ -76,13 +76,14 @@ def run_case(case: Case, seed: int, common: Sequence[str], limit_s: float) -> Ru
         wall = time.monotonic() - begun
         metrics = Path(root) / "it" / "metrics.jsonl"
         records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    evaluated = [(each["step"], each["reward/mean"]) for each in records if each["kind"] == "eval"]
     steps = [each for each in records if each["kind"] == "train"]
+    rewards = {each["step"]: each["reward/mean"] for each in records if each["kind"] == "eval"}
+    seconds = {step: sum(each["time/step_s"] for each in steps if each["step"] <= step) for step in rewards}
     return Run(
         case.name,
         seed,
         shown,
-        rewards=tuple(dict(evaluated).items()),
+        rewards=tuple((step, reward, round(seconds[step], 1)) for step, reward in rewards.items()),
         train_rewards=tuple(round(each["reward/mean"], 4) for each in steps),
         step_seconds=statistics.median(each["time/step_s"] for each in steps[1:]) if len(steps) > 1 else 0.0,
         train_seconds=sum(each["time/step_s"] for each in steps),
@@ -117,7 +118,7 @@ def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "before": statistics.fmean(before),
                 "after": statistics.fmean(after),
                 "after_per_seed": after,
-                "best": statistics.fmean(max(reward for _, reward in each.rewards) for each in found),
+                "best": statistics.fmean(max(reward for _, reward, _ in each.rewards) for each in found),
                 "steps": found[0].rewards[-1][0],
                 "step_s": statistics.fmean(each.step_seconds for each in found),
                 "train_s": statistics.fmean(each.train_seconds for each in found),
@@ -136,7 +137,7 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
     axes = figure.add_subplot()
     for place, case in enumerate(dict.fromkeys(each.case for each in runs)):
         for number, each in enumerate(one for one in runs if one.case == case and one.rewards):
-            steps, rewards = zip(*each.rewards, strict=True)
+            steps, rewards, _ = zip(*each.rewards, strict=True)
             axes.plot(steps, rewards, "o-", color=f"C{place}", markersize=3, alpha=0.8, label=None if number else case)
     axes.set(xlabel="step", ylabel="held-out reward", ylim=(0, None))
     axes.grid(alpha=0.3)
@@ -159,7 +160,7 @@ def main() -> None:
     runs = []
     for run in run_all(jobs, options.settings, options.processes, options.limit):
         runs.append(run)
-        curve = " ".join(f"{step}:{reward:.3f}" for step, reward in run.rewards)
+        curve = " ".join(f"{step}:{reward:.3f}" for step, reward, _ in run.rewards)
         print(
             f"{run.case} seed {run.seed}  {run.wall_seconds:.0f} s, step {run.step_seconds:.2f} s  {curve}", flush=True
         )
