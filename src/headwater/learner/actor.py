@@ -73,10 +73,11 @@ class Actor:
                 return None
             minibatch = minibatch[informative]
         return self.engine.train_step(
-            minibatch, self._token_losses, aggregation=self._algorithm.aggregation, totals=totals
+            minibatch, self.token_losses, aggregation=self._algorithm.aggregation, totals=totals
         )
 
-    def _token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
+    def token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
+        """The loss of every token before aggregation, from the ``logprobs`` and ``entropy`` in ``outputs``."""
         tensors, algorithm = batch.batch, self._algorithm
         logprobs, entropy, mask = outputs["logprobs"], outputs["entropy"], tensors["response_mask"]
         old = self._old_logprobs(batch, logprobs.detach())

@@ -15,9 +15,8 @@ from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentile
 from headwater.algorithms.groups import piece_weights
 from headwater.algorithms.kl import KLController, PenalizedRewards, penalize_rewards
 from headwater.algorithms.masked import keep, masked_mean
-from headwater.algorithms.normalize import normalize, normalize_rewards
+from headwater.algorithms.normalize import normalize, normalize_rewards, overlong_penalty, scale_scores
 from headwater.algorithms.proximal import approximation_metrics
-from headwater.algorithms.reward_shaping import overlong_penalty, scale_scores
 from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
