@@ -45,7 +45,7 @@ RUNNING = struct.Struct("q")
 """The id of the running call, in memory that both processes see; -1 before the first one."""
 _READ_BYTES = 2**18
 _HOLD_S = 0.005
-"""How long results may wait for those of the calls that follow. One message for each would cost more than short calls."""
+"""How long results may wait for those of later calls: one message for each would cost more than a short call."""
 _F_SETSIG = 10
 """Linux: the signal that a descriptor sends; the module fcntl has no name for it."""
 _NICENESS = 5
