@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from headwater.core.errors import RolloutFailed, WaitTimeout
-from headwater.core.protocols import EpisodeEngine, EpisodeStage, EpisodeState, InferenceEngine
+from headwater.core.protocols import EpisodeEngine, EpisodeStage, EpisodeState, InferenceEngine, generate_aloud
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.core.waits import named_wait
 from headwater.rollout.group import GroupTimes, PromptDraw
@@ -245,7 +245,7 @@ class WatchedEngine:
                 with state.doing("waiting to start with the others", "pending"):
                     await flight.start.enter(flight, self.sample)
             with state.doing(GENERATING, "generating"):
-                response = await self.engine.agenerate(request)
+                response = await generate_aloud(self.engine, request)
         except RolloutFailed as error:
             flight.engine_errors.append(error)
             raise
