@@ -21,8 +21,8 @@ from headwater.weights.file import written_file
 logger = logging.getLogger(__name__)
 
 WHOLE_LIMIT_S = 600.0
-"""Per server, for weights that it does not read from the stream: the learner's ranks send them, with stricter limits for
-every bucket, or it loads a file."""
+"""Per server, for weights that it does not read from the stream: the learner's ranks send them, with stricter limits
+for every bucket, or it loads a file."""
 
 
 def send_to_all(

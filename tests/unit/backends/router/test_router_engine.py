@@ -125,8 +125,8 @@ class Streaming(ScriptedEngine):
         try:
             for token in expected(request)[len(request.given_tokens) :]:
                 await asyncio.sleep(0.001)
-                while self.is_hanging:
-                    await asyncio.sleep(0.001)
+                if self.is_hanging:
+                    await asyncio.Event().wait()
                 if self.is_dead:
                     # As an engine that does not say which of its tokens the stream has delivered.
                     raise ServerLost("reset", ModelResponse(request.input_tokens, (1,), (0.0,), (0,), "abort"))
