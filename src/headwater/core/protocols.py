@@ -41,6 +41,18 @@ Role = Literal["policy", "critic"]
 """The models that a learner trains."""
 
 
+class WeightFile(Protocol):
+    """A version that was written to a file once, for several engines (``weights.file``)."""
+
+    @property
+    def path(self) -> Path: ...
+    def hold(self) -> WeightFile:
+        """Keep the file until one more ``discard``."""
+        ...
+
+    def discard(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """One policy version on its way to an engine, as a stream of buckets.
@@ -57,7 +69,8 @@ class WeightUpdate:
     """The same weights were published as this version before. Only engines that do not have them need to take them."""
     direct: DirectSend | None = None
     """The learner, if its ranks can send the weights themselves. An engine then need not read ``buckets``."""
-
+    file: WeightFile | None = None
+    """Where the weights are already, for engines that read files (``Capabilities.file_weights``)."""
     adapters_alone: bool = False
     """Only the LoRA adapters, for an engine that has the other weights already (``Capabilities.adapters``)."""
 
@@ -140,6 +153,8 @@ class Capabilities:
     """The number type of the engine's weights, for example ``bfloat16``. Published weights are converted to it."""
     direct_weights: bool = False
     """The engine takes weights straight from the learner's ranks (``WeightUpdate.direct``)."""
+    file_weights: bool = False
+    """The engine reads weights from a file (``WeightUpdate.file``)."""
     features: tuple[SamplingFeature, ...] = ()
     """The settings of ``SamplingParams`` beyond the usual ones that requests may use (``SamplingParams.features``)."""
 
