@@ -326,6 +326,9 @@ class EpisodeState:
         self._rest: EpisodeStage = "pending"
         self._open: list[tuple[EpisodeStage, str, float]] = []
         """Each open activity, and when it began."""
+        self._began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+        """Time by kind of work: ``generating``, ``calling_tools`` and so on, and, once it has ended, ``total``."""
         self.begin_late: Callable[[], None] = lambda: None
         """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
 
@@ -338,10 +341,13 @@ class EpisodeState:
             yield
         finally:
             self._open.remove(activity)
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - activity[2]
 
     def rest(self, stage: EpisodeStage) -> None:
         """The stage while no activity is open."""
         self._rest = stage
+        if stage == "done":
+            self.seconds["total"] = time.monotonic() - self._began
 
     @property
     def stage(self) -> EpisodeStage:
