@@ -413,6 +413,20 @@ class LearnerStatus:
     """Why the learner cannot be used any more, such as a rank that has ended. Empty while it works."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileOrder:
+    """What a profile records, and where it is written."""
+
+    folder: Path
+    """An absolute path."""
+    name: str
+    """The beginning of the files' names, such as ``step_000003``."""
+    ranks: tuple[int, ...]
+    """The ranks that are recorded."""
+    memory: bool
+    """Whether allocations are recorded too."""
+
+
 class Learner(Protocol):
     """Holds the policy, the critic, the reference and the reward model, and trains the first two.
 
@@ -485,6 +499,10 @@ class Learner(Protocol):
         ...
 
     def load(self, folder: Path) -> None: ...
+    def profile(self, order: ProfileOrder | None) -> None:
+        """Record what the learner computes, until the next call with None, which writes the files."""
+        ...
+
     def offload(self) -> None:
         """Move everything to main memory, to make room for a rollout on the same device."""
         ...

@@ -11,6 +11,7 @@ from typing import Any
 
 from headwater.config.schema import Config
 from headwater.core.errors import DiskFull, HeadwaterError, RankFailed
+from headwater.core.protocols import ProfileOrder
 from headwater.observe.manifest import seal
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
@@ -212,6 +213,7 @@ class Trainer:
     def _take(self) -> RolloutBatch:
         """Groups for one step, none of them too old. Later groups continue to be generated if allowed."""
         self._recorder.begin_step()
+        self._profile(self._state.step + 1, is_start=True)
         with self._generating(), self._recorder.stage("wait", batch=self._state.step + 1):
             return self._rollouts.prepare_batch(self._stream)
 
@@ -273,6 +275,15 @@ class Trainer:
 
     def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:
         self._recorder.step(self._state.step, batch, update, self._books)
+        self._profile(self._state.step, is_start=False)
+
+    def _profile(self, step: int, *, is_start: bool) -> None:
+        """Have the steps of ``trainer.profile`` recorded, from the first rollout to the metrics."""
+        chosen = self._config.trainer.profile
+        if step in chosen.steps:
+            folder = self._run.path.absolute() / "profile"
+            order = ProfileOrder(folder, f"step_{step:06d}", chosen.ranks, chosen.memory)
+            self._learner.profile(order if is_start else None)
 
     def _evaluate(self) -> None:
         if self._parts.eval_data is None:

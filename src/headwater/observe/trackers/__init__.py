@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -123,12 +124,11 @@ class _Worker:
         def describe() -> str:
             return f"the tracker {self.name} has {self._calls.qsize()} records left to take"
 
+        wait = partial(wait_until, self._ended, describe=describe, kind="tracker", hard_limit_s=limit_s)
         try:
             with self._ended:
-                wait_until(
-                    self._ended, lambda: self._is_done or closed(), describe, kind="tracker", hard_limit_s=limit_s
-                )
-                wait_until(self._ended, lambda: self._is_done, describe, kind="tracker", hard_limit_s=limit_s)
+                wait(lambda: self._is_done or closed())
+                wait(lambda: self._is_done)
         except WaitTimeout:
             self._lost.num_records += self._calls.qsize()
             return f"tracker {self.name}: did not end within {limit_s:.0f} s{self._described()}"
