@@ -371,6 +371,9 @@ class EpisodeState:
         self._rest: EpisodeStage = "pending"
         self._open: list[tuple[EpisodeStage, str, float]] = []
         """Each open activity, and when it began."""
+        self._began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+        """Time by kind of work: ``generating``, ``calling_tools`` and so on, and, once it has ended, ``total``."""
         self.begin_late: Callable[[], None] = lambda: None
         """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
 
@@ -383,10 +386,13 @@ class EpisodeState:
             yield
         finally:
             self._open.remove(activity)
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - activity[2]
 
     def rest(self, stage: EpisodeStage) -> None:
         """The stage while no activity is open."""
         self._rest = stage
+        if stage == "done":
+            self.seconds["total"] = time.monotonic() - self._began
 
     @property
     def stage(self) -> EpisodeStage:
@@ -450,6 +456,20 @@ class LearnerStatus:
     """Memory of the device that is allocated, of the rank with the most; 0 on a CPU."""
     failure: str = ""
     """Why the learner cannot be used any more, such as a rank that has ended. Empty while it works."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOrder:
+    """What a profile records, and where it is written."""
+
+    folder: Path
+    """An absolute path."""
+    name: str
+    """The beginning of the files' names, such as ``step_000003``."""
+    ranks: tuple[int, ...]
+    """The ranks that are recorded."""
+    memory: bool
+    """Whether allocations are recorded too."""
 
 
 class Learner(Protocol):
@@ -524,6 +544,10 @@ class Learner(Protocol):
         ...
 
     def load(self, folder: Path) -> None: ...
+    def profile(self, order: ProfileOrder | None) -> None:
+        """Record what the learner computes, until the next call with None, which writes the files."""
+        ...
+
     def offload(self) -> None:
         """Move everything to main memory, to make room for a rollout on the same device."""
         ...

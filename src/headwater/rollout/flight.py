@@ -189,7 +189,8 @@ class Flight:
 
     @property
     def times(self) -> GroupTimes:
-        return GroupTimes(self.seconds, tuple(self.queue_s), tuple(self.generate_s))
+        episodes = tuple(each.seconds for each in self.episodes.values() if each.stage == "done")
+        return GroupTimes(self.seconds, tuple(self.queue_s), tuple(self.generate_s), episodes)
 
     @property
     def newest_version(self) -> int:
