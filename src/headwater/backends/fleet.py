@@ -41,14 +41,15 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
     engines = _start_all(list(starts.values()))
     if num_servers == 1:
         return engines[0]
-    from headwater.backends.router.engine import RoutedServer, RouterEngine
+    from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
 
     # A server that the run has started may have another address after a restart, so its name is its place.
     # A running server that was given up may come back, and so may a node of a cluster. One that the run starts on this
     # machine was restarted often enough.
     again = starts if rollout.servers or context.places else {}
     return RouterEngine(
-        [RoutedServer(name, engine, connect=again.get(name)) for name, engine in zip(starts, engines, strict=True)]
+        [RoutedServer(name, engine, connect=again.get(name)) for name, engine in zip(starts, engines, strict=True)],
+        RouterOptions(weight_folder=rollout.weight_folder),
     )
 
 

@@ -109,6 +109,7 @@ def _start(recipes: list[str], overrides: list[str], attempts: _Attempts) -> int
     from headwater.config.checks import files_exist
     from headwater.config.load import load_config
     from headwater.models.source import check_model
+    from headwater.observe.trackers import Trackers
 
     if not recipes:
         raise HeadwaterError("give a recipe, for example: headwater train quickstart (`headwater recipes` lists more)")
@@ -127,6 +128,7 @@ def _start(recipes: list[str], overrides: list[str], attempts: _Attempts) -> int
     }.items():
         if path:
             check_model(path, key)
+    Trackers.of(config.trainer.trackers, config.trainer.tracker_args)
     return _fit(config, run=None, checkpoint=None, attempts=attempts, given=loaded.given)
 
 

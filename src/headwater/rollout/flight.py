@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from headwater.core.errors import RolloutFailed, WaitTimeout
-from headwater.core.protocols import EpisodeEngine, EpisodeStage, EpisodeState, InferenceEngine
+from headwater.core.protocols import EpisodeEngine, EpisodeStage, EpisodeState, InferenceEngine, generate_aloud
 from headwater.core.records import ModelRequest, ModelResponse
 from headwater.core.waits import named_wait
 from headwater.rollout.group import GroupTimes, PromptDraw
@@ -189,7 +189,8 @@ class Flight:
 
     @property
     def times(self) -> GroupTimes:
-        return GroupTimes(self.seconds, tuple(self.queue_s), tuple(self.generate_s))
+        episodes = tuple(each.seconds for each in self.episodes.values() if each.stage == "done")
+        return GroupTimes(self.seconds, tuple(self.queue_s), tuple(self.generate_s), episodes)
 
     @property
     def newest_version(self) -> int:
@@ -276,7 +277,7 @@ class WatchedEngine:
         return response
 
     def _generate(self, request: ModelRequest) -> Awaitable[ModelResponse]:
-        generating, flight = self.engine.agenerate(request), self.flight
+        generating, flight = generate_aloud(self.engine, request), self.flight
         if flight.start is None:
             return generating
         return _Begun(generating, partial(flight.start.entered, flight, self.sample))

@@ -106,7 +106,7 @@ class ToolAgentWorkflow:
         max_assistant_turns: Annotated[int, AtLeast(1)] = 8,
         max_user_turns: Annotated[int, AtLeast(0, "use 0 for no limit")] = 0,
         max_calls: Annotated[int, AtLeast(0, "use 0 for no limit")] = 0,
-        max_calls_per_turn: Annotated[int, AtLeast(0, "use 0 for no limit")] = 0,
+        max_calls_per_turn: Annotated[int, AtLeast(0, "use 0 for no limit")] = 16,
         max_turn_tokens: Annotated[int, AtLeast(0, "use 0 for no limit per turn")] = 0,
         user: str = "",
         tool_reward_weight: float = 0.0,
