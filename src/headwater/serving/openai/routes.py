@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
 
+from headwater.serving.errors import wrong
 from headwater.serving.generation import generate_all, reply, send_events, stream_all
 from headwater.serving.openai.chat import ChatReply, read_chat
 from headwater.serving.openai.completions import CompletionReply, read_completion
 from headwater.serving.openai.plan import Plan, unknown_model
+from headwater.serving.openai.responses import ResponseWriter, chat_body, event_bytes
 from headwater.serving.openai.tokens import detokenize, tokenize, tokenizer_info, version
 from headwater.serving.output import PieceMaker, whole
 from headwater.serving.state import STATE, ServerState
@@ -34,6 +36,25 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         lambda body: _checked(state, read_chat(body, state.limits, state.options.served_name, state.parser)),
     )
     return await _answer(request, state, plan, ChatReply(plan, state.tokenizer))
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """``/v1/responses`` as a chat. Replies are not stored, so a request has the whole conversation."""
+    state = request.app[STATE]
+
+    def read(body: Mapping[str, Any]) -> tuple[Plan, ResponseWriter]:
+        if body.get("previous_response_id") is not None:
+            previous = body["previous_response_id"]
+            raise wrong("previous_response_id", previous, "replies are not stored; send the whole conversation")
+        plan = read_chat(chat_body(body), state.limits, state.options.served_name, state.parser)
+        return _checked(state, plan), ResponseWriter(body)
+
+    plan, writer = await state.read(request, read)
+    chat = ChatReply(plan, state.tokenizer)
+    if not plan.shape.stream:
+        return await _answer(request, state, plan, chat, writer.whole)
+    with state.active.hold(plan.names, "id"):
+        return await send_events(request, writer.events(_events(state, plan, chat)), event_bytes)
 
 
 async def models(request: web.Request) -> web.Response:
@@ -66,7 +87,13 @@ def _checked(state: ServerState, plan: Plan) -> Plan:
     return plan
 
 
-async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: Writer) -> web.StreamResponse:
+async def _answer(
+    request: web.Request,
+    state: ServerState,
+    plan: Plan,
+    writer: Writer,
+    formatted: Callable[[dict[str, Any]], dict[str, Any]] = lambda made: made,
+) -> web.StreamResponse:
     with state.active.hold(plan.names, "id"):
         if plan.shape.stream:
             return await send_events(request, _events(state, plan, writer))
@@ -76,7 +103,7 @@ async def _answer(request: web.Request, state: ServerState, plan: Plan, writer: 
         rules, with_offsets = plan.shape.rules, plan.shape.logprobs
         pieces = [whole(response, state.tokenizer, rules, with_offsets=with_offsets) for response in responses]
         versions = [version for piece in pieces for version in piece.versions]
-        return writer.whole(pieces, max(versions, default=state.engine.get_version()))
+        return formatted(writer.whole(pieces, max(versions, default=state.engine.get_version())))
 
     num_tokens = sum(len(response.output_tokens) for response in responses)
     if plan.shape.echo:
@@ -109,6 +136,7 @@ async def _events(state: ServerState, plan: Plan, writer: Writer) -> AsyncGenera
 ROUTES = [
     web.post("/v1/completions", completions),
     web.post("/v1/chat/completions", chat_completions),
+    web.post("/v1/responses", responses),
     web.get("/v1/models", models),
     web.get("/v1/models/{model:.+}", model),  # a name may contain slashes
     web.post("/tokenize", tokenize),
