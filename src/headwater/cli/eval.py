@@ -85,7 +85,13 @@ def run(args: argparse.Namespace) -> int:
             raise RunError(f"{subject.name}: no held-out prompts; name some, for example --data test.parquet")
         console = lasting_console()
         with console.status("evaluating"):
-            result = evaluate(parts.eval_rollouts, parts.eval_data, config.eval.num_prompts, config.run.seed)
+            result = evaluate(
+                parts.eval_rollouts.rollout_batch,
+                parts.eval_data,
+                config.eval.num_prompts,
+                config.run.seed,
+                batch_size=config.eval.batch_size,
+            )
     finally:
         parts.close()
     _print(console, subject, result, args.show)

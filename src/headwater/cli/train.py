@@ -122,6 +122,7 @@ def _start(recipes: list[str], overrides: list[str], attempts: _Attempts) -> int
     for key, path in {
         "model.path": config.model.path,
         "critic.path": config.critic.path if config.critic.enabled else "",
+        "reference.path": config.reference.path,
         "reward.model": config.reward.model,
     }.items():
         if path:
@@ -221,6 +222,7 @@ def _fit(
             check_prompts=rollout.check_prompts,
             tools=rollout.tools_of_row,
         )
+        config = training.config
         if run is None:
             run = RunDirectory.create(Path(config.run.root), config.run.name)
             lock.enter_context(RunLock(run.lock_file))

@@ -76,6 +76,25 @@ def minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash
         )
 
 
+def critic_minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash]:
+    prompts, parts = config.trainer.num_prompts_per_step, config.critic.num_minibatches
+    if parts is not None and prompts % parts:
+        yield Clash(
+            ("critic.num_minibatches", "trainer.num_prompts_per_step"),
+            f"must divide trainer.num_prompts_per_step = {prompts}; use null for learner.num_minibatches = "
+            f"{config.learner.num_minibatches}",
+        )
+
+
+def epochs_or_steps(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.trainer.total_epochs and layers.get("trainer.total_steps", -1) > layers.get("trainer.total_epochs", -1):
+        yield Clash(
+            ("trainer.total_steps", "trainer.total_epochs"),
+            f"trainer.total_epochs = {config.trainer.total_epochs} decides the number of steps; remove this, or set "
+            "trainer.total_epochs=0 too",
+        )
+
+
 def sequence_fits_microbatch(config: Config, layers: Layers) -> Iterator[Clash]:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     for key in ("learner.max_tokens_per_microbatch", "learner.max_tokens_per_forward_pass"):
@@ -90,6 +109,8 @@ def sequence_fits_microbatch(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.trainer.total_epochs:
+        return  # the number of steps is known when the data are loaded
     total = config.trainer.total_steps
     never = {
         "eval.every_steps": "would never evaluate between the first step and the last",
@@ -106,6 +127,8 @@ def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
 
 def warmup_ends_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
     key, learner = "learner.num_warmup_steps", config.learner
+    if config.trainer.total_epochs:
+        return
     waiting = config.critic.num_warmup_steps if config.critic.enabled else 0
     steps = (config.trainer.total_steps - waiting) * learner.num_minibatches * learner.num_epochs
     # A critic whose warm-up takes all steps is reported by critic_warmup_ends.
@@ -150,6 +173,43 @@ def greedy_samples_differ(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def greedy_evaluation_keeps_all_tokens(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.eval.temperature == 0:
+        for key in ("eval.top_k", "eval.top_p", "eval.min_p"):
+            if value_at(config, key) != settings(Config)[key].default():
+                yield Clash(
+                    (key, "eval.temperature"),
+                    "eval.temperature = 0 is greedy and samples nothing; set a temperature above 0, or remove this",
+                )
+
+
+def best_is_measured(config: Config, layers: Layers) -> Iterator[Clash]:
+    metric = config.trainer.best_metric
+    if not metric:
+        why = "trainer.best_metric is empty; set it, for example to eval/reward/mean"
+        yield from unread(["trainer.best_mode"], ("trainer.best_metric",), why, layers)
+        return
+    if not metric.startswith("eval/"):
+        yield Clash(
+            ("trainer.best_metric",),
+            f"only metrics of evaluation can choose a checkpoint; write eval/ and its name, for example eval/{metric}",
+        )
+    if not (config.eval.after or config.eval.every_steps):
+        yield Clash(
+            ("trainer.best_metric", "eval.every_steps"),
+            "no evaluation during training would measure it; set eval.every_steps",
+        )
+
+
+def reference_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.reference.path and not (config.algorithm.kl_in_loss or config.algorithm.kl_in_reward):
+        yield Clash(
+            ("reference.path", "algorithm.kl_in_loss", "algorithm.kl_in_reward"),
+            "nothing reads the reference, because algorithm.kl_in_loss and algorithm.kl_in_reward are 0; set one of "
+            "them, or remove this",
+        )
+
+
 def files_have_no_task_settings(config: Config, layers: Layers) -> Iterator[Clash]:
     # Compared with the default, not with what was given: a resolved recipe gives every key, and must load again.
     evaluated = config.data.eval or config.data.train
@@ -172,11 +232,12 @@ def files_have_no_task_settings(config: Config, layers: Layers) -> Iterator[Clas
 
 
 def files_evaluate_on_something(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.eval.every_steps and not config.data.eval and all(is_file(source) for source in config.data.train):
+    asking = [key for key in ("eval.every_steps", "eval.only", "trainer.best_metric") if value_at(config, key)]
+    if asking and not config.data.eval and all(is_file(source) for source in config.data.train):
         yield Clash(
-            ("eval.every_steps", "data.eval", "data.train"),
+            (asking[0], "data.eval", "data.train"),
             "there is nothing to evaluate on: data.eval is empty and the files of data.train have no held-out split; "
-            "name files or a task in data.eval, or use 0",
+            "name files or a task in data.eval, or turn this off",
         )
 
 
@@ -187,8 +248,8 @@ def warm_start_settings_are_read(config: Config, layers: Layers) -> Iterator[Cla
 
 
 def eval_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
-    if not (config.eval.before or config.eval.after or config.eval.every_steps):
-        switches = ("eval.before", "eval.after", "eval.every_steps")
+    if not (config.eval.before or config.eval.after or config.eval.every_steps or config.eval.only):
+        switches = ("eval.before", "eval.after", "eval.every_steps", "eval.only")
         why = f"{', '.join(switches)} are all off; turn one on"
         yield from unread(given_in("eval", layers), switches, why, layers)
 
@@ -239,6 +300,11 @@ def partial_groups_are_kept(config: Config, layers: Layers) -> Iterator[Clash]:
 
 CHECKS: tuple[Check, ...] = (
     minibatches_divide_prompts,
+    critic_minibatches_divide_prompts,
+    epochs_or_steps,
+    greedy_evaluation_keeps_all_tokens,
+    best_is_measured,
+    reference_is_read,
     sequence_fits_microbatch,
     periods_end_within_run,
     warmup_ends_within_run,

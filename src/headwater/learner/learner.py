@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from headwater.models.save import WeightsToSave, save_model
 from headwater.weights.memory import in_buckets
 
 if TYPE_CHECKING:
+    from headwater.learner.snapshot import Snapshot, Snapshots
     from headwater.weights.pieces import PieceSender
 
 CONVERSATION = "conversation"
@@ -64,6 +65,7 @@ class LocalLearner:
     connected: SendOrder | None = None
     _supervised: TrainEngine | None = None
     _sender: PieceSender | None = None
+    _snapshots: Snapshots | None = None
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
         columns: dict[str, Tensor] = {}
@@ -105,6 +107,7 @@ class LocalLearner:
         return {"reward_model": self.reward_model.scores(batch.non_tensor_batch[CONVERSATION].tolist())}
 
     def update(self, batch: DataProto) -> dict[str, float]:
+        self._settle()
         stats: dict[str, float] = {}
         if self.critic is not None:
             stats |= {f"critic/{name}": value for name, value in self.critic.update(batch).items()}
@@ -113,6 +116,7 @@ class LocalLearner:
         return stats
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
+        self._settle()
         if self._supervised is None:
             # A separate optimiser: the averages of supervised gradients would distort the first policy updates. The
             # number of steps is not known in advance, so the rate stays constant.
@@ -128,7 +132,7 @@ class LocalLearner:
     @torch.no_grad()
     def keep_reference(self, folder: Path) -> None:
         self._supervised = None
-        if self.reference is None or self.reference is self.actor.engine:
+        if self.reference is None or self.reference is self.actor.engine or self.config.reference.path:
             return
         model = self.reference.module.model
         policy = {plain_name(name): each for name, each in self.actor.engine.module.model.named_parameters()}
@@ -179,18 +183,43 @@ class LocalLearner:
 
     def save(self, folder: Path) -> None:
         settings = self.config.trainer
-        dtype = None if settings.checkpoint_dtype == "trained" else getattr(torch, settings.checkpoint_dtype)
-        self._save_model(self.actor.engine.module.model, folder / "model", dtype)
+        self._save_model(self.actor.engine.module.model, folder / "model", self._saved_dtype)
         self.actor.engine.save(folder, with_optimizer=settings.checkpoint_optimizer)
         if self.critic is not None:
             self.critic.engine.save(folder / "critic", with_optimizer=settings.checkpoint_optimizer)
 
+    def snapshot(self) -> Snapshot | None:
+        """With several ranks there is none: each of them would need its own copy of the gathered model."""
+        engine = self.actor.engine
+        if engine.ranks.count > 1:
+            return None
+        from headwater.learner.snapshot import Snapshots, write_parts  # only runs that save checkpoints need it
+
+        if self._snapshots is None:
+            self._snapshots = Snapshots(engine.device)
+        engines = {"": engine, **({"critic": self.critic.engine} if self.critic is not None else {})}
+        with_optimizer = self.config.trainer.checkpoint_optimizer
+        parts = {name: each.shards(with_optimizer=with_optimizer) for name, each in engines.items()}
+
+        def write(folder: Path, copies: Mapping[str, Mapping[str, Tensor]]) -> None:
+            self._write_model(engine.module.model, folder / "model", self._saved_dtype, copies["model"].items())
+            write_parts(folder, parts, copies)
+
+        return self._snapshots.take(parts, {"model": engine.module.model}, write)
+
+    def _settle(self) -> None:
+        """Wait for a snapshot that is being copied, before weights change or move."""
+        if self._snapshots is not None:
+            self._snapshots.settle()
+
     def load(self, folder: Path) -> None:
+        self._settle()
         self.actor.engine.load(folder)
         if self.critic is not None:
             self.critic.engine.load(folder / "critic")
 
     def offload(self) -> None:
+        self._settle()
         for engine in self._engines():
             engine.offload()
 
@@ -210,6 +239,8 @@ class LocalLearner:
 
     def close(self) -> None:
         """Leave the group of engines. Nothing else is held beyond the memory of this object."""
+        if self._snapshots is not None:
+            self._snapshots.close()
         if self._sender is not None:
             self._sender.close()
 
@@ -240,11 +271,21 @@ class LocalLearner:
         with self.actor.engine.ranks.together():
             try:
                 if self._is_first:
-                    dtypes = {plain_name(name): dtype or each.dtype for name, each in model.named_parameters()}
-                    save_model(model, self.tokenizer, folder, WeightsToSave(weight_shapes(model), dtypes, tensors))
+                    self._write_model(model, folder, dtype, tensors)
             finally:
                 for _ in tensors:  # the other ranks take part in gathering every tensor, even if writing failed
                     pass
+
+    @property
+    def _saved_dtype(self) -> torch.dtype | None:
+        name = self.config.trainer.checkpoint_dtype
+        return None if name == "trained" else getattr(torch, name)  # type: ignore[no-any-return]
+
+    def _write_model(
+        self, model: nn.Module, folder: Path, dtype: torch.dtype | None, tensors: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        dtypes = {plain_name(name): dtype or each.dtype for name, each in model.named_parameters()}
+        save_model(model, self.tokenizer, folder, WeightsToSave(weight_shapes(model), dtypes, tensors))
 
 
 def _negative_log_likelihood(outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:

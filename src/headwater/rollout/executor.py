@@ -142,6 +142,10 @@ class WorkflowExecutor:
             raise too_few(self._buffer, self._dropped)
         return self._take(selection, num_groups)
 
+    def expect_batches(self, num_batches: int) -> None:
+        """The number of batches that the learner will take. The default is that of the admission."""
+        self.staleness.expect_batches(num_batches)
+
     def rollout_batch(self, draws: Sequence[PromptDraw]) -> RolloutBatch:
         """Run these prompts concurrently and wait for all of them."""
         return self._side_by_side.run(draws, self._version)

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class TrajectoryLimits:
 
     vocab_size: int
     max_new_tokens: int
-    """``rollout.max_new_tokens``."""
+    """``rollout.max_new_tokens``, or ``eval.max_new_tokens``."""
     max_prompt_tokens: int
     """``data.max_prompt_tokens``."""
     get_version: Callable[[], int]
@@ -63,11 +63,11 @@ class TrajectoryLimits:
     def _wrong_length(self, trajectory: Trajectory, prompt: Prompt) -> str | None:
         length = len(trajectory.tokens) - trajectory.prompt_length
         if length > self.max_new_tokens:
-            return f"a response of {length} tokens; rollout.max_new_tokens = {self.max_new_tokens} is the limit"
+            return f"a response of {length} tokens; max_new_tokens = {self.max_new_tokens} is the limit"
         longest = max(self.max_prompt_tokens, len(prompt.tokens)) + self.max_new_tokens
         if len(trajectory.tokens) > longest:
             return (
-                f"{len(trajectory.tokens)} tokens; data.max_prompt_tokens + rollout.max_new_tokens = {longest} is the "
+                f"{len(trajectory.tokens)} tokens; data.max_prompt_tokens + max_new_tokens = {longest} is the "
                 "limit of prompt and response together"
             )
         return None
@@ -191,7 +191,22 @@ class RolloutBatch:
         return torch.tensor([group.baseline for group in self.groups for _ in group.trajectories])
 
 
-def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+class ScoredResponse(Protocol):
+    """What metrics read of a ``Trajectory``."""
+
+    @property
+    def uid(self) -> str: ...
+    @property
+    def sample(self) -> int: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def reward_info(self) -> Mapping[str, Any]: ...
+    @property
+    def info(self) -> Mapping[str, Any]: ...
+
+
+def episode_metrics(trajectories: Sequence[ScoredResponse]) -> dict[str, float]:
     """Means over trajectories of what their workflow noted in ``info`` about turns and tools; see docs/agents.md."""
     infos = [each.info for each in trajectories]
     metrics: dict[str, float] = {}
@@ -226,7 +241,7 @@ def _mean_counts(infos: Sequence[Mapping[str, Any]], key: str) -> dict[str, floa
     return {name: sum(info[key].get(name, 0.0) for info in infos) / len(infos) for name in names}
 
 
-def reward_metrics(rollouts: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, float]:
+def reward_metrics(rollouts: Sequence[tuple[Prompt, ScoredResponse]]) -> dict[str, float]:
     """``reward/<data source>/mean``, and ``reward/<name>/mean`` of the numbers that the scorer returned beside it.
 
     Pieces of one episode count as one, with the mean of their values.

@@ -153,6 +153,9 @@ class ReplayedRollouts:
             self.ledger.finish(flight.dispatch.id)
             self.ledger.train(flight.dispatch.id, flight.requests)
 
+    def expect_batches(self, num_batches: int) -> None:
+        """The recorded schedule decides how many batches there are."""
+
     def set_version(self, version: int) -> None:
         self._version = version
 

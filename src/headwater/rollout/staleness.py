@@ -85,6 +85,10 @@ class StalenessManager:
         allowed = num_batches * self._batch_size
         return min(by_concurrency, allowed - counts.accepted - counts.running)
 
+    def expect_batches(self, num_batches: int) -> None:
+        with self._lock:
+            self._num_batches = num_batches
+
     def enqueue(self) -> None:
         self._add(enqueued=1)
 

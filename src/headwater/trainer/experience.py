@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,6 +25,10 @@ from headwater.core.protocols import Learner
 from headwater.core.records import MAX_REWARD, REWARD_RULE, Answer, Trajectory
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import add_to_scores, pad_trajectories, score_column
+
+LEARNER_LOGPROBS = "learner_logprobs"
+_SAVED = ("advantages", "returns", "values", "reference_logprobs")
+"""The columns of an experience that the files of rollouts contain."""
 
 AdvantageFunction = Callable[[AdvantageInputs], Advantages]
 
@@ -53,6 +57,8 @@ def logprob_sources(config: Config) -> str:
 class Experience:
     data: DataProto
     metrics: Mapping[str, float]
+    saved: Mapping[str, Tensor]
+    """What the files of rollouts contain about each token, ``[samples, response]``."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,27 @@ class ExperienceMaker:
         weights = piece_weights(episodes, corrected.get("response_mask", mask))
         if weights is not None:
             columns["sequence_weights"] = weights
-        return Experience(data.with_columns(tensors={**columns, **corrected}), metrics)
+        saved = self._saved(data, version, {**columns, **computed})
+        return Experience(data.with_columns(tensors={**columns, **corrected}), metrics, saved)
+
+    def _saved(self, data: DataProto, version: int, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Columns for the files of rollouts, if this step has one."""
+        every = self.config.trainer.save_rollouts_every_steps
+        if not every or (version + 1) % every:
+            return {}
+        saved = {name: columns[name] for name in _SAVED if name in columns}
+        if "logprobs" in columns:
+            return {**saved, LEARNER_LOGPROBS: columns["logprobs"]}
+        return {**saved, **self._learner_logprobs(data)}
+
+    def saved_of(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+        """Columns for the files of evaluations: the learner's log-probs, if the config asks for them."""
+        return self._learner_logprobs(pad_trajectories(trajectories, self.pad_token_id))
+
+    def _learner_logprobs(self, data: DataProto) -> dict[str, Tensor]:
+        if not self.config.trainer.save_learner_logprobs:
+            return {}
+        return {LEARNER_LOGPROBS: self.learner.compute(data, ["logprobs"])["logprobs"]}
 
     def _compute(self, batch: RolloutBatch, data: DataProto) -> Mapping[str, Tensor]:
         """Everything that needs a model, in one call of the learner."""

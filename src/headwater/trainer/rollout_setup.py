@@ -12,6 +12,7 @@ from headwater.backends import BACKENDS, BackendContext, ServerPlace, missing_ca
 from headwater.backends.fleet import make_fleet
 from headwater.chat.parsers import make_parser
 from headwater.config.declared import read_declared
+from headwater.config.keys import value_at
 from headwater.config.schema import Config, WeightTransfer
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
@@ -88,7 +89,10 @@ class RolloutParts:
         """
         self.check_prompt(dataset[0])
         longest = dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
-        check_requests_fit(config, self.engine.limits, longest, key)
+        key_of_limit, num_new = "rollout.max_new_tokens", config.rollout.max_new_tokens
+        if key == "data.eval" and config.eval.max_new_tokens:
+            key_of_limit, num_new = "eval.max_new_tokens", config.eval.max_new_tokens
+        check_requests_fit(num_new, self.engine.limits, longest, key, key_of_limit)
 
     def close(self) -> None:
         with ExitStack() as stack:
@@ -111,18 +115,21 @@ def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceE
     return engine
 
 
-def check_requests_fit(config: Config, limits: EngineLimits, longest_prompt: int, key: str) -> None:
-    """``longest_prompt`` is the number of tokens of the longest prompt of ``key``, data.train or data.eval."""
-    num_new, room = config.rollout.max_new_tokens, limits.max_request_tokens
+def check_requests_fit(
+    num_new: int, limits: EngineLimits, longest_prompt: int, key: str, key_of_limit: str = "rollout.max_new_tokens"
+) -> None:
+    """``longest_prompt`` is the number of tokens of the longest prompt of ``key``, data.train or data.eval, and
+    ``num_new`` that of the longest response, which ``key_of_limit`` sets."""
+    room = limits.max_request_tokens
     if longest_prompt + num_new <= room:
         return
     prompts = f"data.max_prompt_tokens to {room - num_new}" if room > num_new else ""
-    responses = f"rollout.max_new_tokens to {room - longest_prompt}" if room > longest_prompt else ""
-    both = "both data.max_prompt_tokens and rollout.max_new_tokens"
+    responses = f"{key_of_limit} to {room - longest_prompt}" if room > longest_prompt else ""
+    both = f"both data.max_prompt_tokens and {key_of_limit}"
     lower = " or ".join(each for each in (prompts, responses) if each) or both
     raise ConfigError(
         [
-            f"rollout.max_new_tokens = {num_new}: with the longest prompt of {key} ({longest_prompt} tokens) a request "
+            f"{key_of_limit} = {num_new}: with the longest prompt of {key} ({longest_prompt} tokens) a request "
             f"needs {longest_prompt + num_new} tokens, and the engine's KV cache has room for {room}; raise "
             f"engine.kv_cache_gib or engine.memory_fraction, or lower {lower}"
         ]
@@ -185,6 +192,8 @@ def _build(
     check_prompt = _prompt_check(config, reward, toolbox)
     if eval_data is not None:
         check_prompt(eval_data[0])
+    elif asking := [key for key in ("eval.only", "trainer.best_metric") if value_at(config, key)]:
+        raise ConfigError([f"{asking[0]}: there are no held-out prompts to evaluate on; name some in data.eval"])
     make_workflow = bind_workflow(config.rollout.workflow, config.rollout.workflow_args)
     filters = _filters(config)
     train_sampling, eval_sampling = make_sampling(config)
@@ -218,7 +227,7 @@ def _build(
             on_failure=config.rollout.on_failure,
             max_retries=config.rollout.max_retries,
             allow_partial_groups=config.rollout.allow_partial_groups,
-            limits=limits,
+            limits=replace(limits, max_new_tokens=sampling.max_new_tokens),
             **options,
         )
 
@@ -274,7 +283,8 @@ def _build(
         reward_failures=getattr(reward, "status", dict),
         close_reward=getattr(reward, "close", lambda: None),
     )
-    if eval_data is not None and (config.eval.before or config.eval.after or config.eval.every_steps):
+    settings = config.eval
+    if eval_data is not None and (settings.before or settings.after or settings.every_steps or settings.only):
         parts.check_prompts(config, eval_data, "data.eval")
     return parts
 
@@ -313,19 +323,34 @@ def make_admission(config: Config) -> Admission:
 
 
 def make_sampling(config: Config) -> tuple[SamplingParams, SamplingParams]:
-    """The sampling settings of training and of evaluation. Both end replies alike; evaluation does not truncate."""
+    """The sampling settings of training and of evaluation. Both end replies alike."""
     rollout = config.rollout
-    evaluation = SamplingParams(
+    training = SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
-        temperature=config.eval.temperature,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
         min_new_tokens=rollout.min_new_tokens,
         stop_token_ids=rollout.stop_token_ids,
         stop_strings=rollout.stop,
     )
-    training = replace(
-        evaluation, temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p
+    chosen = config.eval
+    evaluation = replace(
+        training,
+        max_new_tokens=longest_evaluated(config),
+        min_new_tokens=min(rollout.min_new_tokens, longest_evaluated(config)),
+        temperature=chosen.temperature,
+        top_k=chosen.top_k,
+        top_p=chosen.top_p,
+        min_p=chosen.min_p,
     )
     return training, evaluation
+
+
+def longest_evaluated(config: Config) -> int:
+    """The longest response of evaluation, in tokens."""
+    return config.eval.max_new_tokens or config.rollout.max_new_tokens
 
 
 def check_stop_tokens(config: Config, engine: InferenceEngine) -> None:
