@@ -10,7 +10,7 @@ Every problem of the recipes, of those they extend and of the overrides is repor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.config.algorithm_checks import ALGORITHM_CHECKS
@@ -72,7 +72,7 @@ def load_config(
 
     assert isinstance(tree, Branch)
     converter = Converter(Config)
-    config = converter.build(tree)
+    config = _with_implied(converter.build(tree))
     problems.extend(converter.problems)
     given = _given(tree)
     origins_by_key = _origins(given)
@@ -90,6 +90,13 @@ def load_config(
     if problems:
         raise ConfigError(problems, ", ".join(display(path) for path in paths) or COMMAND_LINE)
     return LoadedConfig(config, origins_by_key)
+
+
+def _with_implied(config: Config) -> Config:
+    """``run.deterministic`` needs an engine whose responses do not depend on the rest of the batch."""
+    if not config.run.deterministic:
+        return config
+    return replace(config, engine=replace(config.engine, deterministic=True))
 
 
 def _given(tree: Branch) -> dict[str, Tree]:

@@ -28,6 +28,9 @@ class RunConfig:
     """Folder that holds the run directories."""
     seed: Annotated[int, AtLeast(0)] = 0
     """Seed of initial weights, data order and every sampled token."""
+    deterministic: bool = False
+    """Make the run bitwise repeatable, also after kill -9 and a resume. Turns on engine.deterministic. With
+    rollout.max_staleness > 0, batches are taken in order, and weights are published when no response is generated."""
 
 
 @dataclass(frozen=True)
@@ -293,13 +296,11 @@ class TrainerConfig:
     best_mode: Literal["max", "min"] = "max"
     """Whether a larger or a smaller best_metric is better."""
     checkpoint_in_background: bool = True
-    """Write checkpoints from a copy in main memory while training continues. With several ranks, or if there is not
-    enough main memory for the copy, the learner writes its files first, and only checksums and uploads are in the
-    background. false waits for the whole checkpoint."""
+    """Write checkpoints from a copy in main memory while training continues. With several ranks, or too little main
+    memory for the copy, only checksums and uploads are in the background. false waits for all of it."""
     checkpoint_dir: str = ""
-    """A folder or an fsspec URL, such as s3://bucket/runs, where a copy of the newest checkpoints and of the run's
-    records is kept, in a folder with the name of the run. `headwater train --resume` accepts that folder. Empty keeps
-    checkpoints only in the run directory."""
+    """A folder or an fsspec URL, such as s3://bucket/runs, that gets a copy of the kept checkpoints and the records, in
+    a folder named after the run. `headwater train --resume` accepts it. Empty makes no copy."""
     checkpoint_dtype: Literal["trained", "float32", "bfloat16", "float16"] = "trained"
     """Number type of the exported model in a checkpoint (model/). `trained` keeps the type of the trained weights:
     float32, or model.dtype with LoRA. `bfloat16` halves the export. Resuming is exact either way: it uses train/."""

@@ -260,6 +260,9 @@ class Trainer:
     def _publish(self) -> Published:
         """Send the new weights to the engine. This completes the step."""
         step = self._state.step + 1
+        if self._config.run.deterministic:
+            with self._stage("wait", batch=step):
+                self._rollouts.finish_all()
         with self._stage("publish", version=step):
             longest_s = self._config.rollout.timeout_s
             published = self._send(step, longest_response_s=longest_s)
@@ -394,9 +397,9 @@ class Trainer:
 def _mirror(config: Config, run: RunDirectory) -> Mirror | None:
     if not config.trainer.checkpoint_dir:
         return None
-    from headwater.trainer.mirror import Mirror  # only runs with a second place for checkpoints need it
+    from headwater.trainer.mirror import Mirror, is_same_place  # only runs with a second place for checkpoints need it
 
-    return Mirror.of(config.trainer.checkpoint_dir, run)
+    return None if is_same_place(config.trainer.checkpoint_dir, run) else Mirror.of(config.trainer.checkpoint_dir, run)
 
 
 def _due(step: int, every: int) -> bool:

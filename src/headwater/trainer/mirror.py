@@ -130,6 +130,27 @@ class Mirror:
             raise RunError(f"{self._key} = {self.place}: {what} ({type(error).__name__}: {error}); {remedy}") from error
 
 
+def local_run(place: str, root: Path = Path("runs")) -> Path:
+    """The run directory that ``--resume`` names. Of a URL, a copy is downloaded to ``root``."""
+    if not is_url(place):
+        return Path(place).expanduser()
+    run = RunDirectory(root / place.rstrip("/").rpartition("/")[2])
+    Mirror(place, run, key="--resume").fetch()
+    return run.path
+
+
+def fetch_missing(run: RunDirectory, checkpoint_dir: str, step: int | None) -> None:
+    """Download a checkpoint that the run directory has lost: that of ``step``, or the newest if it has none."""
+    has_it = bool(run.checkpoint_steps()) if step is None else step in run.checkpoint_steps()
+    if checkpoint_dir and not has_it and not is_same_place(checkpoint_dir, run):
+        Mirror.of(checkpoint_dir, run).fetch(step)
+
+
+def is_same_place(checkpoint_dir: str, run: RunDirectory) -> bool:
+    """Whether the run directory is the copy itself: a run may be resumed inside a local copy."""
+    return not is_url(checkpoint_dir) and Path(checkpoint_dir).resolve() == run.path.resolve().parent
+
+
 def _file_system(place: str) -> tuple[Any, str]:
     import fsspec  # a dependency of torch
 

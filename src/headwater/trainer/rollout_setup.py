@@ -317,6 +317,7 @@ def make_admission(config: Config) -> Admission:
         on_stale=rollout.on_stale,
         # A deterministic engine gives the same result for any batch composition, so it does not need waves.
         in_waves=rollout.max_staleness == 0 and not config.engine.deterministic,
+        in_order=config.run.deterministic,
         holds_engine=not rollout.is_separate and config.cluster.kind == "local",
         max_rounds=config.algorithm.max_filter_rounds if _filters_groups(config) else None,
     )
