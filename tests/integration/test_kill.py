@@ -19,7 +19,7 @@ from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
 
 from headwater.observe.run_directory import RunDirectory
 
-NUM_STEPS = 5
+NUM_STEPS = 4
 COMMON = [
     *CUT_DOWN, f"trainer.total_steps={NUM_STEPS}", "eval.before=false", "eval.after=false",
     "trainer.checkpoint_every_steps=1", "trainer.keep_checkpoints=1", "rollout.max_new_tokens=4",
@@ -27,14 +27,20 @@ COMMON = [
 EXACT = [*COMMON, "run.deterministic=true"]
 ASYNC = ["rollout.max_staleness=2"]
 CHILD = ["rollout.placement=disaggregated"]
-TOOLS = ["tools.use=[calculator]", "rollout.workflow=tool_agent", "rollout.max_new_tokens=16", "data.task_args={}"]
+ODD = "tests/integration/odd_tools.py"
+TOOLS = [
+    "rollout.workflow=tool_agent", f"tools.use=[{ODD}:fine, {ODD}:raises]", f"tools.parser={ODD}:EveryReply",
+    "rollout.workflow_args={max_turn_tokens: 4, max_assistant_turns: 3}", "rollout.max_new_tokens=64",
+    "data.max_prompt_tokens=96",
+]  # fmt: skip
+"""An untrained model, in whose replies a parser finds calls."""
 KINDS = {
     "sync": ["quickstart", *EXACT],
     "async": ["quickstart", *EXACT, *ASYNC],
-    "critic": ["quickstart", "ppo", *EXACT],
-    "critic async": ["quickstart", "ppo", *EXACT, *ASYNC],
-    "tools": ["quickstart", *EXACT, "data.train=[calculator]", *TOOLS],
-    "tools async": ["quickstart", *EXACT, "data.train=[calculator]", *TOOLS, *ASYNC],
+    "critic": ["quickstart", "ppo", *EXACT, "critic.num_warmup_steps=1"],
+    "critic async": ["quickstart", "ppo", *EXACT, "critic.num_warmup_steps=1", *ASYNC],
+    "tools": ["quickstart", *EXACT, *TOOLS],
+    "tools async": ["quickstart", *EXACT, *TOOLS, *ASYNC],
     "child": ["quickstart", *EXACT, *CHILD],
     "child async": ["quickstart", *EXACT, *CHILD, *ASYNC],
     "timing": ["quickstart", *COMMON, *ASYNC],
@@ -46,7 +52,10 @@ import os, random, signal, sys, threading, time
 sys.path.insert(0, "tests/integration")
 from command import main
 from headwater.trainer.recorder import Recorder
-import headwater.trainer.loop, headwater.trainer.mirror, headwater.learner.snapshot, headwater.engine.engine
+import headwater.engine.engine, headwater.learner.snapshot, headwater.trainer.loop, headwater.trainer.summary
+import pandas
+
+headwater.trainer.summary.draw_reward_curve = lambda *arguments: None  # it takes longer than a run
 
 def doomed(place, delay_s):
     stage, left = Recorder.stage, [place]
@@ -107,7 +116,7 @@ def process(tmp_path_factory):
 
 def timeless(run: Path) -> list[dict]:
     """The valid metrics, without measurements of time and memory."""
-    left_out = ("time", "throughput", "timing", "memory", "perf", "engine", "host", "gpu")
+    left_out = ("time", "throughput", "timing", "memory", "perf", "engine", "host", "gpu", "rollout/")
     return [
         {name: value for name, value in each.items() if not name.startswith(left_out)}
         for each in RunDirectory(run).read_metrics()
@@ -149,9 +158,8 @@ def killed_and_resumed(process: Processes, kind: str, root: Path, num_kills: int
                 return num_done
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_killed_run_ends_bitwise_equal(kind, process, tmp_path):
-    assert killed_and_resumed(process, kind, tmp_path, num_kills=2, seed=0) == 2
+def test_a_killed_run_ends_bitwise_equal(process, tmp_path):
+    assert killed_and_resumed(process, "critic async", tmp_path, num_kills=4, seed=0) == 4
 
 
 @pytest.mark.slow
