@@ -107,7 +107,7 @@ class LocalLearner:
         return {"reward_model": self.reward_model.scores(batch.non_tensor_batch[CONVERSATION].tolist())}
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        self._settle()
+        self.settle()
         stats: dict[str, float] = {}
         if self.critic is not None:
             stats |= {f"critic/{name}": value for name, value in self.critic.update(batch).items()}
@@ -116,7 +116,7 @@ class LocalLearner:
         return stats
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
-        self._settle()
+        self.settle()
         if self._supervised is None:
             # A separate optimiser: the averages of supervised gradients would distort the first policy updates. The
             # number of steps is not known in advance, so the rate stays constant.
@@ -207,19 +207,19 @@ class LocalLearner:
 
         return self._snapshots.take(parts, {"model": engine.module.model}, write)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for a snapshot that is being copied, before weights change or move."""
         if self._snapshots is not None:
             self._snapshots.settle()
 
     def load(self, folder: Path) -> None:
-        self._settle()
+        self.settle()
         self.actor.engine.load(folder)
         if self.critic is not None:
             self.critic.engine.load(folder / "critic")
 
     def offload(self) -> None:
-        self._settle()
+        self.settle()
         for engine in self._engines():
             engine.offload()
 

@@ -106,6 +106,8 @@ class Checkpoints:
         self.settle()
         target = self._place(state.step)
         if (target / MANIFEST).is_file():
+            if self._mirror is not None and not in_background:
+                self._mirror.update(self._kept())  # for the records that came after it
             return target
         if target.exists():
             _set_aside(target)  # something else has the name
