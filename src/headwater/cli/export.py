@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.core.errors import HeadwaterError, RunError
+from headwater.core.errors import HeadwaterError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,6 @@ examples:
   headwater export runs/mine --to models/mine --dtype bfloat16         half the size
   headwater export runs/lora --to adapters/mine --adapter              only the adapters, for peft and vLLM"""
 
-_DEFAULT_METRIC = "eval/reward/mean"
 _SHOWN_METRICS = ("reward/mean", "response_length/mean", "stopped_fraction", "num_prompts", "num_samples")
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -64,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
     from headwater.core.disk import disk_full
     from headwater.observe.progress import lasting_console
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.checkpoint import check_whole, step_of
+    from headwater.trainer.checkpoint import check_whole, find_checkpoint, step_of
 
     directory = RunDirectory.open(args.run.expanduser())
     config = load_config(directory.config_file, was_accepted=True).config
-    checkpoint = _checkpoint(directory, config, args.step)
+    checkpoint = find_checkpoint(directory, config.trainer, args.step)
     check_whole(directory, checkpoint, part="train" if args.adapter else "model")
     if args.adapter and not config.lora.rank:
         raise HeadwaterError(f"--adapter: {args.run} trained all weights (lora.rank = 0); remove this option")
@@ -94,38 +93,6 @@ def run(args: argparse.Namespace) -> int:
     what = "The adapters" if args.adapter else "The model"
     lasting_console().print(f"{what} of step {step_of(checkpoint)}: {target}", highlight=False, soft_wrap=True)
     return 0
-
-
-def _checkpoint(run: RunDirectory, config: Config, wanted: str) -> Path:
-    from headwater.trainer.checkpoint import Checkpoints
-
-    checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
-    if wanted == "best":
-        return checkpoints.at(best_step(run, config))
-    if wanted and not wanted.isdecimal():
-        raise HeadwaterError(f"--step = {wanted}: use the number of a saved step, or best")
-    checkpoint = checkpoints.at(int(wanted)) if wanted else checkpoints.latest()
-    if checkpoint is None:
-        raise RunError(f"{run.path}: no checkpoint yet; wait for one, let the run finish, or stop it with Ctrl-C")
-    return checkpoint
-
-
-def best_step(run: RunDirectory, config: Config) -> int:
-    """The saved step whose evaluation has the best ``trainer.best_metric``."""
-    from headwater.trainer.checkpoint import BestStep
-
-    best = BestStep(config.trainer.best_metric or _DEFAULT_METRIC, config.trainer.best_mode)
-    saved, found = set(run.checkpoint_steps()), None
-    for record in run.read_metrics():
-        is_saved = record["kind"] == "eval" and record["step"] in saved
-        if is_saved and best.is_improved(record["step"], record):
-            found = record["step"]
-    if found is None:
-        raise RunError(
-            f"--step best: {run.path} has no checkpoint of a step that was evaluated; saved steps: "
-            f"{', '.join(map(str, sorted(saved))) or 'none'}"
-        )
-    return found
 
 
 def _write_model(source: Path, target: Path, dtype: str | None) -> None:

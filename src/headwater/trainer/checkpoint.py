@@ -21,12 +21,15 @@ from headwater.observe.run_directory import RunDirectory, saved_steps
 from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
 
 if TYPE_CHECKING:
+    from headwater.config.schema import TrainerConfig
     from headwater.trainer.mirror import Mirror
 
 logger = logging.getLogger(__name__)
 
 WRITE_LIMIT_S = 6 * 3600.0
 """Limit for writing and uploading one checkpoint. A large one on a slow network takes long."""
+
+_DEFAULT_METRIC = "eval/reward/mean"
 
 ADAPTERS = " adapters "
 """In the text that the ledger has of trained weights: between the merged weights and what was trained."""
@@ -213,6 +216,35 @@ class Checkpoints:
 
     def _place(self, step: int) -> Path:
         return self._folder / f"step_{step:06d}"
+
+
+def find_checkpoint(run: RunDirectory, settings: TrainerConfig, wanted: str) -> Path:
+    """The checkpoint that ``--step`` names: a number, ``best``, or the latest if it is empty."""
+    checkpoints = Checkpoints(run.checkpoints, settings.keep_checkpoints)
+    if wanted == "best":
+        return checkpoints.at(_best_saved_step(run, settings))
+    if wanted and not wanted.isdecimal():
+        raise RunError(f"--step = {wanted}: use the number of a saved step, or best")
+    checkpoint = checkpoints.at(int(wanted)) if wanted else checkpoints.latest()
+    if checkpoint is None:
+        raise RunError(f"{run.path}: no checkpoint yet; wait for one, let the run finish, or stop it with Ctrl-C")
+    return checkpoint
+
+
+def _best_saved_step(run: RunDirectory, settings: TrainerConfig) -> int:
+    """The saved step whose evaluation has the best ``trainer.best_metric``."""
+    best = BestStep(settings.best_metric or _DEFAULT_METRIC, settings.best_mode)
+    saved, found = set(run.checkpoint_steps()), None
+    for record in run.read_metrics():
+        is_saved = record["kind"] == "eval" and record["step"] in saved
+        if is_saved and best.is_improved(record["step"], record):
+            found = record["step"]
+    if found is None:
+        raise RunError(
+            f"--step best: {run.path} has no checkpoint of a step that was evaluated; saved steps: "
+            f"{', '.join(map(str, sorted(saved))) or 'none'}"
+        )
+    return int(found)
 
 
 def _set_aside(path: Path) -> None:
