@@ -12,7 +12,7 @@ from typing import Any
 from headwater.core.randomness import derive_key
 from headwater.core.records import Prompt, Trajectory
 from headwater.data.load import PromptDataset
-from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, episode_metrics, reward_metrics
+from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, episode_metrics, num_turns, reward_metrics
 
 Rollouts = Sequence[tuple[Prompt, Trajectory]]
 RunBatch = Callable[[Sequence[PromptDraw]], RolloutBatch]
@@ -39,6 +39,7 @@ class Outcome:
     @classmethod
     def of(cls, trajectory: Trajectory) -> Outcome:
         info = {name: value for name, value in trajectory.info.items() if not _is_text(name, value)}
+        info["num_turns"] = num_turns(trajectory)
         is_stopped = trajectory.stop_reason == "stop"
         num_tokens = len(trajectory.tokens) - trajectory.prompt_length
         return cls(

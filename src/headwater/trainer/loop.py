@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.config.schema import Config
 from headwater.core.errors import DiskFull, HeadwaterError, RankFailed
+from headwater.core.protocols import ProfileOrder
 from headwater.core.records import Prompt, Trajectory
 from headwater.observe.manifest import seal
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
+from headwater.observe.trackers import Trackers
 from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.source import PromptStream
 from headwater.trainer.checkpoint import ADAPTERS, BestStep, Checkpoints, TrainerState, check_weights, read_state
@@ -23,6 +25,7 @@ from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
 from headwater.trainer.interrupts import Interrupts
 from headwater.trainer.learner_setup import TrainingParts
+from headwater.trainer.metrics import EngineWatch, RunFacts
 from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import RolloutParts, num_left_out
 from headwater.trainer.warm_start import warm_start
@@ -75,6 +78,8 @@ class Trainer:
         self._interrupts = Interrupts(
             lambda doing: display.say(f"Stopping after {doing}. Ctrl-C again stops immediately.")
         )
+        self._engine_watch = EngineWatch(rollout.engine.status, is_local=not config.rollout.is_separate)
+        self._trackers = Trackers.of(config.trainer.trackers, config.trainer.tracker_args, display)
         self._recorder = Recorder(
             run,
             display,
@@ -82,7 +87,11 @@ class Trainer:
             rollout.trace,
             save_rollouts_every_steps=config.trainer.save_rollouts_every_steps,
             num_left_out=num_left_out(training.train_data),
+            facts=RunFacts.of(config, self._learner.status().num_ranks),
+            trackers=self._trackers if config.trainer.trackers else None,
+            num_tracked_samples=config.trainer.num_tracked_samples,
             reward_counts=rollout.reward_counts,
+            engine_metrics=self._engine_watch.take,
         )
         adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
         self._send = partial(publish, self._learner, rollout.engine, adapters=adapters)
@@ -154,7 +163,13 @@ class Trainer:
 
         With ``eval.only``, evaluate and train nothing.
         """
-        with StatusFile(self._run.status_file, self.status) as status, self._interrupts.installed():
+        with (
+            StatusFile(self._run.status_file, self.status) as status,
+            self._interrupts.installed(),
+            self._engine_watch,
+        ):
+            run, folder = self._config.run, self._run.path / "trackers"
+            self._trackers.start(asdict(self._config), self._run.path.name, project=run.project, folder=folder)
             try:
                 self._prepare()
                 if not self._config.eval.only:
@@ -216,6 +231,7 @@ class Trainer:
         """Groups for one step, none of them too old. Later groups continue to be generated if allowed."""
         self._checkpoints.check()
         self._recorder.begin_step()
+        self._profile(self._state.step + 1, is_start=True)
         with self._generating(), self._stage("wait", batch=self._state.step + 1):
             return self._rollouts.prepare_batch(self._stream)
 
@@ -294,6 +310,15 @@ class Trainer:
 
     def _record(self, batch: RolloutBatch, experience: Experience, update: dict[str, float]) -> None:
         self._recorder.step(self._state.step, batch, update, self._books, experience.saved)
+        self._profile(self._state.step, is_start=False)
+
+    def _profile(self, step: int, *, is_start: bool) -> None:
+        """Have the steps of ``trainer.profile`` recorded, from the first rollout to the metrics."""
+        chosen = self._config.trainer.profile
+        if step in chosen.steps:
+            folder = self._run.path.absolute() / "profile"
+            order = ProfileOrder(folder, f"step_{step:06d}", chosen.ranks, chosen.memory)
+            self._learner.profile(order if is_start else None)
 
     def _evaluate(self) -> None:
         if self._parts.eval_data is None:

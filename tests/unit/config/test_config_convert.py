@@ -171,6 +171,7 @@ def test_free_form_values_are_copies_that_pickle():
 UNKNOWN_KEYS = [
     ("trainer.total_step=3", "trainer.total_step (command line): no such key; did you mean trainer.total_steps?"),
     ("rollout.share_prompts=3", "rollout.share_prompts (command line): no such key; did you mean learner.share_"),
+    ("data.reward_fn_key=x", "data.reward_fn_key (command line): no such key; did you mean data.data_source_key?"),
     ("rollout.learning_rate=3", "rollout.learning_rate (command line): no such key; did you mean "),
     ("share_prompts=3", "share_prompts (command line): no such key; did you mean learner.share_prompts?"),
     ("rolout.top_k=3", "rolout.top_k (command line): no such key; did you mean rollout.top_k?"),
