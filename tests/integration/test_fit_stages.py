@@ -15,6 +15,7 @@ from command import CUT_DOWN, headwater, metrics, same_weights, train_here, weig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.core.errors import RunError
+from headwater.learner.learner import LocalLearner
 from headwater.learner.snapshot import Snapshot
 from headwater.models.load import load_model, load_tokenizer, save_model
 from headwater.observe.manifest import damage
@@ -200,8 +201,6 @@ def rows_of(folder: Path, count: int) -> list[str]:
 
 
 def test_a_device_without_memory_is_told_with_settings_that_need_less(tmp_path, monkeypatch):
-    from headwater.learner.learner import LocalLearner
-
     def fail(self, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -243,3 +242,45 @@ def test_a_checkpoint_that_fails_in_the_background_ends_the_run_and_leaves_the_o
         "trainer.checkpoint_in_background=false",
     )  # fmt: skip
     assert same_weights(weights(run.path, 3), weights(tmp_path / "waits", 3))
+
+
+SLOW_REWARD = """
+import time
+from headwater.learner.learner import LocalLearner
+
+computed = []
+compute = LocalLearner.compute
+
+def noted(self, *arguments):
+    computed.append(True)
+    return compute(self, *arguments)
+
+LocalLearner.compute = noted
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    deadline = time.monotonic() + 60
+    while extra_info.get("wait") != "no" and not computed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if solution_str == "fails":
+        raise ValueError(solution_str)
+    return {"score": len(set(solution_str)) / 9, "waited": float(bool(computed))}
+"""
+
+
+def test_log_probs_are_computed_while_responses_are_scored(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalLearner, "compute", LocalLearner.compute)  # the reward functions replace it
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)
+    (tmp_path / "quick.py").write_text(SLOW_REWARD.replace('!= "no"', '== "yes"'))
+    common = ["quickstart", *CUT_DOWN, *NO_EVAL, f"run.root={tmp_path}", "algorithm.old_logprobs=recompute"]
+    late = [f"reward.function={tmp_path}/slow.py:compute_score", "reward.join=late", "reward.where=threads"]
+    train_here(*common, *late, "run.name=late", "reward.workers=64")
+    train_here(*common, f"reward.function={tmp_path}/quick.py:compute_score", "run.name=early", "reward.where=threads")
+    runs = [tmp_path / "late", tmp_path / "early"]
+    assert metrics(runs[0], "train")[0]["reward/waited/mean"] == 1.0
+    assert len({each["reward/mean"] for run in runs for each in metrics(run, "train")}) == 2
+    assert same_weights(*(weights(run, 2) for run in runs))
+    rows = pq.read_table(runs[0] / "rollouts" / "step_000001.parquet").to_pylist()
+    assert all(row["reward"] == len(set(row["response"])) / 9 and "reward_late" not in row for row in rows)
+    refused = fails("reward.join=late", "rollout.max_staleness=1", "algorithm.filter_groups=true")
+    for part in ("does not go with rollout.max_staleness = 1", "algorithm.filter_groups = True", "would save no time"):
+        assert part in refused

@@ -76,25 +76,6 @@ def minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash
         )
 
 
-def critic_minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash]:
-    prompts, parts = config.trainer.num_prompts_per_step, config.critic.num_minibatches
-    if parts is not None and prompts % parts:
-        yield Clash(
-            ("critic.num_minibatches", "trainer.num_prompts_per_step"),
-            f"must divide trainer.num_prompts_per_step = {prompts}; use null for learner.num_minibatches = "
-            f"{config.learner.num_minibatches}",
-        )
-
-
-def epochs_or_steps(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.trainer.total_epochs and layers.get("trainer.total_steps", -1) > layers.get("trainer.total_epochs", -1):
-        yield Clash(
-            ("trainer.total_steps", "trainer.total_epochs"),
-            f"trainer.total_epochs = {config.trainer.total_epochs} decides the number of steps; remove this, or set "
-            "trainer.total_epochs=0 too",
-        )
-
-
 def sequence_fits_microbatch(config: Config, layers: Layers) -> Iterator[Clash]:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     for key in ("learner.max_tokens_per_microbatch", "learner.max_tokens_per_forward_pass"):
@@ -170,43 +151,6 @@ def greedy_samples_differ(config: Config, layers: Layers) -> Iterator[Clash]:
         yield Clash(
             ("eval.num_samples_per_prompt", "eval.temperature"),
             "eval.temperature = 0 is greedy, so all samples would be the same; use 1, or a temperature above 0",
-        )
-
-
-def greedy_evaluation_keeps_all_tokens(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.eval.temperature == 0:
-        for key in ("eval.top_k", "eval.top_p", "eval.min_p"):
-            if value_at(config, key) != settings(Config)[key].default():
-                yield Clash(
-                    (key, "eval.temperature"),
-                    "eval.temperature = 0 is greedy and samples nothing; set a temperature above 0, or remove this",
-                )
-
-
-def best_is_measured(config: Config, layers: Layers) -> Iterator[Clash]:
-    metric = config.trainer.best_metric
-    if not metric:
-        why = "trainer.best_metric is empty; set it, for example to eval/reward/mean"
-        yield from unread(["trainer.best_mode"], ("trainer.best_metric",), why, layers)
-        return
-    if not metric.startswith("eval/"):
-        yield Clash(
-            ("trainer.best_metric",),
-            f"only metrics of evaluation can choose a checkpoint; write eval/ and its name, for example eval/{metric}",
-        )
-    if not (config.eval.after or config.eval.every_steps):
-        yield Clash(
-            ("trainer.best_metric", "eval.every_steps"),
-            "no evaluation during training would measure it; set eval.every_steps",
-        )
-
-
-def reference_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.reference.path and not (config.algorithm.kl_in_loss or config.algorithm.kl_in_reward):
-        yield Clash(
-            ("reference.path", "algorithm.kl_in_loss", "algorithm.kl_in_reward"),
-            "nothing reads the reference, because algorithm.kl_in_loss and algorithm.kl_in_reward are 0; set one of "
-            "them, or remove this",
         )
 
 
@@ -328,11 +272,6 @@ def partial_groups_are_kept(config: Config, layers: Layers) -> Iterator[Clash]:
 
 CHECKS: tuple[Check, ...] = (
     minibatches_divide_prompts,
-    critic_minibatches_divide_prompts,
-    epochs_or_steps,
-    greedy_evaluation_keeps_all_tokens,
-    best_is_measured,
-    reference_is_read,
     sequence_fits_microbatch,
     periods_end_within_run,
     warmup_ends_within_run,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,7 +196,7 @@ class LocalLearner:
         engine = self.actor.engine
         if engine.ranks.count > 1:
             return None
-        from headwater.learner.snapshot import Snapshots, write_parts  # only runs that save checkpoints need it
+        from headwater.learner.snapshot import MODEL, Snapshots, write_parts  # only runs that save need it
 
         if self._snapshots is None:
             self._snapshots = Snapshots(engine.device)
@@ -204,11 +204,15 @@ class LocalLearner:
         with_optimizer = self.config.trainer.checkpoint_optimizer
         parts = {name: each.shards(with_optimizer=with_optimizer) for name, each in engines.items()}
 
+        model = engine.module.model
+        shapes, dtypes = weight_shapes(model), self._saved_dtypes(model, self._saved_dtype)
+
         def write(folder: Path, copies: Mapping[str, Mapping[str, Tensor]]) -> None:
-            self._write_model(engine.module.model, folder / "model", self._saved_dtype, copies["model"].items())
+            weights = WeightsToSave(shapes, dtypes, copies[MODEL].items())
+            save_model(model, self.tokenizer, folder / "model", weights)
             write_parts(folder, parts, copies)
 
-        return self._snapshots.take(parts, {"model": engine.module.model}, write)
+        return self._snapshots.take(parts, model, write)
 
     def settle(self) -> None:
         """Wait for a snapshot that is being copied, before weights change or move."""
@@ -284,7 +288,8 @@ class LocalLearner:
         with self.actor.engine.ranks.together():
             try:
                 if self._is_first:
-                    self._write_model(model, folder, dtype, tensors)
+                    weights = WeightsToSave(weight_shapes(model), self._saved_dtypes(model, dtype), tensors)
+                    save_model(model, self.tokenizer, folder, weights)
             finally:
                 for _ in tensors:  # the other ranks take part in gathering every tensor, even if writing failed
                     pass
@@ -294,11 +299,9 @@ class LocalLearner:
         name = self.config.trainer.checkpoint_dtype
         return None if name == "trained" else getattr(torch, name)  # type: ignore[no-any-return]
 
-    def _write_model(
-        self, model: nn.Module, folder: Path, dtype: torch.dtype | None, tensors: Iterable[tuple[str, Tensor]]
-    ) -> None:
-        dtypes = {plain_name(name): dtype or each.dtype for name, each in model.named_parameters()}
-        save_model(model, self.tokenizer, folder, WeightsToSave(weight_shapes(model), dtypes, tensors))
+    @staticmethod
+    def _saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+        return {plain_name(name): dtype or each.dtype for name, each in model.named_parameters()}
 
 
 def _timed(name: str, model: Actor | Critic, batch: DataProto) -> dict[str, float]:

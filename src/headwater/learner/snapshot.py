@@ -1,6 +1,6 @@
 """A copy of everything that a checkpoint contains, taken while training continues.
 
-    snapshot = snapshots.take(items)     # starts to copy to main memory, on another thread
+    snapshot = snapshots.take(...)       # starts to copy to main memory, on another thread
     ...                                  # generation and forward passes: the weights do not change
     snapshots.settle()                   # before the weights change or move
     snapshot.write(folder)               # on any thread
@@ -10,7 +10,7 @@ On a GPU the copies go to page-locked memory on a separate stream. That memory i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -28,6 +28,9 @@ from headwater.models.device import available_ram
 COPY_LIMIT_S = 600.0
 _SHARE_OF_MEMORY = 0.5
 """Of the free main memory, the most that a copy may take."""
+
+MODEL = "model"
+"""The name of the copies of the exported model."""
 
 _Copies = dict[str, Tensor]
 
@@ -65,25 +68,34 @@ class Snapshots:
     def take(
         self,
         parts: Mapping[str, Shards],
-        models: Mapping[str, nn.Module],
+        model: nn.Module,
         write: Callable[[Path, Mapping[str, _Copies]], None],
     ) -> Snapshot | None:
-        """Copy the tensors of ``parts`` and the merged weights of ``models``; None if there is too little memory.
+        """Copy the tensors of ``parts`` and the merged weights of ``model``; None if there is too little memory.
 
-        ``write`` gets the copies, by the names of the parts and the models.
+        ``write`` gets the copies by the names of the parts, and the merged weights as ``MODEL``.
         """
         self.settle()
         num_bytes = sum(each.nbytes for shards in parts.values() for each in shards.tensors.values())
-        frozen = (each for model in models.values() for each in model.parameters() if not each.requires_grad)
-        num_bytes += sum(each.nbytes for each in frozen)
+        num_bytes += sum(each.nbytes for each in model.parameters() if not each.requires_grad)
         if not self._places and num_bytes > _SHARE_OF_MEMORY * available_ram():
             return None
         if self._memory is None:
             self._memory = PinnedMemory(num_bytes)
+        # Tensors are looked up here: during a forward pass, FSDP replaces the parameters of the modules.
+        wanted = {part: dict(shards.tensors) for part, shards in parts.items()}
+        wanted[MODEL] = dict(self._merged(model))
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._last = self._pool.submit(self._copy, parts, models)
+        self._last = self._pool.submit(self._copy, wanted)
         return Snapshot(self._last, write)
+
+    @torch.no_grad()
+    def _merged(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the exported model. Those that are computed, because of adapters, are copied at once."""
+        for name, weight, is_computed in merged_pieces(model):
+            held = held_by(weight)
+            yield name, self._place(MODEL, name, held).copy_(held, non_blocking=True) if is_computed else held
 
     def settle(self) -> None:
         """Wait until the present tensors have been copied. A failure is raised by ``Snapshot.write``."""
@@ -93,28 +105,22 @@ class Snapshots:
             self._last = None
 
     @torch.no_grad()
-    def _copy(self, parts: Mapping[str, Shards], models: Mapping[str, nn.Module]) -> Mapping[str, _Copies]:
+    def _copy(self, wanted: Mapping[str, _Copies]) -> Mapping[str, _Copies]:
         done: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
 
         def copied(part: str, name: str, tensor: Tensor) -> Tensor:
-            held = held_by(tensor)
-            key = (held.data_ptr(), held.dtype, held.shape)
-            if key not in done or not held.numel():
-                done[key] = self._place(part, name, held).copy_(held, non_blocking=True)
+            if tensor is self._places.get((part, name)):
+                return tensor
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape)
+            if key not in done:  # the exported model shares most of its tensors with the trained weights
+                done[key] = self._place(part, name, tensor).copy_(tensor, non_blocking=True)
             return done[key]
 
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             copies = {
-                part: {name: copied(part, name, each) for name, each in shards.tensors.items()}
-                for part, shards in parts.items()
+                part: {name: copied(part, name, each) for name, each in tensors.items()}
+                for part, tensors in wanted.items()
             }
-            for part, model in models.items():
-                copies[part] = {}
-                for name, weight, is_temporary in merged_pieces(model):
-                    if is_temporary:
-                        copies[part][name] = self._place(part, name, held_by(weight)).copy_(held_by(weight))
-                    else:
-                        copies[part][name] = copied(part, name, weight)
         if self._stream is not None:
             self._stream.synchronize()
         return copies

@@ -172,6 +172,11 @@ class RolloutBatch:
     def trajectories(self) -> Sequence[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
+    def with_trajectories(self, change: Callable[[Trajectory], Trajectory]) -> RolloutBatch:
+        """The same batch with every trajectory changed."""
+        groups = (replace(each, trajectories=tuple(map(change, each.trajectories))) for each in self.groups)
+        return replace(self, groups=tuple(groups))
+
     def group_numbers(self) -> torch.Tensor:
         """``[trajectories]``: the number of each trajectory's group."""
         return torch.tensor([number for number, group in enumerate(self.groups) for _ in group.trajectories])

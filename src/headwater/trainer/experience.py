@@ -64,6 +64,8 @@ def logprob_sources(config: Config) -> str:
 class Experience:
     data: DataProto
     metrics: Mapping[str, float]
+    batch: RolloutBatch
+    """The rollouts, with their scores."""
     saved: Mapping[str, Tensor]
     """What the files of rollouts contain about each token, ``[samples, response]``."""
 
@@ -79,16 +81,23 @@ class ExperienceMaker:
     learner: Learner
     pad_token_id: int
 
-    def make(self, batch: RolloutBatch, version: int) -> Experience:
+    def make(
+        self, batch: RolloutBatch, version: int, join: Callable[[Trajectory], Trajectory] | None = None
+    ) -> Experience:
         """Rollouts as a padded batch with ``old_logprobs``, ``advantages`` and ``returns``, ``[samples, response]``.
 
         With a reference model, ``rewards`` contain ``kl_rewards``, the penalty of each token.
         If an episode has several pieces, ``sequence_weights`` ``[samples]`` gives each piece its share of the episode.
-        ``version`` is the version of the policy that is trained next.
+        ``version`` is the version of the policy that is trained next. ``join`` adds the score to a trajectory; it is
+        called after everything that needs a model was computed.
         """
         data = pad_trajectories(batch.trajectories, self.pad_token_id).with_columns(meta_info={"version": version})
         metrics: dict[str, float] = {}
         computed = self._compute(batch, data)
+        if join is not None:
+            batch = batch.with_trajectories(join)
+            scored = pad_trajectories(batch.trajectories, self.pad_token_id).batch["rewards"]
+            data = data.with_columns(tensors={"rewards": scored})
         columns = self._old_policy(data, version, computed, metrics)
         corrected = self._corrected(data, columns["old_logprobs"], metrics)
         rewards = self._rewards(batch, data, computed, metrics)
@@ -124,7 +133,7 @@ class ExperienceMaker:
         if weights is not None:
             columns["sequence_weights"] = weights
         saved = self._saved(data, version, {**columns, **computed})
-        return Experience(data.with_columns(tensors={**columns, **corrected}), metrics, saved)
+        return Experience(data.with_columns(tensors={**columns, **corrected}), metrics, batch, saved)
 
     def _saved(self, data: DataProto, version: int, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Columns for the files of rollouts, if this step has one."""

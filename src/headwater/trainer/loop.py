@@ -219,7 +219,7 @@ class Trainer:
                     experience = self._make_experience(batch)
                     update = self._update(experience)
                     sent = self._publish()
-                    self._record(batch, experience, {**update, **sent.metrics()})
+                    self._record(experience, {**update, **sent.metrics()})
                 if _due(self._state.step, self._config.eval.every_steps):
                     self._evaluate()
                 if _due(self._state.step, self._config.trainer.checkpoint_every_steps):
@@ -266,7 +266,7 @@ class Trainer:
 
     def _make_experience(self, batch: RolloutBatch) -> Experience:
         with self._stage("experience"):
-            return self._training.experience.make(batch, self._state.step)
+            return self._training.experience.make(batch, self._state.step, self._parts.join_scores)
 
     def _update(self, experience: Experience) -> dict[str, float]:
         self._consistent = False
@@ -308,8 +308,8 @@ class Trainer:
             ):
                 self._send(self._state.step, is_repeat=True)
 
-    def _record(self, batch: RolloutBatch, experience: Experience, update: dict[str, float]) -> None:
-        self._recorder.step(self._state.step, batch, update, self._books, experience.saved)
+    def _record(self, experience: Experience, update: dict[str, float]) -> None:
+        self._recorder.step(self._state.step, experience.batch, update, self._books, experience.saved)
         self._profile(self._state.step, is_start=False)
 
     def _profile(self, step: int, *, is_start: bool) -> None:

@@ -16,8 +16,8 @@ from headwater.config.keys import value_at
 from headwater.config.schema import Config, WeightTransfer
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag
-from headwater.core.records import DropKind, Prompt, SamplingParams
+from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag, RewardManager
+from headwater.core.records import DropKind, Prompt, SamplingParams, Trajectory
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import MeasuredDataset, PromptDataset, load_dataset
 from headwater.data.prompt_builder import ToolsOfRow
@@ -25,6 +25,7 @@ from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
+from headwater.rewards.late import LateScores
 from headwater.rewards.managers import REWARD_MANAGERS
 from headwater.rewards.pool import CallPool
 from headwater.rewards.scoring import Scoring
@@ -67,6 +68,8 @@ class RolloutParts:
     reward_failures: Callable[[], Mapping[str, Mapping[str, Any]]]
     """Failed scoring calls of the run by cause, each with its count and a message."""
     close_reward: Callable[[], object]
+    join_scores: Callable[[Trajectory], Trajectory] | None = None
+    """With ``reward.join: late``, adds the score to a trajectory of a training batch."""
 
     def sleep_cache(self) -> None:
         """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
@@ -221,7 +224,7 @@ def _build(
 
     def group_runner(sampling: SamplingParams, num_samples: int, **options: Any) -> GroupRunner:
         return GroupRunner(
-            workflow(sampling),
+            options.pop("workflow", None) or workflow(sampling),
             num_samples=num_samples,
             on_failure=config.rollout.on_failure,
             max_retries=config.rollout.max_retries,
@@ -244,10 +247,12 @@ def _build(
         max_staleness, timeout_s = config.rollout.max_staleness, config.rollout.timeout_s
         return ReplayedRollouts(engine, groups, tasks, schedule, max_staleness=max_staleness, timeout_s=timeout_s)
 
-    def workflow(sampling: SamplingParams) -> EpisodeRunner:
+    late = LateScores(reward, timeout_s=config.rollout.timeout_s) if config.reward.join == "late" else None
+
+    def workflow(sampling: SamplingParams, scores: RewardManager = reward) -> EpisodeRunner:
         context = WorkflowContext(
             tokenizer,
-            reward,
+            scores,
             sampling,
             config.data.chat_template_args,
             max_prompt_tokens=config.data.max_prompt_tokens,
@@ -262,6 +267,7 @@ def _build(
     train_groups = group_runner(
         train_sampling,
         config.rollout.num_samples_per_prompt,
+        workflow=workflow(train_sampling, late or reward),
         greedy=workflow(greedy) if greedy else None,
         filters=filters,
     )
@@ -281,6 +287,7 @@ def _build(
         reward_counts=getattr(reward, "take_counts", dict),
         reward_failures=getattr(reward, "status", dict),
         close_reward=getattr(reward, "close", lambda: None),
+        join_scores=late.joined if late is not None else None,
     )
     settings = config.eval
     if eval_data is not None and (settings.before or settings.after or settings.every_steps or settings.only):
