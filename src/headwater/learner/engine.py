@@ -386,6 +386,12 @@ class TrainEngine(ForwardEngine):
         """Write the trained weights and the optimiser's state, one shard per rank."""
         sharded_checkpoint.save(folder, self.module.model, self._optimizer, self.ranks, with_optimizer=with_optimizer)
 
+    def shards(self, *, with_optimizer: bool = True) -> sharded_checkpoint.Shards:
+        """What ``save`` writes."""
+        return sharded_checkpoint.take_shards(
+            self.module.model, self._optimizer, self.ranks, with_optimizer=with_optimizer
+        )
+
     def load(self, folder: Path) -> None:
         sharded_checkpoint.load(folder, self.module.model, self._optimizer, self.ranks)
 

@@ -43,7 +43,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     """``/v1/responses`` as a chat. Replies are not stored, so a request has the whole conversation."""
     state = request.app[STATE]
 
-    def read(body: Mapping[str, Any]) -> tuple[Plan, ResponseWriter]:
+    def read(body: Mapping[str, Any]) -> tuple[CallPlan, ResponseWriter]:
         if body.get("previous_response_id") is not None:
             previous = body["previous_response_id"]
             raise wrong("previous_response_id", previous, "replies are not stored; send the whole conversation")
