@@ -179,7 +179,7 @@ UNKNOWN_KEYS = [
     ("trainer.wieght_decay=3", "trainer.wieght_decay (command line): no such key; did you mean learner.weight_d"),
     ("rolout={top_k: 3, top_p: 1.0}", "rolout (command line): no such section; did you mean rollout?"),
     ("qqq.zzz=3", "qqq.zzz (command line): no such key; known sections: run, model, "),
-    ("run.zzzz=3", "run.zzzz (command line): no such key; known keys of run: name, root, seed"),
+    ("run.zzzz=3", "run.zzzz (command line): no such key; known keys of run: name, project, root, seed"),
 ]
 
 
