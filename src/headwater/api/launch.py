@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -50,16 +51,19 @@ def start(
 
 
 def resume(
-    path: Path,
+    path: str,
     step: int | None = None,
     overrides: Overrides = (),
     *,
     callbacks: Sequence[Callback] = (),
     display: Display | None = None,
 ) -> Ended:
-    """Continue a run from its latest checkpoint, or from that of ``step``."""
+    """Continue a run from its latest checkpoint, or from that of ``step``. ``path`` may be the URL of its copy."""
+    from headwater.trainer.mirror import local_run
+
     return _with_restarts(
-        lambda attempts: _resume(path, step, overrides, attempts), _Attempts(callbacks=callbacks, display=display)
+        lambda attempts: _resume(local_run(path), step, overrides, attempts),
+        _Attempts(callbacks=callbacks, display=display),
     )
 
 
@@ -110,15 +114,18 @@ def _with_restarts(first: Callable[[_Attempts], Ended], attempts: _Attempts) -> 
 
 def _start(config: Config, given: Collection[str], attempts: _Attempts) -> Ended:
     from headwater.models.source import check_model
+    from headwater.observe.trackers import Trackers
 
     # Checked before torch is imported, so that a mistyped name fails at once.
     for key, path in {
         "model.path": config.model.path,
         "critic.path": config.critic.path if config.critic.enabled else "",
+        "reference.path": config.reference.path,
         "reward.model": config.reward.model,
     }.items():
         if path:
             check_model(path, key)
+    Trackers.of(config.trainer.trackers, config.trainer.tracker_args)
     return _fit(config, run=None, checkpoint=None, attempts=attempts, given=given)
 
 
@@ -135,14 +142,17 @@ def _resume_locked(run: RunDirectory, step: int | None, overrides: Overrides, at
     from headwater.config.checks import files_exist, fits_checkpoint
     from headwater.config.load import load_config
     from headwater.trainer.checkpoint import Checkpoints, check_whole, step_of
+    from headwater.trainer.mirror import fetch_missing
 
     before = load_config(run.config_file, was_accepted=True).config
+    fetch_missing(run, before.trainer.checkpoint_dir, step)
     checkpoints = Checkpoints(run.checkpoints, before.trainer.keep_checkpoints)
     checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
     fits = [fits_checkpoint(before, checkpoint)] if checkpoint else []
     config = load_config(run.config_file, overrides, [files_exist, *fits]).config
     if checkpoint is not None:
-        _check_steps_left(run, step_of(checkpoint), before.trainer.total_steps, config.trainer.total_steps)
+        if config.trainer.total_epochs == before.trainer.total_epochs:  # otherwise the data decide the number of steps
+            _check_steps_left(run, step_of(checkpoint), before.trainer.total_steps, config.trainer.total_steps)
         check_whole(run, checkpoint)
     for foreign in run.foreign_checkpoints():
         logger.warning("%s is not a checkpoint and is ignored", foreign)
@@ -216,6 +226,7 @@ def _fit(
             check_prompts=rollout.check_prompts,
             tools=rollout.tools_of_row,
         )
+        config = training.config
         if run is None:
             run = RunDirectory.create(Path(config.run.root), config.run.name)
             lock.enter_context(RunLock(run.lock_file))
@@ -255,6 +266,8 @@ def _fit(
             summarise(run, display, is_finished=finished)
         except KeyboardInterrupt:
             # A second interrupt, while the run was ending.
+            if training.learner.status().failure:
+                raise  # the site names the rank
             display.say(how_to_resume(run, config.trainer.total_steps))
             return Ended(run, is_finished=False)
     return Ended(run, is_finished=finished)
@@ -293,15 +306,13 @@ def _site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     if num_launched() == 1 and config.learner.context_parallel == 1:
         yield local
         return
-    import signal
-
     from headwater.cluster.torchrun import check_ranks, join
     from headwater.learner.build import build_learner
 
     check_ranks(config, num_launched())
     # torchrun sends SIGTERM to all ranks when one has ended; rank 0 then reports which.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(join()) as group, _failure_of(lambda: group.failure):
+    with closing(join()) as group, _failure_of(lambda: group.failure, is_last=True):
         timeout_s = config.learner.rank_timeout_s
         yield replace(local, make_learner=lambda spec: group.build(build_learner, spec, timeout_s=timeout_s))
 
@@ -331,14 +342,29 @@ def _ray_site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
 
 
 @contextmanager
-def _failure_of(failure: Callable[[], str]) -> Iterator[None]:
-    """An interrupt may mean that a rank has ended; then that is the error."""
+def _failure_of(failure: Callable[[], str], *, is_last: bool = False) -> Iterator[None]:
+    """An interrupt may mean that a rank has ended; then that is the error.
+
+    ``is_last`` says that the process ends with that error. The launcher and the watch of ranks both interrupt this
+    process, so a second signal may arrive while the error is on its way to the user; it is then ignored.
+    """
     try:
         yield
-    except KeyboardInterrupt:
-        if text := failure():
-            raise RankFailed(text) from None
-        raise
+    except (KeyboardInterrupt, RankFailed) as error:
+        handlers = _ignore_interrupts() if is_last else {}
+        text = failure()
+        if not text:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            raise
+        if isinstance(error, RankFailed):
+            raise
+        raise RankFailed(text) from None
+
+
+def _ignore_interrupts() -> dict[signal.Signals, Any]:
+    """The handlers that were replaced."""
+    return {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 def _announce(run: RunDirectory, config: Config, display: Display) -> None:

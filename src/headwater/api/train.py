@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from headwater.api import launch
@@ -129,7 +128,7 @@ class Trainer:
             ended = launch.start(config, self.config.given, callbacks=self._callbacks, display=display)
         else:
             given = [self.config.given_values]
-            ended = launch.resume(Path(resume), step, given, callbacks=self._callbacks, display=display)
+            ended = launch.resume(os.fspath(resume), step, given, callbacks=self._callbacks, display=display)
         return Result(ended.run.path.absolute(), ended.is_finished)
 
     def stop(self) -> None:

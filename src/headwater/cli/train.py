@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from headwater.api import launch
 from headwater.cli.process import EXIT_INTERRUPTED
@@ -37,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="built-in recipes (`headwater recipes` lists them) or YAML files, merged in order, and settings that "
         "override them",
     )
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="resume this run directory; no recipe is given")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="resume this run directory, or the URL of its copy (trainer.checkpoint_dir); no recipe is given",
+    )
     parser.add_argument(
         "--step", type=int, metavar="N", help="with --resume: the checkpoint to resume from; default: the latest"
     )
