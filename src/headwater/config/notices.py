@@ -6,6 +6,7 @@ GPUs may run on a CPU, and a data file may have columns for other programs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ def config_notices(config: Config, given: Collection[str] = (), automatic: str |
     it is not known here."""
     if len(given) >= len(settings(Config)):
         given = ()  # a resolved recipe gives every key
-    return [*_gpu_only(config, given, automatic), *_interpolation(config)]
+    return [*_gpu_only(config, given, automatic), *_interpolation(config), *_one_rank(config)]
 
 
 def _gpu_only(config: Config, given: Collection[str], automatic: str | None) -> Iterator[Notice]:
@@ -52,6 +53,14 @@ def _device_of(key: str, config: Config) -> tuple[str, str]:
     is_separate = config.rollout.is_separate and config.rollout.device != "auto"
     source = "rollout.device" if key.startswith("engine.") and is_separate else "model.device"
     return source, value_at(config, source)
+
+
+def _one_rank(config: Config) -> Iterator[Notice]:
+    """What only a learner of several ranks reads. torchrun says how many there are."""
+    key = "learner.rank_timeout_s"
+    has_one = config.cluster.kind == "local" and os.environ.get("WORLD_SIZE", "1") == "1"
+    if has_one and value_at(config, key) != settings(Config)[key].default():
+        yield Notice(f"{key} = {show(value_at(config, key))}", "has no effect, because the learner is one process")
 
 
 def _interpolation(config: Config) -> Iterator[Notice]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import get_args
 from urllib.parse import urlsplit
 
-from headwater.config.checks import Check, Clash, Layers
+from headwater.config.checks import Check, Clash, Layers, unread
 from headwater.config.declared import WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.rollout_schema import WeightTransfer
@@ -168,13 +168,29 @@ def weight_transfer_works(config: Config, layers: Layers) -> Iterator[Clash]:
             yield Clash(("rollout.weight_transfer", "rollout.servers"), problem)
 
 
+def server_limits_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    rollout, default = config.rollout, settings(Config)["rollout.server_timeout_s"].default()
+    if not rollout.is_separate and config.cluster.kind == "local" and rollout.server_timeout_s != default:
+        yield Clash(
+            ("rollout.server_timeout_s", "rollout.placement"),
+            "nothing reads this, because rollout.placement = colocated generates in this process; use "
+            f"rollout.placement=disaggregated, or set it back to {show(default)}",
+        )
+    if rollout.max_staleness == 0:
+        why = "rollout.max_staleness = 0 means that no token is stale; use more"
+        yield from unread(["rollout.on_stale"], ("rollout.max_staleness",), why, layers)
+
+
 def adapters_can_be_published(config: Config, layers: Layers) -> Iterator[Clash]:
     rollout, lora = config.rollout, config.lora
-    if config.engine.adapter_rank:
-        yield Clash(
-            ("engine.adapter_rank", "rollout.publish"),
-            "a run sets this from lora.rank; use rollout.publish=adapter, and set it back to 0",
-        )
+    for name in ("rank", "alpha", "targets"):
+        key = f"engine.adapter_{name}"
+        default = settings(Config)[key].default()
+        if value_at(config, key) != default:
+            yield Clash(
+                (key, "rollout.publish"),
+                f"a run sets this from lora.{name}; use rollout.publish=adapter, and set it back to {show(default)}",
+            )
     if rollout.publish == "full":
         return
     remedy = "or set it back to 'full'"
@@ -245,6 +261,7 @@ SERVER_CHECKS: tuple[Check, ...] = (
     weight_transfer_works,
     weight_folder_is_read,
     weight_encoding_is_read,
+    server_limits_are_read,
     adapters_can_be_published,
     colocated_engine_has_the_learners_device,
     offloading_learner_takes_turns,

@@ -6,8 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from headwater.config.keys import settings, value_at
 from headwater.config.notices import Notice
 from headwater.config.schema import Config
+from headwater.config.tree import show
 from headwater.core.records import Prompt
 from headwater.core.registry import is_path
 from headwater.data.load import PromptDataset
@@ -18,15 +20,22 @@ _NOT_MISSED = frozenset({"ability", "id", "index", "prompt", "split", "uid"})
 
 
 def data_notices(
-    dataset: PromptDataset, config: Config, template: Any, reads_column: Callable[[str], bool]
+    dataset: PromptDataset,
+    config: Config,
+    template: Any,
+    reads_column: Callable[[str], bool],
+    runs_code: Callable[[Prompt], bool],
 ) -> list[Notice]:
     """``template`` is the tokenizer's chat template. ``reads_column`` is whether the reward function takes a column.
+    ``runs_code`` is whether a tool, or the scorer of a prompt, runs code in the sandbox.
 
     Some rows, spread over the dataset, stand for all.
     """
     every = max(1, len(dataset) // _NUM_ROWS)
     prompts = [dataset[row] for row in range(0, len(dataset), every)[:_NUM_ROWS]]
     notices = list(_template_arguments(config.data.chat_template_args, template))
+    if not any(map(runs_code, prompts)):
+        notices += _unread_sandbox(config)
     notices += _missing_tools(prompts)
     notices += _template_without_tools(prompts, template)
     if not is_path(config.rollout.workflow):  # a custom workflow may read all of a row
@@ -44,6 +53,15 @@ def _template_arguments(arguments: Mapping[str, Any], template: Any) -> Iterator
             yield Notice(
                 f"data.chat_template_args.{name}",
                 "has no effect, because the model's chat template does not mention it; remove it, or check its name",
+            )
+
+
+def _unread_sandbox(config: Config) -> Iterator[Notice]:
+    for key, setting in settings(Config).items():
+        if key.startswith("sandbox.") and value_at(config, key) != setting.default():
+            yield Notice(
+                f"{key} = {show(value_at(config, key))}",
+                "has no effect, because no tool and no scorer of this run runs code",
             )
 
 

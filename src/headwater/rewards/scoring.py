@@ -82,6 +82,10 @@ class Scoring:
         for part in self._parts:
             self._function(part, prompt).signature.check_row(prompt)
 
+    def runs_code(self, prompt: Prompt) -> bool:
+        """Whether a scorer of this row uses the sandbox."""
+        return any("sandbox" in self._function(part, prompt).settings for part in self._parts)
+
     def reads_column(self, name: str) -> bool:
         """Whether a function that the config names receives a column of the data."""
         signatures = [part.function.signature for part in self._parts if part.function is not None]

@@ -53,6 +53,11 @@ class ToolMaker:
                 made.append((self._loaded(tool, entry.schema, entry, limits), entry.place))
         return made
 
+    @property
+    def runs_code(self) -> bool:
+        """Whether a tool uses the sandbox."""
+        return self._sandbox is not None
+
     async def close(self, limit_s: float) -> None:
         for tool in self._made:
             close = getattr(tool, "close", None)

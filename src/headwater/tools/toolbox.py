@@ -73,6 +73,11 @@ class Toolbox:
         return toolbox
 
     @property
+    def runs_code(self) -> bool:
+        """Whether a tool uses the sandbox."""
+        return self._maker.runs_code
+
+    @property
     def names(self) -> list[str]:
         return list(self._tools)
 

@@ -63,6 +63,8 @@ class RolloutParts:
     """Raise an error for a prompt that the reward function cannot score, or that names tools that do not exist."""
     reads_column: Callable[[str], bool]
     """Whether the reward function takes a column of the data. True if that is not known."""
+    runs_code: Callable[[Prompt], bool]
+    """Whether a tool, or the scorer of a prompt, runs code in the sandbox. True if that is not known."""
     reward_counts: Callable[[], Mapping[str, float]]
     """Metrics about failed scoring calls since it was last called. A custom reward manager may have none."""
     reward_failures: Callable[[], Mapping[str, Mapping[str, Any]]]
@@ -284,6 +286,7 @@ def _build(
         tools_of_row=offered,
         check_prompt=check_prompt,
         reads_column=getattr(reward, "reads_column", lambda name: True),
+        runs_code=_code_check(config, reward, toolbox),
         reward_counts=getattr(reward, "take_counts", dict),
         reward_failures=getattr(reward, "status", dict),
         close_reward=getattr(reward, "close", lambda: None),
@@ -293,6 +296,13 @@ def _build(
     if eval_data is not None and (settings.before or settings.after or settings.every_steps or settings.only):
         parts.check_prompts(config, eval_data, "data.eval")
     return parts
+
+
+def _code_check(config: Config, reward: object, toolbox: Toolbox | None) -> Callable[[Prompt], bool]:
+    check: Callable[[Prompt], bool] | None = getattr(reward, "runs_code", None)
+    if check is None or is_path(config.rollout.workflow) or (toolbox is not None and toolbox.runs_code):
+        return lambda prompt: True
+    return check
 
 
 def _prompt_check(config: Config, reward: object, toolbox: Toolbox | None) -> Callable[[Prompt], None]:

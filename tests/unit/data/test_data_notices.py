@@ -19,7 +19,7 @@ def notices(prompts, workflow: str = "rlvr", reads=lambda name: False, template=
         data=replace(config.data, chat_template_args=template_args),
         rollout=replace(config.rollout, workflow=workflow),
     )
-    return [str(each) for each in data_notices(prompts, config, template, reads)]
+    return [str(each) for each in data_notices(prompts, config, template, reads, lambda prompt: True)]
 
 
 def test_rows_that_ask_for_tools():
