@@ -49,7 +49,7 @@ def _path_of(module: ModuleType) -> str:
     file, spec = getattr(module, "__file__", None), getattr(module, "__spec__", None)
     if not file or not Path(file).is_file() or not _is_guarded(Path(file)):
         return ""  # a notebook or an interactive session, or a script that would start its run again
-    return spec.name if spec is not None else os.path.abspath(file)
+    return str(spec.name) if spec is not None else os.path.abspath(file)
 
 
 def _is_guarded(script: Path) -> bool:

@@ -121,12 +121,12 @@ def open_source(
 ) -> list[RowStore]:
     """Open a source: one store per file, or one store for a task or a dataset object."""
     given = source if isinstance(source, SourceSettings) else SourceSettings(source)
-    source = given.source
-    if isinstance(source, PythonObject) and not callable(source.value):
-        source = source.value
-    if not isinstance(source, str):
-        return [_open_object(source)]
-    parsed = parse_source(source)
+    wanted = given.source
+    if isinstance(wanted, PythonObject) and not callable(wanted.value):
+        return [_open_object(wanted.value)]
+    if not isinstance(wanted, str):
+        return [_open_object(wanted)]
+    parsed = parse_source(wanted)
     if isinstance(parsed, FileSource):
         return [FILE_KINDS[path.suffix](path) for path in parsed.paths]
     if isinstance(parsed, DatasetSource):
