@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.config.schema import Config
 from headwater.core.errors import DiskFull, HeadwaterError, RankFailed
+from headwater.core.interrupts import Interrupts
 from headwater.core.protocols import ProfileOrder
 from headwater.core.records import Prompt, Trajectory
 from headwater.observe.manifest import seal
@@ -23,7 +24,6 @@ from headwater.rollout.source import PromptStream
 from headwater.trainer.checkpoint import ADAPTERS, BestStep, Checkpoints, TrainerState, check_weights, read_state
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
-from headwater.trainer.interrupts import Interrupts
 from headwater.trainer.learner_setup import TrainingParts
 from headwater.trainer.metrics import EngineWatch, RunFacts
 from headwater.trainer.recorder import Recorder

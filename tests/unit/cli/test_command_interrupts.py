@@ -12,7 +12,7 @@ import time
 import pytest
 
 from headwater.cli.process import interruptible
-from headwater.trainer.interrupts import Interrupts
+from headwater.core.interrupts import Interrupts
 
 # A library as numpy is: what is raised while it is imported is lost.
 LOSES_INTERRUPTS = """
