@@ -78,7 +78,8 @@ class Trainer:
         self._interrupts = Interrupts(
             lambda doing: display.say(f"Stopping after {doing}. Ctrl-C again stops immediately.")
         )
-        self._engine_watch = EngineWatch(rollout.engine.status, is_local=not config.rollout.is_separate)
+        is_local = not config.rollout.is_separate and config.cluster.kind == "local"
+        self._engine_watch = EngineWatch(rollout.engine.status, is_local=is_local)
         self._trackers = Trackers.of(config.trainer.trackers, config.trainer.tracker_args, display)
         self._recorder = Recorder(
             run,
