@@ -71,7 +71,7 @@ def mean_stats(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = [step[name] for step in taken if name in step]
         means[name] = sum(values) / len(values)
     skipped = sum(step["skipped_steps"] for step in steps)
-    flops = {FLOPS: sum(step[FLOPS] for step in steps)} if steps else {}
+    flops = {FLOPS: sum(step.get(FLOPS, 0.0) for step in steps)} if FLOPS in means else {}
     return {**means, **flops, "skipped_steps": skipped, "optimizer_steps": len(steps) - skipped}
 
 
@@ -141,7 +141,7 @@ class StepSums:
             **weighed,
             **percentiles_of(ratios),
             **{f"{GAP}{name}": value for name, value in compared.items()},
-            FLOPS: float(flops),
+            **({FLOPS: float(flops)} if flops else {}),
         }
 
 

@@ -92,8 +92,9 @@ class Recorder:
     @contextmanager
     def training(self, start: int, total_steps: int) -> Iterator[None]:
         """Show the progress of the training steps inside this block, and measure their time."""
-        self._clock.take()
-        self._memory.take()
+        # What happened before, such as an evaluation, belongs to no step.
+        for measure in (self._clock.take, self._memory.take, self._engine_metrics):
+            measure()
         with self._display.stage("train", total_steps, start=start) as self._reporter:
             yield
 

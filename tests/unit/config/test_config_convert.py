@@ -180,7 +180,7 @@ UNKNOWN_KEYS = [
     ("trainer.shrae_prompts=3", "trainer.shrae_prompts (command line): no such key; did you mean learner.share_p"),
     ("rolout={top_k: 3, top_p: 1.0}", "rolout (command line): no such section; did you mean rollout?"),
     ("qqq.zzz=3", "qqq.zzz (command line): no such key; known sections: run, model, "),
-    ("run.zzzz=3", "run.zzzz (command line): no such key; known keys of run: name, root, seed"),
+    ("run.zzzz=3", "run.zzzz (command line): no such key; known keys of run: name, project, root, seed"),
 ]
 
 
