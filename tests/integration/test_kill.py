@@ -116,7 +116,7 @@ def process(tmp_path_factory):
 
 def timeless(run: Path) -> list[dict]:
     """The valid metrics, without measurements of time and memory."""
-    left_out = ("time", "throughput", "timing", "memory", "perf", "engine", "host", "gpu", "rollout/")
+    left_out = ("time", "throughput", "timing", "memory", "perf", "engine", "host", "gpu", "rollout/", "mfu")
     return [
         {name: value for name, value in each.items() if not name.startswith(left_out)}
         for each in RunDirectory(run).read_metrics()
