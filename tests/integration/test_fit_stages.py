@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import textwrap
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command import CUT_DOWN, headwater, metrics, same_weights, train_here, weights
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, headwater, metrics, same_weights, train_here, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.core.errors import RunError
@@ -134,6 +136,37 @@ def test_an_exported_model_is_loaded_by_transformers(run, tmp_path):
     assert (again.code, "exists and is not empty" in again.stderr) == (2, True)
     assert "use the number of a saved step, or best" in headwater("export", run, "--to", "x", "--step", "b").stderr
     assert "trained all weights" in headwater("export", run, "--to", "x", "--adapter").stderr
+
+
+VLLM = Path(os.environ.get("HEADWATER_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+GENERATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+model = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128)
+sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+(done,) = model.generate({"prompt_token_ids": [5, 6, 7, 8]}, sampling)
+print("TOKENS", json.dumps(done.outputs[0].token_ids))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.skipif(not VLLM.exists(), reason=f"NO REAL VLLM: {VLLM} does not exist; run `make setup-vllm`")
+def test_an_exported_model_is_loaded_by_vllm(run, tmp_path):
+    assert headwater("export", run, "--to", tmp_path / "model").code == 0
+    (tmp_path / "generate.py").write_text(f"if __name__ == '__main__':\n{textwrap.indent(GENERATE, '    ')}")
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    done = subprocess.run(
+        [VLLM, tmp_path / "generate.py", tmp_path / "model"], capture_output=True, text=True, check=False,
+        timeout=PROCESS_LIMIT_S, env={**os.environ, **settings, "VLLM_HOST_IP": "127.0.0.1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    tokens = json.loads(done.stdout.rpartition("TOKENS")[2])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    expected = model.generate(prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert tokens == expected[0, 4:].tolist()
 
 
 def test_exported_adapters_are_those_of_the_merged_model(tmp_path):
