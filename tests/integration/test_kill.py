@@ -49,7 +49,7 @@ KINDS = {
 
 FORKING = """
 import os, random, signal, sys, threading, time
-sys.path.insert(0, "tests/integration")
+sys.path[:0] = ["tests/integration", "tests"]
 from command import main
 from headwater.trainer.recorder import Recorder
 import headwater.engine.engine, headwater.learner.snapshot, headwater.trainer.loop, headwater.trainer.summary
