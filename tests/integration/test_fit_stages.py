@@ -204,7 +204,7 @@ def test_wrong_settings_are_named(tmp_path):
     assert "there is nothing to evaluate on" in fails(root, "eval.only=true", *rows_of(tmp_path, 8)[:-1])
     empty = fails(root, *rows_of(tmp_path, 8)[:-1], f"data.eval=[{rows_of(tmp_path, 0)[-1]}]")
     assert "empty_0.jsonl" in empty
-    assert "eval.temperature = 0 is greedy" in fails(root, "eval.top_p=0.9")
+    assert "eval.temperature = 0 is greedy" in fails(root, "eval.top_p=0.9", "eval.temperature=0")
     assert "only metrics of evaluation" in fails(root, "trainer.best_metric=reward/mean")
     assert "trainer.total_epochs = 2 decides" in fails(root, "trainer.total_epochs=2")
     assert "nothing reads the reference" in fails(root, "reference.path=tiny:llama")
