@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwater.config.declared import WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.paths import is_file, with_absolute_paths
 from headwater.config.schema import Config
+from headwater.config.traits import WorkflowTraits
 from headwater.config.tree import DEFAULT, show
 from headwater.core.records import wrong_stop
 from headwater.core.registry import is_path
@@ -270,6 +272,27 @@ def partial_groups_are_kept(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def tools_are_called(config: Config, layers: Layers) -> Iterator[Clash]:
+    workflow = config.rollout.workflow
+    named = [key for key in ("tools.use", "tools.config") if value_at(config, key)]
+    try:
+        declared = read_declared(WorkflowTraits, workflow)
+    except WrongDeclaration as error:
+        yield Clash(("rollout.workflow",), str(error))
+        return
+    uses_tools = declared is not None and declared.traits.uses_tools
+    if not named:
+        why = "tools.use and tools.config name no tools; name some"
+        yield from unread(given_in("tools", layers), ("tools.use", "tools.config"), why, layers)
+        if uses_tools:
+            yield Clash(("rollout.workflow", "tools.use"), "needs tools; name some in tools.use or tools.config")
+    elif not uses_tools and not is_path(workflow):
+        yield Clash(
+            (named[0], "rollout.workflow"),
+            f"rollout.workflow = {workflow} calls no tools; use rollout.workflow=tool_agent, or remove this",
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     minibatches_divide_prompts,
     sequence_fits_microbatch,
@@ -290,6 +313,7 @@ CHECKS: tuple[Check, ...] = (
     shortest_reply_fits,
     stop_texts_can_be_found,
     should_accept_is_a_path,
+    tools_are_called,
 )
 
 

@@ -23,7 +23,6 @@ from headwater.config.recipe import RecipeReader, parse_override
 from headwater.config.schema import Config
 from headwater.config.score_checks import SCORE_CHECKS
 from headwater.config.server_checks import SERVER_CHECKS
-from headwater.config.tool_checks import TOOL_CHECKS
 from headwater.config.training_checks import TRAINING_CHECKS
 from headwater.config.tree import COMMAND_LINE, DEFAULT, Branch, Tree, merge, origins, where
 from headwater.core.errors import ConfigError
@@ -80,7 +79,7 @@ def load_config(
     if not unread and not was_accepted:
         layers = {key: max(place.layer for place in origins(part)) for key, part in given.items()}
         every_check = (
-            *(*checks, *CHECKS, *SERVER_CHECKS, *TOOL_CHECKS),
+            *(*checks, *CHECKS, *SERVER_CHECKS),
             *(*ALGORITHM_CHECKS, *SCORE_CHECKS, *CLUSTER_CHECKS, *TRAINING_CHECKS),
         )
         clashes = [clash for check in every_check for clash in check(config, layers)]

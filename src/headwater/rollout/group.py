@@ -240,6 +240,11 @@ def episode_metrics(trajectories: Sequence[ScoredResponse]) -> dict[str, float]:
     }
     if ends := Counter(info["ended_by"] for info in infos if isinstance(info.get("ended_by"), str)):
         metrics |= {f"episode/ended_by/{reason}": count / ends.total() for reason, count in sorted(ends.items())}
+    refused: Counter[str] = Counter()
+    for info in infos:
+        if isinstance(info.get("refused_calls"), Mapping):
+            refused.update(info["refused_calls"])
+    metrics |= {f"episode/refused_calls/{code}": float(count) for code, count in sorted(refused.items())}
     noted = [info for info in infos if info.keys() >= _TOOL_NOTES]
     if not noted:
         return metrics
