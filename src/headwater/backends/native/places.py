@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from headwater.backends import BackendContext, other_model
+from headwater.backends import SERVER_KEY, BackendContext, other_model
 from headwater.backends.launch.child import HOST, ChildServer, Command, StartChild
 from headwater.backends.launch.keeper import ServerProcess
 from headwater.backends.launch.running import RunningServer
@@ -27,8 +27,6 @@ _REMEDY = "try it alone with `headwater serve`, or use rollout.placement=colocat
 _REMEDY_FOREIGN = "look at its log, or remove it from rollout.servers"
 _HEARTBEAT_S = 30.0
 _NUM_BYTES_SHOWN = 200
-SERVER_KEY = "HEADWATER_SERVER_KEY"
-"""The environment variable with the API key of running servers."""
 
 
 @dataclass(frozen=True)
