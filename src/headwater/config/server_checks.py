@@ -194,7 +194,15 @@ def adapters_can_be_published(config: Config, layers: Layers) -> Iterator[Clash]
 
 def weight_encoding_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
     rollout = config.rollout
-    if rollout.weight_encoding != "plain" and not (rollout.is_separate and chosen_transfer(config) == "collective"):
+    if rollout.weight_encoding == "plain":
+        return
+    if backend_traits(config).is_foreign:
+        yield Clash(
+            ("rollout.weight_encoding", "rollout.backend"),
+            f"only `headwater serve` decodes weights, and rollout.backend = {rollout.backend} does not; use native, or "
+            "set it back to 'plain'",
+        )
+    elif not (rollout.is_separate and chosen_transfer(config) == "collective"):
         yield Clash(
             ("rollout.weight_encoding", "rollout.weight_transfer"),
             "only rollout.weight_transfer=collective to servers encodes weights; use it, or set it back to 'plain'",

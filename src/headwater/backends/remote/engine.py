@@ -47,6 +47,8 @@ class RemoteEngine:
     """What the engines of all programs share."""
 
     program: ClassVar[str] = ""
+    api_key: str = ""
+    """Of a server that this engine has started."""
     declared_capabilities: ClassVar[Capabilities] = Capabilities(
         seeded_sampling=False,  # the same seed gives the same tokens only in the same batch
         checksums=False,  # its workers store weights in their own layout

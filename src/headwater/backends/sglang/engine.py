@@ -70,7 +70,7 @@ class SglangEngine(RemoteEngine):
             engine = cls(
                 "the SGLang server", context, model, lambda session: LaunchedServer(session, how, make_link, start)
             )
-            engine._resources = stack.pop_all()
+            engine._resources, engine.api_key = stack.pop_all(), key
         return engine
 
     @classmethod

@@ -73,7 +73,7 @@ class VllmEngine(RemoteEngine):
             engine = cls(
                 "the vLLM server", context, model, lambda session: LaunchedServer(session, how, make_link, start)
             )
-            engine._resources = stack.pop_all()
+            engine._resources, engine.api_key = stack.pop_all(), key
         return engine
 
     @classmethod
