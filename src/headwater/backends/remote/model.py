@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headwater.backends import BackendContext
-from headwater.backends.remote.link import ServerInfo
+from headwater.backends.remote.link import OtherWeights, ServerInfo
 from headwater.core.errors import ConfigError
 from headwater.models.load import end_token_ids, load_model, load_part, local_folder
 from headwater.models.save import save_model
@@ -96,6 +96,13 @@ class ServedWeights:
     def are_on(self, label: str) -> bool:
         """Whether a server that tells this label of its weights has the newest ones, as far as that can be told."""
         return not (self.is_owned and self.label and label) or label == self.label
+
+    def check(self, label: str) -> None:
+        """Raise if tokens come from weights that the server should not have."""
+        if not self.are_on(label):
+            raise OtherWeights(
+                f"it generates with weights labelled {label!r} instead of {self.label!r}, as if it had been restarted"
+            )
 
 
 @contextmanager

@@ -163,10 +163,6 @@ class Session:
             return  # an update interrupted it
         try:
             reason = opened.reading.result()
-        except OtherWeights as error:
-            opened.num_stuck += 1
-            self.lost(link, str(error))
-            return
         except LinkLost as error:
             opened.num_stuck += 1
             await self._suspect(link, error)
@@ -190,7 +186,8 @@ class Session:
         reason: StopReason = "abort"  # older versions send no last chunk for a request that was aborted
         async with aclosing(link.stream(sending)) as chunks:
             async for chunk in chunks:
-                self._check_label(opened, chunk.label)
+                if opened.num_certain is None:  # otherwise it spans an update, and is checked at its end
+                    self.weights.check(chunk.label)
                 opened.extend(chunk)
                 if chunk.stop_reason is not None:
                     spans, reason = chunk.spans, chunk.stop_reason
@@ -212,15 +209,6 @@ class Session:
             return reason
         opened.cut(end)
         return "stop"
-
-    def _check_label(self, opened: OpenRequest, label: str) -> None:
-        """Raise if tokens come from weights that the server should not have."""
-        spans_an_update = opened.num_certain is not None  # checked at its end
-        if not spans_an_update and not self.weights.are_on(label):
-            raise OtherWeights(
-                f"it generates with weights labelled {label!r} instead of {self.weights.label!r}, as if it had been "
-                "restarted"
-            )
 
     # The connection
 
@@ -271,6 +259,9 @@ class Session:
 
     async def _suspect(self, link: Link, why: LinkLost) -> None:
         """A stream broke. If the server still answers, only this stream is sent again."""
+        if isinstance(why, OtherWeights):
+            self.lost(link, str(why))
+            return
         try:
             await link.check_alive()
         except (LinkLost, WaitTimeout, RolloutFailed):
