@@ -11,7 +11,7 @@ try:
     from headwater.backends import BackendContext
     from headwater.backends.vllm.engine import VllmEngine
     from headwater.config.load import load_config
-    from headwater.core.errors import RolloutFailed
+    from headwater.core.errors import ServerLost
     from headwater.core.protocols import WeightUpdate
     from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams
     from headwater.models.device import with_dtype
@@ -68,10 +68,11 @@ def main() -> None:
         for process in engine._server._link._engine.engine_core.resources.engine_manager.processes:
             process.kill()
         try:
-            asyncio.run(asyncio.wait_for(ask(engine), 120))
+            asyncio.run(asyncio.wait_for(ask(engine), 300))
             raise AssertionError("a dead engine answered")
-        except RolloutFailed as error:
+        except ServerLost as error:
             print(error)  # noqa: T201
+        assert not engine.status().is_alive
     finally:
         engine.close()
     print("all is well")  # noqa: T201  read by the test

@@ -16,16 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing, suppress
 
-from headwater.backends.remote.link import (
-    Garbage,
-    Link,
-    LinkLost,
-    OtherWeights,
-    PauseMode,
-    Sending,
-    ServerInfo,
-    Span,
-)
+from headwater.backends.remote.link import Garbage, Link, LinkLost, OtherWeights, PauseMode, Sending, ServerInfo, Span
 from headwater.backends.remote.model import ServedWeights
 from headwater.backends.remote.requests import MAX_STUCK, OpenRequest, ServedModel
 from headwater.core.errors import (
@@ -75,7 +66,8 @@ class Session:
         self._spans = spans
         self._is_one_of_many = is_one_of_many
         self._link: Link | None = None
-        self._lost_by = "it has not started yet"
+        self.why_lost = "it has not started yet"
+        """Why there is no connection, or why the last one ended."""
         self._open: dict[OpenRequest, asyncio.Task[None]] = {}
         self._generating = ExitStack()
         self._is_updating = False
@@ -104,7 +96,7 @@ class Session:
         if self.failure is not None:
             opened.fail(self.failure)
         elif self._is_one_of_many and self._link is None:
-            opened.fail(ServerLost(f"{self.name}: cannot be reached: {self._lost_by}"))
+            opened.fail(ServerLost(f"{self.name}: cannot be reached: {self.why_lost}"))
         else:
             if not self._open:
                 self._generating.enter_context(self._spans.span("generate"))
@@ -244,7 +236,7 @@ class Session:
         """Send nothing more over ``link``."""
         if link is not self._link:
             return
-        self._link, self._lost_by = None, why
+        self._link, self.why_lost = None, why
         self._attached.clear()
         self._detached.set()
         self._settle()
@@ -281,7 +273,7 @@ class Session:
                 num_silent += 1
                 if num_silent == _MAX_SILENT:
                     self.lost(link, f"{num_silent} health checks in a row had no answer: {error}")
-                    raise LinkLost(self._lost_by) from error
+                    raise LinkLost(self.why_lost) from error
             except (LinkLost, RolloutFailed) as error:
                 self.lost(link, str(error))
                 raise LinkLost(str(error)) from error
@@ -292,7 +284,7 @@ class Session:
             if self.failure is not None:
                 raise self.failure
             if self._is_one_of_many:
-                raise ServerLost(f"{self.name}: cannot be reached: {self._lost_by}")
+                raise ServerLost(f"{self.name}: cannot be reached: {self.why_lost}")
             await self._attached.wait()
         return self._link
 

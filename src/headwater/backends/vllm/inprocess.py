@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from headwater.backends.remote.session import Session
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER
 from headwater.backends.vllm.launch import engine_settings
 from headwater.backends.vllm.wire import dialect_of, read_choice, write_request
-from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed
+from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, ServerLost
 from headwater.core.protocols import MemoryTag
 from headwater.models.device import resolve_device
 
@@ -30,12 +31,26 @@ class InProcessServer:
         self._context = context
         self._folder = folder
         self._link: InProcessLink | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._link = InProcessLink.start(self._context, self._folder)
         await self._session.attach(self._link, await self._link.describe())
+        self._watch = asyncio.create_task(self._until_failed(self._link))
+
+    async def _until_failed(self, link: InProcessLink) -> None:
+        with suppress(LinkLost):
+            await self._session.until_lost(link)
+        self._session.fail(
+            ServerLost(
+                f"{self._session.name}: {self._session.why_lost}; vLLM in this process is not started again: resume "
+                "the run, or use rollout.placement=disaggregated, which restarts it"
+            )
+        )
 
     async def end(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         if self._link is not None:
             self._session.lost(self._link, "it was closed")
             await self._link.close()
