@@ -1,7 +1,7 @@
 # make quickstart   set up, then train the quickstart recipe
 # make test         set up, then lint, type check and run the tests (minutes)
 # make test-all     set up, then the long tests, also with other projects' programs as clients
-# WORKERS=4         number of test processes (default 2)
+# WORKERS=4         number of test processes (default 3: on two cores, one of them usually waits for something)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ CLIENTS_STAMP := $(CLIENTS)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 NO_BUBBLEWRAP := $(VENV)/.no-bubblewrap
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: quickstart test fast-tests test-all lint style types setup setup-dev setup-clients setup-vllm bubblewrap install-bubblewrap clean
 
@@ -29,8 +29,9 @@ test: setup-dev style
 fast-tests: setup-dev
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
+# Tests of one xdist_group share a server or another costly fixture, so one process runs them.
 test-all: setup-dev setup-clients setup-vllm
-	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal
+	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist loadgroup
 
 lint: style types
 

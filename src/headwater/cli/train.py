@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwater.cli.process import EXIT_INTERRUPTED
 from headwater.cluster import keep_ray_local, launched_rank, num_launched
@@ -108,6 +109,7 @@ def _start(recipes: list[str], overrides: list[str], attempts: _Attempts) -> int
     from headwater.config.checks import files_exist
     from headwater.config.load import load_config
     from headwater.models.source import check_model
+    from headwater.observe.trackers import Trackers
 
     if not recipes:
         raise HeadwaterError("give a recipe, for example: headwater train quickstart (`headwater recipes` lists more)")
@@ -126,6 +128,7 @@ def _start(recipes: list[str], overrides: list[str], attempts: _Attempts) -> int
     }.items():
         if path:
             check_model(path, key)
+    Trackers.of(config.trainer.trackers, config.trainer.tracker_args)
     return _fit(config, run=None, checkpoint=None, attempts=attempts, given=loaded.given)
 
 
@@ -259,6 +262,8 @@ def _fit(
             summarise(run, display, is_finished=finished)
         except KeyboardInterrupt:
             # A second interrupt, while the run was ending.
+            if training.learner.status().failure:
+                raise  # the site names the rank
             display.say(how_to_resume(run, config.trainer.total_steps))
             return EXIT_INTERRUPTED
     return 0 if finished else EXIT_INTERRUPTED
@@ -297,15 +302,13 @@ def _site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     if num_launched() == 1 and config.learner.context_parallel == 1:
         yield local
         return
-    import signal
-
     from headwater.cluster.torchrun import check_ranks, join
     from headwater.learner.build import build_learner
 
     check_ranks(config, num_launched())
     # torchrun sends SIGTERM to all ranks when one has ended; rank 0 then reports which.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(join()) as group, _failure_of(lambda: group.failure):
+    with closing(join()) as group, _failure_of(lambda: group.failure, is_last=True):
         timeout_s = config.learner.rank_timeout_s
         yield replace(local, make_learner=lambda spec: group.build(build_learner, spec, timeout_s=timeout_s))
 
@@ -335,14 +338,29 @@ def _ray_site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
 
 
 @contextmanager
-def _failure_of(failure: Callable[[], str]) -> Iterator[None]:
-    """An interrupt may mean that a rank has ended; then that is the error."""
+def _failure_of(failure: Callable[[], str], *, is_last: bool = False) -> Iterator[None]:
+    """An interrupt may mean that a rank has ended; then that is the error.
+
+    ``is_last`` says that the process ends with that error. The launcher and the watch of ranks both interrupt this
+    process, so a second signal may arrive while the error is on its way to the user; it is then ignored.
+    """
     try:
         yield
-    except KeyboardInterrupt:
-        if text := failure():
-            raise RankFailed(text) from None
-        raise
+    except (KeyboardInterrupt, RankFailed) as error:
+        handlers = _ignore_interrupts() if is_last else {}
+        text = failure()
+        if not text:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            raise
+        if isinstance(error, RankFailed):
+            raise
+        raise RankFailed(text) from None
+
+
+def _ignore_interrupts() -> dict[signal.Signals, Any]:
+    """The handlers that were replaced."""
+    return {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 def _serve() -> int:

@@ -193,6 +193,34 @@ def eval_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
         yield from unread(given_in("eval", layers), switches, why, layers)
 
 
+def tracker_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    trainer = config.trainer
+    if not trainer.trackers:
+        why = "trainer.trackers is empty; name a tracker"
+        keys = ["trainer.tracker_args", "trainer.num_tracked_samples", "run.project"]
+        yield from unread(keys, ("trainer.trackers",), why, layers)
+    repeated = {name for name in trainer.trackers if trainer.trackers.count(name) > 1}
+    for name in sorted(repeated):
+        yield Clash(("trainer.trackers",), f"names {name} twice; remove one")
+    for name, value in trainer.tracker_args.items():
+        if trainer.trackers and name not in trainer.trackers:
+            reason = f"trainer.trackers does not name {name}; add it there, or remove this"
+            yield Clash((f"trainer.tracker_args.{name}", "trainer.trackers"), reason, value)
+
+
+def profiled_steps_exist(config: Config, layers: Layers) -> Iterator[Clash]:
+    profile, total = config.trainer.profile, config.trainer.total_steps
+    if not profile.steps:
+        why = "trainer.profile.steps is empty; name some steps"
+        yield from unread(given_in("trainer.profile", layers), ("trainer.profile.steps",), why, layers)
+    late = [step for step in profile.steps if step > total]
+    if late and not _was_cut_short("trainer.profile.steps", layers):
+        reason = f"the run has no step {late[0]}: trainer.total_steps = {total}; name steps from 1 to {total}"
+        yield Clash(("trainer.profile.steps", "trainer.total_steps"), reason)
+    if profile.steps and not profile.ranks:
+        yield Clash(("trainer.profile.ranks",), "names no rank, so nothing would be recorded; use [0]")
+
+
 def schedule_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.learner.schedule == "constant":
         why = "learner.schedule = constant never falls; use linear or cosine"
@@ -251,6 +279,8 @@ CHECKS: tuple[Check, ...] = (
     warm_start_settings_are_read,
     eval_settings_are_read,
     schedule_settings_are_read,
+    tracker_settings_are_read,
+    profiled_steps_exist,
     partial_groups_are_kept,
     shortest_reply_fits,
     stop_texts_can_be_found,

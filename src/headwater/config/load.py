@@ -20,7 +20,6 @@ from headwater.config.cluster_checks import CLUSTER_CHECKS
 from headwater.config.convert import Converter
 from headwater.config.keys import sections, settings
 from headwater.config.recipe import RecipeReader, parse_override
-from headwater.config.reward_checks import REWARD_CHECKS
 from headwater.config.schema import Config
 from headwater.config.score_checks import SCORE_CHECKS
 from headwater.config.server_checks import SERVER_CHECKS
@@ -81,7 +80,7 @@ def load_config(
         layers = {key: max(place.layer for place in origins(part)) for key, part in given.items()}
         every_check = (
             *(*checks, *CHECKS, *SERVER_CHECKS, *TOOL_CHECKS),
-            *(*ALGORITHM_CHECKS, *SCORE_CHECKS, *REWARD_CHECKS, *CLUSTER_CHECKS),
+            *(*ALGORITHM_CHECKS, *SCORE_CHECKS, *CLUSTER_CHECKS),
         )
         clashes = [clash for check in every_check for clash in check(config, layers)]
         problems.extend(

@@ -23,6 +23,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class RunConfig:
     name: Annotated[str, PlainName()] = "run"
     """Name of the run directory. If it exists, a number is appended."""
+    project: Annotated[str, NotEmpty()] = "headwater"
+    """Project under which trackers show the run."""
     root: Annotated[str, NotEmpty()] = "runs"
     """Folder that holds the run directories."""
     seed: Annotated[int, AtLeast(0)] = 0
@@ -319,6 +321,17 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    steps: tuple[Annotated[int, AtLeast(1)], ...] = ()
+    """Training steps that torch's profiler records, for example [3, 4]; the first one is 1. Each becomes a Chrome trace
+    in profile/. A recorded step is slower."""
+    ranks: tuple[Annotated[int, AtLeast(0)], ...] = (0,)
+    """Ranks of the learner that are recorded."""
+    memory: bool = False
+    """Also record who allocated the memory in use: on a GPU, profile/*.pickle for pytorch.org/memory_viz."""
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     total_steps: Annotated[int, AtLeast(1)] = 100
     """Training steps of the run."""
@@ -340,6 +353,14 @@ class TrainerConfig:
     """Number of CPU threads that torch uses; 0 leaves the choice to torch."""
     trace: bool = False
     """Write trace.json, a timeline of generation and training; open it in Perfetto (ui.perfetto.dev)."""
+    trackers: tuple[Annotated[str, Extension("headwater.observe.trackers")], ...] = ()
+    """Where metrics go in addition to metrics.jsonl and the progress display; any number of them. One that fails never
+    stops the run."""
+    tracker_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the trackers in trainer.trackers by their name, for example {wandb: {mode: offline}}."""
+    num_tracked_samples: Annotated[int, AtLeast(0, "use 0 for none")] = 10
+    """Held-out prompts with a response that trackers get as a table after each evaluation; 0 means none."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.parcels import Parcel, SendOrder, SendReport
-from headwater.core.protocols import Bucket, LearnerStatus, Role
+from headwater.core.protocols import Bucket, LearnerStatus, ProfileOrder, Role
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
-from headwater.learner.engine import ForwardEngine, TrainEngine
+from headwater.learner.engine import FLOPS, GAP, ForwardEngine, TrainEngine
 from headwater.learner.export import (
     merged_weights,
     own_pieces,
@@ -38,6 +39,7 @@ from headwater.models.save import WeightsToSave, save_model
 from headwater.weights.memory import in_buckets
 
 if TYPE_CHECKING:
+    from headwater.learner.profiler import Profiler
     from headwater.weights.pieces import PieceSender
 
 CONVERSATION = "conversation"
@@ -64,6 +66,7 @@ class LocalLearner:
     connected: SendOrder | None = None
     _supervised: TrainEngine | None = None
     _sender: PieceSender | None = None
+    _profiler: Profiler | None = None
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
         columns: dict[str, Tensor] = {}
@@ -107,9 +110,9 @@ class LocalLearner:
     def update(self, batch: DataProto) -> dict[str, float]:
         stats: dict[str, float] = {}
         if self.critic is not None:
-            stats |= {f"critic/{name}": value for name, value in self.critic.update(batch).items()}
+            stats |= _timed("critic", self.critic, batch)
         if self.critic is None or batch.meta_info["version"] >= self.config.critic.num_warmup_steps:
-            stats |= {f"actor/{name}": value for name, value in self.actor.update(batch).items()}
+            stats |= _timed("actor", self.actor, batch)
         return stats
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
@@ -190,6 +193,16 @@ class LocalLearner:
         if self.critic is not None:
             self.critic.engine.load(folder / "critic")
 
+    def profile(self, order: ProfileOrder | None) -> None:
+        engine = self.actor.engine
+        if order is not None and engine.ranks.index in order.ranks:
+            from headwater.learner.profiler import Profiler  # few runs need it
+
+            self._profiler = Profiler(order, engine.ranks.index, engine.device)
+        elif order is None and self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            profiler.finish()
+
     def offload(self) -> None:
         for engine in self._engines():
             engine.offload()
@@ -245,6 +258,21 @@ class LocalLearner:
             finally:
                 for _ in tensors:  # the other ranks take part in gathering every tensor, even if writing failed
                     pass
+
+
+def _timed(name: str, model: Actor | Critic, batch: DataProto) -> dict[str, float]:
+    """The statistics of an update, its time, and how much of the device it used."""
+    began = time.perf_counter()
+    stats = model.update(batch)
+    seconds, flops, engine = time.perf_counter() - began, stats.pop(FLOPS, 0.0), model.engine
+    compared = {key: stats.pop(key) for key in [key for key in stats if key.startswith(GAP)]}
+    rated = {f"time/{name}_s": seconds}
+    if flops:
+        rate = flops / seconds / engine.ranks.count
+        rated[f"throughput/{name}_tflops_per_s"] = rate / 1e12
+        if engine.peak_flops:
+            rated[f"mfu/{name}"] = rate / engine.peak_flops
+    return {**{f"{name}/{key}": value for key, value in stats.items()}, **rated, **compared}
 
 
 def _negative_log_likelihood(outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:

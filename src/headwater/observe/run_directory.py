@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from headwater.core.disk import disk_full
 from headwater.core.errors import RunError
@@ -25,7 +25,7 @@ _KINDS = ("train", "eval", "warm_start", "step", "resume")
 
 @dataclass(frozen=True)
 class MetricsRecord:
-    """One line of ``metrics.jsonl``, and what a tracker receives."""
+    """One line of ``metrics.jsonl``."""
 
     kind: Literal["train", "eval", "warm_start", "resume"]
     """``resume`` means that records after ``step`` are no longer valid."""
@@ -38,13 +38,6 @@ class MetricsRecord:
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "step": self.step, "time": self.time, **self.values}
-
-
-class Tracker(Protocol):
-    """Receives every metrics record of a run, in addition to ``metrics.jsonl``."""
-
-    def log(self, record: MetricsRecord) -> None: ...
-    def close(self) -> None: ...
 
 
 class RunDirectory:

@@ -153,6 +153,8 @@ class GroupTimes:
     """Per request, how long it waited for a place in the engine."""
     generate_s: tuple[float, ...]
     """Per request, the time from its place in the engine to its last token."""
+    episodes: tuple[Mapping[str, float], ...] = ()
+    """Per episode, the seconds that it took (``total``) and spent on each kind of work (``EpisodeState.seconds``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +193,28 @@ class RolloutBatch:
         return torch.tensor([group.baseline for group in self.groups for _ in group.trajectories])
 
 
+def num_replies(trajectory: Trajectory) -> int:
+    """Messages of the model among the tokens."""
+    is_sampled = trajectory.arrays.versions != NOT_SAMPLED
+    return int(np.count_nonzero(is_sampled[1:] & ~is_sampled[:-1]))
+
+
+def num_turns(trajectory: Trajectory) -> int:
+    """What the workflow counted, which may include other pieces of the episode, or else ``num_replies``."""
+    noted = trajectory.info.get("num_turns")
+    return noted if isinstance(noted, int) else num_replies(trajectory)
+
+
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over trajectories of what their workflow noted in ``info`` about turns and tools; see docs/agents.md."""
+    """The model's turns, and means over trajectories of what their workflow noted in ``info`` about turns and tools
+    (docs/agents.md)."""
     infos = [each.info for each in trajectories]
-    metrics: dict[str, float] = {}
-    if turns := [info["num_turns"] for info in infos if isinstance(info.get("num_turns"), int)]:
-        metrics["episode/turns"] = statistics.fmean(turns)
+    turns = [num_turns(each) for each in trajectories]
+    metrics: dict[str, float] = {
+        "episode/turns": statistics.fmean(turns),
+        "episode/turns_min": min(turns),
+        "episode/turns_max": max(turns),
+    }
     if ends := Counter(info["ended_by"] for info in infos if isinstance(info.get("ended_by"), str)):
         metrics |= {f"episode/ended_by/{reason}": count / ends.total() for reason, count in sorted(ends.items())}
     noted = [info for info in infos if info.keys() >= _TOOL_NOTES]

@@ -11,13 +11,20 @@ from torch import Tensor
 
 from headwater.algorithms.advantages import AdvantageInputs, Advantages
 from headwater.algorithms.corrections import CorrectionFunction, CorrectionInputs, apply_corrections
-from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, staleness_histogram
+from headwater.algorithms.diagnostics import (
+    explained_variance,
+    gap_metrics,
+    gap_sums,
+    offpolicy_metrics,
+    ratio_percentiles,
+    staleness_histogram,
+    token_statistics,
+)
 from headwater.algorithms.groups import piece_weights
 from headwater.algorithms.kl import KLController, PenalizedRewards, penalize_rewards
 from headwater.algorithms.masked import keep, masked_mean
-from headwater.algorithms.normalize import normalize, normalize_rewards
+from headwater.algorithms.normalize import normalize, normalize_rewards, overlong_penalty, scale_scores
 from headwater.algorithms.proximal import approximation_metrics
-from headwater.algorithms.reward_shaping import overlong_penalty, scale_scores
 from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
@@ -105,6 +112,7 @@ class ExperienceMaker:
         settings, weights = self.config.algorithm.normalize_advantages, piece_weights(episodes, mask)
         advantages = normalized(estimated.advantages, settings, groups, mask, weights, episodes)
         columns |= {"rewards": rewards, "advantages": advantages, "returns": estimated.returns}
+        metrics |= _value_metrics(columns, mask)
         # Corrections may have removed whole pieces, so the weights in the loss can differ from those above.
         weights = piece_weights(episodes, corrected.get("response_mask", mask))
         if weights is not None:
@@ -155,7 +163,11 @@ class ExperienceMaker:
         if "logprobs" not in computed:
             return {"old_logprobs": rollout}
         old = computed["logprobs"]
-        gap = {**offpolicy_metrics(old, rollout, mask), **ratio_percentiles(old - rollout, mask)}
+        gap = {
+            **gap_metrics(*gap_sums(old, rollout, mask)),
+            **offpolicy_metrics(old, rollout, mask),
+            **ratio_percentiles(old - rollout, mask),
+        }
         metrics |= {f"rollout_gap/{name}": value for name, value in gap.items()}
         metrics["rollout_logprob_gap"] = float(masked_mean((old - rollout).abs(), mask))
         if method == "metrics":
@@ -250,6 +262,19 @@ def normalized(
     if not settings.is_on:
         return values
     return normalize(values, mask=mask, groups=groups, episodes=episodes, weights=weights, **asdict(settings))
+
+
+def _value_metrics(columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, float]:
+    """Of advantages, returns and values of trained tokens, and of the rewards of responses as they are trained on."""
+    named = {"advantage": "advantages", "return": "returns", "value": "values"}
+    known = {name: columns[column] for name, column in named.items() if column in columns}
+    measured = {name: token_statistics(values, mask) for name, values in known.items()}
+    scores = columns["rewards"].sum(dim=1)
+    measured["shaped_reward"] = token_statistics(scores, torch.ones_like(scores))
+    metrics = {f"{name}/{statistic}": value for name, each in measured.items() for statistic, value in each.items()}
+    if "values" in columns:
+        metrics["value/explained_variance"] = explained_variance(columns["values"], columns["returns"], mask)
+    return metrics
 
 
 def _unfinished(batch: RolloutBatch) -> Tensor:

@@ -60,6 +60,15 @@ def build_training(
     # With the log-probs of the rollout the learner computes corrections itself, in every update.
     corrections = {} if algorithm.old_logprobs == "rollout" else configured_corrections(algorithm)
     learner = (make_learner or build_learner)(spec)
+    profile, num_ranks = config.trainer.profile, learner.status().num_ranks
+    if profile.steps and max(profile.ranks) >= num_ranks:
+        learner.close()
+        raise ConfigError(
+            [
+                f"trainer.profile.ranks = {list(profile.ranks)}: the learner has {num_ranks} ranks, and the first one "
+                f"is 0; use 0 to {num_ranks - 1}"
+            ]
+        )
     experience = ExperienceMaker(
         config, advantage, corrections, _kl_controller(algorithm), learner, tokenizer.pad_token_id
     )

@@ -11,10 +11,12 @@ from typing import Any
 
 from headwater.config.schema import Config
 from headwater.core.errors import DiskFull, HeadwaterError, RankFailed
+from headwater.core.protocols import ProfileOrder
 from headwater.observe.manifest import seal
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
+from headwater.observe.trackers import Trackers
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.source import PromptStream
 from headwater.trainer.checkpoint import ADAPTERS, Checkpoints, TrainerState, check_weights, read_state
@@ -22,6 +24,7 @@ from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
 from headwater.trainer.interrupts import Interrupts
 from headwater.trainer.learner_setup import TrainingParts
+from headwater.trainer.metrics import EngineWatch, RunFacts
 from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import RolloutParts, num_left_out
 from headwater.trainer.warm_start import warm_start
@@ -66,6 +69,8 @@ class Trainer:
         self._interrupts = Interrupts(
             lambda doing: display.say(f"Stopping after {doing}. Ctrl-C again stops immediately.")
         )
+        self._engine_watch = EngineWatch(rollout.engine.status, is_local=not config.rollout.is_separate)
+        self._trackers = Trackers.of(config.trainer.trackers, config.trainer.tracker_args, display)
         self._recorder = Recorder(
             run,
             display,
@@ -73,7 +78,11 @@ class Trainer:
             rollout.trace,
             save_rollouts_every_steps=config.trainer.save_rollouts_every_steps,
             num_left_out=num_left_out(training.train_data),
+            facts=RunFacts.of(config, self._learner.status().num_ranks),
+            trackers=self._trackers if config.trainer.trackers else None,
+            num_tracked_samples=config.trainer.num_tracked_samples,
             reward_counts=rollout.reward_counts,
+            engine_metrics=self._engine_watch.take,
         )
         adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
         self._send = partial(publish, self._learner, rollout.engine, adapters=adapters)
@@ -141,7 +150,13 @@ class Trainer:
 
     def fit(self) -> bool:
         """Train to ``trainer.total_steps`` and return whether that was reached. Ctrl-C stops it with a checkpoint."""
-        with StatusFile(self._run.status_file, self.status) as status, self._interrupts.installed():
+        with (
+            StatusFile(self._run.status_file, self.status) as status,
+            self._interrupts.installed(),
+            self._engine_watch,
+        ):
+            run, folder = self._config.run, self._run.path / "trackers"
+            self._trackers.start(asdict(self._config), self._run.path.name, project=run.project, folder=folder)
             try:
                 self._prepare()
                 self._train()
@@ -198,6 +213,7 @@ class Trainer:
     def _take(self) -> RolloutBatch:
         """Groups for one step, none of them too old. Later groups continue to be generated if allowed."""
         self._recorder.begin_step()
+        self._profile(self._state.step + 1, is_start=True)
         with self._generating(), self._recorder.stage("wait", batch=self._state.step + 1):
             return self._rollouts.prepare_batch(self._stream)
 
@@ -259,6 +275,15 @@ class Trainer:
 
     def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:
         self._recorder.step(self._state.step, batch, update, self._books)
+        self._profile(self._state.step, is_start=False)
+
+    def _profile(self, step: int, *, is_start: bool) -> None:
+        """Have the steps of ``trainer.profile`` recorded, from the first rollout to the metrics."""
+        chosen = self._config.trainer.profile
+        if step in chosen.steps:
+            folder = self._run.path.absolute() / "profile"
+            order = ProfileOrder(folder, f"step_{step:06d}", chosen.ranks, chosen.memory)
+            self._learner.profile(order if is_start else None)
 
     def _evaluate(self) -> None:
         if self._parts.eval_data is None:

@@ -28,9 +28,8 @@ from headwater.rewards.managers import REWARD_MANAGERS
 from headwater.rewards.pool import CallPool
 from headwater.rewards.scoring import Scoring
 from headwater.rollout.executor import WorkflowExecutor
-from headwater.rollout.filters import GroupFilter, load_should_accept, scores_differ
 from headwater.rollout.group import TrajectoryLimits
-from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.group_runner import GroupFilter, GroupRunner, load_should_accept, scores_differ
 from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission

@@ -22,6 +22,7 @@ from headwater.core.randomness import derive_key
 from headwater.core.records import Score, Trajectory, reward_number
 from headwater.core.registry import similar_path
 from headwater.core.waits import named_wait
+from headwater.serving.openai.responses import completion_id
 from headwater.workflows import WORKFLOWS, Episode, WorkflowContext
 from headwater.workflows.agents.processes import AgentProcesses
 from headwater.workflows.agents.runner import AgentEnd, AgentRunner, AgentSettings, Invitation
@@ -59,6 +60,7 @@ class EndpointWorkflow:
         max_turns: Annotated[int, AtLeast(1)] = 64,
         max_concurrent: Annotated[int, AtLeast(0, "use 0 for no limit")] = 0,
         client_sampling: Literal["ignore", "refuse"] = "ignore",
+        client_grammar: Literal["follow", "refuse"] = "follow",
         parser: str = "auto",
         host: str = "127.0.0.1",
         port: Annotated[int, Within(0, 65535)] = 0,
@@ -76,7 +78,7 @@ class EndpointWorkflow:
         self._train_on = train_on
         self._address = host, port, public_url
         self._parser_name = parser
-        self._rules = SessionRules(max_turns, client_sampling, lambda: self._parser, set())
+        self._rules = SessionRules(max_turns, client_sampling, client_grammar, lambda: self._parser, set())
         self._slots = asyncio.Semaphore(max_concurrent) if max_concurrent else None
 
     async def run(self, episode: Episode) -> list[Trajectory]:
@@ -93,7 +95,14 @@ class EndpointWorkflow:
             "ended_by": session.limit or "agent",
         }
         self._check_end(episode, session, end)
-        return await self._trajectories(episode, session, end, info)
+        made = await self._trajectories(episode, session, end, info)
+        trained = [each for each in made if any(each.loss_mask)]
+        if made and not trained:
+            raise AgentFailed(
+                f"the agent of row {episode.prompt.uid}: all its replies had to match a response_format or a required "
+                "tool call, and such replies are not trained; let it ask for plain replies, too"
+            )
+        return trained
 
     @cached_property
     def _parser(self) -> ToolCallParser:
@@ -197,6 +206,7 @@ def _read_reward(value: Any, session: Session, where: str) -> Score | dict[str, 
         rest = {name: each for name, each in value.items() if name != key}
         return Score(reward_number(value[key], where), rest)
     ids = session.transcript.completion_ids()
+    value = {completion_id(str(name)): each for name, each in value.items()}
     if value and all(name in ids for name in value):
         return {name: reward_number(each, where) for name, each in value.items()}
     raise TypeError(

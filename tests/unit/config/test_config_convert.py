@@ -170,6 +170,7 @@ def test_free_form_values_are_copies_that_pickle():
 
 UNKNOWN_KEYS = [
     ("trainer.total_step=3", "trainer.total_step (command line): no such key; did you mean trainer.total_steps?"),
+    ("data.reward_fn_key=x", "data.reward_fn_key (command line): no such key; did you mean data.data_source_key?"),
     ("rollout.weight_decay=3", "rollout.weight_decay (command line): no such key; did you mean learner.weight_"),
     ("rollout.learning_rate=3", "rollout.learning_rate (command line): no such key; did you mean "),
     ("weight_decay=3", "weight_decay (command line): no such key; did you mean learner.weight_decay?"),

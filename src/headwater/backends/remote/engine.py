@@ -31,13 +31,14 @@ from headwater.core.protocols import (
     EngineStatus,
     MemoryTag,
     UpdateMode,
+    WeightFile,
     WeightUpdate,
     check_features,
 )
 from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S
 from headwater.models.device import DTYPES
-from headwater.weights.file import FileWeights
+from headwater.weights.file import written_file
 from headwater.weights.memory import Receiver
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ class RemoteEngine:
         self._model = model
         self._name = name
         self._numbers = itertools.count()
-        self._newest: FileWeights | None = None
+        self._newest: WeightFile | None = None
         """Kept until the next version, because a process that replaces this one reads it."""
         self._resources = ExitStack()
         self._thread = EngineThread(f"headwater-{self.program.lower()}-engine")
@@ -102,6 +103,7 @@ class RemoteEngine:
         modes: tuple[UpdateMode, ...] = ("interrupt", "drain")
         return replace(
             self.declared_capabilities,
+            file_weights=True,
             dtype=self._info.dtype,
             memory_tags=ALL_TAGS if self._info.can_sleep else (),
             update_modes=(*modes, "in_flight") if self._info.labels_tokens else modes,
@@ -260,10 +262,9 @@ class RemoteEngine:
 
     def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
         """Write the weights to a file, which the server loads."""
-        written = FileWeights(update.shapes, DTYPES[self._info.dtype], self._config.rollout.weight_folder)  # type: ignore[index]
+        written = written_file(update, DTYPES[self._info.dtype], self._config.rollout.weight_folder)  # type: ignore[index]
         folder, keeps = str(written.path.parent), mode == "in_flight"
         try:
-            written.write(update.buckets)
             self._update(
                 update.version,
                 mode,
@@ -283,7 +284,7 @@ class RemoteEngine:
         work = self._session.update(version, load, mode, limit_s=limit_s, folder=folder)
         self._do(work, f"{self._name} takes the weights of version {version}", limit_s=limit_s)
 
-    def _keep(self, written: FileWeights) -> None:
+    def _keep(self, written: WeightFile) -> None:
         """Until the next version: a server that restarts loads the newest file."""
         if self._newest is not None:
             self._newest.discard()

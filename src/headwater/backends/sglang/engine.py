@@ -25,7 +25,7 @@ from headwater.backends.sglang.http import SglangLink
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import UpdateMode, WeightUpdate
+from headwater.core.protocols import Capabilities, UpdateMode, WeightUpdate
 from headwater.core.records import SamplingParams
 from headwater.models.device import DTYPES
 
@@ -115,6 +115,10 @@ class SglangEngine(RemoteEngine):
         info = super()._info
         dtype = info.dtype if info.dtype in DTYPES else self._config.model.dtype
         return replace(info, dtype=dtype, max_model_tokens=info.max_model_tokens or self._model.max_tokens)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, file_weights=chosen_transfer(self._config) != "collective")
 
     def _check_run(self, context: BackendContext) -> None:
         rollout = context.config.rollout

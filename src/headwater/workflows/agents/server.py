@@ -28,7 +28,7 @@ from headwater.serving.generation import reply, send_events
 from headwater.serving.listen import BACKLOG, bind, make_runner
 from headwater.serving.options import DEFAULT_MAX_BODY_MIB, ServerOptions
 from headwater.serving.reading import BodyReader
-from headwater.workflows.agents.calls import read_call
+from headwater.workflows.agents.api import CHAT, RESPONSES, answer_call, event_bytes
 from headwater.workflows.agents.session import Session, SessionRules, episode_ended
 from headwater.workflows.episode import Episode
 
@@ -40,7 +40,8 @@ _NUM_ENDED = 65_536
 """How many ended episodes are remembered, so that a late call is told that it is late."""
 _SLOW_BYTES = 2**16
 """A longer body takes milliseconds to parse, so it is parsed in a thread."""
-_OTHER_APIS = ("completions", "responses", "embeddings", "messages")
+_OTHER_APIS = ("completions", "embeddings", "messages")
+"""They are refused with a hint."""
 
 
 class EndpointServer:
@@ -110,14 +111,13 @@ class EndpointServer:
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
-            web.post("/episodes/{id}/v1/chat/completions", self._chat),
             web.get("/episodes/{id}/v1/models", self._models),
             web.get("/episodes/{id}/v1/models/{model:.+}", self._model),
         ]
         for version in ("", "/v1"):
             routes.append(web.post(f"/episodes/{{id}}{version}/reward", self._reward))
             routes.append(web.post(f"/episodes/{{id}}{version}/finish", self._finish))
-        routes += [web.post(f"/episodes/{{id}}/v1/{name}", self._other_api) for name in _OTHER_APIS]
+        routes += [web.post(f"/episodes/{{id}}/v1/{name}", self._call) for name in (CHAT, RESPONSES, *_OTHER_APIS)]
         return routes
 
     def _find(self, request: web.Request) -> Session:
@@ -149,13 +149,14 @@ class EndpointServer:
             return await self._bodies.in_thread(lambda: read_object(body))
         return read_object(body)
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _call(self, request: web.Request) -> web.StreamResponse:
         session = self._find(request)
-        with session.counting():
-            call = read_call(await self._read(request), session.sampling)
-            answer = await session.answer(call)
-        if call.shape.stream:
-            return await send_events(request, answer.events())
+        with session.counting(is_answer=False):
+            body = await self._read(request)
+        answer = await answer_call(session, request.path.rpartition("/v1/")[2], body)
+        if answer.events is not None:
+            return await send_events(request, answer.events, event_bytes)
+        assert answer.body is not None
         return reply(answer.body)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -179,15 +180,6 @@ class EndpointServer:
             session.given = _given(body)
         session.is_finished.set()
         return reply({"finished": True})
-
-    async def _other_api(self, request: web.Request) -> web.Response:
-        self._find(request)
-        raise ApiError(
-            f"{cut(request.path.rpartition('/')[2])}: episodes offer only /v1/chat/completions; configure the client "
-            "for chat completions",
-            status=404,
-            code="unknown_path",
-        )
 
 
 _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[EndpointServer]] = WeakKeyDictionary()
