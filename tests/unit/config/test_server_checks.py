@@ -31,6 +31,7 @@ CLASHES = [
     ([SGLANG, FAR], "rollout.weight_transfer = 'auto'", ["http://10.9.8.7:8000", "rollout.weight_folder"]),
     ([SGLANG, NEAR, "rollout.weight_transfer=shared_memory"], "rollout.weight_transfer", ["through file"]),
     ([NATIVE, FAR, "rollout.weight_transfer=shared_memory"], "rollout.weight_transfer", ["no memory in common"]),
+    ([OWN, "rollout.weight_transfer=cuda_ipc", "model.device=cpu"], "rollout.weight_transfer", ["no memory on a GPU"]),
     ([NATIVE, FAR, "rollout.weight_transfer=file"], "rollout.weight_transfer", ["cannot read a temporary file"]),
 ]
 
@@ -39,6 +40,7 @@ FITTING = [
     [NATIVE, NEAR, "engine.deterministic=true", "engine.update_mode=interrupt"],
     [NATIVE, FAR, "rollout.weight_folder=/nfs/weights"],
     [NATIVE, FAR],
+    [OWN, "rollout.weight_transfer=cuda_ipc", "model.device=cuda"],
     [SGLANG, FAR, "rollout.weight_folder=/nfs/weights"],
     [NATIVE, OWN, "rollout.launch.num_servers=3", "rollout.launch.devices=[cpu, cpu, cpu]"],
     [OWN, "rollout.launch.num_servers=2", "rollout.launch.args=[--tool-parser, hermes]"],
