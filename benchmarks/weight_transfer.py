@@ -42,6 +42,7 @@ from headwater.backends.native.engine import NativeEngine, engine_arguments
 from headwater.backends.native.places import ForeignServer, OwnServer
 from headwater.backends.router.engine import RoutedServer, RouterEngine
 from headwater.config.schema import EngineConfig, WeightTransfer
+from headwater.core.errors import HeadwaterError
 from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket, InferenceEngine
 from headwater.core.records import ModelRequest, SamplingParams
@@ -229,9 +230,15 @@ def measure_shape(shape: str, device: torch.device, options: argparse.Namespace)
     learner = OneRank(shape, device)
     size = sum(torch.Size(each).numel() for each in learner.shapes().values()) * dtype.itemsize
     rows: dict[str, dict[str, float]] = {}
+    failed: dict[str, str] = {}
 
     def add(transport: str, engine: InferenceEngine) -> None:
-        row = rows[transport] = measure(learner, engine, options)
+        try:
+            row = rows[transport] = measure(learner, engine, options)
+        except HeadwaterError as error:  # the others are still worth measuring
+            failed[transport] = str(error)
+            print(f"{shape} {name} {transport:<20} failed: {error}", flush=True)
+            return
         row["gb_per_s"] = size / 1e9 / row["seconds"]
         print(
             f"{shape} {name} {transport:<20} {row['gb_per_s']:6.2f} GB/s  {row['seconds'] * 1e3:9.1f} ms  "
@@ -256,7 +263,7 @@ def measure_shape(shape: str, device: torch.device, options: argparse.Namespace)
             for count in sorted({1, options.servers}):
                 with servers.connected(transfer, encoding, count) as connected:
                     add(f"{transport} to {count}", connected)
-    return {"dtype": name, "model_bytes": size, "transports": rows}
+    return {"dtype": name, "model_bytes": size, "transports": rows, "failed": failed}
 
 
 def main() -> None:
@@ -264,7 +271,7 @@ def main() -> None:
     known = ["memory", *(each for each in get_args(WeightTransfer) if each != "auto"), "delta"]
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["tiny"], help="shapes of the model")
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--updates", type=int, default=5, help="updates that are timed (default 5)")
+    parser.add_argument("--updates", type=int, default=3, help="updates that are timed (default 3)")
     parser.add_argument("--sequences", type=int, default=8, help="responses that run all the time (default 8)")
     parser.add_argument("--servers", type=int, default=2, help="measured with one server and with so many (default 2)")
     parser.add_argument("--transports", nargs="+", choices=known, help="default: all but delta")
