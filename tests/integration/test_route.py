@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
 import threading
 import time
 import urllib.error
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import forked
 import pytest
 import torch
 from command import headwater, start_headwater
@@ -26,7 +26,7 @@ from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.load import load_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("route")]
 
 MODEL = "tiny:qwen3"
 LIMIT_S = 300.0
@@ -38,7 +38,7 @@ class Process:
     """A ``headwater`` command that listens."""
 
     def __init__(self, *arguments: object) -> None:
-        self._process: subprocess.Popen[str] = start_headwater(*arguments)
+        self._process: forked.Forked = start_headwater(*arguments)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.startswith("serving "):

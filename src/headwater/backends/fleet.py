@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from headwater.backends import BACKENDS, BackendContext, engine_device
+from headwater.backends import BACKENDS, BackendContext, LaunchesServers, LoadsModels, engine_device
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import InferenceEngine
@@ -63,10 +63,9 @@ def devices_of_servers(config: Config) -> list[tuple[str, ...]]:
 
 
 def _launcher(backend: Any, name: str) -> Callable[[BackendContext, Sequence[str]], InferenceEngine]:
-    if hasattr(backend, "launch"):
-        launch: Callable[[BackendContext, Sequence[str]], InferenceEngine] = backend.launch
-        return launch
-    if not hasattr(backend, "load"):
+    if isinstance(backend, LaunchesServers):
+        return backend.launch
+    if not isinstance(backend, LoadsModels):
         raise ConfigError(
             [
                 f"rollout.placement = disaggregated: rollout.backend = {name} cannot be served, because it has no "

@@ -17,8 +17,8 @@ import ray
 from ray.exceptions import RayError
 
 from headwater.cluster.ray_actor import death_of, redirect_output
-from headwater.rewards.functions import Failure
-from headwater.rewards.pool import RemoteFunction, Scorable, WorkerPool
+from headwater.rewards.functions import Failure, RemoteFunction, Scorable
+from headwater.rewards.pool import WorkerPool
 from headwater.rewards.worker_process import Reply
 
 _START_LIMIT_S = 300.0
