@@ -14,8 +14,10 @@ WeightEncoding = Literal["plain", "delta"]
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    num_servers: Annotated[int, AtLeast(1)] = 1
-    """Servers that the run starts itself; requests are distributed over them."""
+    num_servers: Annotated[int, AtLeast(0, "use 0 for the default")] = 0
+    """Servers that the run starts itself; requests are distributed over them. 0 means one with
+    rollout.placement=disaggregated, and with cluster=ray and rollout.placement=colocated one per learner rank, on its
+    GPU."""
     devices: tuple[Annotated[str, NotEmpty("use cpu or cuda:N")], ...] = ()
     """Device of each server, for example [cuda:2, cuda:3]; with tensor_parallel, the devices of the first server, then
     those of the second. Empty uses rollout.device for all."""
@@ -25,6 +27,11 @@ class LaunchConfig:
     """Python interpreter of the environment in which vLLM or SGLang is installed; empty means that of this process."""
     args: tuple[str, ...] = ()
     """Further command-line arguments of every server, for example [--max-model-len, "4096"]."""
+
+    @property
+    def count(self) -> int:
+        """Servers that are not beside learner ranks."""
+        return self.num_servers or 1
 
 
 @dataclass(frozen=True)
