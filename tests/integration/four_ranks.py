@@ -86,8 +86,11 @@ def spec_of(model: Path) -> LearnerSpec:
 def receive(order: SendOrder, parcels: list[Parcel]) -> None:
     """An engine that takes weights from all ranks and forgets them, in a process whose memory does not count."""
     member = GroupMember.join(order, 1, NUM_RANKS)
-    for _ in PieceReceiver(member, parcels, order).update(1).buckets:
-        pass
+    try:
+        for _ in PieceReceiver(member, parcels, order).update(1).buckets:
+            pass
+    finally:
+        member.close()
 
 
 def broadcast(learner: Learner, group: str, watched) -> None:
