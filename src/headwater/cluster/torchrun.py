@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,7 +39,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from headwater.cluster.group import LearnerGroup
-from headwater.cluster.turns import Turns
+from headwater.cluster.turns import Activity, Turns
 from headwater.cluster.watch import Watch, error_text
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, HeadwaterError, OtherRankFailed, RankFailed, WaitTimeout
@@ -162,6 +163,9 @@ class TorchrunGroup:
     @property
     def failure(self) -> str:
         return self._failure or self._watch.gone()
+
+    def activity(self) -> Activity:
+        return replace(self._turns.activity(), ended=self._watch.ended())
 
     def build(
         self, builder: Callable[[LearnerSpec], LocalLearner], spec: LearnerSpec, *, timeout_s: float
