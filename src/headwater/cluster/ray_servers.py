@@ -24,7 +24,7 @@ import ray
 from ray.exceptions import RayError
 
 from headwater.backends.launch.child import ChildServer, Command
-from headwater.cluster.ray_actor import ActorPlace, SentError, death_of, redirect_output
+from headwater.cluster.ray_actor import ActorPlace, AsyncActor, SentError, death_of
 from headwater.core.errors import HeadwaterError, RolloutFailed
 from headwater.core.waits import ENGINE_START_LIMIT_S, named_wait
 
@@ -35,21 +35,15 @@ _DEATH_LIMIT_S = 15.0
 """How long Ray may take to tell how an actor that was killed has ended."""
 
 
-class RolloutServer:
-    """The actor. Its methods are coroutines, so it answers while the server runs."""
+class RolloutServer(AsyncActor):
+    """The actor. It answers while the server runs."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        super().__init__(name)
         self._child: ChildServer | None = None
-
-    def __repr__(self) -> str:
-        return self._name
 
     async def place(self) -> ActorPlace:
         return ActorPlace.here()
-
-    async def log_to(self, folder: Path, token: str) -> str:
-        return redirect_output(folder, token, self._name)
 
     async def start(self, command: Command, python: str) -> str | SentError:
         """Start the server and return its URL. ``python`` is the interpreter of the process that asks."""
