@@ -116,8 +116,12 @@ def check_ledger(run: Path) -> None:
     assert [each["step"] for each in steps] == list(range(1, NUM_STEPS + 1))
     ids = [each["id"] for step in steps for each in step["trained"]]
     assert len(ids) == len(set(ids)) == 4 * NUM_STEPS
+    assert is_balanced(run)
+
+
+def is_balanced(run: Path) -> bool:
     counts = json.loads((run / "status.json").read_text())["ledger"]
-    assert counts["dispatched"] == sum(counts[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+    return counts["dispatched"] == sum(counts[name] for name in ("trained", "dropped", "buffered", "in_flight"))
 
 
 @pytest.mark.slow
@@ -138,6 +142,9 @@ def test_runs_on_two_ranks_that_are_killed_end_bitwise_equal(tmp_path):
                 assert place or codes == [0, 0], ranks.log.read_text()[-3000:]
                 assert all(code in (0, 2, -signal.SIGKILL) for code in codes), ranks.log.read_text()[-3000:]
                 killed += [victim] if codes != [0, 0] else []
+                if codes == [2, -signal.SIGKILL]:
+                    assert "rank 1: its process has ended" in ranks.log.read_text()
+                    assert is_balanced(run), "what was dispatched when the rank ended is counted"
             assert killed, "nothing was killed"
             check_ledger(run)
             if kind == "exact":

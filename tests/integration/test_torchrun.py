@@ -204,15 +204,8 @@ LONG = [
 ]
 
 
-KILLED = pytest.param(
-    "killed rank",
-    # torchrun's SIGTERM may arrive before rank 0 has noticed the end of rank 1; torchrun's own report then names it.
-    marks=pytest.mark.xfail(strict=False, reason="rank 0 may report an interrupt instead of the cause"),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [KILLED, "stopped run"])
+@pytest.mark.parametrize("how", ["killed rank", "stopped run"])
 def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
     run, log = RunDirectory(tmp_path / "quickstart"), tmp_path / "log"
     process = started(*LONG, f"run.root={tmp_path}")

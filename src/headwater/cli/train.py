@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -258,6 +259,8 @@ def _fit(
             stack.close()
             summarise(run, display, is_finished=finished)
         except KeyboardInterrupt:
+            if site.failure():
+                raise  # a rank has ended, and ``_failure_of`` says so
             # A second interrupt, while the run was ending.
             display.say(how_to_resume(run, config.trainer.total_steps))
             return EXIT_INTERRUPTED
@@ -278,6 +281,8 @@ class _Site:
     """What of the rollouts runs in a cluster."""
     log_to: Callable[[Path], None] = lambda folder: None
     """Send the output of other processes to files in a folder."""
+    failure: Callable[[], str] = lambda: ""
+    """Why the learner cannot be used any more; empty while it can."""
     is_here: bool = True
     """Whether the learner uses the devices of this machine."""
 
@@ -297,17 +302,19 @@ def _site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     if num_launched() == 1 and config.learner.context_parallel == 1:
         yield local
         return
-    import signal
-
     from headwater.cluster.torchrun import check_ranks, join
     from headwater.learner.build import build_learner
 
     check_ranks(config, num_launched())
     # torchrun sends SIGTERM to all ranks when one has ended; rank 0 then reports which.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(join()) as group, _failure_of(lambda: group.failure):
+    with closing(join()) as group, _failure_of(lambda: group.failure, ignore=(signal.SIGINT, signal.SIGTERM)):
         timeout_s = config.learner.rank_timeout_s
-        yield replace(local, make_learner=lambda spec: group.build(build_learner, spec, timeout_s=timeout_s))
+        yield replace(
+            local,
+            make_learner=lambda spec: group.build(build_learner, spec, timeout_s=timeout_s),
+            failure=lambda: group.failure,
+        )
 
 
 @contextmanager
@@ -330,17 +337,24 @@ def _ray_site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
             cluster.build,
             lambda: RemoteParts(cluster.places(), cluster.reward_pool(), cluster.weight_transfer(), cluster.tools()),
             cluster.log_to,
+            lambda: cluster.failure,
             is_here=False,
         )
 
 
 @contextmanager
-def _failure_of(failure: Callable[[], str]) -> Iterator[None]:
-    """An interrupt may mean that a rank has ended; then that is the error."""
+def _failure_of(failure: Callable[[], str], ignore: Collection[int] = ()) -> Iterator[None]:
+    """An interrupt may mean that a rank has ended; then that is the error.
+
+    After that, the signals ``ignore`` are ignored: more of them may come, and must not replace the error.
+    """
     try:
         yield
-    except KeyboardInterrupt:
-        if text := failure():
+    except (KeyboardInterrupt, RankFailed) as error:
+        text = failure()
+        for number in ignore if text else ():
+            signal.signal(number, signal.SIG_IGN)
+        if text and isinstance(error, KeyboardInterrupt):
             raise RankFailed(text) from None
         raise
 

@@ -325,10 +325,12 @@ class RayRanks:
         while not self._is_closed:
             ended, _ = ray.wait(self._lives, timeout=_LOOK_S)
             if ended and not self._is_closed:
+                is_raised = bool(self._failure)  # by a call, to whoever made it
                 self._failure = self._failure or self._gone()
                 with self._condition:
                     self._condition.notify_all()
-                _thread.interrupt_main(signal.SIGINT)
+                if not is_raised:
+                    _thread.interrupt_main(signal.SIGINT)
                 return
 
     def _gone(self) -> str:

@@ -160,8 +160,10 @@ class RayChild:
 
     async def wait(self) -> str:
         try:
-            # Shielded: the keeper gives up waiting and asks again.
-            end = asyncio.shield(asyncio.wrap_future(self._end.future()))
+            ended = asyncio.wrap_future(self._end.future())
+            # Otherwise asyncio would log the error if nothing waits any more when it comes.
+            ended.add_done_callback(lambda future: future.cancelled() or future.exception())
+            end = asyncio.shield(ended)  # the keeper gives up waiting and asks again
             server, self._last_lines = await (asyncio.wait_for(end, _DEATH_LIMIT_S) if self._is_killed else end)
             how = f"has ended, because its {server}"
         except RayError as error:

@@ -173,9 +173,13 @@ class TorchrunGroup:
         """Build a learner on every rank. ``timeout_s`` limits this call and every later one."""
         self._timeout_s = timeout_s
         # Rank 0 may be anywhere, such as waiting for rollouts, when another rank ends.
-        self._watch.on_gone = lambda: _thread.interrupt_main(signal.SIGINT)
+        self._watch.on_gone = self._interrupt
         self.call(_BUILD, [(builder, spec)] * self.num_ranks)
         return LearnerGroup(spec.config, self)
+
+    def _interrupt(self) -> None:
+        if not self._failure:  # otherwise a call has raised it
+            _thread.interrupt_main(signal.SIGINT)
 
     def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         def together() -> list[Any]:
