@@ -209,7 +209,7 @@ def test_a_run_with_reward_and_tool_actors_survives_the_end_of_a_rank_as_often_a
         "cluster.max_restarts=1", "trainer.checkpoint_every_steps=2", "trainer.total_steps=60",
         "cluster.reward.num_actors=1", f"reward.function={REWARD}",
         "warm_start.num_steps=5", *NO_EVALUATION, *TOOLS, "cluster.tools.num_actors=1",
-        "cluster.tools.cpus_per_actor=0.25", "rollout.max_new_tokens=16",
+        "cluster.tools.cpus_per_actor=0.25", "rollout.max_new_tokens=16", "cluster.learner.cpus_per_rank=0.1",
     ]  # fmt: skip
     with training(tmp_path, *settings) as process:
         until(process, tmp_path, lambda: num_steps(run) >= 3)
