@@ -130,7 +130,7 @@ class Bench:
 
     async def endpoint(self, client: str, num_episodes: int, concurrent: int) -> dict[str, float]:
         server = await EndpointServer.here("127.0.0.1", 0)
-        rules = SessionRules(TURNS, "ignore", lambda: None, set())  # type: ignore[arg-type, return-value]
+        rules = SessionRules(TURNS, "ignore", "follow", lambda: None, set())  # type: ignore[arg-type, return-value]
         sessions = [server.session(self.episode(), rules) for _ in range(num_episodes + 1)]
         opened = [await each.__aenter__() for each in sessions]
         given = {

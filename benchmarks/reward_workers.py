@@ -30,6 +30,7 @@ from shapes import build_model, default_device, default_dtype, make_prompts, mak
 from headwater.config.schema import EngineConfig, RewardConfig
 from headwater.core.records import Answer, Prompt
 from headwater.engine.engine import Engine
+from headwater.engine.memory import settle_garbage
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="sequences that are generated concurrently")
     options = parser.parse_args()
     device = default_device()
+    settle_garbage()  # as a run does
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "functions.py"
         file.write_text(FUNCTIONS)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-
+import forked
 import pytest
 import torch
 from integration import context_ranks
@@ -13,7 +12,6 @@ from integration.test_torchrun import (
     assert_same,
     assert_same_weights,
     environment,
-    python,
     without_ranks,
 )
 from integration.two_ranks import CASES, RESUMED, build, resume, spec_of, take_steps
@@ -37,14 +35,8 @@ def compare(folder, num_ranks: int, num_context: int, names: tuple[str, ...]) ->
     alone = {
         name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "alone" / name) for name in names
     }
-    done = subprocess.run(
-        python(context_ranks.__file__, folder, num_ranks, num_context, *names),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=LIMIT_S,
-        check=False,
-    )
+    script = (context_ranks.__file__, folder, num_ranks, num_context, *names)
+    done = forked.run(*script, env=environment(), timeout=LIMIT_S)
     assert (folder / "results.pt").exists(), done.stderr[-3000:]
     together = torch.load(folder / "results.pt", weights_only=False)
     for name in names:

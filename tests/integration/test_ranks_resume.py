@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
+from test_kill import timeless
 
 from headwater.observe.run_directory import RunDirectory
 
@@ -24,7 +25,7 @@ SETTINGS = [
     "trainer.checkpoint_every_steps=1", "rollout.max_new_tokens=4",
 ]  # fmt: skip
 KINDS = {
-    "exact": [*SETTINGS, "engine.deterministic=true"],
+    "exact": [*SETTINGS, "run.deterministic=true", "rollout.max_staleness=1"],
     "timing": [*SETTINGS, "rollout.max_staleness=2"],
 }
 """``timing`` depends on the order in which groups end: there, no prompt may be lost or trained twice."""
@@ -99,15 +100,6 @@ class Ranks:
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait(PROCESS_LIMIT_S)
-
-
-def timeless(run: Path) -> list[dict]:
-    """The valid metrics, without measurements of time and memory."""
-    left_out = ("time", "throughput", "memory", "perf", "engine", "host", "gpu")
-    return [
-        {name: value for name, value in each.items() if not name.startswith(left_out)}
-        for each in RunDirectory(run).read_metrics()
-    ]
 
 
 def check_ledger(run: Path) -> None:

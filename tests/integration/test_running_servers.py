@@ -9,23 +9,25 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from command import CUT_DOWN, after_step, headwater, train_here
+from command import CUT_DOWN, after_step, headwater, metrics, train_here
 from running import Running, free_port
 
 from headwater.backends import BackendContext
 from headwater.backends.fleet import make_fleet
 from headwater.config.load import load_config
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, ServerLost
-from headwater.core.protocols import InferenceEngine, WeightUpdate
+from headwater.core.protocols import Bucket, InferenceEngine, WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
+from headwater.weights.file import FileWeights
 
 MODEL = "tiny:qwen3"
 LIMIT_S = 300.0
@@ -109,14 +111,50 @@ def test_two_running_servers_generate_what_the_embedded_engine_does(servers, tmp
     assert told.code == 0, told.stderr
 
 
-def test_a_run_ahead_over_two_servers_loses_no_group(servers, tmp_path):
-    """The servers still serve the last version of the run before."""
+def test_a_run_ahead_over_two_servers_loses_no_group(servers, tmp_path, monkeypatch):
+    """The servers still serve the last version of the run before. Every version is written once, for both of them."""
+    names, write = [], FileWeights.write
+
+    def write_and_note(self: FileWeights, buckets: Iterable[Bucket]) -> None:
+        names.append(self.path.parent.name)
+        write(self, buckets)
+        names.append(self.path.parent.name)
+
+    monkeypatch.setattr(FileWeights, "write", write_and_note)
     settings = [*SHORT, "rollout.max_staleness=2", "trainer.total_steps=4", "rollout.weight_transfer=file"]
     folder = tmp_path / "weights"
     train_here("quickstart", *settings, *named(*servers), f"run.root={tmp_path}", f"rollout.weight_folder={folder}")
     record = RunDirectory.open(tmp_path / "quickstart").read_ledger()[-1]
     assert record["counts"] == {"dispatched": 16, "trained": 16, "dropped": 0, "buffered": 0, "in_flight": 0}
     assert list(folder.iterdir()) == [], "weights of old versions are removed"
+    assert all(name.endswith(".partial") for name in names[::2]), "a file has its final name when it is complete"
+    assert [name.rpartition("-")[2] for name in names[1::2]] == [f"v{version:06d}" for version in range(5)]
+    assert lags(tmp_path / "quickstart") <= {0, 1, 2}
+
+
+def lags(run: Path) -> set[int]:
+    """How many versions old the trained tokens were."""
+    prefix = "staleness/lag_"
+    names = {
+        name for each in metrics(run, "train") for name, value in each.items() if name.startswith(prefix) and value
+    }
+    return {int(name.removeprefix(prefix)) for name in names}
+
+
+def test_what_two_servers_generated_ahead_is_replayed_to_the_same_bits(servers, tmp_path):
+    """With weights that the learner sends to both servers at once, in the middle of responses."""
+    settings = [*SHORT, "trainer.total_steps=4", "rollout.max_staleness=2", "rollout.max_new_tokens=24",
+                "rollout.max_concurrent_groups=6", "algorithm.policy_loss=decoupled", "engine.deterministic=true",
+                "algorithm.old_logprobs=recompute", "rollout.weight_transfer=collective"]  # fmt: skip
+    train_here("quickstart", *settings, *named(*servers), f"run.root={tmp_path}")
+    run = tmp_path / "quickstart"
+    records = RunDirectory.open(run).read_ledger()
+    parts = [made for record in records for group in record["trained"] for _, _, made in group["requests"]]
+    assert any(len(made) > 1 for made in parts), "no update came in the middle of a response"
+    assert lags(run) <= {0, 1, 2}
+    told = headwater("replay", run)
+    assert told.code == 0, told.stderr
+    assert "The weights of all 4 steps equal the recorded ones, bit for bit" in told.stdout
 
 
 def test_a_server_gets_the_weights_of_the_run_first_and_keeps_them_over_a_broken_connection(servers):
@@ -262,6 +300,7 @@ def test_a_killed_server_loses_nothing_and_is_used_again_when_it_is_back(tmp_pat
             each.kill()
     record = RunDirectory.open(tmp_path / "quickstart").read_ledger()[-1]
     assert record["counts"] == {"dispatched": 48, "trained": 48, "dropped": 0, "buffered": 0, "in_flight": 0}
+    assert lags(tmp_path / "quickstart") <= {0, 1, 2}
     assert "its return is awaited" in caplog.text
     status = json.loads((tmp_path / "quickstart" / "status.json").read_text())
     assert status["engine_restarts"] >= 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from headwater.backends import BACKENDS, BackendContext, engine_device
+from headwater.backends import BACKENDS, BackendContext, LaunchesServers, LoadsModels, engine_device
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import InferenceEngine
@@ -41,14 +41,15 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
     engines = _start_all(list(starts.values()))
     if num_servers == 1:
         return engines[0]
-    from headwater.backends.router.engine import RoutedServer, RouterEngine
+    from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
 
     # A server that the run has started may have another address after a restart, so its name is its place.
     # A running server that was given up may come back, and so may a node of a cluster. One that the run starts on this
     # machine was restarted often enough.
     again = starts if rollout.servers or context.places else {}
     return RouterEngine(
-        [RoutedServer(name, engine, connect=again.get(name)) for name, engine in zip(starts, engines, strict=True)]
+        [RoutedServer(name, engine, connect=again.get(name)) for name, engine in zip(starts, engines, strict=True)],
+        RouterOptions(weight_folder=rollout.weight_folder),
     )
 
 
@@ -62,10 +63,9 @@ def devices_of_servers(config: Config) -> list[tuple[str, ...]]:
 
 
 def _launcher(backend: Any, name: str) -> Callable[[BackendContext, Sequence[str]], InferenceEngine]:
-    if hasattr(backend, "launch"):
-        launch: Callable[[BackendContext, Sequence[str]], InferenceEngine] = backend.launch
-        return launch
-    if not hasattr(backend, "load"):
+    if isinstance(backend, LaunchesServers):
+        return backend.launch
+    if not isinstance(backend, LoadsModels):
         raise ConfigError(
             [
                 f"rollout.placement = disaggregated: rollout.backend = {name} cannot be served, because it has no "

@@ -16,8 +16,8 @@ import ray
 from ray.exceptions import RayError
 
 from headwater.cluster.ray_actor import ActorPool, AsyncActor, death_of
-from headwater.rewards.functions import Failure
-from headwater.rewards.pool import RemoteFunction, Scorable, WorkerPool
+from headwater.rewards.functions import Failure, RemoteFunction, Scorable
+from headwater.rewards.pool import WorkerPool
 from headwater.rewards.worker_process import Reply
 
 

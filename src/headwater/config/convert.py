@@ -18,6 +18,22 @@ class WrongValue(Exception):
     """The rule a value breaks and the remedy; becomes one line of a ConfigError."""
 
 
+NAMES_IN_VERL = {
+    "data.reward_fn_key": "data.data_source_key",
+    "data.train_files": "data.train",
+    "data.val_files": "data.eval",
+    "data.train_batch_size": "trainer.num_prompts_per_step",
+    "data.max_prompt_length": "data.max_prompt_tokens",
+    "data.max_response_length": "rollout.max_new_tokens",
+    "data.apply_chat_template_kwargs": "data.chat_template_args",
+    "rollout.n": "rollout.num_samples_per_prompt",
+    "trainer.total_training_steps": "trainer.total_steps",
+    "reward.reward_fn_key": "data.data_source_key",
+    "reward.reward_manager": "reward.manager",
+}
+"""Keys that people write from habit, and what they are called here."""
+
+
 class Converter:
     """Builds ``schema`` from a tree.
 
@@ -63,7 +79,8 @@ class Converter:
             self.doubtful.update(name for name in settings(self._schema) if name.startswith(f"{meant[0]}."))
             return
         for leaf_key, leaf in below:
-            near = nearest_keys(leaf_key, self._schema)
+            known = NAMES_IN_VERL.get(leaf_key)
+            near = [known] if known else nearest_keys(leaf_key, self._schema)
             self.doubtful.update(near)
             self.problems.append(f"{leaf_key} ({where(leaf)}): no such key; {self._hint(near, inside)}")
 

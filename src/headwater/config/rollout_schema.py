@@ -156,6 +156,9 @@ class RewardConfig:
     """With reward.manager=batch: how long a call waits for more responses."""
     timeout_s: Annotated[float, MoreThan(0)] = 60.0
     """Time limit for one scoring call; exceeding it is a failure, and a worker process is then killed and replaced."""
+    join: Literal["early", "late"] = "early"
+    """When a step waits for its scores: `early` before anything is computed, `late` after log-probs and values were
+    computed, while responses are scored. `late` needs the workflow rlvr and rollout.max_staleness 0."""
     max_retries: Annotated[int, AtLeast(0)] = 0
     """How often a failed scoring call is repeated before it counts as a failure of its episode."""
     max_failed_share: Annotated[float, Within(0, 1, "use 1 to never stop")] = 0.5

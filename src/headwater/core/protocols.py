@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from headwater.core.errors import RequestError
+from headwater.core.errors import RequestError, RolloutFailed
 from headwater.core.records import Delta, ModelRequest, ModelResponse, Prompt, SamplingFeature, Score, StopReason
 
 if TYPE_CHECKING:
@@ -40,6 +41,18 @@ Role = Literal["policy", "critic"]
 """The models that a learner trains."""
 
 
+class WeightFile(Protocol):
+    """A version that was written to a file once, for several engines (``weights.file``)."""
+
+    @property
+    def path(self) -> Path: ...
+    def hold(self) -> WeightFile:
+        """Keep the file until one more ``discard``."""
+        ...
+
+    def discard(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """One policy version on its way to an engine, as a stream of buckets.
@@ -56,7 +69,8 @@ class WeightUpdate:
     """The same weights were published as this version before. Only engines that do not have them need to take them."""
     direct: DirectSend | None = None
     """The learner, if its ranks can send the weights themselves. An engine then need not read ``buckets``."""
-
+    file: WeightFile | None = None
+    """Where the weights are already, for engines that read files (``Capabilities.file_weights``)."""
     adapters_alone: bool = False
     """Only the LoRA adapters, for an engine that has the other weights already (``Capabilities.adapters``)."""
 
@@ -139,6 +153,8 @@ class Capabilities:
     """The number type of the engine's weights, for example ``bfloat16``. Published weights are converted to it."""
     direct_weights: bool = False
     """The engine takes weights straight from the learner's ranks (``WeightUpdate.direct``)."""
+    file_weights: bool = False
+    """The engine reads weights from a file (``WeightUpdate.file``)."""
     features: tuple[SamplingFeature, ...] = ()
     """The settings of ``SamplingParams`` beyond the usual ones that requests may use (``SamplingParams.features``)."""
 
@@ -274,6 +290,35 @@ async def whole_response(engine: EpisodeEngine, request: ModelRequest) -> AsyncG
     yield Delta.of(await engine.agenerate(request))
 
 
+delta_listener: ContextVar[Callable[[Delta], None] | None] = ContextVar("headwater_delta_listener", default=None)
+"""Receives the tokens of an episode's next reply as they are generated, if the engine can stream."""
+
+
+async def generate_aloud(engine: EpisodeEngine, request: ModelRequest) -> ModelResponse:
+    """``agenerate``, and pass new tokens to the ``delta_listener`` of the running task, if there is one."""
+    listener, stream = delta_listener.get(), getattr(engine, "astream", None)
+    if listener is None or stream is None:
+        return await engine.agenerate(request)
+    parts: list[Delta] = []
+    began = first = time.monotonic()
+    async with aclosing(stream(request)) as deltas:
+        async for delta in deltas:
+            first = first if parts else time.monotonic()
+            parts.append(delta)
+            listener(delta)
+    if not parts or parts[-1].stop_reason is None:
+        raise RolloutFailed(f"request {request.request_id}: the engine's stream has no end")
+    return ModelResponse(
+        request.input_tokens,
+        tuple(token for part in parts for token in part.tokens),
+        tuple(logprob for part in parts for logprob in part.logprobs),
+        tuple(version for part in parts for version in part.versions),
+        parts[-1].stop_reason,
+        queue_s=first - began,
+        generate_s=time.monotonic() - first,
+    )
+
+
 class RoundSink(Protocol):
     """Takes what an engine generates for many requests. Called on one event loop.
 
@@ -326,6 +371,9 @@ class EpisodeState:
         self._rest: EpisodeStage = "pending"
         self._open: list[tuple[EpisodeStage, str, float]] = []
         """Each open activity, and when it began."""
+        self._began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+        """Time by kind of work: ``generating``, ``calling_tools`` and so on, and, once it has ended, ``total``."""
         self.begin_late: Callable[[], None] = lambda: None
         """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
 
@@ -338,10 +386,13 @@ class EpisodeState:
             yield
         finally:
             self._open.remove(activity)
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - activity[2]
 
     def rest(self, stage: EpisodeStage) -> None:
         """The stage while no activity is open."""
         self._rest = stage
+        if stage == "done":
+            self.seconds["total"] = time.monotonic() - self._began
 
     @property
     def stage(self) -> EpisodeStage:
@@ -426,6 +477,28 @@ class LearnerStatus:
     ranks: tuple[RankStatus, ...] = ()
 
 
+class SavedLater(Protocol):
+    """The state of a learner at one moment."""
+
+    def write(self, folder: Path) -> None:
+        """Write it as ``Learner.save`` does, on any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOrder:
+    """What a profile records, and where it is written."""
+
+    folder: Path
+    """An absolute path."""
+    name: str
+    """The beginning of the files' names, such as ``step_000003``."""
+    ranks: tuple[int, ...]
+    """The ranks that are recorded."""
+    memory: bool
+    """Whether allocations are recorded too."""
+
+
 class Learner(Protocol):
     """Holds the policy, the critic, the reference and the reward model, and trains the first two.
 
@@ -497,7 +570,16 @@ class Learner(Protocol):
         """Write the state of training, and the policy as ``model/`` in the Hugging Face format."""
         ...
 
+    def snapshot(self) -> SavedLater | None:
+        """A copy of what ``save`` writes, to be written while training continues; None if this learner can only
+        ``save``. The copy is valid until the next one is taken."""
+        ...
+
     def load(self, folder: Path) -> None: ...
+    def profile(self, order: ProfileOrder | None) -> None:
+        """Record what the learner computes, until the next call with None, which writes the files."""
+        ...
+
     def offload(self) -> None:
         """Move everything to main memory, to make room for a rollout on the same device."""
         ...

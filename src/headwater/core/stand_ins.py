@@ -21,25 +21,52 @@ from typing import Any
 _VERL = "headwater.workflows.adapters.verl"
 _AREAL = "headwater.workflows.adapters.areal"
 _TOOLS = "headwater.tools.base"
+_VERL_TOOLS = "headwater.workflows.adapters.verl_tools"
+_VERL_AGENTS = "headwater.workflows.adapters.verl_agents"
+_SCORES = "headwater.rewards.verl_scores"
+_AREAL_OPENAI = "headwater.workflows.adapters.areal_openai"
 
 _LOOP = ("AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "register")
+_BOXES = ("last_boxed_only_string", "remove_boxed")
 _API = (
     "AsyncRewardWrapper", "GenerationHyperparameters", "InferenceEngine", "ModelRequest", "ModelResponse",
     "RolloutWorkflow",
 )  # fmt: skip
 
 MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "verl": ("headwater.core.data_proto", ("DataProto",)),
+    "verl.protocol": (
+        "headwater.core.verl_functions",
+        ("DataProto", "fold_batch_dim", "pad_dataproto_to_divisor", "unfold_batch_dim", "unpad_dataproto"),
+    ),
     "verl.experimental.agent_loop": (_VERL, _LOOP),
     "verl.experimental.agent_loop.agent_loop": (
         _VERL, (*_LOOP, "AsyncLLMServerManager", "LLMServerClient", "TokenOutput"),
     ),
     "verl.experimental.agent_loop.tool_parser": (_VERL, ("FunctionCall", "ToolParser")),
+    "verl.experimental.agent_loop.single_turn_agent_loop": (_VERL_AGENTS, ("SingleTurnAgentLoop",)),
+    "verl.experimental.agent_loop.tool_agent_loop": (_VERL_AGENTS, ("AgentData", "AgentState", "ToolAgentLoop")),
     "verl.tools.base_tool": (_TOOLS, ("BaseTool", "OpenAIFunctionToolSchema=ToolSchema", "ToolResponse")),
-    "verl.tools.schemas": (_TOOLS, ("OpenAIFunctionToolSchema=ToolSchema", "ToolResponse")),
-    "verl.tools.utils.tool_registry": ("headwater.workflows.adapters.verl_tools", ("initialize_tools_from_config",)),
+    "verl.tools.gsm8k_tool": (_VERL_TOOLS, ("Gsm8kTool",)),
+    "verl.tools.schemas": (
+        _VERL_TOOLS,
+        (
+            "OpenAIFunctionCallSchema", "OpenAIFunctionParametersSchema", "OpenAIFunctionParsedSchema",
+            "OpenAIFunctionPropertySchema", "OpenAIFunctionSchema", "OpenAIFunctionToolCall",
+            "OpenAIFunctionToolSchema=ToolSchema", "ToolResponse",
+        ),
+    ),
+    "verl.tools.utils.tool_registry": (_VERL_TOOLS, ("initialize_tools_from_config",)),
     "verl.utils.profiler": (_VERL, ("simple_timer",)),
     "verl.utils.ray_utils": (_VERL, ("get_event_loop",)),
     "verl.utils.rollout_trace": (_VERL, ("rollout_trace_op",)),
+    "verl.utils.reward_score": (_SCORES, ("_default_compute_score=default_compute_score", "default_compute_score")),
+    "verl.utils.reward_score.geo3k": (_SCORES, ("compute_score=geo3k_score",)),
+    "verl.utils.reward_score.gsm8k": (_SCORES, ("compute_score=gsm8k_score", "extract_solution=gsm8k_solution")),
+    "verl.utils.reward_score.math_dapo": (_SCORES, ("compute_score=math_dapo_score", *_BOXES)),
+    "verl.utils.reward_score.math_reward": (_SCORES, ("compute_score=math_score", "is_equiv", *_BOXES)),
+    "verl.utils.reward_score.math_verify": (_SCORES, ("compute_score=math_verify_score",)),
+    "verl.utils.reward_score.search_r1_like_qa_em": (_SCORES, ("compute_score=search_qa_score",)),
     "verl.workers.rollout.llm_server": (_VERL, ("LLMServerClient",)),
     "verl.workers.rollout.replica": (_VERL, ("TokenOutput",)),
     "areal": (_AREAL, ("workflow_context",)),
@@ -49,6 +76,9 @@ MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "areal.api.io_struct": (_AREAL, ("ModelRequest", "ModelResponse")),
     "areal.api.reward_api": (_AREAL, ("AsyncRewardWrapper",)),
     "areal.api.workflow_api": (_AREAL, ("RolloutWorkflow",)),
+    "areal.experimental.openai": (_AREAL_OPENAI, ("ArealOpenAI",)),
+    "areal.experimental.openai.client": (_AREAL_OPENAI, ("ArealOpenAI",)),
+    "areal.experimental.openai.types": (_AREAL_OPENAI, ("InteractionWithTokenLogpReward=Interaction",)),
     "areal.infra": (_AREAL, ("workflow_context",)),
     "areal.utils": (_AREAL, ("logging", "stats_tracker")),
     "areal.utils.data": (_AREAL, ("concat_padded_tensors",)),
@@ -93,11 +123,15 @@ class _Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         self.made.append(module.__name__)
         source, names = MODULES.get(module.__name__, ("", ()))
-        if source:
-            found = importlib.import_module(source)
-            for name in names:
-                theirs, _, ours = name.partition("=")
-                setattr(module, theirs, getattr(found, ours or theirs))
+        ours = {theirs: own or theirs for theirs, _, own in (name.partition("=") for name in names)}
+
+        def find(name: str) -> Any:
+            """A name is looked up when a file uses it: the module of one name may import torch, which others do not."""
+            if name not in ours:
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return getattr(importlib.import_module(source), ours[name])
+
+        module.__dict__.update(__getattr__=find, __all__=sorted(ours))
 
 
 @contextmanager

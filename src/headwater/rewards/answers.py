@@ -19,6 +19,13 @@ _FRACTION_NAME = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _WHOLE = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)")
 _THIN_SEPARATOR = re.compile(r"(?<=\d)(?:\\[,;! ]|\{,\}|,\\!)(?=\d{3}(?!\d))")
 _MIXED = re.compile(r"(?<![\d./^_{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
+_SET_BUILDER = re.compile(
+    r"\\\{\s*([a-zA-Z])\s*(?:\\in\s*(?:\\mathbb\s*\{?\s*R\s*\}?|\\R|ℝ)\s*)?"
+    r"(?:\\mid(?![a-zA-Z])|\\vert(?![a-zA-Z])|\\colon(?![a-zA-Z])|\||:)\s*([^{}|:]*)\\\}"
+)
+_SIZED = re.compile(r"\\(?:left|right)(?![a-zA-Z])")
+_RELATION = re.compile(r"[<>≤≥]|\\(?:le|ge|leq|geq|lt|gt|leqslant|geqslant)(?![a-zA-Z])")
+_OPENINGS, _CLOSINGS = ("(", "["), (")", "]")
 
 
 def last_boxed(text: str) -> str | None:
@@ -70,12 +77,29 @@ def tidy(answer: str) -> str:
     """An answer in the form that the verifier reads: without marks around it and with the usual LaTeX signs."""
     answer = _bare(answer).replace("°", "^\\circ").replace("−", "-").replace("×", "\\times ")
     answer = _THIN_SEPARATOR.sub("", answer)
+    built = _SET_BUILDER.fullmatch(_SIZED.sub("", answer))
+    if built and _RELATION.search(built[2]):  # the numbers for which an inequality holds: the inequality itself
+        answer = built[2].strip()
     return _MIXED.sub(r"\1\\frac{\2}{\3}", answer)
 
 
 def same_text(first: str, second: str) -> bool:
     """Whether two answers are written the same way, apart from spacing."""
     return _plain(first) == _plain(second) != ""
+
+
+def differ_in_kind(first: str, second: str) -> bool:
+    r"""Whether one answer is a set of several elements, ``\{1, 2\}``, and the other a tuple or interval, ``(1, 2)``."""
+    kinds = {_kind(_plain(first)), _kind(_plain(second))}
+    return kinds == {"set", "ordered"}
+
+
+def _kind(text: str) -> str:
+    if text.startswith("\\{") and text.endswith("\\}") and "," in text and "\\{" not in text[2:]:
+        return "set"
+    inner = text[1:-1]
+    is_one = text.startswith(_OPENINGS) and text.endswith(_CLOSINGS) and not any(each in inner for each in "()[]")
+    return "ordered" if is_one and "," in inner else ""
 
 
 def whole_number(answer: str) -> Fraction | None:

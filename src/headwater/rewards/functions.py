@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from headwater.core.errors import RewardFailed, UnknownName
 from headwater.core.records import MAX_REWARD, Prompt, Score, is_reward
@@ -24,6 +24,26 @@ if TYPE_CHECKING:
 ScoreFunction = Callable[..., Any]
 
 _DEFAULT_FUNCTION = "compute_score"
+
+
+class Scorable(Protocol):
+    """A function that workers find by its path."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+    @property
+    def is_async(self) -> bool: ...
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteFunction:
+    """A function that this process has not loaded itself."""
+
+    path: str
+    settings: Mapping[str, Any]
+    is_async: bool
 
 
 @dataclass(frozen=True, eq=False)

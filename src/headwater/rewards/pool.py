@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headwater.core.errors import HeadwaterError
-from headwater.rewards.functions import Failure
+from headwater.rewards.functions import Failure, Scorable
 from headwater.rewards.worker import Message
 from headwater.rewards.worker_process import Call, Reply, WorkerProcess, read_reply
 
@@ -50,26 +50,6 @@ TIMED_OUT = Failure("timed_out", "did not end within its time limit")
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class Scorable(Protocol):
-    """A function that workers find by its path."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-    @property
-    def is_async(self) -> bool: ...
-
-
-@dataclass(frozen=True, eq=False)
-class RemoteFunction:
-    """A function that this process has not loaded itself."""
-
-    path: str
-    settings: Mapping[str, Any]
-    is_async: bool
 
 
 class CallPool(Protocol):
@@ -187,11 +167,12 @@ class WorkerPool:
         self._repeat_suspects()
         while self._waiting:
             try:
-                worker = self._free_worker(may_start=have_waited or self._has_much_work())
+                worker = self._free_worker()
             except OSError as error:
                 self._waiting.popleft().settle(_cannot_start(error))
                 continue
             if worker is None:
+                self._start_more(len(self._waiting) if have_waited else int(self._has_much_work()))
                 self._flush_if_still_waiting()
                 return
             self._send(worker, self._take_batch(worker))
@@ -228,15 +209,27 @@ class WorkerPool:
         known = all(all(each.loaded.values()) for each in self._workers)
         return known and len(self._waiting) * self._paces[self._waiting[0].key].seconds > _WORTH_STARTING_S
 
-    def _free_worker(self, *, may_start: bool) -> WorkerProcess | None:
+    def _free_worker(self) -> WorkerProcess | None:
         """The worker that gets the next calls; None if all are busy. The first worker always starts."""
         workers = self._open_workers
-        least = min(workers, key=lambda each: len(each.calls), default=None)
-        if least is not None and not least.calls:
-            return least
-        if least is None or (may_start and len(workers) < self._num_workers):
+        if not workers:
             return self._start_worker()
-        return least if least is not None and len(least.calls) < self._max_concurrent else None
+        # Starting takes longer than many calls, so calls wait for a worker that starts only if there is no other.
+        ready = [each for each in workers if any(each.loaded.values())]
+        least = min(ready or workers, key=lambda each: len(each.calls))
+        return least if len(least.calls) < max(1, self._max_concurrent) else None
+
+    def _start_more(self, count: int) -> None:
+        """Start up to ``count`` more workers. They get calls when they have loaded the function that is needed now."""
+        for _ in range(min(count, self._num_workers - len(self._open_workers))):
+            try:
+                self._send(self._start_worker(), [], self._waiting[0].key)
+            except OSError as error:  # the workers that there are do the work
+                self._settle_for_fewer(str(error))
+
+    def _settle_for_fewer(self, reason: str) -> None:
+        self._num_workers = max(1, len(self._open_workers))
+        logger.warning("a reward worker cannot start (%s); there are %d", reason, self._num_workers)
 
     def _start_worker(self) -> WorkerProcess:
         worker = WorkerProcess.start(is_async=self._max_concurrent > 0)
@@ -328,10 +321,10 @@ class WorkerPool:
         overdue = [call for call in running if call.deadline <= now]
         if worker.calls and not running:
             text = f"was not loaded by a reward worker within {_START_LIMIT_S:g} s"
-            self._fail_first(worker, Failure("not_loaded", text))
+            self._fail(worker, Failure("not_loaded", text))
             return
         if overdue and (not worker.is_async or any(call.is_cancelled for call in overdue)):
-            self._fail_first(worker, TIMED_OUT, *overdue)
+            self._fail(worker, TIMED_OUT, *(overdue if worker.is_async else ()))
             return
         for call in overdue:
             call.settle(TIMED_OUT)
@@ -353,7 +346,9 @@ class WorkerPool:
         if worker.is_async and len(calls) > 1 and worker.running():
             self._suspect(worker, how)
         elif calls:
-            self._replace(worker, Failure("worker_died", f"ended its worker process, which {how}"), calls[:1])
+            self._replace(worker, Failure("worker_died", f"ended its worker process, which {how}"), worker.culprits())
+        elif not any(worker.loaded.values()) and self._open_workers:
+            self._settle_for_fewer(f"it {how}")
 
     def _suspect(self, worker: WorkerProcess, how: str) -> None:
         """One of several calls has ended its worker. Repeat them in two halves, to find out which."""
@@ -367,10 +362,10 @@ class WorkerPool:
         self._suspects.extend(half for half in (calls[:middle], calls[middle:]) if half)
         self._flush_soon()
 
-    def _fail_first(self, worker: WorkerProcess, failure: Failure, *calls: Call) -> None:
-        """End a worker because of ``calls``, by default of the first one that it has."""
+    def _fail(self, worker: WorkerProcess, failure: Failure, *calls: Call) -> None:
+        """End a worker because of ``calls``, by default of the one that it runs."""
         self._end(worker)
-        self._replace(worker, failure, calls or list(worker.calls.values())[:1])
+        self._replace(worker, failure, calls or worker.culprits())
 
     def _replace(self, worker: WorkerProcess, failure: Failure, failed: Sequence[Call]) -> None:
         """Let ``failed`` calls fail, and run the other calls of a worker that has ended elsewhere."""

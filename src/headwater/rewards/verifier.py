@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from headwater.core.errors import RewardFailed
-from headwater.rewards.answers import same_text, tidy, whole_number
+from headwater.rewards.answers import differ_in_kind, same_text, tidy, whole_number
 
 Verdict = Literal["right", "wrong", "too_long", "timed_out", "out_of_memory", "error"]
 """The last four are answers that could not be compared."""
@@ -40,6 +40,8 @@ def verify(truth: str, answer: str, *, cpu_s: float) -> Verdict:
     numbers = whole_number(truth), whole_number(answer)
     if None not in numbers:
         return "right" if numbers[0] == numbers[1] else "wrong"
+    if differ_in_kind(truth, answer):
+        return "wrong"
     if len(answer) > MAX_ANSWER_CHARACTERS:
         return "too_long"
     return _process_of(os.getpid()).verify(tidy(truth), tidy(answer), cpu_s)

@@ -9,13 +9,16 @@ Both sides send frames over a socket: the length in four bytes, then a pickled l
                        ("done", id, pickled scores or failure, seconds)
 
 A worker for plain functions calls them one at a time on its main thread, so signals and event loops work in them as in
-a script. A worker for async functions runs them concurrently on one event loop. Neither imports torch.
+a script. It sends the results of short calls together, and writes the id of the call that it runs to memory that it
+shares with its parent, who then knows which call to blame if the worker hangs or dies. A worker for async functions
+runs them concurrently on one event loop. Neither imports torch.
 """
 
 from __future__ import annotations
 
 import fcntl
 import inspect
+import mmap
 import os
 import pickle
 import signal
@@ -38,7 +41,11 @@ if TYPE_CHECKING:
 Message = tuple[Any, ...]
 
 _LENGTH = struct.Struct("!I")
+RUNNING = struct.Struct("q")
+"""The id of the running call, in memory that both processes see; -1 before the first one."""
 _READ_BYTES = 2**18
+_HOLD_S = 0.005
+"""How long results may wait for those of later calls: one message for each would cost more than a short call."""
 _F_SETSIG = 10
 """Linux: the signal that a descriptor sends; the module fcntl has no name for it."""
 _NICENESS = 5
@@ -71,12 +78,14 @@ class Frames:
             yield from pickle.loads(content)
 
 
-def main(connection: int, lifeline: int, *, is_async: bool) -> None:
-    """Serve until the socket closes. ``connection`` and ``lifeline`` are inherited file descriptors."""
+def main(connection: int, lifeline: int, shared: int, *, is_async: bool) -> None:
+    """Serve until the socket closes. ``connection``, ``lifeline`` and ``shared`` are inherited file descriptors."""
     _end_with_parent(lifeline)
     _be_modest()
+    running = mmap.mmap(shared, RUNNING.size)
+    os.close(shared)
     with socket.socket(fileno=connection) as parent:
-        (_AsyncWorker if is_async else _Worker)(parent).serve()
+        (_AsyncWorker if is_async else _Worker)(parent, running).serve()
 
 
 def _end_with_parent(lifeline: int) -> None:
@@ -115,19 +124,32 @@ def _be_modest() -> None:
 class _Worker:
     """The functions that were loaded, and the connection to the parent."""
 
-    def __init__(self, parent: socket.socket) -> None:
+    def __init__(self, parent: socket.socket, running: mmap.mmap) -> None:
         self.parent = parent
+        self._running = running
+        self._results: list[Message] = []
+        """Not sent yet."""
         self._functions: dict[str, partial[Any]] = {}
         self._not_loaded: dict[str, Failure] = {}
 
     def serve(self) -> None:
         frames = Frames()
         while received := self.parent.recv(_READ_BYTES):
+            sent_at = time.perf_counter()
             for message in frames.add(received):
                 if message[0] == "load":
                     self.load(message)
-                else:
-                    self._call(message)
+                    continue
+                self._results.append(self._call(message))
+                if time.perf_counter() - sent_at > _HOLD_S:
+                    self._send_results()
+                    sent_at = time.perf_counter()
+            self._send_results()
+
+    def _send_results(self) -> None:
+        if self._results:
+            results, self._results = self._results, []
+            self.send(results)
 
     def load(self, message: Message) -> None:
         """Import a function, and say whether that worked."""
@@ -141,20 +163,21 @@ class _Worker:
     def send(self, messages: list[Message]) -> None:
         self.parent.sendall(frame(messages))
 
-    def send_result(self, call: int, result: Any, seconds: float) -> None:
-        """Send scores or a failure. A score whose other values cannot be sent is a failure, too."""
+    @staticmethod
+    def done(call: int, result: Any, seconds: float) -> Message:
+        """The message with scores or a failure. A score whose other values cannot be sent is a failure, too."""
         try:
             content = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001  pickling calls code of the values
             failure = Failure("bad_value", f"returned values that cannot be sent to another process: {error}")
             content = pickle.dumps(failure, pickle.HIGHEST_PROTOCOL)
-        self.send([("done", call, content, seconds)])
+        return ("done", call, content, seconds)
 
-    def _call(self, message: Message) -> None:
+    def _call(self, message: Message) -> Message:
         _, call, key, arguments, count = message
         if key in self._not_loaded:  # the call was sent before the parent knew
-            self.send_result(call, self._not_loaded[key], 0.0)
-            return
+            return self.done(call, self._not_loaded[key], 0.0)
+        RUNNING.pack_into(self._running, 0, call)
         function = self._functions[key]
         if "asyncio" in sys.modules:
             _have_event_loop()
@@ -167,7 +190,7 @@ class _Worker:
             result = read_result(returned, count)
         except BaseException as error:  # noqa: BLE001  also SystemExit: the function must not end its worker
             result = failure_of(error, function.func)
-        self.send_result(call, result, time.perf_counter() - began)
+        return self.done(call, result, time.perf_counter() - began)
 
 
 class _AsyncWorker(_Worker):
@@ -187,7 +210,7 @@ class _AsyncWorker(_Worker):
         def ended(call: int, task: asyncio.Task[None]) -> None:
             del tasks[call]
             if task.cancelled():  # before it began
-                self.send_result(call, Failure("cancelled", "was cancelled"), 0.0)
+                self.send([self.done(call, Failure("cancelled", "was cancelled"), 0.0)])
 
         def read() -> None:
             received = self.parent.recv(_READ_BYTES)
@@ -210,7 +233,7 @@ class _AsyncWorker(_Worker):
 
         _, call, key, arguments, count = message
         if key in self._not_loaded:
-            self.send_result(call, self._not_loaded[key], 0.0)
+            self.send([self.done(call, self._not_loaded[key], 0.0)])
             return
         function, began = self._functions[key], time.perf_counter()
         result: Any
@@ -220,7 +243,7 @@ class _AsyncWorker(_Worker):
             result = Failure("cancelled", "was cancelled")
         except BaseException as error:  # noqa: BLE001  also SystemExit: the function must not end its worker
             result = failure_of(error, function.func)
-        self.send_result(call, result, time.perf_counter() - began)
+        self.send([self.done(call, result, time.perf_counter() - began)])
 
 
 def _have_event_loop() -> asyncio.AbstractEventLoop:

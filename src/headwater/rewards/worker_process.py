@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import mmap
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field
 from headwater.core.records import Score
 from headwater.core.signals import signal_name
 from headwater.rewards.functions import Failure
-from headwater.rewards.worker import Frames, Message, frame
+from headwater.rewards.worker import RUNNING, Frames, Message, frame
 
 _END_LIMIT_S = 1.0
 _READ_BYTES = 2**18
@@ -26,7 +28,7 @@ _START = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from headwater.rewards.worker import main
-main(int(sys.argv[2]), int(sys.argv[3]), is_async=sys.argv[4] == "async")
+main(*map(int, sys.argv[2:5]), is_async=sys.argv[5] == "async")
 """
 
 Reply = list[Score] | Failure
@@ -61,9 +63,11 @@ class WorkerProcess:
     connection: socket.socket
     lifeline: int
     """The worker is killed when this descriptor closes."""
+    shared: mmap.mmap
+    """Where it writes the id of the call that it runs."""
     is_async: bool
     calls: dict[int, Call] = field(default_factory=dict)
-    """Sent and not answered, oldest first. A worker for plain functions runs the first of them."""
+    """Sent and not answered, oldest first. A worker for plain functions runs them in this order."""
     loaded: dict[str, bool] = field(default_factory=dict)
     """Functions that it was told to load, and whether it has done so."""
     frames: Frames = field(default_factory=Frames)
@@ -77,7 +81,11 @@ class WorkerProcess:
     def start(cls, *, is_async: bool) -> WorkerProcess:
         ours, theirs = socket.socketpair()
         watched, lifeline = os.pipe()
-        descriptors = (theirs.fileno(), watched)
+        memory = tempfile.TemporaryFile()  # noqa: SIM115  closed below
+        memory.write(RUNNING.pack(-1))
+        memory.flush()
+        shared = mmap.mmap(memory.fileno(), RUNNING.size)
+        descriptors = (theirs.fileno(), watched, memory.fileno())
         path = json.dumps([each or os.getcwd() for each in sys.path])
         try:
             process = subprocess.Popen(
@@ -93,17 +101,26 @@ class WorkerProcess:
             raise
         finally:
             theirs.close()
+            memory.close()
             os.close(watched)
         ours.setblocking(False)
-        return cls(process, ours, lifeline, is_async)
+        return cls(process, ours, lifeline, shared, is_async)
 
     def running(self) -> list[Call]:
-        """Calls whose time counts."""
-        calls = [each for each in self.calls.values() if self.loaded[each.key]]
-        return calls if self.is_async else calls[:1]
+        """Calls whose time counts. Of plain ones it is that of the oldest: with one that takes long, its result is sent
+        before the next one begins."""
+        calls = (each for each in self.calls.values() if self.loaded[each.key])
+        return list(calls) if self.is_async else [each for each in (next(calls, None),) if each is not None]
+
+    def culprits(self) -> list[Call]:
+        """The call that a worker for plain functions was running when it was ended, or else its oldest one."""
+        (number,) = RUNNING.unpack_from(self.shared, 0)
+        call = self.calls.get(number) or next(iter(self.calls.values()), None)
+        return [] if call is None else [call]
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[WorkerProcess], None]) -> None:
         """Have ``on_message`` called by ``loop`` when something has arrived."""
+        self.watch = None  # of an event loop that has ended
         loop.add_reader(self.connection, on_message, self)
         if self.unsent:
             loop.add_writer(self.connection, self._write, loop)

@@ -100,9 +100,11 @@ def reply(value: Mapping[str, Any] | list[Any], status: int = 200) -> web.Respon
     return web.Response(body=write_json(value), status=status, content_type="application/json")
 
 
-async def send_events(request: web.Request, events: Parts) -> web.StreamResponse:
+async def send_events(
+    request: web.Request, events: Parts, frame: Callable[[dict[str, Any]], bytes] | None = None
+) -> web.StreamResponse:
     """Send server-sent events as they arrive. If this ends early, ``events`` is closed, which aborts its requests."""
-    return await _send(request, events, _EVENTS, _event, _DONE)
+    return await _send(request, events, _EVENTS, frame or _event, _DONE)
 
 
 async def send_lines(request: web.Request, lines: Parts) -> web.StreamResponse:

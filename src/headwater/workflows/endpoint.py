@@ -10,7 +10,9 @@ import logging
 import math
 import shlex
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +24,7 @@ from headwater.core.randomness import derive_key
 from headwater.core.records import Score, Trajectory, reward_number
 from headwater.core.registry import similar_path
 from headwater.core.waits import named_wait
+from headwater.serving.openai.responses import completion_id
 from headwater.workflows import WORKFLOWS, Episode, WorkflowContext
 from headwater.workflows.agents.processes import AgentProcesses
 from headwater.workflows.agents.runner import AgentEnd, AgentRunner, AgentSettings, Invitation
@@ -36,6 +39,8 @@ _ARGUMENTS = "rollout.workflow_args"
 _DETAIL_SHOWN = 2000
 """How many characters of a traceback or of an agent's output an error shows."""
 _REWARD_KEYS = ("reward", "score")
+_NOT_REFUSED = ("answered", "disconnected", "engine_failed")
+"""Ways in which a call ends that are not refusals."""
 
 
 @WORKFLOWS.register
@@ -59,6 +64,7 @@ class EndpointWorkflow:
         max_turns: Annotated[int, AtLeast(1)] = 64,
         max_concurrent: Annotated[int, AtLeast(0, "use 0 for no limit")] = 0,
         client_sampling: Literal["ignore", "refuse"] = "ignore",
+        client_grammar: Literal["follow", "refuse"] = "follow",
         parser: str = "auto",
         host: str = "127.0.0.1",
         port: Annotated[int, Within(0, 65535)] = 0,
@@ -76,7 +82,7 @@ class EndpointWorkflow:
         self._train_on = train_on
         self._address = host, port, public_url
         self._parser_name = parser
-        self._rules = SessionRules(max_turns, client_sampling, lambda: self._parser, set())
+        self._rules = SessionRules(max_turns, client_sampling, client_grammar, lambda: self._parser, set())
         self._slots = asyncio.Semaphore(max_concurrent) if max_concurrent else None
 
     async def run(self, episode: Episode) -> list[Trajectory]:
@@ -93,7 +99,20 @@ class EndpointWorkflow:
             "ended_by": session.limit or "agent",
         }
         self._check_end(episode, session, end)
-        return await self._trajectories(episode, session, end, info)
+        made = await self._trajectories(episode, session, end, info)
+        trained = [each for each in made if any(each.loss_mask)]
+        if made and not trained:
+            raise AgentFailed(
+                f"the agent of row {episode.prompt.uid}: all its replies had to match a response_format or a required "
+                "tool call, and such replies are not trained; let it ask for plain replies, too"
+            )
+        # The first piece has the refused calls, so that they are counted once: those of this episode, and those since
+        # the last one that belong to no running episode.
+        refused = Counter({code: count for code, count in session.counts.items() if code not in _NOT_REFUSED})
+        refused.update(server.take_refusals())
+        if refused and trained:
+            trained[0] = replace(trained[0], info={**trained[0].info, "refused_calls": dict(refused)})
+        return trained
 
     @cached_property
     def _parser(self) -> ToolCallParser:
@@ -197,6 +216,7 @@ def _read_reward(value: Any, session: Session, where: str) -> Score | dict[str, 
         rest = {name: each for name, each in value.items() if name != key}
         return Score(reward_number(value[key], where), rest)
     ids = session.transcript.completion_ids()
+    value = {completion_id(str(name)): each for name, each in value.items()}
     if value and all(name in ids for name in value):
         return {name: reward_number(each, where) for name, each in value.items()}
     raise TypeError(

@@ -35,6 +35,7 @@ from headwater.core.protocols import EpisodeEngine, EpisodeInput, EpisodeStage, 
 from headwater.core.randomness import derive_key
 from headwater.core.records import (
     NOT_SAMPLED,
+    Grammar,
     ModelRequest,
     ModelResponse,
     Prompt,
@@ -183,22 +184,37 @@ class Episode:
         return opens_reasoning(self.context.tokenizer.decode(before, skip_special_tokens=False))
 
     @property
+    def will_begin_in_reasoning(self) -> bool:
+        """Whether the model's next message begins inside reasoning."""
+        return opens_reasoning(
+            self.context.tokenizer.decode(self._tokens[-_NUM_OPENING_TOKENS:], skip_special_tokens=False)
+        )
+
+    @property
     def messages(self) -> tuple[Message, ...]:
         """The whole conversation, including the model's messages."""
         replies = iter(self._replies)
         return tuple(next(replies) if is_model_turn(each) else each for each in self._chat)
 
-    async def reply(self, max_tokens: int | None = None, stop: Sequence[str] = (), *, turn: int | None = None) -> str:
+    async def reply(
+        self,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        *,
+        turn: int | None = None,
+        grammar: Grammar | None = None,
+    ) -> str:
         """Let the model write its next message, and return it as text.
 
         ``max_tokens`` limits this message in addition to ``room``; ``stop`` adds strings that end it. By default the
         first reply draws from the episode's key and later ones from a key derived from their number. ``turn`` sets
-        that number explicitly. Without ``tell`` in between, the model continues its previous message.
+        that number explicitly. Without ``tell`` in between, the model continues its previous message. A reply that must
+        match a ``grammar`` is not trained: the learner computes log-probs without it.
 
         Raises ``RolloutFailed`` if the engine aborts the request: a part of an answer must never be scored.
         """
         self._check_can_reply()
-        request = self._request(max_tokens, stop, turn)
+        request = self._request(max_tokens, stop, turn, grammar)
         response = await self.engine.agenerate(request)
         if response.stop_reason == "abort":
             raise RolloutFailed(f"request {request.request_id}: the engine aborted it")
@@ -208,7 +224,7 @@ class Episode:
                 f"tokens than the {len(request.input_tokens)} it was sent"
             )
         self._num_requests += 1
-        self._append_response(response)
+        self._append_response(response, is_trained=grammar is None)
         return self.text
 
     def tell(
@@ -371,7 +387,9 @@ class Episode:
                 "only text to the model; remove them, or set rollout.workflow to one that sends them itself"
             )
 
-    def _request(self, max_tokens: int | None, stop: Sequence[str], turn: int | None) -> ModelRequest:
+    def _request(
+        self, max_tokens: int | None, stop: Sequence[str], turn: int | None, grammar: Grammar | None
+    ) -> ModelRequest:
         name, key = self._name, self.data.rng_key
         if turn is None and self._num_requests:
             turn = self._num_requests
@@ -382,12 +400,13 @@ class Episode:
         sampling = replace(
             sampling,
             max_new_tokens=limit,
-            min_new_tokens=min(sampling.min_new_tokens, limit),
+            min_new_tokens=min(sampling.min_new_tokens, limit) if grammar is None else 0,
+            grammar=grammar,
             stop_strings=(*sampling.stop_strings, *stop),
         )
         return ModelRequest(name, self.tokens, sampling, key, session=self.session)
 
-    def _append_response(self, response: ModelResponse) -> None:
+    def _append_response(self, response: ModelResponse, *, is_trained: bool) -> None:
         if not (self._chat and is_model_turn(self._chat[-1])):
             self._turn_start = len(self._tokens)
             self._chat.append(MODEL_TURN)
@@ -395,7 +414,7 @@ class Episode:
         else:
             self._turns.pop()
         self._tokens += response.output_tokens
-        self._loss_mask += [1] * len(response.output_tokens)
+        self._loss_mask += [int(is_trained)] * len(response.output_tokens)
         self._logprobs += response.output_logprobs
         self._versions += response.output_versions
         self._turn_end = len(self._tokens)

@@ -42,6 +42,9 @@ EQUAL = r"""
 (1,2] ; \left( 1, 2 \right]
 (1,2] ; 1<x\le 2
 x > 3 ; (3,\infty)
+(3,\infty) ; \{x \mid x > 3\}
+\{x \in \mathbb{R} : -1 \le x < 2\} ; [-1,2)
+\left\{ x | x \geq 5 \right\} ; [5, \infty)
 (-\infty,3)\cup(5,\infty) ; (-\infty, 3) \cup (5, +\infty)
 (-\infty,3)\cup(5,\infty) ; (5,\infty)\cup(-\infty,3)
 \{1,2,3\} ; \{3,2,1\}
@@ -130,6 +133,10 @@ x > 3 ; [3,\infty)
 \text{even} ; \text{odd}
 3 ; \text{three}
 (1,2) ; (2,1)
+\{1,2\} ; (1,2)
+(1,2) ; \{1,2\}
+[1,2] ; \left\{1, 2\right\}
+[3,\infty) ; \{x \mid x > 3\}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} ; \begin{pmatrix} 1 & 2 \\ 4 & 3 \end{pmatrix}
 2\sqrt{3} ; 3\sqrt{2}
 90^\circ ; 91^\circ

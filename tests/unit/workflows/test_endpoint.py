@@ -35,10 +35,12 @@ SEARCH = {
 
 
 @asynccontextmanager
-async def served(engine: KeyedEngine, *, room: int = 200, client_sampling: str = "ignore", **sampling: Any):
+async def served(
+    engine: KeyedEngine, *, room: int = 200, client_sampling: str = "ignore", client_grammar="follow", **sampling
+):
     """OpenAI's client of one episode, and its session."""
     here = context(room, **sampling)
-    rules = SessionRules(64, client_sampling, lambda: make_parser("hermes", here.tokenizer), set())
+    rules = SessionRules(64, client_sampling, client_grammar, lambda: make_parser("hermes", here.tokenizer), set())
     server = await EndpointServer.here("127.0.0.1", 0)
     made = Episode(here, engine, EpisodeInput(tiny.prompt(), 0, rng_key=11))
     async with server.session(made, rules) as session:

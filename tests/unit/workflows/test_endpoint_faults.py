@@ -240,7 +240,7 @@ def test_megabytes_are_refused_before_they_are_tokenised():
 def test_agents_on_other_machines_get_another_address():
     async def run(host: str, public_url: str) -> str:
         server = await EndpointServer.here(host, 0, public_url)
-        rules = SessionRules(1, "ignore", lambda: None, set())
+        rules = SessionRules(1, "ignore", "follow", lambda: None, set())
         made = Episode(context(), KeyedEngine(), EpisodeInput(tiny.prompt(), 0, rng_key=1))
         async with server.session(made, rules) as session:
             return server.base_url(session).replace(session.id, "ID")

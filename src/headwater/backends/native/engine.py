@@ -20,6 +20,7 @@ import atexit
 import itertools
 import os
 import threading
+import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -70,6 +71,8 @@ _LONGEST_LIMIT_S = 1e9
 """For limits that are sent as JSON, which has no infinity."""
 _THREAD_END_S = 5.0
 _METRICS_LIMIT_S = 5.0
+_SILENT_LIMIT_S = 15.0
+"""A process that has not reported for so long counts as unreachable, although its connection is open."""
 
 
 @BACKENDS.register(BackendTraits(connects=True))
@@ -100,6 +103,8 @@ class NativeEngine:
         self._server = NativeServer(place, spans, hands_over=hands_over)
         self._numbers = itertools.count()
         self._mailboxes = Mailboxes()
+        self._silent_since: float | None = None
+        """Since when its process has not reported; None if it has reported last time."""
         self._is_closed = False
         self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
@@ -206,8 +211,13 @@ class NativeEngine:
         }
         # Only tokens, log-probs and versions are sent between the two processes.
         features = tuple(each for each in values["features"] if each not in ("top_logprobs", "prompt_logprobs"))
-        is_direct = self._transfer == "collective"
-        return replace(Capabilities(**values), rounds=False, direct_weights=is_direct, features=features)
+        return replace(
+            Capabilities(**values),
+            rounds=False,
+            direct_weights=self._transfer == "collective",
+            file_weights=self._transfer == "file",
+            features=features,
+        )
 
     @cached_property
     def limits(self) -> EngineLimits:
@@ -223,9 +233,9 @@ class NativeEngine:
         state, requests, keeper = self._server.state, self._server.requests, self._server.keeper
         metrics: Mapping[str, float] = {}
         is_alive = not self._is_closed and keeper.failure is None
-        if is_alive and keeper.is_settled:
-            with suppress(HeadwaterError, CancelledError):
-                metrics = self._do(self._metrics(), "the engine's process reports", limit_s=_METRICS_LIMIT_S)
+        is_reachable = is_alive and keeper.is_settled
+        if is_reachable:
+            metrics, is_reachable = self._report()
         num_running = int(metrics.get("num_running", requests.num_started))
         return EngineStatus(
             version=state.version,
@@ -236,9 +246,19 @@ class NativeEngine:
             is_paused=state.is_paused,
             is_asleep=bool(state.asleep),
             is_alive=is_alive,
-            is_reachable=keeper.is_settled and is_alive,
+            is_reachable=is_reachable,
             metrics=metrics,
         )
+
+    def _report(self) -> tuple[Mapping[str, float], bool]:
+        """What the process measures, and whether it has answered lately."""
+        asked_at = time.monotonic()
+        with suppress(HeadwaterError, CancelledError):
+            metrics = self._do(self._metrics(), "the engine's process reports", limit_s=_METRICS_LIMIT_S)
+            self._silent_since = None
+            return metrics, True
+        self._silent_since = self._silent_since or asked_at
+        return {}, time.monotonic() - self._silent_since < _SILENT_LIMIT_S
 
     # Requests
 

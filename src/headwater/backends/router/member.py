@@ -225,6 +225,7 @@ def common_capabilities(every: Sequence[Capabilities]) -> Capabilities:
         media=everywhere("media"),
         tools=everywhere("tools"),
         direct_weights=everywhere("direct_weights"),
+        file_weights=everywhere("file_weights"),
         streaming=everywhere("streaming"),
         rounds=False,
         memory_tags=tuple(tag for tag in first.memory_tags if all(tag in each.memory_tags for each in every)),

@@ -38,6 +38,7 @@ from headwater.core.protocols import (
     EngineStatus,
     MemoryTag,
     UpdateMode,
+    WeightFile,
     WeightUpdate,
     check_features,
     whole_response,
@@ -46,7 +47,7 @@ from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingP
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
 from headwater.models.device import DTYPES
-from headwater.weights.file import FileWeights
+from headwater.weights.file import written_file
 from headwater.weights.memory import Receiver
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ class VllmEngine:
         self._mailboxes = Mailboxes()
         self._is_closed = False
         self._closing = threading.Lock()
-        self._newest: FileWeights | None = None
+        self._newest: WeightFile | None = None
         """Kept until the next version, because a process that replaces this one reads it."""
         self._resources = ExitStack()
         self._loop = asyncio.new_event_loop()
@@ -213,6 +214,7 @@ class VllmEngine:
         modes: tuple[UpdateMode, ...] = ("interrupt", "drain")
         return replace(
             self.declared_capabilities,
+            file_weights=True,
             dtype=self._info.dtype,
             memory_tags=ALL_TAGS if self._info.can_sleep else (),
             update_modes=(*modes, "in_flight") if self._info.dialect.labels_tokens else modes,
@@ -328,10 +330,9 @@ class VllmEngine:
 
     def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
         folder = self._config.rollout.weight_folder
-        written = FileWeights(update.shapes, DTYPES[self._info.dtype], folder)  # type: ignore[index]
+        written = written_file(update, DTYPES[self._info.dtype], folder)  # type: ignore[index]
         limit_s = max(ENGINE_CALL_LIMIT_S, self._config.rollout.timeout_s)
         try:
-            written.write(update.buckets)
             work = self._session.update(str(written.path.parent), update.version, mode, limit_s)
             self._do(work, f"{self._name} takes the weights of version {update.version}", limit_s=limit_s)
         except CancelledError as error:
@@ -347,7 +348,7 @@ class VllmEngine:
             update.close()
         self._keep(written)
 
-    def _keep(self, written: FileWeights) -> None:
+    def _keep(self, written: WeightFile) -> None:
         """Until the next version: a server that restarts loads the newest file."""
         if self._newest is not None:
             self._newest.discard()

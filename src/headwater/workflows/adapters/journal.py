@@ -123,9 +123,13 @@ class Journal:
             raise RolloutFailed(f"request {request.request_id}: the engine aborted it")
         if response.input_tokens != request.input_tokens:
             raise RolloutFailed(f"request {request.request_id}: the engine answered for other input tokens")
-        self.newest_version = max(self.newest_version, *response.output_versions, 0)
-        self._answers.setdefault(len(request.input_tokens), []).append(_Answer(response, sampling))
+        self.record(response, sampling)
         return response
+
+    def record(self, response: ModelResponse, sampling: SamplingParams) -> None:
+        """A response of the engine, also to a request that the journal has not sent itself."""
+        self.newest_version = max(self.newest_version, *response.output_versions, 0)
+        self._answers.setdefault(len(response.input_tokens), []).append(_Answer(response, sampling))
 
     def note_score(self, score: Score) -> None:
         """What a reward function returned beside the score that the class receives."""

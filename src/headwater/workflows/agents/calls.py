@@ -1,12 +1,14 @@
 """Reading a chat call of an agent.
 
 Every reply is sampled with the run's own settings, because the learner computes log-probs under them. What a client
-asks for is therefore treated in one of three ways:
+asks for is therefore treated in one of these ways:
 
 - ``max_tokens``, ``stop``, ``n``, ``tools``, ``stream`` and ``logprobs`` work as usual.
 - ``temperature``, ``top_p`` and other settings of the same kind are replaced by the run's, and the log says so once.
   With ``client_sampling: refuse`` a different value is an error.
-- What would change the distribution in a way that cannot be trained, such as a JSON schema, is always an error.
+- ``response_format`` and a ``tool_choice`` that requires a call are followed with a grammar, and the reply is not
+  trained. With ``client_grammar: refuse`` they are an error.
+- What would change the distribution in another way, such as a penalty, is always an error.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from typing import Any
 from headwater.chat.messages import read_messages
 from headwater.chat.render import RESERVED_ARGUMENTS
 from headwater.core.errors import DataError
-from headwater.core.records import SamplingParams
+from headwater.core.records import Grammar, SamplingParams
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
 from headwater.serving.openai.plan import Shape, read_shape
 from headwater.serving.openai.tools import ToolUse, for_template
-from headwater.serving.sampling import read_stops
+from headwater.serving.sampling import read_response_format, read_stops
 from headwater.workflows.agents.conversation import text_of
 
 _UNTRAINABLE = (
@@ -51,8 +53,17 @@ class ChatCall:
     num_choices: int
     max_tokens: int | None
     shape: Shape
+    answer: Grammar | None
+    """``response_format``: what a reply without tool calls must match."""
     replaced: tuple[str, ...]
     """Settings of the client that the run's own ones replace, for example ``temperature = 0.2``."""
+
+    @property
+    def constraint(self) -> str:
+        """What the reply must match, in words; empty if the model may write anything."""
+        if self.tools.choice == "required":
+            return f"tool_choice = {self.tools.name or 'required'}"
+        return "response_format" if self.answer is not None else ""
 
 
 def read_call(body: Mapping[str, Any], sampling: SamplingParams) -> ChatCall:
@@ -62,7 +73,7 @@ def read_call(body: Mapping[str, Any], sampling: SamplingParams) -> ChatCall:
     max_tokens = _max_tokens(fields)
     logprobs = fields.flag("logprobs", False)
     fields.neutral("top_logprobs", [0], "alternatives are not available in an episode; remove it")
-    tools, replaced = _tools(fields)
+    tools = ToolUse.read(fields)
     shown = {"tools": list(tools.schemas)} if tools.schemas else {}
     call = ChatCall(
         model=model,
@@ -72,7 +83,8 @@ def read_call(body: Mapping[str, Any], sampling: SamplingParams) -> ChatCall:
         num_choices=fields.integer("n", 1, minimum=1, maximum=_MAX_CHOICES),
         max_tokens=max_tokens,
         shape=read_shape(fields, stops, logprobs=logprobs),
-        replaced=(*replaced, *_replaced(fields, sampling)),
+        answer=read_response_format(fields),
+        replaced=tuple(_replaced(fields, sampling)),
     )
     _refuse_untrainable(fields)
     fields.ignored(*_LABELS)
@@ -105,15 +117,6 @@ def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     return for_template(made, name)
 
 
-def _tools(fields: Fields) -> tuple[ToolUse, list[str]]:
-    """The tools of a call, and what is not followed to the letter."""
-    tools = ToolUse.read(fields)
-    if tools.choice == "auto":
-        return tools, []
-    # A call cannot be enforced without leaving the model's own distribution.
-    return tools, [f"tool_choice = {tools.name or tools.choice}"]
-
-
 def _template_args(fields: Fields) -> dict[str, Any]:
     arguments = dict(fields.mapping("chat_template_kwargs") or {})
     for fixed in (*RESERVED_ARGUMENTS, "add_generation_prompt", "continue_final_message", "tools"):
@@ -135,7 +138,6 @@ def _replaced(fields: Fields, sampling: SamplingParams) -> list[str]:
 
 
 def _refuse_untrainable(fields: Fields) -> None:
-    fields.neutral("response_format", [{"type": "text"}], _UNTRAINABLE)
     fields.neutral("logit_bias", [{}], _UNTRAINABLE)
     fields.neutral("presence_penalty", [0], _UNTRAINABLE)
     fields.neutral("frequency_penalty", [0], _UNTRAINABLE)

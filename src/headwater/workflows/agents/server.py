@@ -26,9 +26,10 @@ from headwater.serving.errors import ApiError, cut, wrong
 from headwater.serving.fields import read_object
 from headwater.serving.generation import reply, send_events
 from headwater.serving.listen import BACKLOG, bind, make_runner
+from headwater.serving.openai.responses import event_bytes
 from headwater.serving.options import DEFAULT_MAX_BODY_MIB, ServerOptions
 from headwater.serving.reading import BodyReader
-from headwater.workflows.agents.calls import read_call
+from headwater.workflows.agents.api import CHAT, RESPONSES, answer_call
 from headwater.workflows.agents.session import Session, SessionRules, episode_ended
 from headwater.workflows.episode import Episode
 
@@ -40,7 +41,8 @@ _NUM_ENDED = 65_536
 """How many ended episodes are remembered, so that a late call is told that it is late."""
 _SLOW_BYTES = 2**16
 """A longer body takes milliseconds to parse, so it is parsed in a thread."""
-_OTHER_APIS = ("completions", "responses", "embeddings", "messages")
+_OTHER_APIS = ("completions", "embeddings", "messages")
+"""They are refused with a hint."""
 
 
 class EndpointServer:
@@ -49,6 +51,8 @@ class EndpointServer:
     def __init__(self, host: str, port: int, public_url: str) -> None:
         self.refusals: Counter[str] = Counter()
         """Calls that belong to no running episode, by the code of their error."""
+        self._taken: Counter[str] = Counter()
+        """``refusals`` when they were last taken."""
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._socket = _bind(host, port)
@@ -92,6 +96,12 @@ class EndpointServer:
     def base_url(self, session: Session) -> str:
         return f"{self._url}/episodes/{session.id}/v1"
 
+    def take_refusals(self) -> dict[str, int]:
+        """Refused calls since the last call of this method, by code."""
+        new = {code: count - self._taken[code] for code, count in self.refusals.items() if count > self._taken[code]}
+        self._taken = Counter(self.refusals)
+        return new
+
     @asynccontextmanager
     async def session(self, episode: Episode, rules: SessionRules) -> AsyncIterator[Session]:
         """An address for ``episode`` within this block. Afterwards calls are answered with an error."""
@@ -110,14 +120,13 @@ class EndpointServer:
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
-            web.post("/episodes/{id}/v1/chat/completions", self._chat),
             web.get("/episodes/{id}/v1/models", self._models),
             web.get("/episodes/{id}/v1/models/{model:.+}", self._model),
         ]
         for version in ("", "/v1"):
             routes.append(web.post(f"/episodes/{{id}}{version}/reward", self._reward))
             routes.append(web.post(f"/episodes/{{id}}{version}/finish", self._finish))
-        routes += [web.post(f"/episodes/{{id}}/v1/{name}", self._other_api) for name in _OTHER_APIS]
+        routes += [web.post(f"/episodes/{{id}}/v1/{name}", self._call) for name in (CHAT, RESPONSES, *_OTHER_APIS)]
         return routes
 
     def _find(self, request: web.Request) -> Session:
@@ -149,13 +158,14 @@ class EndpointServer:
             return await self._bodies.in_thread(lambda: read_object(body))
         return read_object(body)
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _call(self, request: web.Request) -> web.StreamResponse:
         session = self._find(request)
-        with session.counting():
-            call = read_call(await self._read(request), session.sampling)
-            answer = await session.answer(call)
-        if call.shape.stream:
-            return await send_events(request, answer.events())
+        with session.counting(is_answer=False):
+            body = await self._read(request)
+        answer = await answer_call(session, request.path.rpartition("/v1/")[2], body)
+        if answer.events is not None:
+            return await send_events(request, answer.events, event_bytes)
+        assert answer.body is not None
         return reply(answer.body)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -179,15 +189,6 @@ class EndpointServer:
             session.given = _given(body)
         session.is_finished.set()
         return reply({"finished": True})
-
-    async def _other_api(self, request: web.Request) -> web.Response:
-        self._find(request)
-        raise ApiError(
-            f"{cut(request.path.rpartition('/')[2])}: episodes offer only /v1/chat/completions; configure the client "
-            "for chat completions",
-            status=404,
-            code="unknown_path",
-        )
 
 
 _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[EndpointServer]] = WeakKeyDictionary()

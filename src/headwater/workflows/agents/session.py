@@ -15,11 +15,12 @@ from typing import Any, Literal, TypeVar
 
 from headwater.chat.parsers import ToolCallParser
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.protocols import delta_listener
+from headwater.core.records import Delta, Grammar, ModelRequest, ModelResponse, SamplingParams
 from headwater.serving.errors import ApiError
 from headwater.serving.openai.chat import ChatReply
-from headwater.serving.openai.plan import CallReading, Plan
-from headwater.serving.output import Piece, whole
+from headwater.serving.openai.plan import CallPlan, CallReading
+from headwater.serving.output import PieceMaker, whole
 from headwater.serving.prompt import MAX_CHARACTERS_PER_TOKEN
 from headwater.workflows.agents.calls import ChatCall
 from headwater.workflows.agents.transcript import Draft, NoRoom, Transcript
@@ -41,6 +42,7 @@ class SessionRules:
     max_turns: int
     """Replies in one episode."""
     client_sampling: Literal["ignore", "refuse"]
+    client_grammar: Literal["follow", "refuse"]
     parser: Callable[[], ToolCallParser]
     """The parser of tool calls. Called when a client sends tools."""
     noted: set[str]
@@ -63,6 +65,8 @@ class Session:
         self.limit: Limit | None = None
         """The limit that a call has reached. What the agent does afterwards is not an error."""
         self.engine_error: RolloutFailed | None = None
+        self.stored: dict[str, list[Mapping[str, Any]]] = {}
+        """The conversations up to each reply of ``/v1/responses``, for calls that name the reply before them."""
         self._episode = episode
         self._rules = rules
         self._num_running = 0
@@ -74,8 +78,8 @@ class Session:
         return self._episode.context.sampling
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count how a call ends."""
+    def counting(self, *, is_answer: bool = True) -> Iterator[None]:
+        """Count how a call ends. Without ``is_answer`` only errors are counted, while the call is read."""
         try:
             yield
         except ApiError as error:
@@ -84,13 +88,55 @@ class Session:
         except RolloutFailed:
             self.counts["engine_failed"] += 1
             raise
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             self.counts["disconnected"] += 1
             raise
-        self.counts["answered"] += 1
+        if is_answer:
+            self.counts["answered"] += 1
 
-    async def answer(self, call: ChatCall) -> CallReply:
+    async def answer(self, call: ChatCall) -> dict[str, Any]:
         """The model's reply to a call. It becomes part of the transcript when it is complete."""
+        with self.counting(), self._drafts(call) as (drafts, writer):
+            await self._until_closed(_all(self._generate(draft, call, writer.grammar) for draft in drafts))
+            return self._commit(drafts, writer)
+
+    async def stream(self, call: ChatCall) -> AsyncGenerator[dict[str, Any], None]:
+        """The reply in chunks, as the model writes it. The last chunks follow when the reply is in the transcript."""
+        arrived: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()
+
+        async def generate(place: int, draft: Draft) -> None:
+            delta_listener.set(lambda delta: arrived.put_nowait((place, delta)))
+            await self._generate(draft, call, writer.grammar)
+
+        with self.counting(), self._drafts(call) as (drafts, writer):
+            work = asyncio.ensure_future(
+                self._until_closed(_all(generate(place, draft) for place, draft in enumerate(drafts)))
+            )
+            work.add_done_callback(lambda _: arrived.put_nowait(None))
+            last: dict[int, Delta] = {}
+            try:
+                while (item := await arrived.get()) is not None:
+                    place, delta = item
+                    if delta.stop_reason is not None:
+                        last[place] = delta
+                        continue
+                    for chunk in writer.chunks(place, delta):
+                        yield chunk
+                await work
+            finally:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+            self._commit(drafts, writer)
+        for place, draft in enumerate(drafts):
+            assert draft.piece.response is not None
+            for chunk in writer.chunks(place, last.get(place) or Delta.of(draft.piece.response)):
+                yield chunk
+        if call.shape.include_usage:
+            yield writer.usage_chunk()
+
+    @contextmanager
+    def _drafts(self, call: ChatCall) -> Iterator[tuple[list[Draft], ReplyWriter]]:
+        """One draft per choice of a call. Those that are not committed in this block leave no trace."""
         if self._is_closed:  # while the body was read
             raise episode_ended()
         self._check(call)
@@ -100,16 +146,17 @@ class Session:
         try:
             for _ in range(call.num_choices):
                 drafts.append(self._open(call))  # noqa: PERF401  those that are open are closed if one fails
-            replies = (self._generate(draft, call) for draft in drafts)
-            await self._until_closed(_all(replies))
-            reply = CallReply(call, [draft.piece for draft in drafts], parser)
-            for draft, name, message in zip(drafts, reply.completion_ids, reply.messages, strict=True):
-                draft.commit(name, message)
-            return reply
+            yield drafts, ReplyWriter(call, [draft.piece for draft in drafts], parser)
         finally:
             self._num_running -= call.num_choices
             for draft in drafts:
                 draft.close()
+
+    def _commit(self, drafts: Sequence[Draft], writer: ReplyWriter) -> dict[str, Any]:
+        body = writer.whole([draft.piece.response for draft in drafts if draft.piece.response is not None])
+        for draft, name, choice in zip(drafts, writer.completion_ids, body["choices"], strict=True):
+            draft.commit(name, choice["message"])
+        return body
 
     async def close(self) -> None:
         """End the calls that are running, and wait until they have ended."""
@@ -128,6 +175,8 @@ class Session:
             if each not in self._rules.noted and len(self._rules.noted) < _MOST_NOTES:
                 self._rules.noted.add(each)
                 log.warning("the agent asked for %s, which has no effect: the run's own settings are used", each)
+        if call.constraint:
+            self._check_constraint(call.constraint)
         if self.transcript.num_replies + self._num_running + call.num_choices > self._rules.max_turns:
             self.limit = "turns"
             raise ApiError(
@@ -135,6 +184,17 @@ class Session:
                 "end it, or raise max_turns",
                 code="max_turns_exceeded",
             )
+
+    def _check_constraint(self, constraint: str) -> None:
+        if self._rules.client_grammar == "refuse":
+            raise ApiError(
+                f"{constraint}: replies that are trained on are sampled from the model's own distribution; remove it, "
+                "or set rollout.workflow_args.client_grammar=follow",
+                code="grammar_refused",
+            )
+        if constraint not in self._rules.noted and len(self._rules.noted) < _MOST_NOTES:
+            self._rules.noted.add(constraint)
+            log.warning("the agent asked for %s: such replies follow a grammar and are not trained", constraint)
 
     def _parser(self) -> ToolCallParser:
         try:
@@ -162,10 +222,12 @@ class Session:
                 f"the messages have {num_characters} characters, and an episode {num_tokens} tokens; shorten them"
             )
 
-    async def _generate(self, draft: Draft, call: ChatCall) -> None:
+    async def _generate(self, draft: Draft, call: ChatCall, grammar: Grammar | None) -> None:
         try:
-            await draft.piece.reply(call.max_tokens, call.shape.rules.stops)
-        except RequestError as error:  # longer than the engine's cache
+            await draft.piece.reply(call.max_tokens, call.shape.rules.stops, grammar=grammar)
+        except RequestError as error:  # longer than the engine's cache, or a grammar that it cannot follow
+            if grammar is not None:
+                raise ApiError(str(error), param=call.constraint, code="unsupported") from error
             self.limit = "room"
             raise ApiError(str(error), param="messages", code="context_length_exceeded") from error
         except RolloutFailed as error:
@@ -201,37 +263,44 @@ async def _all(coroutines: Iterator[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class CallReply:
-    """The reply to a call whose choices are the last replies of ``episodes``."""
+class ReplyWriter:
+    """Formats the reply to a call. ``pieces`` are those that the model will continue, one per choice."""
 
-    def __init__(self, call: ChatCall, episodes: Sequence[Episode], parser: ToolCallParser | None) -> None:
-        first = episodes[0]
-        tokenizer = self._tokenizer = first.context.tokenizer
+    def __init__(self, call: ChatCall, pieces: Sequence[Episode], parser: ToolCallParser | None) -> None:
+        first = pieces[0]
+        self._tokenizer = tokenizer = first.context.tokenizer
         # The same in every run, because some chat templates show the ids of tool calls, which begin with it.
-        name = f"{first.data.rng_key} {first.name} {first.num_turns}"
+        name = f"{first.data.rng_key} {first.name} {first.num_turns + 1}"
         self.id = f"chatcmpl-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
+        self.grammar: Grammar | None = call.answer
+        """What the reply must match; None if the model may write anything."""
         calls, shape = None, call.shape
         if parser is not None and call.tools.schemas:
-            calls = CallReading(parser, call.tools.schemas, call.tools.is_parallel, first.begins_in_reasoning)
+            in_reasoning = first.will_begin_in_reasoning
+            calls = CallReading(parser, call.tools.schemas, call.tools.is_parallel, in_reasoning)
+            self.grammar = call.tools.grammar(parser, tokenizer, call.answer, in_reasoning=in_reasoning)
             # Many formats mark calls with special tokens. The parser leaves the others out.
             shape = replace(shape, rules=replace(shape.rules, skip_special_tokens=False))
-        responses = [each.response for each in episodes if each.response is not None]
-        self._pieces: list[Piece] = [whole(each, tokenizer, shape.rules) for each in responses]
-        self._version = max((version for piece in self._pieces for version in piece.versions), default=0)
-        request = ModelRequest(self.id, responses[0].input_tokens, SamplingParams(max_new_tokens=1), rng_key=0)
-        requests = (request,) * len(responses)
-        self._plan = Plan(self.id, call.model, int(time.time()), requests, len(requests), shape, calls)
-        self.body = ChatReply(self._plan, tokenizer).whole(self._pieces, self._version)
-        self.messages: list[dict[str, Any]] = [each["message"] for each in self.body["choices"]]
-        """What the client receives, one message per choice."""
+        request = ModelRequest(self.id, first.tokens, SamplingParams(max_new_tokens=1), rng_key=0)
+        requests = (request,) * len(pieces)
+        self._plan = CallPlan(self.id, call.model, int(time.time()), requests, len(requests), shape, calls)
+        self._makers = [PieceMaker(tokenizer, shape.rules) for _ in pieces]
+        self._chunks = ChatReply(self._plan, tokenizer)
+        self._version = self._num_tokens = 0
         several = [f"{self.id}/{choice}" for choice in range(len(requests))]
         self.completion_ids: list[str] = several if len(requests) > 1 else [self.id]
         """The names by which an agent gives a reward to a choice. Several choices have the same ``id``."""
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        writer = ChatReply(self._plan, self._tokenizer)
-        for place, piece in enumerate(self._pieces):
-            for chunk in writer.chunks(place, piece, self._version):
-                yield chunk
-        if self._plan.shape.include_usage:
-            yield writer.last_chunk(sum(len(piece.tokens) for piece in self._pieces), self._version)
+    def whole(self, responses: Sequence[ModelResponse]) -> dict[str, Any]:
+        pieces = [whole(each, self._tokenizer, self._plan.shape.rules) for each in responses]
+        version = max((version for piece in pieces for version in piece.versions), default=0)
+        return ChatReply(self._plan, self._tokenizer).whole(pieces, version)
+
+    def chunks(self, place: int, delta: Delta) -> list[dict[str, Any]]:
+        self._version = max(self._version, *delta.versions, 0)
+        self._num_tokens += len(delta.tokens)
+        piece = self._makers[place].piece(delta.tokens, delta.logprobs, delta.versions, delta.stop_reason)
+        return self._chunks.chunks(place, piece, self._version)
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return self._chunks.last_chunk(self._num_tokens, self._version)

@@ -142,6 +142,11 @@ class Transcript:
         """The newest reply."""
         return self._replies[-1] if self._replies else None
 
+    @property
+    def replies(self) -> tuple[Node, ...]:
+        """All replies, in the order of their completion."""
+        return tuple(self._replies)
+
     def completion_ids(self) -> set[str]:
         return {node.completion_id for node in self._replies}
 
