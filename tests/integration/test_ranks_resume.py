@@ -19,7 +19,7 @@ from test_kill import timeless
 
 from headwater.observe.run_directory import RunDirectory
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 SETTINGS = [
     "quickstart", *CUT_DOWN, f"trainer.total_steps={NUM_STEPS}", "eval.before=false", "eval.after=false",
     "trainer.checkpoint_every_steps=1", "rollout.max_new_tokens=4",
@@ -127,7 +127,7 @@ def test_runs_on_two_ranks_that_are_killed_end_bitwise_equal(tmp_path):
             codes = [1]
             while codes != [0, 0]:
                 victim = VICTIMS[len(killed) % len(VICTIMS)]
-                place = draw.randint(3, 12) if len(killed) < len(VICTIMS) else 0
+                place = draw.randint(3, 9) if len(killed) < len(VICTIMS) else 0
                 begun = (run / "config.yaml").exists()
                 start = ["--resume", run] if begun else [*settings, f"run.root={tmp_path}", f"run.name={kind}"]
                 codes = ranks(*start, place=place, delay_s=draw.random() * 0.2, victim=victim)
