@@ -7,6 +7,7 @@ import statistics
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from headwater.config.schema import Config
+from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import EngineStatus
 from headwater.core.records import DropKind, Trajectory
 from headwater.rollout.group import GroupTimes, RolloutBatch, episode_metrics, reward_metrics
@@ -44,10 +46,8 @@ class RunFacts:
 
     @classmethod
     def of(cls, config: Config, num_ranks: int) -> RunFacts:
-        rollout, num_servers = config.rollout, config.rollout.launch.num_servers
-        if config.cluster.kind == "ray":
-            num_servers = config.cluster.rollout.num_servers or num_servers
-        launched = num_servers * rollout.launch.tensor_parallel if rollout.is_separate else 0
+        rollout = config.rollout
+        launched = rollout.launch.num_servers * rollout.launch.tensor_parallel if rollout.is_separate else 0
         return cls(config.data.max_prompt_tokens, num_ranks + (len(rollout.servers) or launched))
 
 
@@ -223,6 +223,9 @@ def machine_bytes() -> int | None:
     return 1024 * (kib["MemTotal"] - kib["MemAvailable"])
 
 
+_WATCH_END_LIMIT_S = 10.0
+"""How long the end of a run waits for the last look at the engine."""
+
 _COUNTERS = {
     "generated_tokens": "num_tokens_generated",
     "prefilled_tokens": "num_tokens_prefilled",
@@ -253,9 +256,11 @@ class EngineWatch:
         self._latest: Mapping[str, float] = {}
         self._before: Mapping[str, float] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine watch", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> EngineWatch:
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, name="engine watch", daemon=True)
         self._thread.start()
         return self
 
@@ -263,6 +268,8 @@ class EngineWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_WATCH_END_LIMIT_S)
 
     def take(self) -> dict[str, float]:
         """What was seen since the last call. Empty for an engine that says nothing about itself."""
@@ -286,7 +293,8 @@ class EngineWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
-            self._look()
+            with suppress(HeadwaterError):  # the engine is closed or restarts; then there is nothing to see
+                self._look()
 
     def _look(self) -> None:
         now = self._status()
