@@ -30,12 +30,17 @@ def cluster_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]
                 (key, "rollout.servers"),
                 "nothing reads this, because rollout.servers names running servers; remove one of the two",
             )
-    if not config.cluster.reward.num_actors:
-        for key in changed_in(config, "cluster.reward"):
+    for part, num_actors in (("reward", config.cluster.reward.num_actors), ("tools", config.cluster.tools.num_actors)):
+        for key in changed_in(config, f"cluster.{part}") if not num_actors else ():
             yield Clash(
-                (key, "cluster.reward.num_actors"),
-                "nothing reads this without actors for rewards; set cluster.reward.num_actors, or remove this",
+                (key, f"cluster.{part}.num_actors"),
+                f"nothing reads this without actors; set cluster.{part}.num_actors, or remove this",
             )
+    if config.cluster.tools.num_actors and not config.tools.use and not config.tools.config:
+        yield Clash(
+            ("cluster.tools.num_actors", "tools.use"),
+            "nothing reads this, because the recipe has no tools; set tools.use or tools.config, or use 0 actors",
+        )
 
 
 def ray_places_servers(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -47,15 +52,9 @@ def ray_places_servers(config: Config, layers: Layers) -> Iterator[Clash]:
             ("rollout.launch.devices", "cluster.kind"),
             "Ray chooses the devices of the servers that it starts; remove this",
         )
-    if rollout.launch.num_servers > 1 and cluster.rollout.num_servers not in (0, rollout.launch.num_servers):
+    if rollout.placement == "colocated" and rollout.launch.num_servers > cluster.learner.num_ranks:
         yield Clash(
-            ("cluster.rollout.num_servers", "rollout.launch.num_servers"),
-            f"rollout.launch.num_servers = {rollout.launch.num_servers} says how many servers to start; remove one of "
-            "the two",
-        )
-    if rollout.placement == "colocated" and cluster.rollout.num_servers > cluster.learner.num_ranks:
-        yield Clash(
-            ("cluster.rollout.num_servers", "cluster.learner.num_ranks", "rollout.placement"),
+            ("rollout.launch.num_servers", "cluster.learner.num_ranks", "rollout.placement"),
             "a colocated server shares the device of a learner rank, and there are only "
             f"cluster.learner.num_ranks = {cluster.learner.num_ranks}; use at most that, or "
             "rollout.placement=disaggregated",

@@ -36,7 +36,7 @@ from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
-from headwater.tools.toolbox import Toolbox
+from headwater.tools.toolbox import MakesTools, Toolbox
 from headwater.workflows import EpisodeRunner, WorkflowContext, bind_workflow
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
@@ -91,7 +91,9 @@ class RolloutParts:
 
         Otherwise a run would find out at its first rollout.
         """
-        self.check_prompt(dataset[0])
+        first = dataset[0]
+        self.check_prompt(first)
+        check_media(config, self.engine.capabilities, first, key)
         longest = dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
         key_of_limit, num_new = "rollout.max_new_tokens", config.rollout.max_new_tokens
         if key == "data.eval" and config.eval.max_new_tokens:
@@ -117,6 +119,19 @@ def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceE
         engine.close()
         raise ConfigError(problems)
     return engine
+
+
+def check_media(config: Config, can: Capabilities, prompt: Prompt, key: str) -> None:
+    """Refuse rows with images or videos that nothing would show to the model. A workflow of the user may use them."""
+    workflow = config.rollout.workflow
+    if prompt.multi_modal and not can.media and not is_path(workflow):
+        raise ConfigError(
+            [
+                f"{key}: row {prompt.uid} has {' and '.join(prompt.multi_modal)}, which rollout.backend = "
+                f"{config.rollout.backend} cannot take; remove them from the data (data.image_key, data.video_key), or "
+                f"set rollout.workflow = {workflow} to your own class, which uses them itself"
+            ]
+        )
 
 
 def check_requests_fit(
@@ -150,6 +165,8 @@ class RemoteParts:
     """Where scoring functions run."""
     weight_transfer: WeightTransfer | None = None
     """How weights reach servers that are not on this machine; None leaves the choice to ``rollout.weight_transfer``."""
+    tools: MakesTools | None = None
+    """Where tools run."""
 
     def told(self, config: Config) -> Config:
         """The config for the servers."""
@@ -183,7 +200,7 @@ def _build(
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
     processor = load_processor(model_path, config.model.chat_template)
-    toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer)
+    toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer, remote.tools)
     if toolbox is not None:
         after_failure.callback(toolbox.close_unused)
     parser = make_parser(config.tools.parser, tokenizer) if toolbox is not None else None
