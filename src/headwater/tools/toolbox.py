@@ -27,8 +27,8 @@ from headwater.tools.base import BaseTool
 from headwater.tools.config import read_entries
 from headwater.tools.loaded import LoadedTool
 from headwater.tools.making import ToolMaker
-from headwater.tools.offered import OfferedTools
 from headwater.tools.running import call_method
+from headwater.tools.schema import OfferedTools
 from headwater.tools.session import ToolSession
 
 logger = logging.getLogger(__name__)
