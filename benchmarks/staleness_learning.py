@@ -1,11 +1,15 @@
 """The effect of stale samples on learning: the held-out reward after training, by ``max_staleness`` and policy loss.
 
     python benchmarks/staleness_learning.py --plot docs/images/staleness.png
+    python benchmarks/staleness_learning.py --losses ppo ppo-recompute decoupled decoupled-masked --staleness 4 16 \\
+        --learning-rate 5e-4 1e-3 2e-3 --epochs 2 4 --processes 8        # a sweep: every combination
 
 The task is the quickstart's, with a high learning rate and many updates per batch, so that the policy changes fast.
 ``ppo`` clips around the policy that sampled (``old_logprobs=rollout``). ``decoupled`` clips around the policy at the
-start of the step and weights samples by the ratio of the two policies (``old_logprobs=recompute``). All runs of a seed
-continue from the same supervised start. By default two runs share the cores, with one torch thread each.
+start of the step and weights samples by the ratio of the two policies (``old_logprobs=recompute``);
+``decoupled-masked`` also drops tokens whose ratio is above 5, and ``ppo-recompute`` clips around the policy at the
+start of the step without any weight. All runs of a seed continue from the same supervised start. By default two runs
+share the cores, with one torch thread each.
 """
 
 from __future__ import annotations
@@ -39,7 +43,14 @@ RECIPE = "quickstart"
 LOSSES: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"algorithm.policy_loss": "ppo", "algorithm.old_logprobs": "rollout"},
     "decoupled": {"algorithm.policy_loss": "decoupled", "algorithm.old_logprobs": "recompute"},
+    "decoupled-masked": {
+        "algorithm.policy_loss": "decoupled",
+        "algorithm.old_logprobs": "recompute",
+        "algorithm.policy_loss_args": {"weight": "mask", "upper": 5.0},
+    },
+    "ppo-recompute": {"algorithm.policy_loss": "ppo", "algorithm.old_logprobs": "recompute"},
 }
+COLOURS = {"ppo": "tab:orange", "decoupled": "tab:blue", "decoupled-masked": "tab:green", "ppo-recompute": "tab:red"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,8 @@ class Job:
     loss: str
     max_staleness: int
     seed: int
+    learning_rate: float
+    epochs: int
     settings: Mapping[str, Any]
     """What all runs of the comparison have in common."""
 
@@ -59,6 +72,8 @@ class Job:
             "model.path": str(start),
             "warm_start.num_steps": 0,
             "rollout.max_staleness": self.max_staleness,
+            "learner.learning_rate": self.learning_rate,
+            "learner.num_epochs": self.epochs,
         }
 
 
@@ -67,6 +82,8 @@ class Outcome:
     loss: str
     max_staleness: int
     seed: int
+    learning_rate: float
+    epochs: int
     reward: float
     """Held out, after the last step."""
     train_reward: float
@@ -78,9 +95,7 @@ class Outcome:
 def common_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "model.device": "cpu",
-        "learner.learning_rate": options.learning_rate,
         "learner.num_minibatches": options.minibatches,
-        "learner.num_epochs": options.epochs,
         "trainer.total_steps": options.steps,
         "trainer.num_prompts_per_step": options.prompts,
         "trainer.save_rollouts_every_steps": 0,
@@ -120,6 +135,8 @@ def run_job(job: Job, start: Path) -> Outcome:
         job.loss,
         job.max_staleness,
         job.seed,
+        job.learning_rate,
+        job.epochs,
         reward=evaluations[-1]["reward/mean"],
         train_reward=statistics.fmean(each["reward/mean"] for each in steps),
         mean_lag=mean_lag(steps),
@@ -140,7 +157,8 @@ def run_all(jobs: Sequence[Job], num_warm_start_steps: int, num_processes: int) 
             outcome = future.result()
             outcomes.append(outcome)
             print(
-                f"{outcome.loss:<10} staleness {outcome.max_staleness:>2}  seed {outcome.seed}  "
+                f"{outcome.loss:<16} staleness {outcome.max_staleness:>2}  seed {outcome.seed}  "
+                f"learning rate {outcome.learning_rate:g}  epochs {outcome.epochs}  "
                 f"held-out {outcome.reward:.3f}  lag {outcome.mean_lag:.1f}  {outcome.seconds:.0f} s",
                 flush=True,
             )
@@ -148,13 +166,16 @@ def run_all(jobs: Sequence[Job], num_warm_start_steps: int, num_processes: int) 
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """One per loss and bound: mean, lowest and highest over the seeds."""
+    """One per loss, bound, learning rate and number of epochs: the mean over the seeds, and every seed's reward."""
     rows = []
-    for loss, bound in sorted({(each.loss, each.max_staleness) for each in outcomes}):
-        found = [each for each in outcomes if (each.loss, each.max_staleness) == (loss, bound)]
+    for case in sorted({_case(each) for each in outcomes}):
+        rate, epochs, loss, bound = case
+        found = [each for each in outcomes if _case(each) == case]
         rewards = [each.reward for each in sorted(found, key=lambda each: each.seed)]
         rows.append(
             {
+                "learning_rate": rate,
+                "epochs": epochs,
                 "loss": loss,
                 "max_staleness": bound,
                 "reward": statistics.fmean(rewards),
@@ -166,25 +187,34 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return rows
 
 
+def _case(outcome: Outcome) -> tuple[float, int, str, int]:
+    return outcome.learning_rate, outcome.epochs, outcome.loss, outcome.max_staleness
+
+
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One panel for each learning rate and number of epochs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    panels = sorted({(row["learning_rate"], row["epochs"]) for row in rows})
+    figure = Figure(figsize=(7 if len(panels) == 1 else 4 * len(panels), 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     bounds = sorted({row["max_staleness"] for row in rows})
-    for loss, color in (("ppo", "tab:orange"), ("decoupled", "tab:blue")):
-        found = [row for row in rows if row["loss"] == loss]
-        places = [bounds.index(row["max_staleness"]) for row in found]
-        label = {"ppo": "PPO, old_logprobs rollout", "decoupled": "decoupled, old_logprobs recompute"}[loss]
-        axes.plot(places, [row["reward"] for row in found], "-", color=color, linewidth=2, label=label)
-        for place, row in zip(places, found, strict=True):
-            axes.plot([place] * len(row["rewards"]), row["rewards"], "o", color=color, alpha=0.5)
-    axes.set_xticks(range(len(bounds)), [str(bound) for bound in bounds])
-    axes.set(xlabel="rollout.max_staleness", ylabel="held-out reward after training")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best")
+    for axes, (rate, epochs) in zip(
+        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True
+    ):
+        shown = [row for row in rows if (row["learning_rate"], row["epochs"]) == (rate, epochs)]
+        for loss in dict.fromkeys(row["loss"] for row in shown):
+            found = [row for row in shown if row["loss"] == loss]
+            places = [bounds.index(row["max_staleness"]) for row in found]
+            axes.plot(places, [row["reward"] for row in found], "-", color=COLOURS[loss], linewidth=2, label=loss)
+            for place, row in zip(places, found, strict=True):
+                axes.plot([place] * len(row["rewards"]), row["rewards"], "o", color=COLOURS[loss], alpha=0.5)
+        axes.set_xticks(range(len(bounds)), [str(bound) for bound in bounds])
+        axes.set(xlabel="rollout.max_staleness", title=f"learning rate {rate:g}, epochs {epochs}")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("held-out reward after training")
+    figure.axes[0].legend(loc="best")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
 
@@ -193,12 +223,12 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=["ppo", "decoupled"])
     parser.add_argument("--steps", type=int, default=40, help="training steps per run (default 40)")
     parser.add_argument("--prompts", type=int, default=32, help="prompts per step (default 32)")
-    parser.add_argument("--learning-rate", type=float, default=5e-4, help="default 5e-4")
+    parser.add_argument("--learning-rate", type=float, nargs="+", default=[5e-4], help="default 5e-4")
     parser.add_argument("--minibatches", type=int, default=4, help="updates per pass over a batch (default 4)")
-    parser.add_argument("--epochs", type=int, default=2, help="passes over a batch (default 2)")
+    parser.add_argument("--epochs", type=int, nargs="+", default=[2], help="passes over a batch (default 2)")
     parser.add_argument("--warm-start-steps", type=int, default=60, help="supervised steps (default 60)")
     parser.add_argument("--processes", type=int, default=2, help="concurrent runs (default 2)")
     parser.add_argument("--plot", type=Path, help="draw the table here, as a PNG")
@@ -206,19 +236,21 @@ def main() -> None:
     load = os.getloadavg()[0]
     common = common_settings(options)
     jobs = [
-        Job(loss, bound, seed, common)
-        for bound in sorted(options.staleness, reverse=True)
+        Job(loss, bound, seed, rate, epochs, common)
         for seed in options.seeds
+        for bound in sorted(options.staleness, reverse=True)
+        for rate in options.learning_rate
+        for epochs in options.epochs
         for loss in options.losses
     ]
     outcomes = run_all(jobs, options.warm_start_steps, options.processes)
     rows = rows_of(outcomes)
-    print(f"\n{'loss':<10} {'staleness':>9}  {'held-out':>8}  {'per seed':<24}  {'in training':>11}  {'mean lag':>8}")
+    print(f"\n{'rate':>6} {'epochs':>6} {'loss':<16} {'staleness':>9}  {'held-out':>8}  {'lag':>5}  per seed")
     for row in rows:
         seeds = " ".join(f"{reward:.3f}" for reward in row["rewards"])
         print(
-            f"{row['loss']:<10} {row['max_staleness']:>9}  {row['reward']:>8.3f}  {seeds:<24}  "
-            f"{row['train_reward']:>11.3f}  {row['mean_lag']:>8.2f}"
+            f"{row['learning_rate']:>6g} {row['epochs']:>6} {row['loss']:<16} {row['max_staleness']:>9}  "
+            f"{row['reward']:>8.3f}  {row['mean_lag']:>5.1f}  {seeds}"
         )
     if options.plot is not None:
         draw(options.plot, rows)

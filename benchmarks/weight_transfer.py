@@ -1,329 +1,286 @@
-"""How fast each transport moves the weights of a model to engines in other processes, and how long an engine pauses.
+"""How fast each transport moves new weights to servers, and how long they stop generating for it.
 
-    python benchmarks/weight_transfer.py --shape qwen2.5-0.5b
-    python benchmarks/weight_transfer.py --shape qwen2.5-1.5b --dtype bfloat16 --out results/weight_transfer_1.5b.json
+    python benchmarks/weight_transfer.py --shapes qwen2.5-0.5b qwen2.5-1.5b --out results/gpu_weight_transfer.json
+    python benchmarks/weight_transfer.py --shapes qwen2.5-0.5b --device cpu --updates 2 --sequences 2
 
-Each receiver is a process that holds only the parameters of a model and copies what arrives into them, as an engine
-does. ``seconds`` is one update as the sender sees it. ``pause`` is the time in which a receiver takes its weights, when
-an engine would not generate; the longest of all receivers. ``GB/s`` is the size of the model over ``seconds``, whatever
-the number of receivers. ``memory`` is one process. ``delta`` moves weights of which one in eight has changed its lowest
-bit. ``collective`` and ``delta`` include the sender's checksums. The first update, which connects and allocates, is not
-counted; every value is a median. On a GPU machine, senders and receivers are on one GPU, and gloo moves the weights
-through main memory.
+Real servers (``headwater serve``) generate without a break while versions are published to them as a run publishes
+them, with checksums on both sides. A learner of one rank holds the weights in float32; the servers have the device's
+usual number type. All of them are on one machine, and on one GPU if there is one.
+
+- ``seconds``: from the start of an update until all servers use the weights. ``GB/s`` is the size of the model in the
+  servers' number type over that time, whatever the number of servers.
+- ``pause``: for how long an engine did not generate, as it measures itself; the longest of all servers.
+- ``gap``: the longest time without a new token in any response around an update, as a client sees it. It also contains
+  what follows the pause, such as prompts that are computed again.
+- ``token``: the usual time between two tokens of a response.
+
+``memory`` is an engine in this process. ``delta`` sends what has changed: one number in eight, by one bit. Every
+value is a median; the first update of a transport, which connects and allocates, is not counted.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import copy
 import gc
 import statistics
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import torch
-from options import add_shape, parser_of
+from options import parser_of
 from record import write_record
-from shapes import build_model, default_device
-from torch import nn
+from shapes import SHAPES, build_model, default_device, default_dtype
 
-from headwater.core.parcels import Parcel, SendOrder
-from headwater.core.protocols import WeightUpdate
-from headwater.models.checksum import checksum
-from headwater.weights.file import FileWeights, file_update
-from headwater.weights.links import host_store
-from headwater.weights.memory import Receiver, in_buckets
-from headwater.weights.pieces import GroupMember, PieceReceiver, PieceSender
-from headwater.weights.shared_memory import SlotEntry, SlotReceiver, SlotSender
+from headwater.backends.native.engine import NativeEngine, engine_arguments
+from headwater.backends.native.places import ForeignServer, OwnServer
+from headwater.backends.router.engine import RoutedServer, RouterEngine
+from headwater.config.schema import EngineConfig, WeightTransfer
+from headwater.core.errors import HeadwaterError
+from headwater.core.parcels import Parcel, SendOrder, SendReport
+from headwater.core.protocols import Bucket, InferenceEngine
+from headwater.core.records import ModelRequest, SamplingParams
+from headwater.engine.engine import Engine
+from headwater.models.builtin.tiny import build_tokenizer
+from headwater.observe.spans import Spans
+from headwater.weights.memory import in_buckets
+from headwater.weights.pieces import PieceSender
+from headwater.weights.publish import publish
 
-Shapes = Mapping[str, tuple[int, ...]]
+LIMIT_S = 600.0
+PROMPT = tuple(range(5, 37))
+NUM_TOKENS = 1024
 
 
-class Parameters(nn.Module):
-    """The parameters of a model and nothing else, under their names."""
+class OneRank:
+    """As much of a learner of one rank as publishing needs."""
 
-    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self._named = {
-            name: nn.Parameter(torch.full(shape, 0.01, dtype=dtype, device=device), requires_grad=False)
-            for name, shape in shapes.items()
-        }
+    def __init__(self, shape: str, device: torch.device) -> None:
+        self._model = build_model(shape, device, torch.float32)
+        self._tensors = {name: each.detach() for name, each in self._model.named_parameters()}
+        self._sender = PieceSender(0)
+        self.connected: SendOrder | None = None
 
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(self._named.items())
+    def save(self, folder: str, dtype: torch.dtype) -> None:
+        """The model as the servers load it."""
+        is_same = dtype == torch.float32
+        (self._model if is_same else copy.deepcopy(self._model).to(dtype)).save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)
 
-    @torch.no_grad()
     def change(self) -> None:
-        """The next version: one in eight numbers changes its lowest bit."""
-        for each in self._named.values():
-            bits = each.data.view(torch.int16 if each.dtype.itemsize == 2 else torch.int32).view(-1)
-            bits[::8] ^= 1
+        """The next version: one number in eight changes the lowest of its bits that bfloat16 has."""
+        for each in self._tensors.values():
+            bits = each.view(torch.int32)
+            bits ^= (torch.randint_like(bits, 8) == 0).int() << 16
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(each.shape) for name, each in self._tensors.items()}
+
+    def export(self) -> Iterator[Bucket]:
+        return in_buckets(self._tensors.items())
+
+    def parcels(self) -> list[Parcel]:
+        return [Parcel.whole(name, shape) for name, shape in self.shapes().items()]
+
+    def connect(self, order: SendOrder) -> list[SendReport]:
+        return self._kept(order, self._sender.connect(order))
+
+    def broadcast(self, order: SendOrder) -> list[SendReport]:
+        return self._kept(order, self._sender.send(order, self.parcels(), iter(self._tensors.values())))
+
+    def _kept(self, order: SendOrder, report: SendReport) -> list[SendReport]:
+        self.connected = None if report.failure else order
+        return [report]
 
 
-def parcels_of(shapes: Shapes, num_ranks: int) -> list[Parcel]:
-    """Rows split over the ranks, as FSDP does."""
-    parcels = []
-    for name, shape in shapes.items():
-        rows, width = -(-shape[0] // num_ranks), torch.Size(shape[1:]).numel()
-        starts = [min(rank * rows, shape[0]) * width for rank in range(num_ranks)]
-        parcels.append(Parcel(name, shape, (*starts, shape[0] * width)))
-    return parcels
+@dataclass
+class Load:
+    """Responses that an engine generates all the time, and when their tokens arrive."""
+
+    engine: InferenceEngine
+    num_sequences: int
+    times: list[list[float]] = field(default_factory=list)
+    """Of every sequence."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.times = [[] for _ in range(self.num_sequences)]
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_until_complete, args=[self._generate_all()], daemon=True)
+        self._stop = asyncio.Event()
+        thread.start()
+        try:
+            yield
+        finally:
+            loop.call_soon_threadsafe(self._stop.set)
+            thread.join(LIMIT_S)
+
+    async def _generate_all(self) -> None:
+        tasks = [asyncio.create_task(self._generate(each)) for each in range(self.num_sequences)]
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _generate(self, sequence: int) -> None:
+        sampling = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_end=True)
+        number = 0
+        while True:
+            number += self.num_sequences
+            request = ModelRequest(f"r{number + sequence}", PROMPT, sampling, number + sequence)
+            async for _ in self.engine.astream(request):
+                self.times[sequence].append(time.perf_counter())
+
+    def until_tokens(self, count: int = 3) -> None:
+        """Wait until every sequence has got some more tokens."""
+        before, deadline = [len(each) for each in self.times], time.monotonic() + LIMIT_S
+        while any(len(each) < num + count for each, num in zip(self.times, before, strict=True)):
+            assert time.monotonic() < deadline, "nothing is generated"
+            time.sleep(0.005)
+
+    def gap(self, began: float, ended: float) -> float:
+        """The longest time without a token that overlaps this time."""
+        longest = 0.0
+        for times in self.times:
+            for before, after in zip(list(times), times[1:], strict=False):
+                if after > began and before < ended:
+                    longest = max(longest, after - before)
+        return longest
+
+    def token_s(self, began: float) -> float:
+        """The usual time between two tokens since then."""
+        gaps = [
+            after - before
+            for times in self.times
+            for before, after in zip(list(times), times[1:], strict=False)
+            if before > began
+        ]
+        return statistics.median(gaps)
 
 
-class Engine:
-    """A receiver's process: takes weights and tells how long that took."""
-
-    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
-        self._model = Parameters(shapes, dtype, device)
-        self._dtype = dtype
-        self._shapes = shapes
-        self._slots: SlotReceiver | None = None
-        self._member: GroupMember | None = None
-        self._checksum = ""
-
-    def join(self, order: SendOrder, number: int, num_senders: int) -> None:
-        self._member = GroupMember.join(order, number, num_senders)
-
-    def take_pieces(self, parcels: Sequence[Parcel], order: SendOrder) -> float:
-        assert self._member is not None
-        return self._take(PieceReceiver(self._member, parcels, order).update(1))
-
-    def take_file(self, path: str) -> float:
-        with file_update(path, 1, self._dtype, is_checked=True) as update:
-            return self._take(update)
-
-    def take_slots(self, name: str, slot_bytes: int, pipe: Connection) -> float:
-        slots = self._slots = SlotReceiver(name, slot_bytes, self._dtype, previous=self._slots)
-
-        def buckets() -> Iterator[Any]:
-            stream = slots.buckets()
-            while (filled := pipe.recv()) is not None:
-                copied = slots.put(filled[0], [SlotEntry(**each) for each in filled[1]])
-                yield next(stream)
-                copied.add_done_callback(lambda _: None)
-                pipe.send("copied")
-
-        return self._take(WeightUpdate(1, self._shapes, buckets()))
-
-    def checksum(self) -> str:
-        return checksum(self._model.named_parameters())
-
-    def _take(self, update: WeightUpdate) -> float:
-        started = time.perf_counter()
-        Receiver(self._model, self._shapes).take_all(update)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
+def measure(learner: OneRank, engine: InferenceEngine, options: argparse.Namespace) -> dict[str, float]:
+    rows: list[dict[str, float]] = []
+    began_all = time.perf_counter()
+    version = engine.get_version()
+    version += 1
+    publish(learner, engine, version)  # the engine has no weights of this learner before
+    load = Load(engine, options.sequences)
+    with load.running():
+        load.until_tokens()
+        for _ in range(options.updates):
+            learner.change()
+            version += 1
+            began = time.perf_counter()
+            published = publish(learner, engine, version)
+            ended = time.perf_counter()
+            load.until_tokens()
+            row = {"seconds": published.seconds, "bytes": float(published.num_bytes), "gap_s": load.gap(began, ended)}
+            rows.append({**row, "pause_s": published.pause_s or 0.0})
+        token_s = load.token_s(began_all)
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]} | {"token_s": token_s}
 
 
-class Rank:
-    """A sender's process: a rank with its part of every tensor."""
+class Servers:
+    """Servers of one model, which are used with one transport after the other."""
 
-    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device, rank: int, num_ranks: int) -> None:
-        self._parcels = parcels_of(shapes, num_ranks)
-        self._rank = rank
-        parts = {each.name: (each.size(rank),) for each in self._parcels}
-        self._model = Parameters(parts, dtype, device)
-        self._sender = PieceSender(rank)
+    def __init__(self, folder: str, device: torch.device, dtype: Any, count: int, stack: ExitStack) -> None:
+        config = EngineConfig(max_sequences=64, kv_cache_gib=0.5)
+        arguments = ["--device", str(device), *engine_arguments(config, shares_device=True)]
+        self._places = [OwnServer(folder, arguments, dtype) for _ in range(count)]
+        self._owners: list[NativeEngine] = [None] * count  # type: ignore[list-item]
+        threads = [threading.Thread(target=self._start, args=[number]) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for owner in self._owners:
+            stack.callback(owner.close)
 
-    def connect(self, order: SendOrder) -> str:
-        return self._sender.connect(order).failure
+    def _start(self, number: int) -> None:
+        self._owners[number] = NativeEngine(self._places[number], transfer="shared_memory", spans=Spans())
 
-    def send(self, order: SendOrder) -> tuple[str, int]:
-        self._model.change()
-        pieces = (each.detach() for _, each in self._model.named_parameters())
-        report = self._sender.send(order, self._parcels, pieces)
-        return report.failure, report.num_bytes
-
-
-def serve(pipe: Connection, kind: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    made = kind(*arguments)
-    pipe.send("ready")
-    while (call := pipe.recv()) is not None:
-        name, values = call
-        more = (pipe,) if name == "take_slots" else ()
-        pipe.send(getattr(made, name)(*values, *more))
-
-
-class Remote:
-    """An object in another process."""
-
-    def __init__(self, kind: Callable[..., Any], *arguments: Any) -> None:
-        context = get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self._process = context.Process(target=serve, args=(other, kind, arguments), daemon=True)
-        self._process.start()
-
-    def start(self, name: str, *values: Any) -> None:
-        self.pipe.send((name, values))
-
-    def result(self) -> Any:
-        return self.pipe.recv()
-
-    def close(self) -> None:
-        self.pipe.send(None)
-        self._process.join(30)
+    @contextmanager
+    def connected(self, transfer: WeightTransfer, encoding: Any, count: int) -> Iterator[InferenceEngine]:
+        engines = [
+            NativeEngine(
+                ForeignServer(owner.url, place.api_key), transfer=transfer, encoding=encoding, spans=Spans(),
+                hands_over=count > 1,
+            )
+            for owner, place in list(zip(self._owners, self._places, strict=True))[:count]
+        ]  # fmt: skip
+        engine: InferenceEngine = engines[0]
+        if count > 1:
+            engine = RouterEngine([RoutedServer(each.url, each) for each in engines])
+        try:
+            yield engine
+        finally:
+            engine.close()
 
 
-@contextmanager
-def remote(count: int, kind: Callable[..., Any], *arguments: Any, numbered: bool = False) -> Iterator[list[Remote]]:
-    made = [Remote(kind, *arguments, *((number, count) if numbered else ())) for number in range(count)]
-    for each in made:
-        each.result()
-    try:
-        yield made
-    finally:
-        for each in made:
-            each.close()
+def measure_shape(shape: str, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    dtype = default_dtype(device)
+    name: Any = str(dtype).removeprefix("torch.")
+    learner = OneRank(shape, device)
+    size = sum(torch.Size(each).numel() for each in learner.shapes().values()) * dtype.itemsize
+    rows: dict[str, dict[str, float]] = {}
+    failed: dict[str, str] = {}
 
+    def add(transport: str, engine: InferenceEngine) -> None:
+        try:
+            row = rows[transport] = measure(learner, engine, options)
+        except HeadwaterError as error:  # the others are still worth measuring
+            failed[transport] = str(error)
+            print(f"{shape} {name} {transport:<20} failed: {error}", flush=True)
+            return
+        row["gb_per_s"] = size / 1e9 / row["seconds"]
+        print(
+            f"{shape} {name} {transport:<20} {row['gb_per_s']:6.2f} GB/s  {row['seconds'] * 1e3:9.1f} ms  "
+            f"pause {row['pause_s'] * 1e3:8.1f} ms  gap {row['gap_s'] * 1e3:8.1f} ms  token "
+            f"{row['token_s'] * 1e3:6.1f} ms  {row['bytes'] / 1e6:8.1f} MB",
+            flush=True,
+        )
 
-def timed(num_updates: int, update: Callable[[], tuple[float, int]]) -> dict[str, float]:
-    """Medians of an update that returns its pause and its bytes, without the first."""
-    seconds, pauses, sizes = [], [], []
-    for _ in range(num_updates + 1):
-        started = time.perf_counter()
-        pause, num_bytes = update()
-        seconds.append(time.perf_counter() - started)
-        pauses.append(pause)
-        sizes.append(num_bytes)
-    return {
-        "seconds": statistics.median(seconds[1:]),
-        "pause_s": statistics.median(pauses[1:]),
-        "bytes": sizes[-1],
-    }
-
-
-def in_memory(options: Any, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    engine, source = Engine(shapes, dtype, device), Parameters(shapes, dtype, device)
-    size = sum(each.nbytes for _, each in source.named_parameters())
-
-    def update() -> tuple[float, int]:
-        return engine._take(WeightUpdate(1, shapes, in_buckets(source.named_parameters()))), size
-
-    return timed(options.updates, update)
-
-
-def shared_memory(options: Any, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    source = Parameters(shapes, dtype, device)
-    size = sum(each.nbytes for _, each in source.named_parameters())
-    slots = SlotSender(shapes, dtype)
-    with remote(1, Engine, shapes, dtype, device) as (engine,):
-
-        def update() -> tuple[float, int]:
-            engine.start("take_slots", slots.name, slots.slot_bytes)
-            num_open = 0
-
-            def until_free(_: int) -> None:
-                nonlocal num_open
-                if num_open == 2:
-                    engine.result()
-                    num_open -= 1
-
-            for filled in slots.fill(in_buckets(source.named_parameters()), until_free):
-                engine.pipe.send(filled)
-                num_open += 1
-            for _ in range(num_open):
-                engine.result()
-            engine.pipe.send(None)
-            return engine.result(), size
-
-        result = timed(options.updates, update)
-    slots.close()
-    return result
-
-
-def file(options: Any, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    source = Parameters(shapes, dtype, device)
-    size = sum(each.nbytes for _, each in source.named_parameters())
-    with remote(1, Engine, shapes, dtype, device) as (engine,):
-
-        def update() -> tuple[float, int]:
-            written = FileWeights(shapes, dtype)
-            written.write(in_buckets(source.named_parameters()))
-            engine.start("take_file", str(written.path))
-            pause = engine.result()
-            written.discard()
-            return pause, size
-
-        return timed(options.updates, update)
-
-
-def collective(
-    options: Any, shapes: Shapes, dtype: torch.dtype, device: torch.device, *, ranks: int, engines: int, encoding: Any
-) -> dict[str, float]:
-    port = host_store("127.0.0.1").port
-    name = str(dtype).removeprefix("torch.")
-    order = SendOrder(f"bench-{ranks}-{engines}-{encoding}", "127.0.0.1", port, engines, name, encoding=encoding)
-    parcels = parcels_of(shapes, ranks)
-    with (
-        remote(ranks, Rank, shapes, dtype, device, numbered=True) as senders,
-        remote(engines, Engine, shapes, dtype, device) as receivers,
-    ):
-        for rank in senders:
-            rank.start("connect", order)
-        for number, engine in enumerate(receivers, 1):
-            engine.start("join", order, number, ranks)
-        problems = [rank.result() for rank in senders] + [engine.result() for engine in receivers]
-        assert not any(problems), problems
-
-        def update() -> tuple[float, int]:
-            for engine in receivers:
-                engine.start("take_pieces", parcels, order)
-            for rank in senders:
-                rank.start("send", order)
-            sent = [rank.result() for rank in senders]
-            pauses = [engine.result() for engine in receivers]
-            assert not any(failure for failure, _ in sent), sent
-            return max(pauses), sum(num_bytes for _, num_bytes in sent)
-
-        result = timed(options.updates, update)
-        for engine in receivers:
-            engine.start("checksum")
-        assert len({engine.result() for engine in receivers}) == 1, "all engines have the same weights"
-    return result
+    wanted = options.transports
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        learner.save(folder, dtype)
+        if "memory" in wanted:
+            config = EngineConfig(max_sequences=64, kv_cache_gib=0.5)
+            engine = Engine.load(folder, config, dtype=name, device=str(device))
+            add("memory", engine)
+            engine.close()
+            del engine
+            gc.collect()
+        servers = Servers(folder, device, name, options.servers, stack)
+        for transport in [each for each in wanted if each != "memory"]:
+            transfer, encoding = ("collective", "delta") if transport == "delta" else (transport, "plain")
+            for count in sorted({1, options.servers}):
+                with servers.connected(transfer, encoding, count) as connected:
+                    add(f"{transport} to {count}", connected)
+    return {"dtype": name, "model_bytes": size, "transports": rows, "failed": failed}
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    add_shape(parser)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both ends")
+    known = ["memory", *(each for each in get_args(WeightTransfer) if each != "auto"), "delta"]
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["tiny"], help="shapes of the model")
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--updates", type=int, default=5, help="updates that are timed (default 5)")
-    parser.add_argument("--only", nargs="*", help="names of transports, for example memory 'collective 2 to 2'")
+    parser.add_argument("--updates", type=int, default=3, help="updates that are timed (default 3)")
+    parser.add_argument("--sequences", type=int, default=8, help="responses that run all the time (default 8)")
+    parser.add_argument("--servers", type=int, default=2, help="measured with one server and with so many (default 2)")
+    parser.add_argument("--transports", nargs="+", choices=known, help="default: all but delta")
     options = parser.parse_args()
     device = torch.device(options.device) if options.device else default_device()
-    dtype = getattr(torch, options.dtype)
-    model = build_model(options.shape, torch.device("meta"), dtype)
-    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-    size = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-    given = (options, shapes, dtype, device)
-    measures: dict[str, Callable[[], dict[str, float]]] = {
-        "memory": lambda: in_memory(*given),
-        "shared_memory": lambda: shared_memory(*given),
-        "file": lambda: file(*given),
-        **{
-            f"collective {ranks} to {engines}": lambda ranks=ranks, engines=engines: collective(
-                *given, ranks=ranks, engines=engines, encoding="plain"
-            )
-            for ranks, engines in ((1, 1), (2, 1), (1, 2), (2, 2))
-        },
-        "delta 1 to 1": lambda: collective(*given, ranks=1, engines=1, encoding="delta"),
-    }
-    rows: dict[str, dict[str, float]] = {}
-    for name, measure in measures.items():
-        if options.only and name not in options.only:
-            continue
-        row = rows[name] = measure()
-        row["gb_per_s"] = size / 1e9 / row["seconds"]
-        print(
-            f"{options.shape} {options.dtype} {name:<18} {row['gb_per_s']:6.2f} GB/s, {row['seconds'] * 1e3:8.1f} ms, "
-            f"pause {row['pause_s'] * 1e3:8.1f} ms, {row['bytes'] / 1e6:8.1f} MB",
-            flush=True,
-        )
-        gc.collect()
-    write_record(options.out, device, shape=options.shape, dtype=options.dtype, model_bytes=size, transports=rows)
+    if options.transports is None:
+        options.transports = [each for each in known[:-1] if each != "cuda_ipc" or device.type == "cuda"]
+    shapes = {shape: measure_shape(shape, device, options) for shape in options.shapes}
+    write_record(options.out, device, sequences=options.sequences, updates=options.updates, shapes=shapes)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ os.environ.setdefault(_SESSION, uuid.uuid4().hex)
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail if a process that the tests started is still running."""
+    if (forked := sys.modules.get("forked")) is not None:
+        forked.close()
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     deadline = time.monotonic() + _GRACE_S

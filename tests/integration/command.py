@@ -7,11 +7,11 @@ import io
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -53,10 +53,9 @@ def headwater(*arguments: object) -> Result:
     return Result(code, output.getvalue(), errors.getvalue())
 
 
-def start_headwater(*arguments: object) -> subprocess.Popen[str]:
+def start_headwater(*arguments: object) -> forked.Forked:
     """Start the command as a separate process, which the caller must wait for."""
-    command = [sys.executable, "-m", "headwater.cli.main", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return forked.popen("-m", "headwater", *arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def headwater_process(*arguments: object) -> Result:
@@ -130,8 +129,7 @@ def signalled_process(step: int, number: int, *arguments: object) -> Result:
 
     Before the signal, it prints the ids of its engine processes after ``children:``.
     """
-    command = [sys.executable, "-c", SIGNALLED, str(step), str(int(number)), *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False)
+    done = forked.run("-c", SIGNALLED, step, int(number), *arguments, cwd=ROOT, timeout=PROCESS_LIMIT_S)
     return Result(done.returncode, done.stdout, done.stderr)
 
 

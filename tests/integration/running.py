@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 
+import forked
 from command import ROOT
 
 _LIMIT_S = 300.0
@@ -30,14 +29,11 @@ class Running:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._arguments = (model, *arguments)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: forked.Forked | None = None
 
     def start(self) -> Running:
-        command = [sys.executable, "-m", "headwater.cli.main", "serve", *self._arguments, "--port", str(self.port)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        command = ["-m", "headwater", "serve", *self._arguments, "--port", self.port]
+        self._process = forked.popen(*command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return self
 
     def ready(self) -> Running:

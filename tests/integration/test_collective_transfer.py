@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import closing
 
+import forked
 import pytest
 from integration import collective_ranks
 from integration.command import PROCESS_LIMIT_S
@@ -25,10 +26,7 @@ NUM_BYTES = 3413504
 
 
 def test_two_ranks_send_to_two_engines_and_survive_one_that_dies_or_stops(tmp_path):
-    done = subprocess.run(
-        [sys.executable, collective_ranks.__file__, tmp_path],
-        capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False,
-    )  # fmt: skip
+    done = forked.run(collective_ranks.__file__, tmp_path, timeout=PROCESS_LIMIT_S)
     assert (tmp_path / "outcomes.json").exists(), done.stderr[-3000:]
     seen = json.loads((tmp_path / "outcomes.json").read_text())
     assert set(seen["parts"]) == {3}, "both ranks send a part of every tensor"

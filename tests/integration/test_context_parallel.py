@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-
+import forked
 import pytest
 import torch
 from integration import context_ranks
-from integration.test_torchrun import COARSE, LIMIT_S, assert_same, assert_same_weights, environment, python
+from integration.test_torchrun import COARSE, LIMIT_S, assert_same, assert_same_weights, environment
 from integration.two_ranks import CASES, RESUMED, build, resume, spec_of, take_steps
 from transformers import AutoModelForCausalLM
 
@@ -29,14 +28,8 @@ def compare(folder, num_ranks: int, num_context: int, names: tuple[str, ...]) ->
     alone = {
         name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "alone" / name) for name in names
     }
-    done = subprocess.run(
-        python(context_ranks.__file__, folder, num_ranks, num_context, *names),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=LIMIT_S,
-        check=False,
-    )
+    script = (context_ranks.__file__, folder, num_ranks, num_context, *names)
+    done = forked.run(*script, env=environment(), timeout=LIMIT_S)
     assert (folder / "results.pt").exists(), done.stderr[-3000:]
     together = torch.load(folder / "results.pt", weights_only=False)
     for name in names:

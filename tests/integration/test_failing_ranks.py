@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
+import forked
 import pytest
 from integration import failing_ranks
 from integration.command import PROCESS_LIMIT_S
@@ -16,10 +15,7 @@ ERROR = "MemoryError: no room for a full tensor"
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, failing_ranks.__file__, folder],
-        capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=True,
-    )  # fmt: skip
+    done = forked.run(failing_ranks.__file__, folder, timeout=PROCESS_LIMIT_S)
     assert {path.stem for path in folder.iterdir()} == failing_ranks.CASES.keys(), done.stderr[-3000:]
     return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
 

@@ -19,7 +19,7 @@ from real_clients import QUESTIONS
 
 from headwater.models.load import load_model, load_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("clients")]
 
 MODEL = "tiny:qwen3"
 LIMIT_S = 600.0

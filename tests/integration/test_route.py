@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
 import threading
 import time
 import urllib.error
@@ -14,10 +13,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import forked
 import pytest
 import torch
 from command import headwater, start_headwater
 
+from headwater.backends.native import engine
 from headwater.backends.router.engine import RouterEngine
 from headwater.cli.route import connector
 from headwater.config.schema import EngineConfig
@@ -25,7 +26,7 @@ from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.load import load_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("route")]
 
 MODEL = "tiny:qwen3"
 LIMIT_S = 300.0
@@ -37,7 +38,7 @@ class Process:
     """A ``headwater`` command that listens."""
 
     def __init__(self, *arguments: object) -> None:
-        self._process: subprocess.Popen[str] = start_headwater(*arguments)
+        self._process: forked.Forked = start_headwater(*arguments)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.startswith("serving "):
@@ -57,8 +58,11 @@ class Process:
             status, text = error.code, error.read().decode()
         return status, json.loads(text) if text.startswith("{") else text
 
-    def end(self, number: int = signal.SIGTERM) -> None:
+    def send(self, number: int) -> None:
         self._process.send_signal(number)
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        self.send(number)
         self._process.wait(60)
 
 
@@ -80,9 +84,9 @@ def undisturbed() -> Iterator[Callable[[list[ModelRequest]], list[ModelResponse]
     """What an engine in this process answers."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    engine = Engine.load(MODEL, CONFIG, device="cpu")
-    yield engine.generate
-    engine.close()
+    here = Engine.load(MODEL, CONFIG, device="cpu")
+    yield here.generate
+    here.close()
     torch.set_num_threads(before)
 
 
@@ -125,6 +129,41 @@ def test_a_server_killed_under_load_loses_no_token_and_comes_back(servers, undis
             for each in turns:
                 asyncio.run(router.agenerate(each))
         assert router.status().metrics["router_num_sticky"] >= len(turns)
+    finally:
+        router.close()
+
+
+def test_streams_on_a_server_that_hangs_continue_on_another_one(servers, undisturbed, monkeypatch):
+    """It is stopped, so its connections stay open and nothing arrives."""
+    monkeypatch.setattr(engine, "_METRICS_LIMIT_S", 0.5)
+    monkeypatch.setattr(engine, "_SILENT_LIMIT_S", 2.0)
+    connect = connector("native", MODEL, load_tokenizer(MODEL))
+    router = RouterEngine([connect(each.url) for each in servers])
+    asked = [request(key, 120) for key in range(8)]
+
+    async def follow(each: ModelRequest) -> tuple[int, ...]:
+        tokens: list[int] = []
+        async for delta in router.astream(each):
+            tokens += delta.tokens
+        assert delta.stop_reason == "length"
+        return tuple(tokens)
+
+    async def scene() -> list[tuple[int, ...]]:
+        streams = [asyncio.create_task(follow(each)) for each in asked[:4]]
+        whole = [asyncio.create_task(router.agenerate(each)) for each in asked[4:]]
+        await asyncio.to_thread(until, lambda: router.status().num_running == len(asked), "the requests run")
+        servers[0].send(signal.SIGSTOP)
+        try:
+            tokens = await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
+            responses = await asyncio.wait_for(asyncio.gather(*whole), LIMIT_S)
+        finally:
+            servers[0].send(signal.SIGCONT)
+        return [*tokens, *(each.output_tokens for each in responses)]
+
+    try:
+        assert asyncio.run(scene()) == [each.output_tokens for each in undisturbed(asked)]
+        assert router.status().metrics["router_num_requests_moved"] == 4
+        until(lambda: router.status().servers[0].state == "serving", "it does not come back")
     finally:
         router.close()
 

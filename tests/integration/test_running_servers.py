@@ -9,23 +9,25 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from command import CUT_DOWN, after_step, headwater, train_here
+from command import CUT_DOWN, after_step, headwater, metrics, train_here
 from running import Running, free_port
 
 from headwater.backends import BackendContext
 from headwater.backends.fleet import make_fleet
 from headwater.config.load import load_config
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, ServerLost
-from headwater.core.protocols import InferenceEngine, WeightUpdate
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.core.protocols import Bucket, InferenceEngine, WeightUpdate
+from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
+from headwater.weights.file import FileWeights
 
 MODEL = "tiny:qwen3"
 LIMIT_S = 300.0
@@ -109,14 +111,50 @@ def test_two_running_servers_generate_what_the_embedded_engine_does(servers, tmp
     assert told.code == 0, told.stderr
 
 
-def test_a_run_ahead_over_two_servers_loses_no_group(servers, tmp_path):
-    """The servers still serve the last version of the run before."""
+def test_a_run_ahead_over_two_servers_loses_no_group(servers, tmp_path, monkeypatch):
+    """The servers still serve the last version of the run before. Every version is written once, for both of them."""
+    names, write = [], FileWeights.write
+
+    def write_and_note(self: FileWeights, buckets: Iterable[Bucket]) -> None:
+        names.append(self.path.parent.name)
+        write(self, buckets)
+        names.append(self.path.parent.name)
+
+    monkeypatch.setattr(FileWeights, "write", write_and_note)
     settings = [*SHORT, "rollout.max_staleness=2", "trainer.total_steps=4", "rollout.weight_transfer=file"]
     folder = tmp_path / "weights"
     train_here("quickstart", *settings, *named(*servers), f"run.root={tmp_path}", f"rollout.weight_folder={folder}")
     record = RunDirectory.open(tmp_path / "quickstart").read_ledger()[-1]
     assert record["counts"] == {"dispatched": 16, "trained": 16, "dropped": 0, "buffered": 0, "in_flight": 0}
     assert list(folder.iterdir()) == [], "weights of old versions are removed"
+    assert all(name.endswith(".partial") for name in names[::2]), "a file has its final name when it is complete"
+    assert [name.rpartition("-")[2] for name in names[1::2]] == [f"v{version:06d}" for version in range(5)]
+    assert lags(tmp_path / "quickstart") <= {0, 1, 2}
+
+
+def lags(run: Path) -> set[int]:
+    """How many versions old the trained tokens were."""
+    prefix = "staleness/lag_"
+    names = {
+        name for each in metrics(run, "train") for name, value in each.items() if name.startswith(prefix) and value
+    }
+    return {int(name.removeprefix(prefix)) for name in names}
+
+
+def test_what_two_servers_generated_ahead_is_replayed_to_the_same_bits(servers, tmp_path):
+    """With weights that the learner sends to both servers at once, in the middle of responses."""
+    settings = [*SHORT, "trainer.total_steps=4", "rollout.max_staleness=2", "rollout.max_new_tokens=24",
+                "rollout.max_concurrent_groups=6", "algorithm.policy_loss=decoupled", "engine.deterministic=true",
+                "algorithm.old_logprobs=recompute", "rollout.weight_transfer=collective"]  # fmt: skip
+    train_here("quickstart", *settings, *named(*servers), f"run.root={tmp_path}")
+    run = tmp_path / "quickstart"
+    records = RunDirectory.open(run).read_ledger()
+    parts = [made for record in records for group in record["trained"] for _, _, made in group["requests"]]
+    assert any(len(made) > 1 for made in parts), "no update came in the middle of a response"
+    assert lags(run) <= {0, 1, 2}
+    told = headwater("replay", run)
+    assert told.code == 0, told.stderr
+    assert "The weights of all 4 steps equal the recorded ones, bit for bit" in told.stdout
 
 
 def test_a_server_gets_the_weights_of_the_run_first_and_keeps_them_over_a_broken_connection(servers):
@@ -209,31 +247,44 @@ def test_a_server_that_stops_answering_hands_its_requests_over_with_their_tokens
 
 
 def test_a_response_over_sglangs_calls_spans_an_update_without_losing_a_token(servers):
-    """Our server knows SGLang's calls: it is paused and answers with the tokens so far; the rest is asked for again."""
+    """Our server knows SGLang's calls. It answers with the tokens so far, and the rest is asked for again; or, with an
+    update in flight, it continues and tells which weights produced which tokens."""
     sglang = ["rollout.backend=sglang", f"rollout.servers=[{servers[0].url}]"]
-    config = with_dtype(load_config(None, sglang).config)
-    engine = make_fleet(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
-    try:
-        assert engine.status().needs_weights
-        engine.update_weights(update(4)).result(LIMIT_S)
-        thread, results = in_background(lambda: generate(engine, 1, 40))
-        until(lambda: running_requests(servers[0]) > 0, "it generates")
-        engine.update_weights(update(5, seed=1)).result(LIMIT_S)
-        thread.join(LIMIT_S)
-        response = results[0][0]
-        assert len(response.output_tokens) == 40
-        assert sorted(response.output_versions) == list(response.output_versions)
-        assert response.output_versions[-1] == 5
-        engine.sleep(("kv_cache",))
-        engine.wake(("kv_cache",))
-        assert generate(engine, 1, 3)[0].output_versions == (5, 5, 5)
-        with pytest.raises(RequestError, match="before truncation"):
-            engine.check(ModelRequest("r", (5,), SamplingParams(max_new_tokens=2, top_k=3), rng_key=0))
-        flush = urllib.request.Request(f"{servers[0].url}/flush_cache", method="POST")
-        with urllib.request.urlopen(flush, timeout=LIMIT_S) as reply:
-            assert reply.read() == b"Cache flushed.\n"
-    finally:
-        engine.close()
+    version = 4
+    for transfer, mode in (("file", "interrupt"), ("file", "in_flight"), ("collective", "interrupt")):
+        config = with_dtype(load_config(None, [*sglang, f"rollout.weight_transfer={transfer}"]).config)
+        engine = make_fleet(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
+        try:
+            assert engine.status().needs_weights
+            engine.update_weights(update(version)).result(LIMIT_S)
+            thread, results = in_background(lambda: generate(engine, 1, 40))  # noqa: B023
+            until(lambda: running_requests(servers[0]) > 0, "it generates")
+            engine.update_weights(update(version + 1, seed=1), mode).result(LIMIT_S)
+            thread.join(LIMIT_S)
+            response = results[0][0]
+            assert len(response.output_tokens) == 40
+            assert sorted(response.output_versions) == list(response.output_versions)
+            assert response.output_versions[-1] == version + 1
+            streamed = asyncio.run(follow(engine, 6))
+            whole = generate(engine, 1, 6)[0]
+            assert tuple(token for delta in streamed for token in delta.tokens) == whole.output_tokens
+            assert len(streamed) > 2
+            engine.sleep(("kv_cache",))
+            engine.wake(("kv_cache",))
+            assert generate(engine, 1, 3)[0].output_versions == (version + 1,) * 3
+        finally:
+            engine.close()
+        version += 2
+    with pytest.raises(RequestError, match="before truncation"):
+        engine.check(ModelRequest("r", (5,), SamplingParams(max_new_tokens=2, top_k=3), rng_key=0))
+    flush = urllib.request.Request(f"{servers[0].url}/flush_cache", method="POST")
+    with urllib.request.urlopen(flush, timeout=LIMIT_S) as reply:
+        assert reply.read() == b"Cache flushed.\n"
+
+
+async def follow(engine: InferenceEngine, count: int) -> list[Delta]:
+    sampling = SamplingParams(max_new_tokens=count, ignore_end=True)
+    return [delta async for delta in engine.astream(ModelRequest("r0", (5, 6, 7), sampling, rng_key=0))]
 
 
 def running_requests(server: Running) -> int:
@@ -262,6 +313,7 @@ def test_a_killed_server_loses_nothing_and_is_used_again_when_it_is_back(tmp_pat
             each.kill()
     record = RunDirectory.open(tmp_path / "quickstart").read_ledger()[-1]
     assert record["counts"] == {"dispatched": 48, "trained": 48, "dropped": 0, "buffered": 0, "in_flight": 0}
+    assert lags(tmp_path / "quickstart") <= {0, 1, 2}
     assert "its return is awaited" in caplog.text
     status = json.loads((tmp_path / "quickstart" / "status.json").read_text())
     assert status["engine_restarts"] >= 1

@@ -10,7 +10,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import forked
 import openai
 import pytest
 import tiny
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass
 class Server:
-    process: subprocess.Popen[str]
+    process: forked.Forked
     lines: list[str] = field(default_factory=list)
     url: str = ""
     key: str = ""
@@ -97,11 +97,10 @@ def _parsed(body: bytes) -> Any:
 
 
 def start(*arguments: str, key: str = "") -> Server:
-    command = [sys.executable, "-m", "headwater.cli.main", "serve", "tiny:qwen3", "--port", "0", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HEADWATER_API_KEY": key}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=1
-    )
+    process = forked.popen(
+        "-m", "headwater", "serve", "tiny:qwen3", "--port", 0, *arguments,
+        cwd=ROOT, env={**os.environ, "HEADWATER_API_KEY": key}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     server = Server(process, key=key)
     ready: queue.Queue[str | None] = queue.Queue()
 

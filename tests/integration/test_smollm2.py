@@ -12,7 +12,7 @@ from command import ROOT, headwater, metrics
 from headwater.models.builtin.smollm2 import fetch_smollm2
 from headwater.models.load import end_token_ids, load_model, load_processor, load_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
 
 CHAT = [{"role": "user", "content": "What is 7 + 5?"}]
 

@@ -38,6 +38,7 @@ def is_balanced(run) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.xdist_group("calculator")
 def test_a_tiny_model_learns_to_call_the_calculator(warm, tmp_path):
     run = learns(warm, tmp_path)
     trained = metrics(run, "train")
@@ -53,6 +54,7 @@ def test_a_tiny_model_learns_to_call_the_calculator(warm, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.xdist_group("calculator")
 def test_it_learns_with_stale_rollouts(warm, tmp_path):
     settings = ["rollout.max_staleness=4", "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"]
     trained = metrics(learns(warm, tmp_path, *settings), "train")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from integration import two_ranks
@@ -27,6 +28,7 @@ LIMIT_S = 500.0
 A_MINUTE_S = 60.0 + 30.0
 """A killed rank ends the run within a minute; the rest is for a busy machine."""
 COARSE = ("bfloat16", "adapters in bfloat16")
+COMPARED = ("loss", "grad_norm", "entropy", "optimizer_steps", "rollout_gap/tokens", "rollout_gap/logprob_abs_max")
 
 
 def torchrun(*arguments: object) -> list[str]:
@@ -35,32 +37,29 @@ def torchrun(*arguments: object) -> list[str]:
     ]  # fmt: skip
 
 
-def python(*arguments: object) -> list[str]:
-    return [sys.executable, *map(str, arguments)]
-
-
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
 
 
-@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["few", pytest.param("all", marks=[pytest.mark.slow, pytest.mark.xdist_group("ranks")])]
+)
 def learned(request, tmp_path_factory):
     """The same calls on one rank and on two; all cases under torchrun, and a few without its cost."""
-    names, start = (FEW, python) if request.param == "few" else (tuple(CASES), torchrun)
+    names = FEW if request.param == "few" else tuple(CASES)
     folder = tmp_path_factory.mktemp("ranks")
     model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
     save_model(model, load_tokenizer("tiny:qwen3"), folder / "model")
     alone = {
         name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "of_one" / name) for name in names
     }
-    done = subprocess.run(
-        start(two_ranks.__file__, folder, *names),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=LIMIT_S,
-        check=False,
-    )
+    script = (two_ranks.__file__, folder, *names)
+    if request.param == "few":
+        done = forked.run(*script, env=environment(), timeout=LIMIT_S)
+    else:
+        done = subprocess.run(
+            torchrun(*script), capture_output=True, text=True, env=environment(), timeout=LIMIT_S, check=False
+        )
     assert (folder / "results.pt").exists(), done.stderr[-3000:]
     return folder, alone, torch.load(folder / "results.pt", weights_only=False)
 
@@ -92,7 +91,7 @@ def test_two_ranks_compute_and_train_what_one_does(learned):
             assert mine.keys() == other.keys(), name
             # The second step begins with weights that rounding has changed.
             tolerance = {"rel": 1e-4 if step else 1e-5, "abs": 1e-6}
-            for key in (each for each in other if each.endswith(("loss", "grad_norm", "entropy", "optimizer_steps"))):
+            for key in (each for each in other if each.endswith(COMPARED)):
                 expected = pytest.approx(other[key], **({"rel": 0.1, "abs": 0.03} if name in COARSE else tolerance))
                 assert mine[key] == expected, f"{name}: {key} of step {step + 1}"
         if name not in COARSE:
@@ -199,15 +198,8 @@ LONG = [
 ]
 
 
-KILLED = pytest.param(
-    "killed rank",
-    # torchrun's SIGTERM may arrive before rank 0 has noticed the end of rank 1; torchrun's own report then names it.
-    marks=pytest.mark.xfail(strict=False, reason="rank 0 may report an interrupt instead of the cause"),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [KILLED, "stopped run"])
+@pytest.mark.parametrize("how", ["killed rank", "stopped run"])
 def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
     run, log = RunDirectory(tmp_path / "quickstart"), tmp_path / "log"
     process = started(*LONG, f"run.root={tmp_path}")
@@ -255,9 +247,20 @@ def assert_same_steps(run: Path, other: Path, *, rel: float) -> None:
             assert ours[key] == pytest.approx(theirs[key], rel=rel, abs=1e-6), f"{key} of step {ours['step']}"
 
 
+FORKED = """
+import sys
+from integration.two_ranks import fork_ranks
+from headwater.cli.main import main
+fork_ranks(lambda: main(sys.argv[1:]))
+"""
+"""The command as torchrun starts it, without the processor time of torchrun."""
+
+
 def test_the_command_takes_the_same_step_on_two_ranks(tmp_path):
     settings = [*SMALL, "trainer.total_steps=1", "eval.before=false", "eval.after=false"]
-    train_on_two(*settings, f"run.root={tmp_path}")
+    arguments = ("train", *settings, f"run.root={tmp_path}")
+    done = forked.run("-c", FORKED, *arguments, cwd=ROOT, env=environment(), timeout=LIMIT_S)
+    assert (tmp_path / "quickstart" / "metrics.jsonl").exists(), done.stderr[-3000:]
     train_here(*settings, f"run.root={tmp_path / 'alone'}")
     run, alone = tmp_path / "quickstart", tmp_path / "alone" / "quickstart"
     assert_same_steps(run, alone, rel=1e-5)
@@ -279,10 +282,11 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_the_quickstart_learns_on_two_ranks(tmp_path):
-    train_on_two("quickstart", f"run.root={tmp_path}", limit_s=3 * LIMIT_S)
-    rewards = [each["reward/mean"] for each in metrics(tmp_path / "quickstart", "eval")]
-    assert rewards[0] < 0.3
-    assert rewards[-1] > 0.8
+    steps = ("trainer.total_steps=30", "eval.every_steps=30")
+    train_on_two("quickstart", *steps, f"run.root={tmp_path}", limit_s=3 * LIMIT_S)
+    first, last = (each["reward/mean"] for each in metrics(tmp_path / "quickstart", "eval"))
+    assert first < 0.3
+    assert last > 0.6
 
 
 def test_settings_that_do_not_fit_the_ranks_are_refused():

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headwater.algorithms.masked import MAX_LOG_RATIO, bounded, keep, masked_mean, masked_sum
+from headwater.algorithms.masked import EPSILON, MAX_LOG_RATIO, bounded, keep, masked_mean, masked_sum
 
 PERCENTILES = (1, 10, 50, 90, 99)
 
@@ -52,6 +52,64 @@ def offpolicy_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tens
         "chi2_seq": (2 * sequence_ratio).exp().mean() - 1,
     }
     return {name: float(value) for name, value in metrics.items()}
+
+
+def gap_sums(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """``[11]`` sums and ``[2]`` maxima over the kept tokens, for ``gap_metrics``. Those of parts add up."""
+    mine, theirs = (keep(each.detach().double(), mask) for each in (logprobs, rollout_logprobs))
+    log_ratio = bounded(mine - theirs)
+    p, q = (keep(each.exp(), mask) for each in (mine, theirs))
+    apart, moved = log_ratio.abs(), (p - q).abs()
+    k3 = log_ratio.exp() - log_ratio - 1
+    terms = (apart, apart.square(), -log_ratio, k3, moved, moved.square(), p, q, p.square(), q.square(), p * q)
+    sums = torch.stack([(mask != 0).sum().double(), *(each.sum() for each in terms)])
+    largest = torch.stack([apart.max(), moved.max()]) if apart.numel() else sums.new_zeros(2)
+    return sums, largest
+
+
+NUM_GAP_SUMS = 12
+
+
+def gap_metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
+    """How far the learner's log-probs and probabilities of sampled tokens are from the engine's; empty without tokens.
+
+    With equal weights, the difference is that of two programs and their number types.
+    """
+    count, *rest = sums.tolist()
+    if not count:
+        return {}
+    apart, apart2, kl, k3, moved, moved2, p, q, p2, q2, pq = (each / count for each in rest)
+    spread = math.sqrt(max(0.0, p2 - p * p)) * math.sqrt(max(0.0, q2 - q * q))
+    return {
+        "tokens": count,
+        "logprob_abs_mean": apart,
+        "logprob_abs_std": math.sqrt(max(0.0, apart2 - apart**2)),
+        "logprob_abs_max": float(largest[0]),
+        "prob_abs_mean": moved,
+        "prob_abs_std": math.sqrt(max(0.0, moved2 - moved**2)),
+        "prob_abs_max": float(largest[1]),
+        "kl": kl,
+        "k3_kl": k3,
+        **({"prob_correlation": (pq - p * q) / spread} if spread > EPSILON**2 else {}),
+    }
+
+
+def token_statistics(values: Tensor, mask: Tensor) -> dict[str, float]:
+    """``mean``, ``std``, ``min`` and ``max`` over the kept tokens; empty if there are none."""
+    kept = values[mask != 0].double()
+    if not kept.numel():
+        return {}
+    std, mean = torch.std_mean(kept, correction=0)
+    lowest, highest = kept.aminmax()
+    return {"mean": float(mean), "std": float(std), "min": float(lowest), "max": float(highest)}
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """The share of the variance of returns that a critic explains: 1 is perfect, 0 is as good as a constant."""
+    kept, of = values[mask != 0].double(), returns[mask != 0].double()
+    if not kept.numel():
+        return 0.0
+    return float(1 - (of - kept).var(correction=0) / (of.var(correction=0) + 1e-5))
 
 
 def weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, float]:

@@ -16,14 +16,15 @@ it has several servers. A backend class has some of these constructors:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from headwater.config.schema import Config, EngineConfig
+from headwater.config.schema import Config, Dtype, EngineConfig
 from headwater.core.errors import ConfigError, ModelError
-from headwater.core.protocols import Capabilities, Tokenizer
+from headwater.core.protocols import Capabilities, InferenceEngine, Tokenizer
 from headwater.core.registry import Registry
 from headwater.models.device import resolve_device
 from headwater.models.load import vocabulary_size
@@ -33,6 +34,24 @@ if TYPE_CHECKING:
     from headwater.backends.launch.child import StartChild
 
 BACKENDS = Registry("backend", "headwater.backends")
+SERVER_KEY = "HEADWATER_SERVER_KEY"
+"""The environment variable with the API key of running servers."""
+
+
+@runtime_checkable
+class LoadsModels(Protocol):
+    """A backend class whose engine ``headwater serve`` can serve."""
+
+    def load(
+        self, model_path: str, config: EngineConfig, *, tokenizer: Any, dtype: Dtype, device: str, seed: int
+    ) -> InferenceEngine: ...
+
+
+@runtime_checkable
+class LaunchesServers(Protocol):
+    """A backend class that starts its own servers and keeps them alive."""
+
+    def launch(self, context: BackendContext, devices: Sequence[str]) -> InferenceEngine: ...
 
 
 @dataclass(frozen=True)

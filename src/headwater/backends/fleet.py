@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from headwater.backends import BACKENDS, BackendContext, engine_device
+from headwater.backends import BACKENDS, BackendContext, LaunchesServers, LoadsModels, engine_device
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import InferenceEngine
@@ -23,7 +23,7 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
     if not rollout.is_separate and not context.places:
         engine: InferenceEngine = backend.from_context(context)
         return engine
-    num_servers = len(rollout.servers) or len(context.places) or rollout.launch.num_servers
+    num_servers = len(rollout.servers) or len(context.places) or rollout.launch.count
     context = replace(context, is_one_of_many=num_servers > 1)
     if rollout.servers:
         starts = {url.rstrip("/"): partial(backend.connect, url.rstrip("/"), context) for url in rollout.servers}
@@ -41,31 +41,31 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
     engines = _start_all(list(starts.values()))
     if num_servers == 1:
         return engines[0]
-    from headwater.backends.router.engine import RoutedServer, RouterEngine
+    from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
 
     # A server that the run has started may have another address after a restart, so its name is its place.
     # A running server that was given up may come back, and so may a node of a cluster. One that the run starts on this
     # machine was restarted often enough.
     again = starts if rollout.servers or context.places else {}
     return RouterEngine(
-        [RoutedServer(name, engine, connect=again.get(name)) for name, engine in zip(starts, engines, strict=True)]
+        [RoutedServer(name, engine, connect=again.get(name)) for name, engine in zip(starts, engines, strict=True)],
+        RouterOptions(weight_folder=rollout.weight_folder),
     )
 
 
 def devices_of_servers(config: Config) -> list[tuple[str, ...]]:
     """The devices of every server that the run starts."""
     launch, size = config.rollout.launch, config.rollout.launch.tensor_parallel
-    wanted = launch.devices or (config.rollout.device,) * (launch.num_servers * size)
+    wanted = launch.devices or (config.rollout.device,) * (launch.count * size)
     # Resolved here, so that a device that does not exist is reported before a server starts.
     devices = [engine_device(each, config.model.device, place)[0] for place, each in enumerate(wanted)]
     return [tuple(devices[first : first + size]) for first in range(0, len(devices), size)]
 
 
 def _launcher(backend: Any, name: str) -> Callable[[BackendContext, Sequence[str]], InferenceEngine]:
-    if hasattr(backend, "launch"):
-        launch: Callable[[BackendContext, Sequence[str]], InferenceEngine] = backend.launch
-        return launch
-    if not hasattr(backend, "load"):
+    if isinstance(backend, LaunchesServers):
+        return backend.launch
+    if not isinstance(backend, LoadsModels):
         raise ConfigError(
             [
                 f"rollout.placement = disaggregated: rollout.backend = {name} cannot be served, because it has no "

@@ -77,9 +77,19 @@ def _for_replay(config: Config, path: Path) -> Config:
     """The recorded settings without those that do not affect the weights."""
     return replace(
         config,
-        run=replace(config.run, root=str(path.resolve().parent), name=f"{path.resolve().name}-replay"),
+        run=replace(
+            config.run, root=str(path.resolve().parent), name=f"{path.resolve().name}-replay", project="replay"
+        ),
         eval=replace(config.eval, before=False, after=False, every_steps=0),
-        trainer=replace(config.trainer, checkpoint_every_steps=0, save_rollouts_every_steps=0),
+        trainer=replace(
+            config.trainer,
+            checkpoint_every_steps=0,
+            save_rollouts_every_steps=0,
+            trackers=(),
+            tracker_args={},
+            num_tracked_samples=0,
+            profile=replace(config.trainer.profile, steps=()),
+        ),
     )
 
 

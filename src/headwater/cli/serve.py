@@ -22,7 +22,6 @@ from headwater.config.recipe import parse_override
 from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
-from headwater.core.protocols import InferenceEngine
 from headwater.models.source import check_model
 from headwater.observe.manifest import MANIFEST, damage
 from headwater.observe.progress import discard
@@ -140,14 +139,14 @@ def run(args: argparse.Namespace) -> int:
     check_model(model, "MODEL")  # a mistyped name is refused before torch is imported
     options = read_options(args, served_name=args.served_name or args.model, model=model)
     with listening(args, options) as taken:
-        from headwater.backends import BACKENDS
+        from headwater.backends import BACKENDS, LoadsModels
         from headwater.models.load import check_files, load_tokenizer, resolve_device
         from headwater.serving.listen import serve
         from headwater.serving.state import find_parser
 
         _set_threads(args.threads)
         backend = BACKENDS.resolve(args.backend)
-        if not hasattr(backend, "load"):
+        if not isinstance(backend, LoadsModels):
             raise HeadwaterError(
                 f"--backend = {args.backend}: cannot be served, because it has no method load(model_path, ...); "
                 "use embedded or hf"
@@ -157,9 +156,7 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = load_tokenizer(model, key="MODEL")
         find_parser(options.tool_parser, tokenizer)  # before the model is loaded, which takes longer
         check_files(model, "MODEL")
-        engine: InferenceEngine = backend.load(
-            model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed
-        )
+        engine = backend.load(model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed)
         try:
             serve(engine, tokenizer, options, taken, say=say)
         finally:

@@ -13,7 +13,7 @@ from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import collect, dispatch
 from headwater.core.parcels import Parcel, SendOrder, SendReport
-from headwater.core.protocols import Bucket, LearnerStatus, Role
+from headwater.core.protocols import Bucket, LearnerStatus, ProfileOrder, Role
 from headwater.learner.partition import balanced_parts
 
 
@@ -113,8 +113,14 @@ class LearnerGroup:
     def save(self, folder: Path) -> None:
         self._everywhere("save", folder.absolute())
 
+    def snapshot(self) -> None:
+        """Every rank would need a second copy of its shard, so ranks only ``save``."""
+
     def load(self, folder: Path) -> None:
         self._everywhere("load", folder.absolute())
+
+    def profile(self, order: ProfileOrder | None) -> None:
+        self._everywhere("profile", order)
 
     def offload(self) -> None:
         self._everywhere("offload")

@@ -2,7 +2,8 @@
 
 So a run can be resumed and evaluated from any folder. Paths inside the free-form arguments of your own code, such as
 ``rollout.workflow_args``, are not known here and stay as they are. ``folder`` in ``data.task_args``, ``corpus`` in
-``tools.args``, and ``agent`` and ``python`` in ``rollout.workflow_args`` are paths.
+``tools.args``, ``folder`` and ``path`` in ``trainer.tracker_args``, and ``agent`` and ``python`` in
+``rollout.workflow_args`` are paths.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def with_absolute_paths(config: Config) -> Config:
     tools_args = _renamed(_folders(config.tools.args, "corpus"), _extension)
     workflow_args = {name: _agent(name, value) for name, value in config.rollout.workflow_args.items()}
     corrections_args = _renamed(config.algorithm.corrections_args, _extension)
+    tracker_args = _renamed(_folders(_folders(config.trainer.tracker_args, "folder"), "path"), _extension)
     functions = {
         name: {key: _each(value, _extension) if key == "function" else value for key, value in part.items()}
         for name, part in config.reward.functions.items()
@@ -57,6 +59,7 @@ def with_absolute_paths(config: Config) -> Config:
     config = replace(config, tools=replace(config.tools, args=tools_args))
     config = replace(config, rollout=replace(config.rollout, workflow_args=workflow_args))
     config = replace(config, reward=replace(config.reward, functions=functions))
+    config = replace(config, trainer=replace(config.trainer, tracker_args=tracker_args))
     return replace(config, algorithm=replace(config.algorithm, corrections_args=corrections_args))
 
 
@@ -66,6 +69,10 @@ def _path(text: str) -> str:
 
 def _model(text: str) -> str:
     return _path(text) if looks_like_folder(text) else text
+
+
+def _folder_or_url(text: str) -> str:
+    return text if "://" in text else _path(text)
 
 
 def _program(text: str) -> str:
@@ -108,6 +115,8 @@ _EXACT: Mapping[str, Callable[[str], str]] = {
     "model.path": _model,
     "model.chat_template": _template,
     "critic.path": _model,
+    "reference.path": _model,
+    "trainer.checkpoint_dir": _folder_or_url,
     "reward.model": _model,
     "data.train": _source,
     "data.eval": _source,

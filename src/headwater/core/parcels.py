@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 Encoding = Literal["plain", "delta"]
 """``delta`` sends the difference from the weights that were sent before, compressed (``weights.delta``)."""
@@ -79,6 +79,7 @@ class SendReport:
     """Why the weights did not arrive everywhere. A rank does not raise: the other ranks would wait for it."""
 
 
+@runtime_checkable
 class RankedSource(Protocol):
     """A learner whose ranks can send weights themselves."""
 

@@ -41,6 +41,18 @@ Role = Literal["policy", "critic"]
 """The models that a learner trains."""
 
 
+class WeightFile(Protocol):
+    """A version that was written to a file once, for several engines (``weights.file``)."""
+
+    @property
+    def path(self) -> Path: ...
+    def hold(self) -> WeightFile:
+        """Keep the file until one more ``discard``."""
+        ...
+
+    def discard(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """One policy version on its way to an engine, as a stream of buckets.
@@ -57,7 +69,8 @@ class WeightUpdate:
     """The same weights were published as this version before. Only engines that do not have them need to take them."""
     direct: DirectSend | None = None
     """The learner, if its ranks can send the weights themselves. An engine then need not read ``buckets``."""
-
+    file: WeightFile | None = None
+    """Where the weights are already, for engines that read files (``Capabilities.file_weights``)."""
     adapters_alone: bool = False
     """Only the LoRA adapters, for an engine that has the other weights already (``Capabilities.adapters``)."""
 
@@ -140,6 +153,8 @@ class Capabilities:
     """The number type of the engine's weights, for example ``bfloat16``. Published weights are converted to it."""
     direct_weights: bool = False
     """The engine takes weights straight from the learner's ranks (``WeightUpdate.direct``)."""
+    file_weights: bool = False
+    """The engine reads weights from a file (``WeightUpdate.file``)."""
     features: tuple[SamplingFeature, ...] = ()
     """The settings of ``SamplingParams`` beyond the usual ones that requests may use (``SamplingParams.features``)."""
 
@@ -356,6 +371,9 @@ class EpisodeState:
         self._rest: EpisodeStage = "pending"
         self._open: list[tuple[EpisodeStage, str, float]] = []
         """Each open activity, and when it began."""
+        self._began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+        """Time by kind of work: ``generating``, ``calling_tools`` and so on, and, once it has ended, ``total``."""
         self.begin_late: Callable[[], None] = lambda: None
         """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
 
@@ -368,10 +386,13 @@ class EpisodeState:
             yield
         finally:
             self._open.remove(activity)
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - activity[2]
 
     def rest(self, stage: EpisodeStage) -> None:
         """The stage while no activity is open."""
         self._rest = stage
+        if stage == "done":
+            self.seconds["total"] = time.monotonic() - self._began
 
     @property
     def stage(self) -> EpisodeStage:
@@ -435,6 +456,28 @@ class LearnerStatus:
     """Memory of the device that is allocated, of the rank with the most; 0 on a CPU."""
     failure: str = ""
     """Why the learner cannot be used any more, such as a rank that has ended. Empty while it works."""
+
+
+class SavedLater(Protocol):
+    """The state of a learner at one moment."""
+
+    def write(self, folder: Path) -> None:
+        """Write it as ``Learner.save`` does, on any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOrder:
+    """What a profile records, and where it is written."""
+
+    folder: Path
+    """An absolute path."""
+    name: str
+    """The beginning of the files' names, such as ``step_000003``."""
+    ranks: tuple[int, ...]
+    """The ranks that are recorded."""
+    memory: bool
+    """Whether allocations are recorded too."""
 
 
 class Learner(Protocol):
@@ -508,7 +551,16 @@ class Learner(Protocol):
         """Write the state of training, and the policy as ``model/`` in the Hugging Face format."""
         ...
 
+    def snapshot(self) -> SavedLater | None:
+        """A copy of what ``save`` writes, to be written while training continues; None if this learner can only
+        ``save``. The copy is valid until the next one is taken."""
+        ...
+
     def load(self, folder: Path) -> None: ...
+    def profile(self, order: ProfileOrder | None) -> None:
+        """Record what the learner computes, until the next call with None, which writes the files."""
+        ...
+
     def offload(self) -> None:
         """Move everything to main memory, to make room for a rollout on the same device."""
         ...

@@ -33,9 +33,8 @@ from headwater.core.protocols import (
 )
 from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingFeature
 from headwater.engine.delivery import Gathering, Mailboxes, failure_of, in_thread, settle, wait_for
-from headwater.engine.follower import EngineFollower
 from headwater.engine.grammar import Grammars
-from headwater.engine.intake import Intake, RequestLimits
+from headwater.engine.intake import EngineFollower, Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
 from headwater.engine.memory import DeviceMemory, ModelWeights, check_tags, garbage_put_off, settle_garbage

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from headwater.core.errors import QueueFull, RequestError
+from headwater.core.new_tokens import NewTokens
+from headwater.core.protocols import RoundSink
 from headwater.core.records import Delta, ModelRequest, wrong_stop
+from headwater.engine.delivery import Mailbox, failure_of
 from headwater.engine.grammar import Grammars
 from headwater.engine.guides import Guide
 from headwater.engine.loop import EngineLoop
@@ -199,3 +202,40 @@ class Intake:
     def _free(self, num_requests: int) -> None:
         with self._lock:
             self.num_open -= num_requests
+
+
+_feeds = itertools.count(1)
+
+
+class EngineFollower:
+    """The requests of one sink, by its numbers. Used on the sink's event loop."""
+
+    def __init__(self, intake: Intake, mailbox: Mailbox, sink: RoundSink) -> None:
+        self._intake = intake
+        self._mailbox = mailbox
+        self._sink = sink
+        self._feed = next(_feeds)
+        self._open: dict[int, EngineSequence] = {}
+
+    def enter(self, number: int, request: ModelRequest) -> None:
+        def on_end(_: int, ended: EngineSequence) -> None:  # on the engine's thread, after the last tokens
+            self._mailbox.post(lambda: self._end(number, ended))
+
+        following = Following(self._feed, number, self._put)
+        [self._open[number]] = self._intake.enter([request], on_end, following=following)
+
+    def leave(self, number: int) -> None:
+        sequence = self._open.get(number)
+        if sequence is not None:
+            self._intake.leave([sequence])
+
+    def _put(self, new: NewTokens) -> None:
+        self._mailbox.post(lambda: self._sink.take(new))
+
+    def _end(self, number: int, ended: EngineSequence) -> None:
+        del self._open[number]
+        if ended.error is not None:
+            self._sink.failed(number, failure_of(ended))
+        else:
+            assert ended.stop_reason is not None, "it has ended"
+            self._sink.ended(number, ended.stop_reason)

@@ -26,7 +26,7 @@ from headwater.engine.lanes import Round
 from headwater.engine.plans import NeedsRoom
 from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.scheduler import Scheduler
-from headwater.engine.scoring import Scoring
+from headwater.engine.scoring import PromptScoring
 from headwater.engine.sequence import EngineSequence
 from headwater.engine.stops import StopTables, cut_at_stop
 from headwater.observe.spans import Spans
@@ -65,7 +65,7 @@ class EngineLoop:
         self.num_failed = 0
         self._tokenizer = tokenizer
         self._stop_tables = StopTables(tokenizer, scheduler.lanes)
-        self._scoring = Scoring(
+        self._scoring = PromptScoring(
             scheduler.pool,
             page_tokens=scheduler.page_tokens,
             max_tokens=max_scored_tokens,

@@ -38,7 +38,7 @@ class _Job:
         return len(self.tokens) - self.num_computed
 
 
-class Scoring:
+class PromptScoring:
     """Prompts that wait for their log-probs. The engine's thread owns them."""
 
     def __init__(self, pool: PagePool, *, page_tokens: int, max_tokens: int, prefix_cache: bool) -> None:

@@ -47,12 +47,17 @@ class Actor:
         self._algorithm = algorithm
         self._loss_width = loss_width
         self._corrections = corrections or {}
+        # Otherwise the trainer compares all rows before the update.
+        self._compares = algorithm.old_logprobs in ("rollout", "loglinear")
 
     def update(self, experience: DataProto) -> dict[str, float]:
         """Train on ``experience`` and return statistics, averaged over the optimiser steps."""
         if not self.engine.totals(experience).num_tokens and "correction_weights" not in experience.batch:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
-        steps = [self._step(minibatch) for minibatch in minibatches(experience, self.engine.config)]
+        steps: list[dict[str, float] | None] = []
+        for minibatch in minibatches(experience, self.engine.config):
+            # Before the first optimiser step the policy is still the one of the batch's version.
+            steps.append(self._step(minibatch, compares_rollouts=self._compares and not any(steps)))
         stats = mean_stats([stats for stats in steps if stats is not None])
         if stats.get(_KEPT) == 0:
             raise RunError(
@@ -62,7 +67,7 @@ class Actor:
             )
         return stats
 
-    def _step(self, minibatch: DataProto) -> dict[str, float] | None:
+    def _step(self, minibatch: DataProto, *, compares_rollouts: bool) -> dict[str, float] | None:
         """One optimiser step, or None if no sample has a gradient."""
         totals = replace(self.engine.totals(minibatch), width=self._loss_width)
         if not totals.num_tokens:
@@ -73,10 +78,15 @@ class Actor:
                 return None
             minibatch = minibatch[informative]
         return self.engine.train_step(
-            minibatch, self._token_losses, aggregation=self._algorithm.aggregation, totals=totals
+            minibatch,
+            self.token_losses,
+            aggregation=self._algorithm.aggregation,
+            totals=totals,
+            compares_rollouts=compares_rollouts and "rollout_logprobs" in minibatch.batch,
         )
 
-    def _token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
+    def token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
+        """The loss of every token before aggregation, from the ``logprobs`` and ``entropy`` in ``outputs``."""
         tensors, algorithm = batch.batch, self._algorithm
         logprobs, entropy, mask = outputs["logprobs"], outputs["entropy"], tensors["response_mask"]
         old = self._old_logprobs(batch, logprobs.detach())

@@ -1,20 +1,22 @@
-"""The critic: predicts, before every token, the return that is still to come."""
+"""The critic: predicts, before every token, the return that is still to come. Its loss is clipped around old values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from headwater.algorithms.masked import required
+from headwater.algorithms.masked import keep, required
 from headwater.algorithms.policy_losses import PolicyLoss
-from headwater.algorithms.value_loss import value_loss
 from headwater.config.schema import AlgorithmConfig, CriticConfig
 from headwater.core.data_proto import DataProto
 from headwater.learner.engine import TrainEngine, mean_stats, minibatches
 
 _USER = "critic.enabled = true"
+_HUBER_DELTA = 10.0
 
 
 class Critic:
@@ -41,12 +43,41 @@ class Critic:
         totals = replace(self.engine.totals(minibatch), width=self._loss_width)
         if not totals.num_tokens:
             return None
-        return self.engine.train_step(minibatch, self._token_losses, aggregation=self._aggregation, totals=totals)
+        return self.engine.train_step(minibatch, self.token_losses, aggregation=self._aggregation, totals=totals)
 
-    def _token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
+    def token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
         tensors = batch.batch
         values, mask = outputs["values"], tensors["response_mask"]
         old = required(tensors, "values", _USER, "Critic.values gives it, before the update")
         returns = required(tensors, "returns", _USER, "ExperienceMaker.make gives it, by algorithm.advantage")
         loss = value_loss(values, old, returns, mask, clip=self._config.clip, kind=self._config.loss)
         return PolicyLoss(loss.token_losses, {**loss.diagnostics, "value": values.detach()})
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    token_losses: Tensor
+    """They include the factor ½."""
+    diagnostics: Mapping[str, Tensor]
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip: float = 0.5,
+    kind: Literal["mse", "huber"] = "mse",
+) -> ValueLoss:
+    """``max(e(v), e(clip(v, old ± clip)))`` with ``e`` half the squared error, or Huber's (linear beyond 10)."""
+    values, old_values, returns = (keep(each, mask) for each in (values, old_values, returns))
+    near_old = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+    plain, clipped = _error(values, returns, kind), _error(near_old, returns, kind)
+    return ValueLoss(torch.maximum(plain, clipped), {"clip_fraction": (clipped > plain).to(values.dtype)})
+
+
+def _error(values: Tensor, returns: Tensor, kind: str) -> Tensor:
+    if kind == "huber":
+        return torch.nn.functional.huber_loss(values, returns, reduction="none", delta=_HUBER_DELTA)
+    return (values - returns).square() / 2

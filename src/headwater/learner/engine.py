@@ -10,7 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headwater.algorithms.diagnostics import NUM_BINS, count_ratios, effective_sample_size, percentiles_of, weight_sums
+from headwater.algorithms.diagnostics import (
+    NUM_BINS,
+    NUM_GAP_SUMS,
+    count_ratios,
+    effective_sample_size,
+    gap_metrics,
+    gap_sums,
+    percentiles_of,
+    weight_sums,
+)
 from headwater.algorithms.masked import StepTotals, aggregate, count_sequences, masked_sum
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import LearnerConfig
@@ -23,9 +32,15 @@ from headwater.learner.packed_module import PackedModule
 from headwater.learner.packing import Pack, PackRow, check_lengths, idle_pack, pack_rows, read_rows, token_column
 from headwater.learner.partition import minibatch_rows
 from headwater.learner.ranks import Ranks, reshard, shard
+from headwater.models.flops import PassFlops, peak_flops
 from headwater.models.sharded_load import ShardReader
 
 _TOKENS = frozenset({"input_ids", "attention_mask", "position_ids"})
+
+GAP = "rollout_gap/"
+"""The metrics that compare the learner with the engine; they have this name whichever model they come from."""
+FLOPS = "flops"
+"""The operations of an update: forward and backward, without recomputed activations."""
 
 LossFunction = Callable[[Mapping[str, Tensor], DataProto], PolicyLoss]
 """Computes a loss per token from the module's outputs, padded to ``[samples, response]``, and the micro-batch."""
@@ -56,7 +71,8 @@ def mean_stats(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = [step[name] for step in taken if name in step]
         means[name] = sum(values) / len(values)
     skipped = sum(step["skipped_steps"] for step in steps)
-    return {**means, "skipped_steps": skipped, "optimizer_steps": len(steps) - skipped}
+    flops = {FLOPS: sum(step.get(FLOPS, 0.0) for step in steps)} if FLOPS in means else {}
+    return {**means, **flops, "skipped_steps": skipped, "optimizer_steps": len(steps) - skipped}
 
 
 class StepSums:
@@ -67,6 +83,9 @@ class StepSums:
         self._values: dict[str, Tensor] = {}
         self._weights = self._loss.new_zeros(3)
         self._ratios = self._loss.new_zeros(NUM_BINS)
+        self._gap = self._loss.new_zeros(NUM_GAP_SUMS)
+        self._largest_gap: Tensor | None = None
+        self._flops = 0.0
 
     def add_loss(self, loss: Tensor) -> None:
         self._loss += loss.detach()
@@ -86,14 +105,25 @@ class StepSums:
         """Add log ratios of tokens, for their percentiles."""
         self._ratios += count_ratios(log_ratio, mask)
 
-    def statistics(self, ranks: Ranks) -> dict[str, float]:
+    def add_gap(self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
+        """Add log-probs of tokens beside those that the engine recorded, to compare the two."""
+        sums, largest = gap_sums(logprobs, rollout_logprobs, mask)
+        self._gap += sums
+        self._largest_gap = largest if self._largest_gap is None else torch.maximum(self._largest_gap, largest)
+
+    def add_flops(self, count: float) -> None:
+        self._flops += count
+
+    def statistics(self, ranks: Ranks, *, has_gap: bool = False) -> dict[str, float]:
         """The loss, means per token, and statistics of weights and ratios, over all ranks."""
         # A rank without rows in this step has no values, but takes part in the sum.
         names = ranks.union(self._values)
         nothing = self._loss.new_zeros(2)
         scalars = torch.cat([self._loss[None], *(self._values.get(name, nothing) for name in names)])
-        summed = ranks.sum(torch.cat([scalars, self._weights, self._ratios])).cpu()
-        scalars, weights, ratios = torch.split(summed, [len(scalars), len(self._weights), NUM_BINS])
+        flops = self._loss.new_full((1,), self._flops)
+        parts = [scalars, self._weights, self._ratios, self._gap, flops]
+        summed = ranks.sum(torch.cat(parts)).cpu()
+        scalars, weights, ratios, gap, flops = torch.split(summed, [len(each) for each in parts])
         loss, *sums = scalars.tolist()
         means = {
             name: total / num_tokens if num_tokens else 0.0
@@ -101,7 +131,18 @@ class StepSums:
         }
         count, total, squares = weights.tolist()
         weighed = {"effective_sample_size": effective_sample_size(count, total, squares)} if count else {}
-        return {"loss": loss, **means, **weighed, **percentiles_of(ratios)}
+        compared = {}
+        if has_gap:
+            largest = self._gap.new_zeros(2) if self._largest_gap is None else self._largest_gap
+            compared = gap_metrics(gap, ranks.largest(largest).cpu())
+        return {
+            "loss": loss,
+            **means,
+            **weighed,
+            **percentiles_of(ratios),
+            **{f"{GAP}{name}": value for name, value in compared.items()},
+            **({FLOPS: float(flops)} if flops else {}),
+        }
 
 
 class ForwardEngine:
@@ -230,6 +271,13 @@ class TrainEngine(ForwardEngine):
         # The optimisers of this engine and of its siblings, which are offloaded together.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer = self._make_optimizer(config, num_decay_steps)
+        self.peak_flops = peak_flops(self.device, compute_dtype)
+        """Operations per second that the device can compute; None if that is not known."""
+        # The output layer is computed only for trained tokens, and a critic has one output.
+        self._flops = PassFlops.of(module.model, module.layers, module.num_outputs)
+        is_partial = any(not parameter.requires_grad for parameter in module.parameters())
+        self._num_passes = 2.0 if is_partial else 3.0
+        """Of the cost of a forward pass. Frozen weights, such as those below LoRA adapters, need no gradients."""
 
     def sibling(self, config: LearnerConfig) -> TrainEngine:
         """Another engine on the same weights, with a separate optimiser whose rate is constant."""
@@ -266,11 +314,13 @@ class TrainEngine(ForwardEngine):
         *,
         aggregation: str = "token-mean",
         totals: StepTotals | None = None,
+        compares_rollouts: bool = False,
     ) -> dict[str, float]:
         """One optimiser step on the whole batch, of which each rank holds its rows.
 
         ``totals`` defaults to the counts of ``batch``. Pass it if rows without a gradient were left out. A loss or
-        gradient that is not finite is skipped and counted, not applied.
+        gradient that is not finite is skipped and counted, not applied. ``compares_rollouts`` compares the log-probs
+        with the column ``rollout_logprobs``.
         """
         totals = totals or self.totals(batch)
         if totals.num_tokens == 0:
@@ -284,7 +334,12 @@ class TrainEngine(ForwardEngine):
             for pack, counts in self.packs(rows, width, max_tokens):
                 outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
                 if counts:
-                    self._backward(outputs, columns[pack.rows], loss_fn, aggregation, totals, sums)
+                    micro = columns[pack.rows]
+                    self._backward(outputs, micro, loss_fn, aggregation, totals, sums)
+                    sums.add_flops(self._num_passes * self._pass_flops(pack))
+                    if compares_rollouts:
+                        tensors = micro.batch
+                        sums.add_gap(outputs["logprobs"], tensors["rollout_logprobs"], tensors["response_mask"])
                 else:
                     nothing = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
                     nothing.backward()  # type: ignore[no-untyped-call]
@@ -292,7 +347,7 @@ class TrainEngine(ForwardEngine):
             self._optimizer.clear()  # a partial gradient must not be added to the next step's
             reshard(self.module)
             raise
-        statistics = sums.statistics(self.ranks)
+        statistics = sums.statistics(self.ranks, has_gap=compares_rollouts)
         return {**statistics, **self._optimizer.step(statistics["loss"])}
 
     def _backward(
@@ -321,9 +376,21 @@ class TrainEngine(ForwardEngine):
         if loss.log_ratios is not None:
             sums.add_ratios(loss.log_ratios, mask)
 
+    def _pass_flops(self, pack: Pack) -> float:
+        each, segments = self._flops, pack.segments
+        lengths = segments.lengths
+        pairs = float((lengths * segments.prefix_lengths + lengths * (lengths + 1) // 2).sum())
+        return each.per_token * len(pack.input_ids) + each.per_pair * pairs + each.per_prediction * len(pack.targets)
+
     def save(self, folder: Path, *, with_optimizer: bool = True) -> None:
         """Write the trained weights and the optimiser's state, one shard per rank."""
         sharded_checkpoint.save(folder, self.module.model, self._optimizer, self.ranks, with_optimizer=with_optimizer)
+
+    def shards(self, *, with_optimizer: bool = True) -> sharded_checkpoint.Shards:
+        """What ``save`` writes."""
+        return sharded_checkpoint.take_shards(
+            self.module.model, self._optimizer, self.ranks, with_optimizer=with_optimizer
+        )
 
     def load(self, folder: Path) -> None:
         sharded_checkpoint.load(folder, self.module.model, self._optimizer, self.ranks)

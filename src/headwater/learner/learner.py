@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.parcels import Parcel, SendOrder, SendReport
-from headwater.core.protocols import Bucket, LearnerStatus, Role
+from headwater.core.protocols import Bucket, LearnerStatus, ProfileOrder, Role
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
-from headwater.learner.engine import ForwardEngine, TrainEngine
+from headwater.learner.engine import FLOPS, GAP, ForwardEngine, TrainEngine
 from headwater.learner.export import (
     merged_weights,
     own_pieces,
@@ -34,10 +35,13 @@ from headwater.learner.lora import without_adapters
 from headwater.learner.optimizer import held_by
 from headwater.learner.reward_model import RewardModel
 from headwater.models.checksum import checksum
+from headwater.models.device import DTYPES
 from headwater.models.save import WeightsToSave, save_model
 from headwater.weights.memory import in_buckets
 
 if TYPE_CHECKING:
+    from headwater.learner.profiler import Profiler
+    from headwater.learner.snapshot import Snapshot, Snapshots
     from headwater.weights.pieces import PieceSender
 
 CONVERSATION = "conversation"
@@ -64,6 +68,8 @@ class LocalLearner:
     connected: SendOrder | None = None
     _supervised: TrainEngine | None = None
     _sender: PieceSender | None = None
+    _snapshots: Snapshots | None = None
+    _profiler: Profiler | None = None
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
         columns: dict[str, Tensor] = {}
@@ -105,14 +111,16 @@ class LocalLearner:
         return {"reward_model": self.reward_model.scores(batch.non_tensor_batch[CONVERSATION].tolist())}
 
     def update(self, batch: DataProto) -> dict[str, float]:
+        self.settle()
         stats: dict[str, float] = {}
         if self.critic is not None:
-            stats |= {f"critic/{name}": value for name, value in self.critic.update(batch).items()}
+            stats |= _timed("critic", self.critic, batch)
         if self.critic is None or batch.meta_info["version"] >= self.config.critic.num_warmup_steps:
-            stats |= {f"actor/{name}": value for name, value in self.actor.update(batch).items()}
+            stats |= _timed("actor", self.actor, batch)
         return stats
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
+        self.settle()
         if self._supervised is None:
             # A separate optimiser: the averages of supervised gradients would distort the first policy updates. The
             # number of steps is not known in advance, so the rate stays constant.
@@ -128,7 +136,7 @@ class LocalLearner:
     @torch.no_grad()
     def keep_reference(self, folder: Path) -> None:
         self._supervised = None
-        if self.reference is None or self.reference is self.actor.engine:
+        if self.reference is None or self.reference is self.actor.engine or self.config.reference.path:
             return
         model = self.reference.module.model
         policy = {plain_name(name): each for name, each in self.actor.engine.module.model.named_parameters()}
@@ -179,18 +187,57 @@ class LocalLearner:
 
     def save(self, folder: Path) -> None:
         settings = self.config.trainer
-        dtype = None if settings.checkpoint_dtype == "trained" else getattr(torch, settings.checkpoint_dtype)
-        self._save_model(self.actor.engine.module.model, folder / "model", dtype)
+        self._save_model(self.actor.engine.module.model, folder / "model", self._saved_dtype)
         self.actor.engine.save(folder, with_optimizer=settings.checkpoint_optimizer)
         if self.critic is not None:
             self.critic.engine.save(folder / "critic", with_optimizer=settings.checkpoint_optimizer)
 
+    def snapshot(self) -> Snapshot | None:
+        """With several ranks there is none: each of them would need its own copy of the gathered model."""
+        engine = self.actor.engine
+        if engine.ranks.count > 1:
+            return None
+        from headwater.learner.snapshot import MODEL, Snapshots, write_parts  # only runs that save need it
+
+        if self._snapshots is None:
+            self._snapshots = Snapshots(engine.device)
+        engines = {"": engine, **({"critic": self.critic.engine} if self.critic is not None else {})}
+        with_optimizer = self.config.trainer.checkpoint_optimizer
+        parts = {name: each.shards(with_optimizer=with_optimizer) for name, each in engines.items()}
+
+        model = engine.module.model
+        shapes, dtypes = weight_shapes(model), self._saved_dtypes(model, self._saved_dtype)
+
+        def write(folder: Path, copies: Mapping[str, Mapping[str, Tensor]]) -> None:
+            weights = WeightsToSave(shapes, dtypes, copies[MODEL].items())
+            save_model(model, self.tokenizer, folder / "model", weights)
+            write_parts(folder, parts, copies)
+
+        return self._snapshots.take(parts, model, write)
+
+    def settle(self) -> None:
+        """Wait for a snapshot that is being copied, before weights change or move."""
+        if self._snapshots is not None:
+            self._snapshots.settle()
+
     def load(self, folder: Path) -> None:
+        self.settle()
         self.actor.engine.load(folder)
         if self.critic is not None:
             self.critic.engine.load(folder / "critic")
 
+    def profile(self, order: ProfileOrder | None) -> None:
+        engine = self.actor.engine
+        if order is not None and engine.ranks.index in order.ranks:
+            from headwater.learner.profiler import Profiler  # few runs need it
+
+            self._profiler = Profiler(order, engine.ranks.index, engine.device)
+        elif order is None and self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            profiler.finish()
+
     def offload(self) -> None:
+        self.settle()
         for engine in self._engines():
             engine.offload()
 
@@ -210,6 +257,8 @@ class LocalLearner:
 
     def close(self) -> None:
         """Leave the group of engines. Nothing else is held beyond the memory of this object."""
+        if self._snapshots is not None:
+            self._snapshots.close()
         if self._sender is not None:
             self._sender.close()
 
@@ -240,11 +289,35 @@ class LocalLearner:
         with self.actor.engine.ranks.together():
             try:
                 if self._is_first:
-                    dtypes = {plain_name(name): dtype or each.dtype for name, each in model.named_parameters()}
-                    save_model(model, self.tokenizer, folder, WeightsToSave(weight_shapes(model), dtypes, tensors))
+                    weights = WeightsToSave(weight_shapes(model), self._saved_dtypes(model, dtype), tensors)
+                    save_model(model, self.tokenizer, folder, weights)
             finally:
                 for _ in tensors:  # the other ranks take part in gathering every tensor, even if writing failed
                     pass
+
+    @property
+    def _saved_dtype(self) -> torch.dtype | None:
+        name = self.config.trainer.checkpoint_dtype
+        return None if name == "trained" else DTYPES[name]
+
+    @staticmethod
+    def _saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+        return {plain_name(name): dtype or each.dtype for name, each in model.named_parameters()}
+
+
+def _timed(name: str, model: Actor | Critic, batch: DataProto) -> dict[str, float]:
+    """The statistics of an update, its time, and how much of the device it used."""
+    began = time.perf_counter()
+    stats = model.update(batch)
+    seconds, flops, engine = time.perf_counter() - began, stats.pop(FLOPS, 0.0), model.engine
+    compared = {key: stats.pop(key) for key in [key for key in stats if key.startswith(GAP)]}
+    rated = {f"time/{name}_s": seconds}
+    if flops:
+        rate = flops / seconds / engine.ranks.count
+        rated[f"throughput/{name}_tflops_per_s"] = rate / 1e12
+        if engine.peak_flops:
+            rated[f"mfu/{name}"] = rate / engine.peak_flops
+    return {**{f"{name}/{key}": value for key, value in stats.items()}, **rated, **compared}
 
 
 def _negative_log_likelihood(outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:

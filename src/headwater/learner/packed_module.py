@@ -40,6 +40,8 @@ class PackedModule(nn.Module):
 
     outputs: ClassVar[tuple[str, ...]]
     """The names of the values that ``forward`` returns."""
+    num_outputs: int = 1
+    """The width of the output layer."""
     context: ContextGroup | None = None
     """The ranks that compute every pack together with this one, if there are any."""
 
@@ -92,6 +94,7 @@ class PolicyModule(PackedModule):
     def __init__(self, model: Any, temperature: float) -> None:
         super().__init__(model)
         self._temperature = temperature
+        self.num_outputs = model.get_output_embeddings().weight.shape[0]
 
     def values_of(self, pack: Pack, hidden: Tensor) -> Mapping[str, Tensor]:
         head = self.model.get_output_embeddings()

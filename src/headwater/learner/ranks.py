@@ -75,6 +75,12 @@ class Ranks:
         dist.all_reduce(result, op=dist.ReduceOp.MAX)
         return int(result)
 
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of each value over all ranks, on every rank."""
+        if self.count > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order, on every rank."""
         gathered: list[Any] = [value] * self.count

@@ -97,7 +97,7 @@ def _of_life(evidence: Evidence, life: Life) -> Iterator[Finding]:
         what = "the run was killed: its process ended without reporting an end"
         yield Finding("killed", "problem", what, disk if _lacks_disk(evidence) else memory)
     elif life.state == "failed":
-        is_disk = evidence.status is not None and evidence.status.error.startswith("DiskFull")
+        is_disk = evidence.status is not None and evidence.status.failure == "disk_full"
         remedy = "free disk space, then resume" if is_disk else "fix the cause, then resume"
         yield Finding("failed", "problem", f"the run failed: {life.text}", remedy)
     elif life.state == "unresponsive":

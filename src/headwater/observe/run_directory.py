@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from headwater.core.disk import disk_full
 from headwater.core.errors import RunError
@@ -25,7 +25,7 @@ _KINDS = ("train", "eval", "warm_start", "step", "resume")
 
 @dataclass(frozen=True)
 class MetricsRecord:
-    """One line of ``metrics.jsonl``, and what a tracker receives."""
+    """One line of ``metrics.jsonl``."""
 
     kind: Literal["train", "eval", "warm_start", "resume"]
     """``resume`` means that records after ``step`` are no longer valid."""
@@ -38,13 +38,6 @@ class MetricsRecord:
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "step": self.step, "time": self.time, **self.values}
-
-
-class Tracker(Protocol):
-    """Receives every metrics record of a run, in addition to ``metrics.jsonl``."""
-
-    def log(self, record: MetricsRecord) -> None: ...
-    def close(self) -> None: ...
 
 
 class RunDirectory:
@@ -202,8 +195,13 @@ class RunDirectory:
 
 def saved_steps(checkpoints: Path) -> list[int]:
     """The steps of the folders ``step_000001`` and so on, oldest first. Other names are ignored."""
-    names = (path.name.removeprefix("step_") for path in checkpoints.glob("step_*") if path.is_dir())
-    return sorted(int(name) for name in names if name.isdecimal() and name == f"{int(name):06d}")
+    names = (path.name for path in checkpoints.glob("step_*") if path.is_dir())
+    return sorted(int(name.removeprefix("step_")) for name in names if is_checkpoint_name(name))
+
+
+def is_checkpoint_name(name: str) -> bool:
+    number = name.removeprefix("step_")
+    return name.startswith("step_") and number.isdecimal() and number == f"{int(number):06d}"
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:

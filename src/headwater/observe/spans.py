@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from headwater.observe.trace import Trace
@@ -21,7 +21,9 @@ class StageClock:
     seconds = clock.take()      # {"train": 1.2, "other": 0.1}: they add up to the time since the last call
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_leave: Callable[[str], None] = lambda stage: None) -> None:
+        """``on_leave`` is called with the name of a stage whenever it ends, or is interrupted by an inner one."""
+        self._on_leave = on_leave
         self._stage = OTHER
         self._since = time.perf_counter()
         self._total: dict[str, float] = {}
@@ -44,6 +46,7 @@ class StageClock:
         now = time.perf_counter()
         self._total[self._stage] = self._total.get(self._stage, 0.0) + now - self._since
         outer, self._stage, self._since = self._stage, name, now
+        self._on_leave(outer)
         return outer
 
 

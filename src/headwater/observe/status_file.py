@@ -31,6 +31,8 @@ _MAX_LOG_CHARACTERS = 500
 _LAST_READ_LIMIT_S = 5.0
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
+FailureKind = Literal["", "disk_full", "other"]
+"""Why a run failed, as far as that decides what to do next; empty if it did not fail."""
 COUNTS = ("dispatched", "trained", "dropped", "buffered", "in_flight")
 
 
@@ -83,6 +85,7 @@ class RunStatus:
     error: str
     waits: tuple[OpenWait, ...]
     log: tuple[LogLine, ...]
+    failure: FailureKind = ""
     read_error: str = ""
     """Why the fields below could not be updated at ``time``. They are then older."""
     step: int | None = None
@@ -148,6 +151,7 @@ class StatusFile:
         self._read = read
         self._every_s = every_s
         self._error = ""
+        self._failure: FailureKind = ""
         self._last_read: dict[str, Any] = {}
         self._log = RecentLog()
         self._started = time.time()
@@ -173,6 +177,8 @@ class StatusFile:
             self.state = _state_after(error)
         if error is not None:
             self._error = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
+        if self.state == "failed":
+            self._failure = "disk_full" if isinstance(error, DiskFull) else "other"
         if not self._thread.is_alive():
             self._take_reading()
         self._write()
@@ -222,6 +228,7 @@ class StatusFile:
             "time": time.time(),
             "state": self.state,
             "error": self._error,
+            "failure": self._failure,
             "waits": [
                 asdict(each) | {"hard_limit_s": each.hard_limit_s if math.isfinite(each.hard_limit_s) else None}
                 for each in open_waits()
@@ -253,6 +260,9 @@ def read_status(path: Path) -> RunStatus | None:
 def _parse(content: dict[str, Any]) -> RunStatus:
     if content["state"] not in get_args(RunState):
         raise ValueError(f"state = {content['state']!r}")
+    failure = content.get("failure", "")
+    if failure not in get_args(FailureKind):
+        raise ValueError(f"failure = {failure!r}")
     return RunStatus(
         pid=int(content["pid"]),
         host=str(content["host"]),
@@ -261,6 +271,7 @@ def _parse(content: dict[str, Any]) -> RunStatus:
         time=float(content["time"]),
         state=content["state"],
         error=str(content["error"]),
+        failure=failure,
         waits=tuple(_wait(**each) for each in content["waits"]),
         log=tuple(LogLine(float(each["time"]), str(each["level"]), str(each["message"])) for each in content["log"]),
         read_error=str(content.get("read_error", "")),

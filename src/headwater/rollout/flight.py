@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -59,8 +60,9 @@ class JointStart:
     """Groups that start together. Their first requests enter the engine together and in a fixed order.
 
     The engine's batch composition decides the last bits of log-probs. Therefore every episode announces its first
-    request, or its end, and no request enters before the last announcement. How long an episode takes to begin does not
-    matter. All methods are called on the event loop.
+    request, or its end, and no request enters before the last announcement. The engine stays paused until every
+    request that was let in has announced that the engine has it. How long an episode takes to begin, and how many turns
+    of the event loop a request takes, does not matter. All methods are called on the event loop.
 
         start = JointStart(engine)
         start.expect(flight)        # for each group, before its episodes run
@@ -76,6 +78,9 @@ class JointStart:
         self._missing: set[tuple[int, int]] = set()
         self._arrived: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
         self._all_announced = asyncio.Event()
+        self._entering: set[tuple[int, int]] = set()
+        """Episodes that were let in, and whose request the engine does not have yet."""
+        self._all_entered = asyncio.Event()
 
     def expect(self, flight: Flight) -> None:
         flight.start = self
@@ -83,13 +88,23 @@ class JointStart:
         self._missing |= {(place, number) for number in range(flight.num_episodes)}
 
     async def enter(self, flight: Flight, sample: int) -> None:
-        """Wait until the request of this episode may enter the engine."""
+        """Wait until the request of this episode may enter the engine. ``entered`` must be called afterwards."""
         if self._is_open:
             return
         gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arrived.append((self._key(flight, sample), gate))
         self.announce(flight, sample)
-        await gate
+        try:
+            await gate
+        except asyncio.CancelledError:
+            self.entered(flight, sample)
+            raise
+
+    def entered(self, flight: Flight, sample: int) -> None:
+        """The engine has the request of this episode, or has refused it."""
+        self._entering.discard(self._key(flight, sample))
+        if not self._entering:
+            self._all_entered.set()
 
     def announce(self, flight: Flight, sample: int | None = None) -> None:
         """This episode, or all of the group's, has sent its first request or has ended."""
@@ -107,13 +122,17 @@ class JointStart:
         self._engine.pause()
         try:
             self._is_open = True
-            for _, gate in sorted(self._arrived, key=lambda each: each[0]):
-                if not gate.done():  # a cancelled episode no longer waits
-                    gate.set_result(None)
-            # Each result has queued a callback that continues its episode up to the engine. This one is behind them.
-            entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            asyncio.get_running_loop().call_soon(entered.set_result, None)
-            await entered
+            waiting = [(key, gate) for key, gate in sorted(self._arrived, key=lambda each: each[0]) if not gate.done()]
+            self._entering = {key for key, _ in waiting}  # a cancelled episode no longer waits
+            for _, gate in waiting:
+                gate.set_result(None)
+            if self._entering:
+                await named_wait(
+                    self._all_entered.wait(),
+                    lambda: f"waiting until the engine has the first requests of {len(self._entering)} episodes",
+                    kind="first_requests",
+                    hard_limit_s=self._limit_s,
+                )
         finally:
             self._is_open = True
             self._engine.resume()
@@ -170,7 +189,8 @@ class Flight:
 
     @property
     def times(self) -> GroupTimes:
-        return GroupTimes(self.seconds, tuple(self.queue_s), tuple(self.generate_s))
+        episodes = tuple(each.seconds for each in self.episodes.values() if each.stage == "done")
+        return GroupTimes(self.seconds, tuple(self.queue_s), tuple(self.generate_s), episodes)
 
     @property
     def newest_version(self) -> int:
@@ -245,7 +265,7 @@ class WatchedEngine:
                 with state.doing("waiting to start with the others", "pending"):
                     await flight.start.enter(flight, self.sample)
             with state.doing(GENERATING, "generating"):
-                response = await generate_aloud(self.engine, request)
+                response = await self._generate(request)
         except RolloutFailed as error:
             flight.engine_errors.append(error)
             raise
@@ -255,6 +275,32 @@ class WatchedEngine:
         flight.queue_s.append(response.queue_s)
         flight.generate_s.append(response.generate_s)
         return response
+
+    def _generate(self, request: ModelRequest) -> Awaitable[ModelResponse]:
+        generating, flight = generate_aloud(self.engine, request), self.flight
+        if flight.start is None:
+            return generating
+        return _Begun(generating, partial(flight.start.entered, flight, self.sample))
+
+
+class _Begun(Generator[Any, Any, ModelResponse]):
+    """Awaits ``work``, and calls ``on_begun`` when it first waits or ends. The engine has the request then."""
+
+    def __init__(self, work: Coroutine[Any, Any, ModelResponse], on_begun: Callable[[], None]) -> None:
+        self._work = work
+        self._on_begun = on_begun
+
+    def __await__(self) -> Generator[Any, Any, ModelResponse]:
+        return self
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._work.send(value)
+        finally:
+            self._on_begun()
+
+    def throw(self, *error: Any) -> Any:
+        return self._work.throw(*error)
 
 
 class Flights:

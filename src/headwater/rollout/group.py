@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import torch
@@ -38,11 +38,13 @@ class TrajectoryLimits:
 
     vocab_size: int
     max_new_tokens: int
-    """``rollout.max_new_tokens``."""
+    """``rollout.max_new_tokens``, or ``eval.max_new_tokens``."""
     max_prompt_tokens: int
     """``data.max_prompt_tokens``."""
     get_version: Callable[[], int]
     """The policy version that the engine serves now."""
+    key: str = "rollout.max_new_tokens"
+    """The setting that ``max_new_tokens`` comes from."""
 
     def problem(self, trajectory: Trajectory, prompt: Prompt, *, newest_seen: int) -> str | None:
         """Why a trajectory cannot be trained on, or None. ``newest_seen`` is the newest version in its responses."""
@@ -63,11 +65,11 @@ class TrajectoryLimits:
     def _wrong_length(self, trajectory: Trajectory, prompt: Prompt) -> str | None:
         length = len(trajectory.tokens) - trajectory.prompt_length
         if length > self.max_new_tokens:
-            return f"a response of {length} tokens; rollout.max_new_tokens = {self.max_new_tokens} is the limit"
+            return f"a response of {length} tokens; {self.key} = {self.max_new_tokens} is the limit"
         longest = max(self.max_prompt_tokens, len(prompt.tokens)) + self.max_new_tokens
         if len(trajectory.tokens) > longest:
             return (
-                f"{len(trajectory.tokens)} tokens; data.max_prompt_tokens + rollout.max_new_tokens = {longest} is the "
+                f"{len(trajectory.tokens)} tokens; data.max_prompt_tokens + {self.key} = {longest} is the "
                 "limit of prompt and response together"
             )
         return None
@@ -153,6 +155,8 @@ class GroupTimes:
     """Per request, how long it waited for a place in the engine."""
     generate_s: tuple[float, ...]
     """Per request, the time from its place in the engine to its last token."""
+    episodes: tuple[Mapping[str, float], ...] = ()
+    """Per episode, the seconds that it took (``total``) and spent on each kind of work (``EpisodeState.seconds``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,11 @@ class RolloutBatch:
     @property
     def trajectories(self) -> Sequence[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+    def with_trajectories(self, change: Callable[[Trajectory], Trajectory]) -> RolloutBatch:
+        """The same batch with every trajectory changed."""
+        groups = (replace(each, trajectories=tuple(map(change, each.trajectories))) for each in self.groups)
+        return replace(self, groups=tuple(groups))
 
     def group_numbers(self) -> torch.Tensor:
         """``[trajectories]``: the number of each trajectory's group."""
@@ -191,12 +200,46 @@ class RolloutBatch:
         return torch.tensor([group.baseline for group in self.groups for _ in group.trajectories])
 
 
-def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over trajectories of what their workflow noted in ``info`` about turns and tools; see docs/agents.md."""
+class ScoredResponse(Protocol):
+    """What metrics read of a ``Trajectory``."""
+
+    @property
+    def uid(self) -> str: ...
+    @property
+    def sample(self) -> int: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def reward_info(self) -> Mapping[str, Any]: ...
+    @property
+    def info(self) -> Mapping[str, Any]: ...
+
+
+def num_replies(trajectory: Trajectory) -> int:
+    """Messages of the model among the tokens."""
+    is_sampled = trajectory.arrays.versions != NOT_SAMPLED
+    return int(np.count_nonzero(is_sampled[1:] & ~is_sampled[:-1]))
+
+
+def num_turns(trajectory: ScoredResponse) -> int:
+    """What the workflow counted, which may include other pieces of the episode, or else ``num_replies``."""
+    noted = trajectory.info.get("num_turns")
+    if isinstance(noted, int):
+        return noted
+    assert isinstance(trajectory, Trajectory), "other records note their turns"
+    return num_replies(trajectory)
+
+
+def episode_metrics(trajectories: Sequence[ScoredResponse]) -> dict[str, float]:
+    """The model's turns, and means over trajectories of what their workflow noted in ``info`` about turns and tools
+    (docs/agents.md)."""
     infos = [each.info for each in trajectories]
-    metrics: dict[str, float] = {}
-    if turns := [info["num_turns"] for info in infos if isinstance(info.get("num_turns"), int)]:
-        metrics["episode/turns"] = statistics.fmean(turns)
+    turns = [num_turns(each) for each in trajectories]
+    metrics: dict[str, float] = {
+        "episode/turns": statistics.fmean(turns),
+        "episode/turns_min": min(turns),
+        "episode/turns_max": max(turns),
+    }
     if ends := Counter(info["ended_by"] for info in infos if isinstance(info.get("ended_by"), str)):
         metrics |= {f"episode/ended_by/{reason}": count / ends.total() for reason, count in sorted(ends.items())}
     refused: Counter[str] = Counter()
@@ -231,7 +274,7 @@ def _mean_counts(infos: Sequence[Mapping[str, Any]], key: str) -> dict[str, floa
     return {name: sum(info[key].get(name, 0.0) for info in infos) / len(infos) for name in names}
 
 
-def reward_metrics(rollouts: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, float]:
+def reward_metrics(rollouts: Sequence[tuple[Prompt, ScoredResponse]]) -> dict[str, float]:
     """``reward/<data source>/mean``, and ``reward/<name>/mean`` of the numbers that the scorer returned beside it.
 
     Pieces of one episode count as one, with the mean of their values.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,15 +17,21 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from headwater.core.disk import disk_full
-from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, Trajectory
+from headwater.core.records import Prompt, Trajectory
 from headwater.observe.progress import Display, Reporter
-from headwater.observe.run_directory import MetricsRecord, RunDirectory, Tracker
+from headwater.observe.run_directory import MetricsRecord, RunDirectory
 from headwater.observe.spans import Spans, StageClock
 from headwater.observe.trace import Trace
-from headwater.rollout.group import GroupTimes, RolloutBatch, episode_metrics, reward_metrics
+from headwater.rollout.group import RolloutBatch, num_replies, num_turns
 from headwater.rollout.snapshot import Books
 from headwater.trainer.evaluate import Evaluation
+from headwater.trainer.metrics import FAILED_CALLS, RunFacts, StageMemory, shown_metrics, step_metrics
 from headwater.trainer.warm_start import WarmStartResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headwater.observe.trackers import Trackers
 
 
 class Recorder:
@@ -38,7 +43,7 @@ class Recorder:
             recorder.ledger(step, checksum, books)
             recorder.step(step, batch, stats, books)
 
-    ``trackers`` receive the same records as ``metrics.jsonl``.
+    ``trackers`` receive the same metrics as ``metrics.jsonl``, and samples of evaluations.
     """
 
     def __init__(
@@ -50,11 +55,14 @@ class Recorder:
         *,
         save_rollouts_every_steps: int = 0,
         num_left_out: int = 0,
-        trackers: Sequence[Tracker] = (),
+        facts: RunFacts,
+        trackers: Trackers | None = None,
+        num_tracked_samples: int = 0,
         reward_counts: Callable[[], Mapping[str, float]] = dict,
+        engine_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """``num_left_out`` is the number of training prompts that are too long. ``reward_counts`` gives metrics about
-        failed scoring calls since it was last called."""
+        failed scoring calls since it was last called, and ``engine_metrics`` those of the engine."""
         self._run = run
         self._display = display
         self._spans = spans
@@ -62,12 +70,16 @@ class Recorder:
         self._trace_file = run.free_trace_file()
         self._save_rollouts_every_steps = save_rollouts_every_steps
         self._num_left_out = num_left_out
+        self._facts = facts
         self._trackers = trackers
+        self._num_tracked_samples = num_tracked_samples
         self._reward_counts = reward_counts
+        self._engine_metrics = engine_metrics
         self._num_failed_calls = 0
         """Scoring calls that failed since the run started or was resumed."""
         self._reporter: Reporter | None = None
-        self._clock = StageClock()
+        self._memory = StageMemory()
+        self._clock = StageClock(self._memory.leave)
 
     def resumed(self, step: int) -> None:
         """Everything that was recorded after ``step`` is no longer valid."""
@@ -80,7 +92,9 @@ class Recorder:
     @contextmanager
     def training(self, start: int, total_steps: int) -> Iterator[None]:
         """Show the progress of the training steps inside this block, and measure their time."""
-        self._clock.take()
+        # What happened before, such as an evaluation, belongs to no step.
+        for measure in (self._clock.take, self._memory.take, self._engine_metrics):
+            measure()
         with self._display.stage("train", total_steps, start=start) as self._reporter:
             yield
 
@@ -99,17 +113,25 @@ class Recorder:
         record = {"weights": weights, "counts": asdict(books.counts), **books.ended}
         self._run.append_ledger({"kind": "step", "step": step, "time": time.time(), **record})
 
-    def step(self, step: int, batch: RolloutBatch, update: Mapping[str, float], books: Books) -> None:
+    def step(
+        self,
+        step: int,
+        batch: RolloutBatch,
+        update: Mapping[str, float],
+        books: Books,
+        token_columns: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         """The metrics of a training step, its rollouts if they are due, and the progress line."""
         with self.stage("record"):
             if self._trace is not None:
                 self._trace.write_if_due(self._trace_file)
             if self._save_rollouts_every_steps > 0 and step % self._save_rollouts_every_steps == 0:
                 rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
-                write_rollouts(self._run.free_file("rollouts", f"step_{step:06d}", ".parquet"), step, rollouts)
+                path = self._run.free_file("rollouts", f"step_{step:06d}", ".parquet")
+                write_rollouts(path, step, rollouts, token_columns)
             # The record comes last, so that its time contains the files.
-            metrics = step_metrics(batch, update, self._spans.drain(), self._clock.take(), books)
-            metrics["prompts/left_out"] = self._num_left_out
+            metrics = step_metrics(batch, update, self._spans.drain(), self._clock.take(), books, self._facts)
+            metrics |= {**self._memory.take(), **self._engine_metrics(), "prompts/left_out": self._num_left_out}
             metrics |= (counts := self._reward_counts())
             self._num_failed_calls += round(counts.get(FAILED_CALLS, 0))
             self._log(MetricsRecord("train", step, time.time(), metrics))
@@ -118,136 +140,72 @@ class Recorder:
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         self._log(MetricsRecord("eval", step, time.time(), result.metrics()))
-        write_rollouts(self._run.free_file("eval", f"step_{step:06d}", ".parquet"), step, result.rollouts)
+        if self._trackers is not None and self._num_tracked_samples:
+            self._trackers.table(step, "eval/samples", samples_of(result.rollouts, self._num_tracked_samples))
         dropped = f", {result.num_dropped} dropped" if result.num_dropped else ""
         self._display.say(
             f"held-out reward at step {step}: {result.reward_mean:.3f} ({result.num_prompts} prompts{dropped})"
         )
 
+    def save_evaluation(
+        self,
+        step: int,
+        number: int,
+        rollouts: Sequence[tuple[Prompt, Trajectory]],
+        token_columns: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Write the responses of one batch of an evaluation. Batches after the first have a number in their names."""
+        part = f"_part_{number + 1:03d}" if number else ""
+        path = self._run.free_file("eval", f"step_{step:06d}{part}", ".parquet")
+        write_rollouts(path, step, rollouts, token_columns)
+
+    def evaluations(self) -> list[tuple[int, Mapping[str, float]]]:
+        """The steps and metrics of the evaluations of this run that are valid."""
+        return [(each["step"], each) for each in self._run.read_metrics() if each["kind"] == "eval"]
+
     def has_evaluation(self, step: int) -> bool:
-        return any(each["kind"] == "eval" and each["step"] == step for each in self._run.read_metrics())
+        return any(done == step for done, _ in self.evaluations())
 
     def close(self) -> None:
-        """Write the rest of the trace, and close the trackers."""
+        """Write the rest of the trace, and let the trackers send what is left."""
         if self._trace is not None:
             self._trace.write(self._trace_file)
-        for tracker in self._trackers:
-            tracker.close()
+        for problem in self._trackers.finish() if self._trackers is not None else ():
+            self._display.say(f"Warning: {problem}")
 
     def _log(self, record: MetricsRecord) -> MetricsRecord:
         self._run.append_metrics(record.to_json())
-        for tracker in self._trackers:
-            tracker.log(record)
+        if self._trackers is not None and record.values:
+            prefix = "" if record.kind == "train" else f"{record.kind}/"
+            self._trackers.log(record.step, {f"{prefix}{name}": value for name, value in record.values.items()})
         return record
 
 
-DROP_METRICS = {
-    DropKind.FILTERED: "groups/filtered",
-    DropKind.REFUSED: "groups/refused",
-    DropKind.STALE: "staleness/dropped_groups",
-} | {kind: f"groups/dropped_{kind.value}" for kind in DropKind if kind.is_failure}
-"""The metric that counts the groups of a step which were dropped for a kind of reason."""
-
-
-FAILED_CALLS = "reward/failed_calls"
-"""The metric that counts scoring calls of a step which failed, for any cause."""
-
-
-def step_metrics(
-    batch: RolloutBatch,
-    update: Mapping[str, float],
-    seconds: Mapping[str, float],
-    stages: Mapping[str, float],
-    books: Books,
-) -> dict[str, float]:
-    """The metrics of one training step. ``groups/dropped`` counts failures of all kinds.
-
-    ``seconds`` are those of concurrent work; ``stages`` follow one another and add up to the time of the step.
-    """
-    step_s = sum(stages.values())
-    started = asdict(books.rollouts) if books.rollouts is not None else {}
-    of_groups = [group.episode_rewards() for group in batch.groups]
-    rewards = [reward for group in of_groups for reward in group]
-    lengths = [len(each.response_tokens) for each in batch.trajectories]
-    drops = Counter(each.kind for each in batch.dropped)
-    informative = sum(len(set(group)) > 1 for group in of_groups)
-    return {
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "reward/min": min(rewards),
-        "reward/max": max(rewards),
-        "response_length/mean": statistics.fmean(lengths),
-        "response_length/max": max(lengths),
-        "stopped_fraction": sum(each.stop_reason == "stop" for each in batch.trajectories) / len(lengths),
-        # A group whose samples all have the same reward has no advantage, so nothing is learned from it.
-        "groups/informative_fraction": informative / len(batch.groups),
-        "groups/dropped": sum(count for kind, count in drops.items() if kind.is_failure),
-        **{name: drops[kind] for kind, name in DROP_METRICS.items()},
-        **episode_metrics(batch.trajectories),
-        **reward_metrics([(group.prompt, each) for group in batch.groups for each in group.trajectories]),
-        "groups/lost_samples": sum(group.num_lost for group in batch.groups),
-        "staleness/masked_tokens": batch.num_masked_tokens,
-        "rollouts/buffered": books.counts.buffered,
-        "rollouts/in_flight": books.counts.in_flight,
-        **{f"rollouts/{name}": count for name, count in started.items()},
-        **time_metrics(batch.times),
-        **update,
-        **{f"time/{name}_s": value for name, value in {**seconds, **stages}.items()},
-        "time/step_s": step_s,
-        "throughput/generated_tokens_per_s": sum(lengths) / step_s,
-    }
-
-
-def time_metrics(times: Sequence[GroupTimes]) -> dict[str, float]:
-    """``time/rollout/group_s``, ``queue_s`` and ``generate_s``: the mean, the shortest and the longest."""
-    values = {
-        "group_s": [each.total_s for each in times],
-        "queue_s": [value for each in times for value in each.queue_s],
-        "generate_s": [value for each in times for value in each.generate_s],
-    }
-    return {
-        f"time/rollout/{name}/{statistic}": compute(of)
-        for name, of in values.items()
-        if of
-        for statistic, compute in (("mean", statistics.fmean), ("min", min), ("max", max))
-    }
-
-
-def shown_metrics(metrics: Mapping[str, float], drops: Mapping[str, int], num_failed_calls: int = 0) -> dict[str, str]:
-    """The few metrics of the progress line. ``drops`` and failed scoring calls are those of the whole run."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in drops.items() if count)
-    split = "/".join(f"{metrics.get(f'time/{name}_s', 0.0):.2f}" for name in ("generate", "reward", "train"))
-    return {
-        "reward": f"{metrics['reward/mean']:.3f}",
-        "length": f"{metrics['response_length/mean']:.1f}",
-        "tok/s": f"{metrics['throughput/generated_tokens_per_s']:.0f}",
-        "gen/rew/train": f"{split} s",
-        **({"dropped": f"{sum(drops.values())} groups ({kinds})"} if kinds else {}),
-        **({"failed": f"{num_failed_calls} scoring calls"} if num_failed_calls else {}),
-    }
+def samples_of(rollouts: Sequence[tuple[Prompt, Trajectory]], count: int) -> list[dict[str, Any]]:
+    """The first responses to the first ``count`` prompts, as a table for people."""
+    firsts = {prompt.uid: (prompt, each) for prompt, each in reversed(rollouts)}
+    chosen = [firsts[uid] for uid in dict.fromkeys(prompt.uid for prompt, _ in rollouts)][:count]
+    return [
+        {
+            "uid": prompt.uid,
+            "prompt": prompt.text,
+            "response": response_text(each),
+            "ground_truth": _to_json(prompt.ground_truth),
+            "reward": each.reward,
+        }
+        for prompt, each in chosen
+    ]
 
 
 def response_text(trajectory: Trajectory) -> str:
     """The model's reply. If there were several, all of them and the messages between them, each with its role."""
     replies = [at for at, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
     if len(replies) > 1:
-        num_turns = _num_replies(trajectory)
-        if 1 < num_turns <= len(replies):
-            said = trajectory.messages[replies[-num_turns] :]  # earlier replies belong to the prompt
+        count = num_replies(trajectory)
+        if 1 < count <= len(replies):
+            said = trajectory.messages[replies[-count] :]  # earlier replies belong to the prompt
             return "\n\n".join(f"[{message.get('role')}]\n{_said(message)}" for message in said)
     return str(trajectory.info.get("response_text", ""))
-
-
-def _num_replies(trajectory: Trajectory) -> int:
-    """Messages of the model among the tokens."""
-    is_sampled = np.asarray(trajectory.versions) != NOT_SAMPLED
-    return int(np.count_nonzero(is_sampled[1:] & ~is_sampled[:-1]))
-
-
-def _num_turns(trajectory: Trajectory) -> int:
-    """What the workflow counted, which may include other pieces of the episode."""
-    noted = trajectory.info.get("num_turns")
-    return noted if isinstance(noted, int) else _num_replies(trajectory)
 
 
 def _ended_by(trajectory: Trajectory) -> str | None:
@@ -266,12 +224,18 @@ def _to_json(value: object) -> str:
     return json.dumps(value, default=str, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
-def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
+def write_rollouts(
+    path: Path,
+    step: int,
+    rollouts: Sequence[tuple[Prompt, Trajectory]],
+    token_columns: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
     """One Parquet row per trajectory: texts for people, and tokens, log-probs, masks and versions for programs.
 
     ``response`` is everything after the prompt as text; ``messages`` is the whole conversation, as JSON. ``num_turns``
     counts the model's messages, and ``ended_by`` is what the workflow noted. What the scorer returned beside the reward
-    is in columns ``reward_<name>``.
+    is in columns ``reward_<name>``. ``token_columns``, ``[trajectories, response]``, become lists with one value per
+    token of prompt and response, 0 in the prompt.
     """
     rows = [
         {
@@ -285,7 +249,7 @@ def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Traje
             "ground_truth": _to_json(prompt.ground_truth),
             "reward": trajectory.reward,
             "stop_reason": trajectory.stop_reason,
-            "num_turns": _num_turns(trajectory),
+            "num_turns": num_turns(trajectory),
             "prompt_length": trajectory.prompt_length,
             "info": _to_json(dict(trajectory.info)),
         }
@@ -301,6 +265,9 @@ def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Traje
     # Converting lists one value at a time would take seconds for long responses.
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
         table = table.append_column(name, _lists([getattr(each, name) for each in arrays]))
+    for name, values in token_columns.items():
+        rows = zip((each for _, each in rollouts), values.float().numpy(), strict=True)
+        table = table.append_column(name, _lists([_of_all_tokens(each, row) for each, row in rows]))
     temporary = path.with_name(f".{path.name}")
     try:
         pq.write_table(table, temporary)
@@ -320,6 +287,12 @@ def _column(values: Sequence[Any]) -> pa.Array:
     is_text = all(isinstance(value, str) for value in given)
     texts = [None if value is None else value if is_text else _to_json(value) for value in values]
     return pa.array([None if text is None else text.encode("utf-8", "backslashreplace").decode() for text in texts])
+
+
+def _of_all_tokens(trajectory: Trajectory, response: NDArray[Any]) -> NDArray[Any]:
+    """The values of a padded response, after zeros for the prompt."""
+    length = len(trajectory.tokens) - trajectory.prompt_length
+    return np.concatenate([np.zeros(trajectory.prompt_length, response.dtype), response[:length]])
 
 
 def _lists(values: Sequence[NDArray[Any]]) -> pa.Array:

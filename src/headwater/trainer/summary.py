@@ -10,7 +10,7 @@ from rich.table import Table
 
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
-from headwater.trainer.recorder import DROP_METRICS, FAILED_CALLS
+from headwater.trainer.metrics import DROP_METRICS, FAILED_CALLS
 
 _Record = dict[str, Any]
 _SMOOTHING = 0.8

@@ -6,14 +6,14 @@
 
 The next bucket is read when every receiver has asked for it, because the tensors of a bucket are valid only until then.
 So the learner exports its weights once, and no second bucket is held. A receiver that has ended no longer counts. One
-that is too slow is dropped: its stream fails, and the others continue.
+that is lost or too slow is dropped: its stream fails, and the others continue.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from headwater.core.errors import HeadwaterError, WeightsError
@@ -28,10 +28,20 @@ class FanOut:
     """``leave`` and the streams may be used from any thread, ``run`` from one."""
 
     def __init__(
-        self, update: WeightUpdate, names: Sequence[str], *, start_limit_s: float, bucket_limit_s: float
+        self,
+        update: WeightUpdate,
+        names: Sequence[str],
+        *,
+        start_limit_s: float,
+        bucket_limit_s: float,
+        why_lost: Callable[[str], str] = lambda name: "",
     ) -> None:
-        """``start_limit_s`` is for the first bucket, before which running responses may have to end."""
+        """``start_limit_s`` is for the first bucket, before which running responses may have to end.
+
+        ``why_lost`` says why a receiver can no longer be reached; empty if it can. It is not waited for then.
+        """
         self._update = update
+        self._why_lost = why_lost
         self._start_limit_s, self._bucket_limit_s = start_limit_s, bucket_limit_s
         self._changed = threading.Condition()
         self._asked = dict.fromkeys(names, 0)
@@ -82,10 +92,12 @@ class FanOut:
             return [name for name, number in self._asked.items() if number <= self._num_read]
 
         def is_settled() -> bool:
-            if time.monotonic() >= deadline:
-                for name in late():
-                    del self._asked[name]
-                    self._dropped[name] = f"did not take bucket {self._num_read} within {limit_s:.0f} s"
+            is_over = time.monotonic() >= deadline
+            for name in late():
+                if lost := self._why_lost(name):
+                    self._drop(name, f"was lost: {lost}")
+                elif is_over:
+                    self._drop(name, f"did not take bucket {self._num_read} within {limit_s:.0f} s")
             return not late()
 
         def describe() -> str:
@@ -94,6 +106,10 @@ class FanOut:
         with self._changed:
             wait_until(self._changed, is_settled, describe, kind="weights", hard_limit_s=limit_s + _MARGIN_S)
             return bool(self._asked)
+
+    def _drop(self, name: str, reason: str) -> None:
+        del self._asked[name]
+        self._dropped[name] = reason
 
     def next_bucket(self, name: str) -> Bucket | None:
         """The next bucket for one receiver; None after the last one."""

@@ -4,7 +4,7 @@ transport = FileTransport(torch.bfloat16)         # the sender, over the control
 transport.send(update, channel, mode)
 
 written = FileWeights(shapes, torch.bfloat16)     # the sender: the header is known before the first bucket
-written.write(buckets)
+written.write(buckets)                            # the folder gets its final name when the file is complete
 with open_weights(written.path) as source:        # the receiver: tensors are mapped, not loaded
     source.shapes
     for bucket in source.buckets(): ...
@@ -25,6 +25,7 @@ import re
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headwater.core.errors import ConfigError, WeightsError
-from headwater.core.protocols import Bucket, UpdateMode, WeightUpdate
+from headwater.core.protocols import Bucket, UpdateMode, WeightFile, WeightUpdate
 from headwater.observe.process import process_start
 from headwater.weights import TRANSPORTS, Channel, ControlCall, answer
 from headwater.weights.memory import in_buckets, no_weights, not_finite
@@ -44,7 +45,8 @@ from headwater.weights.memory import in_buckets, no_weights, not_finite
 logger = logging.getLogger(__name__)
 
 _PREFIX = "headwater-weights-"
-_FOLDER = re.compile(re.escape(_PREFIX) + r"(?P<pid>\d+)-\w+")
+_PARTIAL = ".partial"
+_FOLDER = re.compile(re.escape(_PREFIX) + r"(?P<pid>\d+)-\w+(-v\d+|\.partial)?")
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LONGEST_INDEX = 2**28
@@ -52,20 +54,27 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 class FileWeights:
-    """A temporary folder that holds one version as ``model.safetensors``.
+    """A folder that holds one version as ``model.safetensors``, for example ``headwater-weights-4711-x8k2-v000012``.
 
-    The folder's name contains the process id, and the process holds a lock on the file while it lives. A process that
-    is killed cannot remove its folder, so the next one does (``remove_leftovers``).
+    It is written under another name and renamed when it is complete, so no reader finds a part of it. The name contains
+    the process id, and the process holds a lock on the file while it lives. A process that is killed cannot remove its
+    folder, so the next one does (``remove_leftovers``). Several engines may ``hold`` one file; it is removed when every
+    one of them has discarded it.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shared_folder: str = "") -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shared_folder: str = "", version: int = 0
+    ) -> None:
         """In ``shared_folder``, other users and machines may read the file. Otherwise it is private and temporary."""
+        self._version = version
+        self._holding = threading.Lock()
+        self._num_holders = 1
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._dtype = dtype
         self._is_shared = bool(shared_folder)
         header, self._places = _layout(self._shapes, dtype)
         size = len(header) + sum(map(self._num_bytes, self._shapes))
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=shared_folder or None))
+        self._folder = _new_folder(shared_folder)
         self._descriptor: int | None = None
         try:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644 if shared_folder else 0o600)
@@ -107,16 +116,54 @@ class FileWeights:
             raise WeightsError(f"{len(missing)} tensors did not arrive, for example {min(missing)}")
         if self._is_shared:  # other machines see what was written only after that
             os.fsync(self._descriptor)
+        name = self._folder.name.removesuffix(_PARTIAL)
+        self._folder = self._folder.rename(self._folder.with_name(f"{name}-v{self._version:06d}"))
+
+    def hold(self) -> FileWeights:
+        """Keep the file until one more ``discard``."""
+        with self._holding:
+            if not self._num_holders:
+                raise WeightsError(f"{self.path}: was removed, because its update has ended; publish the weights again")
+            self._num_holders += 1
+        return self
 
     def discard(self) -> None:
-        """Remove the file. Discarding twice is allowed."""
-        descriptor, self._descriptor = self._descriptor, None
+        """Remove the file, unless someone else holds it. Discarding a removed file is allowed."""
+        with self._holding:
+            self._num_holders = max(0, self._num_holders - 1)
+            if self._num_holders:
+                return
+            descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _num_bytes(self, name: str) -> int:
         return math.prod(self._shapes[name]) * self._dtype.itemsize
+
+
+def _new_folder(shared_folder: str) -> Path:
+    name = {"prefix": f"{_PREFIX}{os.getpid()}-", "suffix": _PARTIAL}
+    if not shared_folder:
+        return Path(tempfile.mkdtemp(**name))
+    try:
+        Path(shared_folder).mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(**name, dir=shared_folder))
+    except OSError as error:
+        raise ConfigError([f"rollout.weight_folder = {shared_folder}: cannot be written to ({error})"]) from error
+
+
+def written_file(update: WeightUpdate, dtype: torch.dtype, shared_folder: str = "") -> WeightFile:
+    """The file with the weights of an update: written now, or before for several engines. Discard it later."""
+    if update.file is not None:
+        return update.file.hold()
+    written = FileWeights(update.shapes, dtype, shared_folder, update.version)
+    try:
+        written.write(update.buckets)
+    except BaseException:
+        written.discard()
+        raise
+    return written
 
 
 @TRANSPORTS.register
@@ -129,17 +176,12 @@ class FileTransport:
         """``shared_folder`` is ``rollout.weight_folder``; empty means the system's folder for temporary files."""
         self._dtype = dtype
         self._shared_folder = shared_folder
-        self._newest: FileWeights | None = None
-        if shared_folder:
-            try:
-                Path(shared_folder).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError([f"rollout.weight_folder = {shared_folder}: cannot be created ({error})"]) from error
+        self._newest: WeightFile | None = None
         for folder in remove_leftovers(shared_folder):
             logger.info("removed %s, which a killed process had left behind", folder)
 
     def send(self, update: WeightUpdate, channel: Channel, mode: UpdateMode | None) -> None:
-        written = FileWeights(update.shapes, self._dtype, self._shared_folder)
+        written = written_file(update, self._dtype, self._shared_folder)
         body = {
             "version": update.version,
             "source": {"file": str(written.path), "is_checked": True, "adapters_alone": update.adapters_alone},
@@ -148,7 +190,6 @@ class FileTransport:
         }
         path = "/control/update_weights"
         try:
-            written.write(update.buckets)
             answer(channel, ControlCall(path, body), update.version)
             # A new process does not have the weights that adapters belong to, so the learner must send them.
             again = None if update.adapters_alone else ControlCall(path, {**body, "mode": None})

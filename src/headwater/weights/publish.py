@@ -134,7 +134,7 @@ def _publish_once(
     if adapters is not None:
         update = adapters.update(cast(AdapterSource, learner), version, checksums, is_repeat)
     else:
-        direct = DirectSend(cast(RankedSource, learner)) if hasattr(learner, "broadcast") else None
+        direct = DirectSend(learner) if isinstance(learner, RankedSource) else None
         update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()), is_repeat, direct)
     started = time.perf_counter()
     done = engine.update_weights(update)

@@ -37,7 +37,7 @@ _MAX_USER_CALLS = 256
 
 
 @dataclass(frozen=True)
-class Limits:
+class TurnLimits:
     """0 means no limit."""
 
     assistant_turns: int
@@ -119,7 +119,7 @@ class ToolAgentWorkflow:
         _check(max_user_turns, user, tool_reward_weight, tool_rewards_per_turn)
         self._tools = context.tools
         self._parser = context.parser
-        self._limits = Limits(max_assistant_turns, max_user_turns, max_calls, max_calls_per_turn, max_turn_tokens)
+        self._limits = TurnLimits(max_assistant_turns, max_user_turns, max_calls, max_calls_per_turn, max_turn_tokens)
         self._user = _load_user(user) if user else None
         self._user_slots = asyncio.Semaphore(_MAX_USER_CALLS)
         self._reward_weight = tool_reward_weight

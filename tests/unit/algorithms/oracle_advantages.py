@@ -19,7 +19,7 @@ from headwater.algorithms.advantages.reinforce_plus_plus_baseline import reinfor
 from headwater.algorithms.advantages.remax import remax
 from headwater.algorithms.advantages.rloo import rloo
 from headwater.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
-from headwater.algorithms.reward_shaping import overlong_penalty
+from headwater.algorithms.normalize import overlong_penalty
 from headwater.config.schema import NormalizationConfig
 from headwater.trainer.experience import normalized
 

@@ -16,7 +16,7 @@ from headwater.algorithms.policy_losses import PolicyLossInputs
 from headwater.algorithms.policy_losses.decoupled import decoupled
 from headwater.algorithms.policy_losses.sapo import sapo
 from headwater.algorithms.proximal import linear, loglinear
-from headwater.algorithms.value_loss import value_loss
+from headwater.learner.critic import value_loss
 
 
 def as_rollout(inputs) -> CorrectionInputs:

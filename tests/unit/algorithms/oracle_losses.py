@@ -12,12 +12,12 @@ from headwater.algorithms.corrections import Correction, CorrectionInputs, apply
 from headwater.algorithms.kl import AdaptiveKL, FixedKL, kl_penalty, penalize_rewards
 from headwater.algorithms.masked import StepTotals, aggregate, masked_mean
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from headwater.algorithms.value_loss import value_loss
 from headwater.config.arguments import with_arguments
 from headwater.config.load import load_config
 from headwater.config.schema import AlgorithmConfig
 from headwater.core.data_proto import DataProto
 from headwater.learner.actor import Actor
+from headwater.learner.critic import value_loss
 from headwater.learner.packed_module import TokenStatistics, token_logprobs
 
 
@@ -212,7 +212,7 @@ def run_bypass(args, inputs):
     )
     policy_loss = with_arguments(POLICY_LOSSES, algorithm.policy_loss, algorithm.policy_loss_args, "policy_loss_args")
     actor = Actor(None, policy_loss, algorithm, loss_width=1, corrections=configured_corrections(algorithm))
-    loss = actor._token_losses({"logprobs": logprobs, "entropy": torch.zeros_like(mask)}, batch)
+    loss = actor.token_losses({"logprobs": logprobs, "entropy": torch.zeros_like(mask)}, batch)
     kept = mask if loss.correction is None else loss.correction.mask
     total = aggregate(loss.token_losses, kept, algorithm.aggregation, totals(args, kept))
     total.backward()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from headwater.algorithms.masked import keep, masked_mean, whiten
-from headwater.algorithms.value_loss import value_loss
+from headwater.learner.critic import value_loss
 
 
 def dpo(margin: Tensor, *, beta: float = 0.1) -> Tensor:

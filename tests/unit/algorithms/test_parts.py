@@ -17,6 +17,7 @@ from headwater.algorithms.corrections.truncate import truncate
 from headwater.algorithms.diagnostics import ratio_percentiles, staleness_histogram, weight_metrics
 from headwater.algorithms.kl import AdaptiveKL, kl_penalty
 from headwater.algorithms.masked import StepTotals, aggregate, masked_sum, masked_var, require, whiten
+from headwater.algorithms.normalize import overlong_penalty
 from headwater.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from headwater.algorithms.policy_losses.clip_cov import clip_cov
 from headwater.algorithms.policy_losses.decoupled import decoupled
@@ -25,7 +26,6 @@ from headwater.algorithms.policy_losses.gspo import gspo
 from headwater.algorithms.policy_losses.kl_cov import kl_cov
 from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.algorithms.proximal import approximation_metrics, progress
-from headwater.algorithms.reward_shaping import overlong_penalty
 from headwater.config.schema import AlgorithmConfig
 from headwater.core.errors import ConfigError, MissingColumn, UnknownName
 from headwater.learner.packed_module import token_logprobs

@@ -22,9 +22,9 @@ from headwater.algorithms.corrections import CORRECTIONS, CorrectionInputs
 from headwater.algorithms.diagnostics import offpolicy_metrics, ratio_percentiles, weight_metrics
 from headwater.algorithms.masked import Aggregation, StepTotals, aggregate
 from headwater.algorithms.policy_losses import POLICY_LOSSES
-from headwater.algorithms.value_loss import value_loss
 from headwater.config.declared import read_declared
 from headwater.config.traits import AdvantageTraits
+from headwater.learner.critic import value_loss
 
 examples = settings(deadline=None, max_examples=15)
 

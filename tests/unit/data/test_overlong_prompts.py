@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
+from headwater.data import measure
 from headwater.data.measure import ROWS_PER_CHUNK, choose_num_workers
 from headwater.data.rlhf_dataset import RLHFDataset, cut_tokens
 
@@ -90,8 +91,9 @@ def test_number_of_workers():
     assert choose_num_workers(5, ROWS_PER_CHUNK + 1) == 2
 
 
-def test_workers_change_nothing(tokenizer, write_jsonl):
-    lengths = [OVERHEAD + 1 + (number * 37) % 60 for number in range(3 * ROWS_PER_CHUNK - 5)]
+def test_workers_change_nothing(tokenizer, write_jsonl, monkeypatch):
+    monkeypatch.setattr(measure, "ROWS_PER_CHUNK", 20)
+    lengths = [OVERHEAD + 1 + (number * 37) % 60 for number in range(55)]
     path = write_jsonl(rows_of(*lengths))
     alone, together = (
         RLHFDataset([path], DataConfig(max_prompt_tokens=50, num_filter_workers=workers), tokenizer)

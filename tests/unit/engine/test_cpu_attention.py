@@ -117,7 +117,7 @@ def little_memory(num_pages):
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(lengths=LENGTHS, room=st.sampled_from([1, 7, 1000]), window=st.sampled_from([0, 5]), data=st.data())
 def test_any_mixture_of_lengths_sees_its_own_tokens_and_no_others(lengths, room, window, data):
     chunks = [data.draw(st.integers(1, length)) for length in lengths]
@@ -128,7 +128,7 @@ def test_any_mixture_of_lengths_sees_its_own_tokens_and_no_others(lengths, room,
     torch.testing.assert_close(filled.blockwise(window), filled.expected(ones, window))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     value=st.sampled_from([torch.nan, torch.inf, -torch.inf, 3e38]),
     lengths=LENGTHS,

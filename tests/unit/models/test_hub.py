@@ -11,8 +11,7 @@ import huggingface_hub.constants
 import pytest
 
 from headwater.core.errors import ModelError
-from headwater.models.hub import find_hub_model
-from headwater.models.source import check_model
+from headwater.models.source import check_model, find_hub_model
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -607,5 +607,5 @@ def test_a_full_disk_comes_before_a_guess_about_memory(run, monkeypatch):
     assert kinds(diagnosis)[:2] == ["low_disk", "killed"]
     assert "memory" not in remedy(diagnosis, "killed")
     assert "free disk space" in remedy(diagnosis, "killed")
-    write_status(run, state="failed", error="DiskFull: the disk is full")
+    write_status(run, state="failed", error="DiskFull: the disk is full", failure="disk_full")
     assert remedy(examine(run), "failed") == "free disk space, then resume"

@@ -13,6 +13,7 @@ from rollout.held_engine import HeldEngine
 
 from headwater.core.errors import RewardFailed, RolloutFailed, RunError, WaitTimeout
 from headwater.core.records import DropKind, ModelRequest, ModelResponse, SamplingParams
+from headwater.rollout.flight import Dispatch, Flight, JointStart
 
 
 def fails_on(*names: str, error: type[Exception] = RewardFailed) -> Scripted:
@@ -158,6 +159,31 @@ def test_in_waves_first_requests_enter_together_and_in_order_however_slowly_epis
             engine = AskedEngine()
             one_batch(Asking(delays, silent), engine=engine, batch_size=4, num_samples=3)
             assert engine.calls == ["pause", *(name for name in NAMES if name not in silent), "resume"]
+
+
+def test_the_engine_is_held_until_it_has_every_first_request_however_many_turns_that_takes():
+    async def scene() -> list[str]:
+        engine, flights = HeldEngine(), [Flight(Dispatch(number, draw_of(number)), 0, 1) for number in range(3)]
+        start = JointStart(engine)
+
+        async def episode(number: int) -> None:
+            await start.enter(flights[number], 0)
+            for _ in range(7 * number):
+                await asyncio.sleep(0)
+            engine.calls.append(f"request {number}")
+            start.entered(flights[number], 0)
+
+        for each in flights:
+            start.expect(each)
+        episodes = [asyncio.create_task(episode(number)) for number in range(3)]
+        opening = asyncio.create_task(start.open())
+        while "pause" not in engine.calls:  # noqa: ASYNC110  turn by turn
+            await asyncio.sleep(0)
+        episodes[0].cancel()  # it was let in, and will never send its request
+        await opening
+        return engine.calls
+
+    assert asyncio.run(scene()) == ["pause", "request 1", "request 2", "resume"]
 
 
 def test_the_greedy_episode_starts_with_its_group():

@@ -174,13 +174,17 @@ def test_code_that_writes_to_the_connection_of_its_session_hurts_only_itself(san
             await session.run("os.closerange(3, 64)")
         assert (await sandbox.arun("print(1)")).stdout == "1\n"
 
-    for message in (
+    messages = (
         "(1 << 29).to_bytes(4, 'big') + b'x' * 1000",  # announces more than is allowed
         "(9).to_bytes(4, 'big') + b'{\"x\": 1}'",
         '(60).to_bytes(4, \'big\') + b\'{"number": 2, "exit_code": "none", "ready": 0, "error": [] }\'.ljust(60)',
         "b'\\xff' * 100_000",
-    ):
-        asyncio.run(talk(message))
+    )
+
+    async def talk_at_once() -> None:
+        await asyncio.gather(*map(talk, messages))
+
+    asyncio.run(talk_at_once())
 
 
 def test_a_session_uses_no_processor_time_between_runs(sandbox: Sandbox):

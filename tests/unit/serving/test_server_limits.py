@@ -29,8 +29,10 @@ from headwater.serving.listen import bind, make_runner, url
 from headwater.serving.options import ServerOptions
 
 NAME = "tiny"
-BLOCKED_S = 2.0
-"""An event loop that is blocked for longer is blocked by us, even on a busy machine."""
+BLOCKED_S = 0.1
+"""How long ``/health`` may take while the server works on something else, on a free machine."""
+BUSY_MACHINE_S = 2.0
+"""The same if other programs use the machine."""
 
 
 class Recorder:
@@ -84,16 +86,16 @@ async def post(client: aiohttp.ClientSession, path: str, body: Any, **headers: s
         return reply.status, await reply.json()
 
 
-async def longest_health_s(client: aiohttp.ClientSession, until: asyncio.Future[Any]) -> float:
-    """The longest time that ``/health`` took until ``until`` was done."""
-    longest = 0.0
+async def check_health(client: aiohttp.ClientSession, until: asyncio.Future[Any], what: object = "") -> None:
+    """``/health`` answers in time until ``until`` is done. Time in which other programs run does not count."""
     while True:
-        began = time.monotonic()
+        began, used = time.monotonic(), time.process_time()
         async with client.get("/health") as reply:
             assert reply.status == 200
-        longest = max(longest, time.monotonic() - began)
+        assert time.process_time() - used < BLOCKED_S, what
+        assert time.monotonic() - began < BUSY_MACHINE_S, what
         if until.done():
-            return longest
+            return
         await asyncio.sleep(0.001)
 
 
@@ -124,12 +126,11 @@ def test_costly_bodies_are_refused_while_others_are_answered(engine):
         async with serving(engine) as (_, client, _):
             for path, body, message in COSTLY:
                 call = asyncio.ensure_future(post(client, path, json.dumps(body).encode()))
-                longest = await longest_health_s(client, call)
+                await check_health(client, call, (path, message))
                 status, answer = await call
                 assert status in (400, 404), (path, answer)
                 assert message in answer["error"]["message"], path
                 assert len(json.dumps(answer)) < 2500, path
-                assert longest < BLOCKED_S, (path, message, longest)
 
     run(scenario())
 
@@ -142,11 +143,11 @@ def test_thousands_of_responses_do_not_block_others(engine):
             body = {"prompt": "hi", "n": 2000, "stream": stream}
             call = asyncio.ensure_future(post(client, "/v1/completions", body))
             started = asyncio.ensure_future(until(lambda: engine.metrics().num_waiting == 2000))
-            assert await longest_health_s(client, started) < BLOCKED_S
+            await check_health(client, started)
             await started
             call.cancel()
             left = asyncio.ensure_future(until(lambda: engine.metrics().num_waiting == 0))
-            assert await longest_health_s(client, left) < BLOCKED_S
+            await check_health(client, left)
             await left
 
     engine.pause()

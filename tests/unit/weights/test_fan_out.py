@@ -110,3 +110,15 @@ def test_a_source_that_fails_fails_for_all_and_without_receivers_nothing_is_read
     fan_out.leave("a")
     assert fan_out.run() == {}
     assert source.num_read == 0
+
+
+def test_a_receiver_that_is_lost_is_not_waited_for():
+    source, lost = Source(), {}
+    fan_out = FanOut(
+        source.update(), ["a", "b"], start_limit_s=300, bucket_limit_s=300, why_lost=lambda name: lost.get(name, "")
+    )
+    with ThreadPoolExecutor(1) as threads:
+        futures = start(fan_out, threads, a={})
+        threading.Timer(0.2, lost.update, [{"b": "it hangs"}]).start()
+        assert fan_out.run() == {"b": "was lost: it hangs"}
+        assert futures["a"].result(30) == [0, 1, 2, 3, 4]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,26 @@ def test_weights_of_a_process_that_was_killed_are_removed_and_those_of_the_livin
     assert not any(each.exists() for each in removed)
     assert load_file(mine.path)
     mine.discard()
+
+
+def test_a_file_for_several_engines_is_written_once_and_removed_when_the_last_one_discards_it(tmp_path):
+    update = WeightUpdate.of(12, [("w", torch.ones(2))])
+    written = file.written_file(update, torch.float32, str(tmp_path))
+    [folder] = tmp_path.iterdir()
+    assert folder.name.endswith("-v000012")
+    shared = replace(update, buckets=iter([[("not", "read")]]), file=written)
+    channels = [FakeChannel(), FakeChannel()]
+    transports = [FileTransport(torch.float32), FileTransport(torch.float32)]
+    for transport, channel in zip(transports, channels, strict=True):
+        transport.send(shared, channel, None)
+        assert Path(channel.again[0].body["source"]["file"]) == written.path
+    written.discard()
+    transports[0].close()
+    assert written.path.is_file(), "the other engine may be restarted"
+    transports[1].close()
+    assert not folder.exists()
+    with pytest.raises(WeightsError, match="was removed, because its update has ended"):
+        transports[0].send(shared, channels[0], None)
 
 
 def test_no_space_is_told_with_a_remedy_and_leaves_nothing_behind(tmp_path, monkeypatch):

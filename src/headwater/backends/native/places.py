@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from headwater.backends import BackendContext, other_model
+from headwater.backends import SERVER_KEY, BackendContext, other_model
 from headwater.backends.launch.child import HOST, ChildServer, Command, StartChild
 from headwater.backends.launch.keeper import ServerProcess
 from headwater.backends.launch.running import RunningServer
@@ -26,9 +26,10 @@ _READY = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
 _REMEDY = "try it alone with `headwater serve`, or use rollout.placement=colocated"
 _REMEDY_FOREIGN = "look at its log, or remove it from rollout.servers"
 _HEARTBEAT_S = 30.0
+_OWN_HEARTBEAT_S = 120.0
+"""For a process that this one has started: it is killed and replaced if it gives no sign of life in half that time.
+Long, because a new process must load the model."""
 _NUM_BYTES_SHOWN = 200
-SERVER_KEY = "HEADWATER_SERVER_KEY"
-"""The environment variable with the API key of running servers."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class OwnServer:
     """The number type of its weights."""
     api_key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     remedy: str = _REMEDY
-    heartbeat_s: float | None = None
+    heartbeat_s: float = _OWN_HEARTBEAT_S
     start_child: StartChild = ChildServer.start
     """Starts it on this machine, or elsewhere."""
 

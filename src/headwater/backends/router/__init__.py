@@ -3,7 +3,9 @@
 - ``policy.py`` decides which server gets a request, without input or output.
 - ``work.py`` is one request on its way, with what has been generated for it.
 - ``member.py`` is one server as the router sees it: its state, health checks and control calls.
-- ``engine.py`` is the engine: requests, control, servers that come and go.
+- ``roster.py`` has the servers and their requests: who may get requests, who is lost, who comes back.
+- ``requests.py`` follows a request from server to server until it has ended.
+- ``engine.py`` is the engine: control calls to all servers, and their common status.
 - ``updates.py`` sends a weight update to all servers.
 - ``routes.py`` has the calls of ``headwater route`` to list, add, drain and remove servers.
 """

@@ -216,7 +216,7 @@ class RouterEngine:
         return first
 
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
-        """Send the weights to all servers, over one stream that they read in lockstep.
+        """Send the weights to all servers, over one stream that they read in lockstep, or through one file.
 
         A server that is lost or too slow gets no requests until the weights are sent again (``needs_weights``).
         """
@@ -246,14 +246,7 @@ class RouterEngine:
 
         try:
             receivers = self._receivers(update)
-            send_to_all(
-                update,
-                mode,
-                receivers,
-                on_end,
-                start_limit_s=self._options.update_start_limit_s,
-                bucket_limit_s=self._options.update_bucket_limit_s,
-            )
+            send_to_all(update, mode, receivers, on_end, self._options)
         finally:
             update.close()
         # So that the status tells about this update.

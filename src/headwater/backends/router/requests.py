@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import replace
+from typing import TypeVar
 
 from headwater.backends.router.member import Member
 from headwater.backends.router.roster import Roster
 from headwater.backends.router.work import Work
-from headwater.core.errors import LogitsBroken, QueueFull, RequestError, RolloutFailed, ServerLost
+from headwater.core.errors import LogitsBroken, QueueFull, RequestError, RolloutFailed, ServerLost, WaitTimeout
 from headwater.core.records import Delta, ModelRequest, ModelResponse, StopReason
+from headwater.core.waits import named_wait
+
+T = TypeVar("T")
 
 _MAX_STUCK = 4
 """A request that loses so many servers in a row before its next token may be the cause."""
@@ -59,24 +64,17 @@ async def _ask(roster: Roster, member: Member, work: Work) -> StopReason | None:
             return reason
         rest = work.rest(resumable=member.can.resumable)
         work.server = member.name
-        work.task = asyncio.ensure_future(member.engine.agenerate(rest))
         try:
-            response = await work.task
+            response = await _movable(work, member.engine.agenerate(rest))
         except RolloutFailed as error:
             await _take_failure(roster, member, work, error)
-            return None
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if caller is None or caller.cancelling():
-                raise
-            _note_loss(roster, member, work, "it did not return the request")
             return None
         if response.input_tokens != rest.input_tokens:
             raise RolloutFailed(f"request {rest.request_id}: server {member.name} answered for other input tokens")
         work.take(response)
         return await _judge_end(roster, member, work, response.stop_reason)
     finally:
-        work.server = work.task = None
+        work.server = None
         roster.leave(work)
 
 
@@ -89,7 +87,7 @@ async def _follow(roster: Roster, member: Member, work: Work) -> AsyncGenerator[
         work.server = member.name
         try:
             async with aclosing(member.engine.astream(work.rest(resumable=member.can.resumable))) as deltas:
-                async for delta in deltas:
+                while (delta := await _movable(work, anext(deltas, None))) is not None:
                     work.take(delta)
                     if delta.stop_reason is None:
                         yield delta
@@ -105,6 +103,24 @@ async def _follow(roster: Roster, member: Member, work: Work) -> AsyncGenerator[
     finally:
         work.server = None
         roster.leave(work)
+
+
+async def _movable(work: Work, call: Awaitable[T]) -> T:
+    """Wait for a server. ``ServerLost`` if the roster moves the work, because the server does not return it."""
+    caller = work.caller = asyncio.current_task()
+    assert caller is not None, "a coroutine of an event loop runs in a task"
+    num_before = caller.cancelling()
+    try:
+        return await call
+    except asyncio.CancelledError:
+        if work.is_moved and caller.cancelling() <= num_before + 1:
+            raise ServerLost("it did not return the request") from None
+        raise
+    finally:
+        work.caller = None
+        if work.is_moved:
+            work.is_moved = False
+            caller.uncancel()  # as ``asyncio.timeout`` does: the caller itself was not cancelled
 
 
 def _ends_already(member: Member, work: Work) -> StopReason | None:
@@ -131,7 +147,7 @@ async def _judge_end(roster: Roster, member: Member, work: Work, reason: StopRea
 async def _take_failure(roster: Roster, member: Member, work: Work, error: RolloutFailed) -> None:
     """Return if another server can continue, otherwise raise."""
     if isinstance(error, QueueFull):
-        await asyncio.sleep(_AGAIN_S)  # other clients fill the queue of this server
+        await _wait_for_room(roster, member, work)
     elif isinstance(error, ServerLost):
         if error.partial is not None:
             work.take(error.partial)
@@ -139,10 +155,32 @@ async def _take_failure(roster: Roster, member: Member, work: Work, error: Rollo
     elif isinstance(error, RequestError | LogitsBroken):
         raise error
     else:
-        status = await asyncio.wrap_future(member.start(member.engine.status, "status"))
+        asked = member.start(member.engine.status, "status")
+        try:
+            status = await named_wait(
+                asyncio.wrap_future(asked),
+                lambda: f"server {member.name} reports its status after a failed request",
+                kind="router",
+                hard_limit_s=roster.options.health_limit_s,
+            )
+        except WaitTimeout as late:
+            _note_loss(roster, member, work, str(late))
+            return
         if status.is_alive and status.is_reachable:
             raise error
         _note_loss(roster, member, work, str(error))
+
+
+async def _wait_for_room(roster: Roster, member: Member, work: Work) -> None:
+    """Other clients fill the queue of this server. A request that is refused for too long fails."""
+    now, limit_s = time.monotonic(), roster.options.no_server_limit_s
+    work.refused_since = work.refused_since or now
+    if now - work.refused_since >= limit_s:
+        raise QueueFull(
+            f"request {work.request.request_id}: the queues of the servers have been full for {limit_s:g} s, the last "
+            f"one that of {member.name}; add servers, or use these servers for one run only"
+        )
+    await asyncio.sleep(_AGAIN_S)
 
 
 def _note_loss(roster: Roster, member: Member, work: Work, reason: str) -> None:

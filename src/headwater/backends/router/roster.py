@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _EVACUATE_S = 5.0
 """How long an engine may take to return what it has of the requests of a lost server."""
 _THREAD_END_S = 5.0
+_LOOK_S = 0.01
+"""Time between the health checks of two servers: those of hundreds of servers must not keep the controller busy."""
 _CONNECT_EVERY_S = 5.0
 """Time between two attempts to connect to a server whose engine has given up."""
 
@@ -40,7 +42,7 @@ class RouterOptions:
     max_sessions: int = MAX_SESSIONS
     """How many sessions are remembered; those that were used least recently are forgotten."""
     health_every_s: float = 1.0
-    """Time between two health checks."""
+    """Time between two health checks of a server. Longer if there are more than 100 servers for each second of it."""
     health_limit_s: float = 15.0
     """A server that does not report its status for this long counts as lost."""
     no_server_limit_s: float = 600.0
@@ -49,10 +51,12 @@ class RouterOptions:
     """How long a server may take to begin a weight update. Running responses may have to end first."""
     update_bucket_limit_s: float = 120.0
     """A server that takes longer for one bucket of a weight update is dropped from it."""
+    weight_folder: str = ""
+    """Where weights are written, once for all servers, if they read files (``rollout.weight_folder``)."""
 
 
 class Roster:
-    """Its methods may be called from any thread. A thread looks at the servers every ``health_every_s``."""
+    """Its methods may be called from any thread. A thread looks at the servers about every ``health_every_s``."""
 
     def __init__(self, options: RouterOptions, restore: Callable[[InferenceEngine], None]) -> None:
         """``restore`` tells a server that is new or back what the others were told."""
@@ -252,7 +256,7 @@ class Roster:
     # Health
 
     def _watch(self) -> None:
-        while not self._stop.wait(self.options.health_every_s):
+        while not self._stop.wait(max(self.options.health_every_s, len(self.members) * _LOOK_S)):
             for member in self.all():
                 self._look(member)
             self._fail_hopeless()
@@ -308,15 +312,14 @@ class Roster:
 
         def move() -> None:
             with self.lock:
-                moved = [(each, each.task) for each in self.works.values() if each.server == member.name]
+                moved = [(each, each.num_tries) for each in self.works.values() if each.server == member.name]
             if moved:
                 wait([member.start(member.engine.abort, "abort")], timeout=_EVACUATE_S)
                 time.sleep(_EVACUATE_S)
-            for work, task in moved:
+            for work, num_tries in moved:
                 # Tokens that did not come back are generated again by the next server.
-                if task is not None and work.task is task and not task.done():
-                    with suppress(RuntimeError):
-                        work.loop.call_soon_threadsafe(task.cancel)
+                with suppress(RuntimeError):
+                    work.loop.call_soon_threadsafe(work.interrupt, member.name, num_tries)
 
         member.start(move, "evacuate")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from headwater.core.records import Alternatives, Delta, ModelRequest, ModelResponse, PromptScores, StopReason
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Work:
     """Belongs to the event loop of its caller."""
 
@@ -34,9 +35,12 @@ class Work:
     """While it waits: the name of the server that it gets."""
     server: str | None = None
     """The server that works on it."""
-    task: asyncio.Future[ModelResponse] | None = None
-    """The call to that server. Cancelled if the work is moved and the server does not return what it has."""
-
+    caller: asyncio.Task[Any] | None = None
+    """The task that waits for that server."""
+    is_moved: bool = False
+    """The caller was interrupted, because the server does not return what it has. Another one continues."""
+    refused_since: float | None = None
+    """When a server first refused it because its queue was full, if none has taken it since."""
     whole: ModelResponse | None = None
     """The response, if one server has generated all of it. Nothing is copied then."""
 
@@ -60,7 +64,7 @@ class Work:
             self.generate_s += part.generate_s
             part = Delta.of(part)
         if part.tokens:
-            self.num_stuck = 0
+            self.num_stuck, self.refused_since = 0, None
         self.tokens += part.tokens
         self.logprobs += part.logprobs
         self.versions += part.versions
@@ -92,6 +96,13 @@ class Work:
         """Discard what there is, for a server that could not continue it."""
         self.tokens, self.logprobs, self.versions, self.top_logprobs = [], [], [], []
         self.prompt_scores = None
+
+    def interrupt(self, server: str, num_tries: int) -> None:
+        """Stop waiting for a server, unless it has returned the work. Called on the event loop of the caller."""
+        is_same = (self.server, self.num_tries) == (server, num_tries)
+        if is_same and self.caller is not None and not self.is_moved:
+            self.is_moved = True
+            self.caller.cancel()
 
     def response(self, reason: StopReason) -> ModelResponse:
         if self.whole is not None:

@@ -15,8 +15,8 @@ from headwater.core.records import MAX_TOP_LOGPROBS
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
 from headwater.serving.openai.plan import (
+    CallPlan,
     CallReading,
-    Plan,
     SamplingFields,
     Shape,
     check_model,
@@ -26,8 +26,7 @@ from headwater.serving.openai.plan import (
     refuse_unsupported,
     usage,
 )
-from headwater.serving.openai.tool_message import ToolMessage
-from headwater.serving.openai.tools import ToolUse, for_template
+from headwater.serving.openai.tools import ToolMessage, ToolUse, for_template
 from headwater.serving.output import Piece, token_bytes, token_text
 from headwater.serving.prompt import ModelLimits
 
@@ -69,7 +68,7 @@ class ChatBody:
 
 def read_chat(
     body: Mapping[str, Any], limits: ModelLimits, served_name: str, parser: ToolCallParser | None = None
-) -> Plan:
+) -> CallPlan:
     """``parser`` finds tool calls; without one, requests with tools are refused."""
     chat = ChatBody.read(body, limits, served_name)
     limits.check_count(chat.sampling.num_samples, "n")
@@ -87,7 +86,7 @@ def read_chat(
         # Many formats mark calls with special tokens. The parser leaves the others out.
         shape = replace(shape, rules=replace(shape.rules, skip_special_tokens=False))
     params = sampling.params(num_new, num_top_logprobs=chat.num_top_logprobs)
-    return Plan.build(
+    return CallPlan.build(
         "chatcmpl",
         chat.model,
         [(tokens, params)],
@@ -216,7 +215,7 @@ def _refuse_unsupported_chat(fields: Fields) -> None:
 class ChatReply:
     """Formats the pieces of a plan as OpenAI does, complete or in chunks."""
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: CallPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
         self._begun: set[int] = set()

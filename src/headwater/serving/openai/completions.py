@@ -10,7 +10,7 @@ from headwater.core.records import MAX_TOP_LOGPROBS, Alternatives
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, is_integer
 from headwater.serving.openai.plan import (
-    Plan,
+    CallPlan,
     SamplingFields,
     check_model,
     fingerprint,
@@ -29,7 +29,7 @@ LEAST_LOGPROB = -9999.0
 """Sent instead of minus infinity, for a prompt token that the model considers impossible."""
 
 
-def read_completion(body: Mapping[str, Any], limits: ModelLimits, served_name: str) -> Plan:
+def read_completion(body: Mapping[str, Any], limits: ModelLimits, served_name: str) -> CallPlan:
     fields = Fields(body)
     model = check_model(fields, served_name)
     sampling = SamplingFields.read(fields, limits)
@@ -64,7 +64,7 @@ def read_completion(body: Mapping[str, Any], limits: ModelLimits, served_name: s
         )
         for num_new in num_new_tokens
     ]
-    return Plan.build(
+    return CallPlan.build(
         "cmpl",
         model,
         list(zip(prompts, params, strict=True)),
@@ -97,7 +97,7 @@ def _prompts(prompt: Any, limits: ModelLimits) -> list[tuple[int, ...]]:
 class CompletionReply:
     """Formats the pieces of a plan as OpenAI does, complete or in chunks."""
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: CallPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
         self._begun: set[int] = set()

@@ -50,7 +50,7 @@ class CallReading:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """The engine requests of a call, and the contents of its reply.
 
     ``requests`` contains the samples of the first prompt, then those of the second. The choices have the same order.
@@ -77,7 +77,7 @@ class Plan:
         shape: Shape,
         session: str = "",
         calls: CallReading | None = None,
-    ) -> Plan:
+    ) -> CallPlan:
         name = f"{prefix}-{uuid.uuid4().hex}"
         requests: list[ModelRequest] = []
         for tokens, sampling in prompts:
@@ -205,11 +205,11 @@ def _top_k(fields: Fields) -> int:
     return max(0, fields.integer("top_k", 0, minimum=-1))
 
 
-def head(plan: Plan, kind: str) -> dict[str, Any]:
+def head(plan: CallPlan, kind: str) -> dict[str, Any]:
     return {"id": plan.name, "object": kind, "created": plan.created, "model": plan.model}
 
 
-def usage(plan: Plan, num_completion_tokens: int) -> dict[str, int]:
+def usage(plan: CallPlan, num_completion_tokens: int) -> dict[str, int]:
     """Token counts. A prompt counts once, regardless of its number of samples."""
     num_prompt_tokens = plan.num_prompt_tokens
     return {

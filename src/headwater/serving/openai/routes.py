@@ -1,4 +1,4 @@
-"""Handlers of ``/v1``."""
+"""Handlers of ``/v1``, of calls about the tokenizer (with vLLM's names), and of the server's version."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 from aiohttp import web
 
-from headwater.serving.errors import wrong
+import headwater
+from headwater.serving.errors import ApiError, wrong
+from headwater.serving.fields import Fields
 from headwater.serving.generation import generate_all, reply, send_events, stream_all
-from headwater.serving.openai.chat import ChatReply, read_chat
+from headwater.serving.openai.chat import ChatReply, read_chat, read_messages_as_tokens
 from headwater.serving.openai.completions import CompletionReply, read_completion
-from headwater.serving.openai.plan import Plan, unknown_model
+from headwater.serving.openai.plan import CallPlan, check_model, unknown_model
 from headwater.serving.openai.responses import ResponseWriter, chat_body, event_bytes
-from headwater.serving.openai.tokens import detokenize, tokenize, tokenizer_info, version
-from headwater.serving.output import PieceMaker, whole
+from headwater.serving.output import PieceMaker, token_text, whole
 from headwater.serving.state import STATE, ServerState
 
 Writer = CompletionReply | ChatReply
@@ -42,7 +43,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     """``/v1/responses`` as a chat. Replies are not stored, so a request has the whole conversation."""
     state = request.app[STATE]
 
-    def read(body: Mapping[str, Any]) -> tuple[Plan, ResponseWriter]:
+    def read(body: Mapping[str, Any]) -> tuple[CallPlan, ResponseWriter]:
         if body.get("previous_response_id") is not None:
             previous = body["previous_response_id"]
             raise wrong("previous_response_id", previous, "replies are not stored; send the whole conversation")
@@ -79,7 +80,7 @@ def _model(state: ServerState) -> dict[str, Any]:
     }
 
 
-def _checked(state: ServerState, plan: Plan) -> Plan:
+def _checked(state: ServerState, plan: CallPlan) -> CallPlan:
     """``plan``, if the engine can serve all its prompts."""
     for each in plan.requests[:: plan.num_samples]:
         state.check_features(each)
@@ -90,7 +91,7 @@ def _checked(state: ServerState, plan: Plan) -> Plan:
 async def _answer(
     request: web.Request,
     state: ServerState,
-    plan: Plan,
+    plan: CallPlan,
     writer: Writer,
     formatted: Callable[[dict[str, Any]], dict[str, Any]] = lambda made: made,
 ) -> web.StreamResponse:
@@ -111,7 +112,7 @@ async def _answer(
     return await state.write(build, num_tokens)
 
 
-async def _events(state: ServerState, plan: Plan, writer: Writer) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(state: ServerState, plan: CallPlan, writer: Writer) -> AsyncGenerator[dict[str, Any], None]:
     shape = plan.shape
     makers = [PieceMaker(state.tokenizer, shape.rules, with_offsets=shape.logprobs) for _ in range(len(plan.requests))]
     num_tokens, version = 0, state.engine.get_version()
@@ -131,6 +132,63 @@ async def _events(state: ServerState, plan: Plan, writer: Writer) -> AsyncGenera
                 yield chunk
     if shape.include_usage:
         yield writer.last_chunk(num_tokens, version)
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    return reply(await state.read(request, lambda body: _tokenize(body, state)))
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    return reply(await state.read(request, lambda body: _detokenize(body, state)))
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    tokenizer: Any = request.app[STATE].tokenizer
+    names = ("eos_token", "bos_token", "pad_token", "unk_token", "chat_template")
+    known = {name: getattr(tokenizer, name, None) for name in names}
+    return reply({"tokenizer_class": type(tokenizer).__name__, **known})
+
+
+async def version(_: web.Request) -> web.Response:
+    return reply({"version": headwater.__version__})
+
+
+def _tokenize(body: Mapping[str, Any], state: ServerState) -> dict[str, Any]:
+    """The tokens of a ``prompt``, or of the ``messages`` of a chat."""
+    fields, limits = Fields(body), state.limits
+    check_model(fields, state.options.served_name)
+    with_texts = fields.flag("return_token_strs", False)
+    is_chat = body.get("messages") is not None
+    if is_chat == (body.get("prompt") is not None):
+        raise ApiError("prompt, messages: give exactly one of the two", param="prompt")
+    if is_chat:
+        tokens = read_messages_as_tokens(fields, limits)
+        fields.neutral("add_special_tokens", [False], "the chat template adds them")
+    else:
+        text = limits.short_text(fields.raw("prompt"), "prompt")
+        tokens = tuple(state.tokenizer.encode(text, add_special_tokens=fields.flag("add_special_tokens", True)))
+    fields.done()
+    return {
+        "count": len(tokens),
+        "max_model_len": limits.engine.max_request_tokens,
+        "tokens": tokens,
+        "token_strs": [token_text(state.tokenizer, token) for token in tokens] if with_texts else None,
+    }
+
+
+def _detokenize(body: Mapping[str, Any], state: ServerState) -> dict[str, Any]:
+    fields = Fields(body)
+    check_model(fields, state.options.served_name)
+    tokens = fields.raw("tokens")
+    fields.done()
+    most = state.limits.engine.max_model_tokens
+    if isinstance(tokens, list) and len(tokens) > most:
+        raise ApiError(f"tokens: {len(tokens)} tokens are more than the model supports ({most})", param="tokens")
+    ids = () if tokens == [] else state.limits.tokens_of_ids(tokens, "tokens")
+    text = state.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return {"prompt": text}
 
 
 ROUTES = [

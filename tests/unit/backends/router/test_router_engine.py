@@ -113,15 +113,87 @@ def test_a_server_that_hangs_gives_back_what_it_has():
         assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
 
 
+class Streaming(ScriptedEngine):
+    """Yields its tokens one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capabilities = replace(self.capabilities, streaming=True)
+
+    async def astream(self, request: ModelRequest):
+        self.num_open += 1
+        try:
+            for token in expected(request)[len(request.given_tokens) :]:
+                await asyncio.sleep(0.001)
+                if self.is_hanging:
+                    await asyncio.Event().wait()
+                if self.is_dead:
+                    # As an engine that does not say which of its tokens the stream has delivered.
+                    raise ServerLost("reset", ModelResponse(request.input_tokens, (1,), (0.0,), (0,), "abort"))
+                yield Delta((token,), (0.0,), (self.version,))
+            yield Delta((), (), (), "length")
+        finally:
+            self.num_open -= 1
+
+
+class Silent(Streaming):
+    """Never returns what it has."""
+
+    def abort(self, request_id: str | None = None) -> int:
+        threading.Event().wait(60)
+        return 0
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_stream_that_a_server_does_not_give_back_continues_on_another_one(monkeypatch):
+    monkeypatch.setattr(roster, "_EVACUATE_S", 0.05)
+    engines = [Silent(), Silent()]
+    with routed(*engines) as router:
+
+        async def follow(asked: ModelRequest) -> tuple[int, ...]:
+            tokens: list[int] = []
+            async for delta in router.astream(asked):
+                tokens += delta.tokens
+                if asked.rng_key == 0 and len(tokens) == 10:
+                    engines[0].is_hanging = True
+            assert delta.stop_reason == "length"
+            return tuple(tokens)
+
+        async def scene() -> None:
+            asked = [request(key, 40) for key in range(4)]
+            given = await asyncio.wait_for(asyncio.gather(*map(follow, asked)), 60)
+            assert given == [expected(each) for each in asked]
+
+        asyncio.run(scene())
+        assert router.status().metrics["router_num_requests_moved"] == 2
+        assert engines[0].num_open == 0, "the hanging streams were ended"
+
+
+def test_a_request_that_full_queues_refuse_for_too_long_fails():
+    class Full(ScriptedEngine):
+        is_full = True
+
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            if self.is_full:
+                raise QueueFull("no room")
+            return await super().agenerate(request)
+
+    engine = Full()
+    with routed(engine, options=replace(FAST, no_server_limit_s=0.5)) as router:
+        with pytest.raises(QueueFull, match=r"full for 0\.5 s, the last one that of s0; add servers"):
+            asyncio.run(asyncio.wait_for(router.agenerate(request(0)), 60))
+        assert router.status().servers[0].state == "serving"
+
+        def make_room() -> None:
+            engine.is_full = False
+
+        [response] = asyncio.run(all_of(router, [request(1)], make_room))
+        assert is_whole(request(1), response)
+
+
 def test_what_a_server_does_not_give_back_is_generated_again(monkeypatch):
-    class Silent(ScriptedEngine):
-        def abort(self, request_id: str | None = None) -> int:
-            threading.Event().wait(60)
-            return 0
-
-        def close(self) -> None:
-            self.is_closed = True
-
     monkeypatch.setattr(roster, "_EVACUATE_S", 0.05)
     engines = [Silent(), ScriptedEngine()]
     with routed(*engines) as router:
@@ -340,21 +412,6 @@ def test_no_session_sees_a_version_go_back():
 
 
 def test_a_stream_continues_on_another_server_without_a_gap():
-    class Streaming(ScriptedEngine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.capabilities = replace(self.capabilities, streaming=True)
-
-        async def astream(self, request: ModelRequest):
-            for token in expected(request)[len(request.given_tokens) :]:
-                await asyncio.sleep(0.001)
-                if self.is_dead:
-                    # As an engine that does not say which of its tokens the stream has delivered.
-                    raise ServerLost("reset", ModelResponse(request.input_tokens, (1,), (0.0,), (0,), "abort"))
-                self.num_open = 1
-                yield Delta((token,), (0.0,), (self.version,))
-            yield Delta((), (), (), "length")
-
     engines = [Streaming(), Streaming()]
     with routed(*engines) as router:
         assert router.capabilities.streaming

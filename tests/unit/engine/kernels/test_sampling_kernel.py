@@ -28,7 +28,7 @@ def test_tokens_and_logprobs_match_the_reference_sampler():
         (301, torch.bfloat16, 1.0),
     ]:
         with case(vocabulary, dtype, temperature):
-            rows = 8
+            rows = 5
             logits = randn(rows, vocabulary, dtype=dtype, seed=1)
             keys, positions = keys_and_positions(rows)
             tokens, logprobs = sample_tokens(logits, keys, positions, torch.full((rows,), temperature, device=DEVICE))
