@@ -40,8 +40,8 @@ class ToolSchema:
     type: str = "function"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.function, FunctionSchema):  # tools for verl construct it with records of their own
-            given: Any = self.function
+        given: Any = self.function
+        if not isinstance(given, FunctionSchema):  # tools for verl construct it with records of their own
             made = ToolSchema.read({"function": given.model_dump() if hasattr(given, "model_dump") else given}, "tool")
             object.__setattr__(self, "function", made.function)
 
