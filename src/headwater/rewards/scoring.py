@@ -6,10 +6,12 @@ An episode is scored as soon as it ends, while the engine generates the others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
+import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +24,6 @@ from headwater.core.registry import is_path
 from headwater.observe.spans import Spans
 from headwater.rewards.functions import Failure, ScoreFunction, ScoringFunction, failure_of, read_result
 from headwater.rewards.pool import TIMED_OUT, CallPool, WorkerPool, usable_cores
-from headwater.rewards.threads import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -324,3 +325,38 @@ def _mixed(parts: Sequence[Part], scores: Sequence[Score | BaseException]) -> Sc
         info |= {f"{part.name}_{name}": value for name, value in score.info.items()}
     total = sum(part.weight * value for part, value in zip(parts, values, strict=True))
     return Score(total, {**info, "reward_parts": values})
+
+
+async def in_daemon_thread(call: Callable[[], Any]) -> Any:
+    """Run a blocking call in a daemon thread. Unlike a thread pool, a call that hangs cannot delay process exit."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Any] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], value: Any) -> None:
+        if not outcome.done():
+            set_outcome(value)
+
+    def work() -> None:
+        try:
+            with _event_loop():
+                done = partial(settle, outcome.set_result, call())
+        except BaseException as error:  # noqa: BLE001  raised again in the awaiting coroutine
+            done = partial(settle, outcome.set_exception, error)
+        # If the run ended before this call, the loop is closed and the result is not needed.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return await outcome
+
+
+@contextlib.contextmanager
+def _event_loop() -> Iterator[None]:
+    """An event loop for this thread, for functions that call ``get_event_loop().run_until_complete``."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()

@@ -1,4 +1,4 @@
-"""The OpenAI function schema of a tool, and the check of a call's arguments against it."""
+"""The OpenAI function schema of a tool, the check of a call's arguments against it, and which schemas a row offers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, DataError
 from headwater.core.registry import nearest
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
+SELECTION = "tool_selection"
+"""Entry of a row's ``extra_info`` with the names of its tools; a row without it has all tools."""
 _MAX_DEPTH = 64
 """Schemas may refer to themselves. What is nested more deeply is not checked."""
 
@@ -38,8 +40,8 @@ class ToolSchema:
     type: str = "function"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.function, FunctionSchema):  # tools for verl construct it with records of their own
-            given: Any = self.function
+        given: Any = self.function
+        if not isinstance(given, FunctionSchema):  # tools for verl construct it with records of their own
             made = ToolSchema.read({"function": given.model_dump() if hasattr(given, "model_dump") else given}, "tool")
             object.__setattr__(self, "function", made.function)
 
@@ -108,6 +110,30 @@ class ToolSchema:
         if problems:
             raise WrongArguments("; ".join(problems))
         return checked
+
+
+@dataclass(frozen=True)
+class OfferedTools:
+    """The schemas of a run's tools. Unlike the tools themselves, they can be sent to another process."""
+
+    schemas: Mapping[str, Mapping[str, Any]]
+    """By the name of the tool, in the order of the settings."""
+
+    def __call__(self, extra_info: Mapping[str, Any], tools_kwargs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The OpenAI function schemas of a row's tools."""
+        return [self.schemas[name] for name in self.select(extra_info)]
+
+    def select(self, extra_info: Mapping[str, Any]) -> list[str]:
+        """The names of a row's tools."""
+        selection = extra_info.get(SELECTION)
+        if selection is None:
+            return list(self.schemas)
+        if not isinstance(selection, Sequence) or isinstance(selection, str):
+            raise DataError(f"extra_info.{SELECTION} = {selection!r}: must be a list of tool names")
+        for name in selection:
+            if name not in self.schemas:
+                raise DataError(f"extra_info.{SELECTION} has {name!r}; {nearest(str(name), list(self.schemas))}")
+        return [name for name in self.schemas if name in selection]
 
 
 class WrongArguments(Exception):

@@ -26,9 +26,9 @@ from headwater.core.waits import wait_for_future
 from headwater.tools.config import ToolEntry, read_entries
 from headwater.tools.loaded import LoadedTool, MadeTool
 from headwater.tools.making import ToolMaker
-from headwater.tools.offered import OfferedTools
 from headwater.tools.result_text import ResultText
 from headwater.tools.running import call_method
+from headwater.tools.schema import OfferedTools
 from headwater.tools.session import ToolSession
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.data.load import load_dataset
 from headwater.data.rlhf_dataset import RLHFDataset
-from headwater.tools.offered import OfferedTools
+from headwater.tools.schema import OfferedTools
 
 OFFERED = OfferedTools(
     {name: {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("search", "sum")}

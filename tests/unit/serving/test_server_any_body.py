@@ -26,6 +26,7 @@ from headwater.serving.fields import read_object, write_json
 from headwater.serving.listen import bind, make_runner, url
 from headwater.serving.openai.chat import read_chat
 from headwater.serving.openai.completions import read_completion
+from headwater.serving.openai.responses import chat_body
 from headwater.serving.options import ServerOptions
 from headwater.serving.sglang.generate import read_generate
 from headwater.serving.sglang.steering import AbortCall, PauseCall, UpdateFromDisk
@@ -67,6 +68,10 @@ READERS = {
          "max_completion_tokens", "top_logprobs", "tools", "response_format", "chat_template_kwargs",
          "continue_final_message", "add_generation_prompt", "modalities", "stop"],
     ),
+    "responses": (
+        lambda body: read_chat(chat_body(body), limits(), NAME, make_parser("auto", tokenizer())),
+        ["input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "metadata", "stream", "top_p"],
+    ),
     "generate": (
         lambda body: read_generate(body, limits()),
         ["text", "input_ids", "sampling_params", "rid", "return_logprob", "stream", "image_data", "lora_path"],
@@ -84,6 +89,7 @@ READERS = {
 PROMPTS = {
     "completion": {"prompt": "abc"},
     "chat": {"messages": [{"role": "user", "content": "hello"}]},
+    "responses": {"input": "hello"},
     "generate": {"text": "abc"},
 }
 """The required part of a body; without it the other fields are not read."""
@@ -147,6 +153,7 @@ def test_any_bytes_are_an_object_or_refused(body):
 CALLS = {
     "/v1/completions": "completion",
     "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
     "/generate": "generate",
     "/abort_request": "abort_request",
     "/update_weights_from_disk": "update_from_disk",

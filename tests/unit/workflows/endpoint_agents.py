@@ -180,9 +180,9 @@ def meddles(base_url, api_key):
         (f"{before}/episodes/other/{after.split('/')[1]}", api_key, {"messages": ASK}, "/chat/completions"),
         (base_url, api_key, {"messages": [{"role": "user", "content": image}]}, "/chat/completions"),
         (base_url, api_key, {"messages": []}, "/chat/completions"),
-        (base_url, api_key, {"messages": ASK, "response_format": {"type": "json_object"}}, "/chat/completions"),
+        (base_url, api_key, {"messages": ASK, "presence_penalty": 1.0}, "/chat/completions"),
         (base_url, api_key, {"messages": ASK, "logit_bias": {"5": 3}}, "/chat/completions"),
-        (base_url, api_key, {"input": "Hi"}, "/responses"),
+        (base_url, api_key, {"prompt": "Hi"}, "/completions"),
         (base_url, api_key, {"messages": [{"role": "wizard", "content": "Hi"}]}, "/chat/completions"),
     ]:
         status, reply = post(url, key, body, path)

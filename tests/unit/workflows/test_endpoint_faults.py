@@ -120,7 +120,9 @@ def test_refused_calls_are_counted_and_do_no_harm():
             [400, None], [400, "unsupported"], [400, "unsupported"], [404, "unknown_path"],
             [400, "bad_messages"],
         ]  # fmt: skip
-        assert one.info["agent_calls"] == {"answered": 1, "bad_request": 2, "unsupported": 2, "bad_messages": 1}
+        assert one.info["agent_calls"] == {
+            "answered": 1, "bad_request": 2, "unsupported": 2, "unknown_path": 1, "bad_messages": 1,
+        }  # fmt: skip
         server = await EndpointServer.here("127.0.0.1", 0)
         assert server.refusals == {"invalid_api_key": 2, "unknown_episode": 1}
 

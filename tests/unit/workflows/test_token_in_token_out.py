@@ -32,9 +32,13 @@ CALL_TEXTS = {
 }
 
 
+def ask_of(name: str):
+    return ASK[1:] if name == "gemma2" else ASK  # it refuses system messages
+
+
 def episode_of(name: str, engine, max_new_tokens: int = ROOM) -> Episode:
     made, args = tokenizer_of(name), {**CHATS[name].args}
-    ask = ASK[1:] if name == "gemma2" else ASK  # it refuses system messages
+    ask = ask_of(name)
     text = render_chat(made, ask, {**args, "tools": SCHEMAS})
     prompt = Prompt("row", ask, text, encode_rendered(made, text), data_source="x", tool_schemas=tuple(SCHEMAS))
     context = WorkflowContext(made, ListedRewards([1.0]), SamplingParams(max_new_tokens), args)
@@ -224,8 +228,8 @@ def test_the_real_engine_has_cached_the_prefix_of_the_next_turn():
     with closing(Engine.load("tiny:qwen3", EngineConfig(page_tokens=page), tokenizer=made, device="cpu")) as engine:
         for number, (name, chat) in enumerate(CHATS.items()):
             made.chat_template = chat.template.replace(chat.ends[0], "<|end|>")
-            text = render_chat(made, ASK, {**chat.args, "tools": [ADD]})
-            prompt = Prompt(name, ASK, text, encode_rendered(made, text), data_source="x", tool_schemas=(ADD,))
+            text = render_chat(made, ask_of(name), {**chat.args, "tools": [ADD]})
+            prompt = Prompt(name, ask_of(name), text, encode_rendered(made, text), data_source="x", tool_schemas=(ADD,))
             # A reply that ends by itself, because the engine does not keep one that reached its limit.
             sampling = SamplingParams(1200, grammar=Grammar("regex", "[a-z]{18}"))
             context = WorkflowContext(made, ListedRewards([1.0]), sampling, chat.args)

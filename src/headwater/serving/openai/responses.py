@@ -38,15 +38,19 @@ def chat_body(body: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()
     chat["messages"] = [*messages, *history, *input_messages(body.get("input"))]
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
+    if not isinstance(body.get("tools") or [], list):
+        raise wrong("tools", body["tools"], "must be a list of tools")
     if body.get("tools"):
         chat["tools"] = [_tool(each, f"tools[{place}]") for place, each in enumerate(body["tools"])]
     choice = body.get("tool_choice")
     if choice is not None and chat.get("tools"):
         is_named = isinstance(choice, Mapping) and "name" in choice
         chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named else choice
-    form = (body.get("text") or {}).get("format")
-    if form is not None:
-        chat["response_format"] = _response_format(form)
+    text = body.get("text") or {}
+    if not isinstance(text, Mapping):
+        raise wrong("text", text, "must be an object with format")
+    if text.get("format") is not None:
+        chat["response_format"] = _response_format(text["format"])
     if body.get("stream"):
         chat |= {"stream": True, "stream_options": _STREAM_OPTIONS}
     return chat

@@ -15,9 +15,8 @@ from headwater.core.protocols import ScorableEpisode
 from headwater.core.records import Answer, Prompt
 from headwater.core.registry import EXTENSION_PREFIX
 from headwater.rewards.functions import ScoringFunction
-from headwater.rewards.scoring import Scoring
+from headwater.rewards.scoring import Scoring, in_daemon_thread
 from headwater.rewards.signature import Signature
-from headwater.rewards.threads import in_daemon_thread
 from headwater.workflows.adapters.journal import Journal, current_journal
 from headwater.workflows.episode import WorkflowContext
 

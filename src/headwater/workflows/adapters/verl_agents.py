@@ -40,7 +40,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
             response_mask=[1] * len(output.token_ids),
             response_logprobs=output.log_probs,
             num_turns=2,
-            metrics=AgentLoopMetrics(**timing),
+            metrics=AgentLoopMetrics(generate_sequences=timing["generate_sequences"]),
         )
 
 

@@ -157,7 +157,7 @@ class Gsm8kTool(BaseTool):
         super().__init__(config, GSM8K_SCHEMA if tool_schema is None else tool_schema)
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
-    async def create(  # type: ignore[override]  # verl allows calls without an id
+    async def create(  # verl allows calls without an id
         self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
         made = instance_id or uuid.uuid4().hex

@@ -59,7 +59,7 @@ def _history(session: Session, body: Mapping[str, Any]) -> list[Mapping[str, Any
     previous = body.get("previous_response_id")
     if previous is None:
         return []
-    if previous not in session.stored:
+    if not isinstance(previous, str) or previous not in session.stored:
         raise wrong("previous_response_id", previous, "this episode has no such response; send the whole conversation")
     return session.stored[previous]
 
