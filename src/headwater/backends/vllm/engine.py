@@ -242,6 +242,7 @@ class VllmEngine:
                 "max_sequences": self._info.max_sequences,
                 "url": self.url,
             },
+            metrics=session.measured,
         )
 
     # Requests

@@ -45,6 +45,7 @@ class InProcessLink:
     """The calls to vLLM's ``AsyncLLM``."""
 
     def __init__(self, engine: Any, version: str) -> None:
+        self.measured: Mapping[str, float] = {}
         self._engine = engine
         self._version = version
         self._dialect = dialect_of(version)

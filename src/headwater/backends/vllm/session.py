@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 
@@ -112,6 +112,11 @@ class Session:
     @property
     def is_attached(self) -> bool:
         return self._link is not None
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        link = self._link
+        return link.measured if link is not None else {}
 
     def enter(self, opened: OpenRequest) -> None:
         if self.failure is not None:
