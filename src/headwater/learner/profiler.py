@@ -34,6 +34,6 @@ class Profiler:
         if not self._snapshots:
             return [trace]
         snapshot = self._start.with_name(f"{self._start.name}_memory.pickle")
-        torch.cuda.memory._dump_snapshot(str(snapshot))
+        torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None)
         return [trace, snapshot]

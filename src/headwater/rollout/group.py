@@ -114,7 +114,7 @@ class Group:
         for each in self.trajectories:
             rewards.setdefault(each.sample, []).append(each.reward)
         # The exact mean: pieces with equal rewards give exactly that reward.
-        return [statistics.mean(each) for each in rewards.values()]
+        return [each[0] if len(each) == 1 else statistics.mean(each) for each in rewards.values()]
 
     def oldest_version(self) -> int | None:
         """The oldest policy version among the trained tokens; None if no token is trained."""

@@ -181,7 +181,7 @@ class StageMemory:
 
     def leave(self, stage: str) -> None:
         self._host[stage] = max(self._host.get(stage, 0), resident_bytes())
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._gpu[stage] = max(self._gpu.get(stage, 0), torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
 

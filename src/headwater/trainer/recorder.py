@@ -269,8 +269,8 @@ def write_rollouts(
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
         table = table.append_column(name, _lists([getattr(each, name) for each in arrays]))
     for name, values in token_columns.items():
-        rows = zip((each for _, each in rollouts), values.float().numpy(), strict=True)
-        table = table.append_column(name, _lists([_of_all_tokens(each, row) for each, row in rows]))
+        of_each = zip((each for _, each in rollouts), values.float().numpy(), strict=True)
+        table = table.append_column(name, _lists([_of_all_tokens(each, row) for each, row in of_each]))
     temporary = path.with_name(f".{path.name}")
     try:
         pq.write_table(table, temporary)

@@ -20,6 +20,7 @@ from tiny import model, tokenizer
 
 from headwater.backends import BackendContext
 from headwater.backends.remote import session as session_module
+from headwater.backends.remote.http import read_metrics
 from headwater.backends.remote.link import Chunk, Garbage, Sending, Span
 from headwater.backends.remote.requests import OpenRequest
 from headwater.backends.vllm.engine import VllmEngine, logprobs_problem
@@ -324,3 +325,22 @@ def test_a_server_that_was_restarted_gets_the_weights_again(monkeypatch: pytest.
         assert response.output_tokens == TOKENS
         assert set(response.output_versions) == {1}
         assert (engine.status().num_restarts, player.calls[-1], player.label) == (1, "headwater_reload", "1")
+
+
+def test_the_metrics_of_a_server_get_our_names():
+    text = """# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
+vllm:prompt_tokens_total{engine="0",model_name="m"} 100.0
+vllm:prompt_tokens_total{engine="1",model_name="m"} 60.0
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 40.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 7.0
+vllm:num_preemptions_total{engine="0",model_name="m"} odd
+"""
+    assert read_metrics(text) == {
+        "kv_used": 0.5, "num_tokens_cached": 40.0, "num_tokens_generated": 7.0, "num_tokens_prefilled": 120.0,
+    }  # fmt: skip
+    sglang = 'sglang:token_usage{model_name="m"} 0.28\nsglang:cached_tokens_total{model_name="m"} 3.0\n'
+    assert read_metrics(sglang) == {"kv_used": 0.28, "num_tokens_cached": 3.0}
+    assert read_metrics("<html>") == {}

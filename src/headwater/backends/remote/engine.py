@@ -131,6 +131,7 @@ class RemoteEngine:
                 "max_sequences": self._info.max_sequences,
                 "url": self.url,
             },
+            metrics=session.measured,
         )
 
     # Requests

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import resource
+import statistics
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import aiohttp
 
 from headwater.backends.remote.link import Garbage, LinkLost
-from headwater.core.errors import RequestError, RolloutFailed
+from headwater.core.errors import RequestError, RolloutFailed, WaitTimeout
 from headwater.core.waits import named_wait
 
 _CALL_LIMIT_S = 600.0
@@ -45,6 +47,18 @@ class HttpCalls:
 
     async def check_alive(self) -> None:
         await self._call("GET", "/health", limit_s=_HEALTH_LIMIT_S)
+
+    async def measure(self) -> dict[str, float]:
+        # A server that publishes no metrics is healthy, too.
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, WaitTimeout):
+            status, text = await named_wait(
+                self._exchange("GET", "/metrics", None, None),
+                lambda: f"the {self.program} server at {self.url} publishes its metrics",
+                kind="engine_call",
+                hard_limit_s=_HEALTH_LIMIT_S,
+            )
+            return read_metrics(text) if status == 200 else {}
+        return {}
 
     async def close(self) -> None:
         await self._streams.close()
@@ -110,6 +124,35 @@ class HttpCalls:
     async def _exchange(self, method: str, path: str, body: Any, params: Any) -> tuple[int, str]:
         async with self._control.request(method, self.url + path, json=body, params=params) as reply:
             return reply.status, await reply.text(errors="replace")
+
+
+_MEASURED = {
+    "generation_tokens_total": "num_tokens_generated",
+    "prompt_tokens_total": "num_tokens_prompted",
+    "prefix_cache_hits_total": "num_tokens_cached",
+    "cached_tokens_total": "num_tokens_cached",
+    "num_preemptions_total": "num_preempted",
+    "kv_cache_usage_perc": "kv_used",
+    "token_usage": "kv_used",
+}
+"""Names in the metrics of vLLM and SGLang, and the names of Headwater's engine for the same."""
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """What a server publishes in the format of Prometheus, summed over its engines; the KV cache as their mean."""
+    found: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = _MEASURED.get(name.partition("{")[0].removeprefix("vllm:").removeprefix("sglang:"), "")
+        if name:
+            with suppress(ValueError):
+                number = float(value)
+                found.setdefault(name, []).append(number)
+    metrics = {name: statistics.fmean(each) if name == "kv_used" else sum(each) for name, each in found.items()}
+    if "num_tokens_prompted" in metrics:
+        computed = metrics.pop("num_tokens_prompted") - metrics.get("num_tokens_cached", 0.0)
+        metrics["num_tokens_prefilled"] = max(0.0, computed)
+    return metrics
 
 
 async def _event_data(content: aiohttp.StreamReader) -> AsyncGenerator[str, None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from headwater.backends.remote.link import Garbage, Link, LinkLost, OtherWeights, PauseMode, ServerInfo
@@ -50,6 +50,8 @@ class Session:
         self.name = name
         self.weights = ServedWeights()
         self.info: ServerInfo | None = None
+        self.measured: Mapping[str, float] = {}
+        """What the server said about itself at the last health check."""
         self.is_paused = False
         self.asleep: set[MemoryTag] = set()
         self.failure: RolloutFailed | None = None
@@ -230,6 +232,7 @@ class Session:
             try:
                 await link.check_alive()
                 num_silent = 0
+                self.measured = await link.measure()
             except WaitTimeout as error:
                 num_silent += 1
                 if num_silent == _MAX_SILENT:

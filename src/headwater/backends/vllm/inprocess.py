@@ -175,6 +175,9 @@ class InProcessLink:
         with _engine_errors("tells whether it is alive"):
             await self._engine.check_health()
 
+    async def measure(self) -> dict[str, float]:
+        return {}  # vLLM publishes its metrics only over HTTP
+
     async def close(self) -> None:
         self._engine.shutdown()
 

@@ -26,7 +26,13 @@ class Wandb:
     ) -> None:
         """As in ``wandb.init``. Without ``mode``, the variable WANDB_MODE decides, or it is online."""
         require("wandb", "wandb")
-        self._options = {"mode": mode, "entity": entity, "group": group, "tags": list(tags) or None, "notes": notes}
+        self._options: dict[str, Any] = {
+            "mode": mode,
+            "entity": entity,
+            "group": group,
+            "tags": list(tags) or None,
+            "notes": notes,
+        }
         self._run: Any = None
 
     def start(self, config: Mapping[str, Any], name: str, *, project: str, folder: Path) -> None:
