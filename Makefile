@@ -14,10 +14,13 @@ CLIENTS_STAMP := $(CLIENTS)/.installed
 # vLLM for CPUs needs torch packages that must not be installed beside ours.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+# trackio and MLflow ask for older versions of packages that the tests use.
+TRACKERS := .venv-trackers
+TRACKERS_STAMP := $(TRACKERS)/.installed
 NO_BUBBLEWRAP := $(VENV)/.no-bubblewrap
 WORKERS ?= 3
 
-.PHONY: quickstart test fast-tests test-all lint style types setup setup-dev setup-clients setup-vllm bubblewrap install-bubblewrap clean
+.PHONY: quickstart test fast-tests test-all lint style types setup setup-dev setup-clients setup-vllm setup-trackers bubblewrap install-bubblewrap clean
 
 quickstart: setup
 	@$(BIN)/headwater train quickstart
@@ -30,7 +33,7 @@ fast-tests: setup-dev
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 # Tests of one xdist_group share a server or another costly fixture, so one process runs them.
-test-all: setup-dev setup-clients setup-vllm
+test-all: setup-dev setup-clients setup-vllm setup-trackers
 	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist loadgroup
 
 lint: style types
@@ -102,5 +105,17 @@ $(VLLM_STAMP): tests/integration/vllm.txt
 	@$(VLLM)/bin/python -c "import torch, transformers"
 	@touch $@
 
+# Without it, the tests of these trackers are skipped, and say so.
+setup-trackers: | $(BIN)/python
+	@[ -e $(TRACKERS_STAMP) ] \
+	    || $(MAKE) --no-print-directory $(TRACKERS_STAMP) \
+	    || echo "*** trackio and MLflow could not be installed into $(TRACKERS): their tests are SKIPPED"
+
+$(TRACKERS_STAMP):
+	@echo "Installing trackio and MLflow into $(TRACKERS) (minutes, 1 GB)"
+	@$(PYTHON) -m venv $(TRACKERS)
+	@$(TRACKERS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check trackio mlflow PyYAML rich
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(VLLM) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(VLLM) $(TRACKERS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

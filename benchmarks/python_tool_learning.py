@@ -134,7 +134,7 @@ def main() -> None:
         config = load_config(str(recipe), given).config
         parts = build_rollout(config, config.model.path)
         try:
-            base = evaluate(parts.eval_rollouts, parts.eval_data, args.eval_prompts, seed=0)
+            base = evaluate(parts.eval_rollouts.rollout_batch, parts.eval_data, args.eval_prompts, seed=0)
         finally:
             parts.close()
         print(f"held-out reward of the model as it is: {base.reward_mean:.3f}", flush=True)

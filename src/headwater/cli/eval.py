@@ -59,7 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reward", metavar="FUNCTION", help="scoring function, such as reward.py:compute_score; sets reward.function"
     )
-    parser.add_argument("--step", type=int, metavar="N", help="for a run: checkpoint to evaluate; default the latest")
+    parser.add_argument(
+        "--step",
+        default="",
+        metavar="N|best",
+        help="for a run: checkpoint to evaluate; best is the one with the best trainer.best_metric; default the latest",
+    )
     parser.add_argument("--show", type=int, metavar="K", default=0, help="print the first K responses")
 
 
@@ -85,7 +90,13 @@ def run(args: argparse.Namespace) -> int:
             raise RunError(f"{subject.name}: no held-out prompts; name some, for example --data test.parquet")
         console = lasting_console()
         with console.status("evaluating"):
-            result = evaluate(parts.eval_rollouts, parts.eval_data, config.eval.num_prompts, config.run.seed)
+            result = evaluate(
+                parts.eval_rollouts.rollout_batch,
+                parts.eval_data,
+                config.eval.num_prompts,
+                config.run.seed,
+                batch_size=config.eval.batch_size,
+            )
     finally:
         parts.close()
     _print(console, subject, result, args.show)
@@ -110,7 +121,7 @@ def _of_run(args: argparse.Namespace) -> Subject:
     from headwater.config.builtin import split_arguments
     from headwater.config.load import load_config
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.checkpoint import Checkpoints, check_whole, step_of
+    from headwater.trainer.checkpoint import check_whole, find_checkpoint, step_of
 
     recipes, overrides = split_arguments(args.arguments)
     if recipes:
@@ -120,10 +131,7 @@ def _of_run(args: argparse.Namespace) -> Subject:
         )
     run = RunDirectory.open(Path(args.target).expanduser())
     config = load_config(run.config_file, [*_without_servers(run.config_file), *overrides, *_settings(args)]).config
-    checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
-    checkpoint = checkpoints.latest() if args.step is None else checkpoints.at(args.step)
-    if checkpoint is None:
-        raise RunError(f"{run.path}: no checkpoint yet; wait for one, let the run finish, or stop it with Ctrl-C")
+    checkpoint = find_checkpoint(run, config.trainer, args.step)
     check_whole(run, checkpoint, part="model")
     return Subject(run.path.name, config, str(checkpoint / "model"), run, step_of(checkpoint))
 
@@ -143,7 +151,7 @@ def _of_model(args: argparse.Namespace) -> Subject:
     from headwater.config.load import load_config
     from headwater.models.source import check_model
 
-    if args.step is not None:
+    if args.step:
         raise HeadwaterError(f"--step = {args.step}: goes with a run directory, and {args.target} is none")
     path = _model_path(args.target)
     check_model(path, "RUN|MODEL")
@@ -192,11 +200,30 @@ def _print(console: Console, subject: Subject, result: Evaluation, num_shown: in
         table.add_row(*_row("0 (in training)", before))
     table.add_row(*_row(Path(subject.name).name if subject.run is None else str(subject.step), result.metrics()))
     console.print(table)
+    _print_samples(console, result)
     if result.num_dropped:
         console.print(f"[red]{result.num_dropped} prompts have no result[/] (rejected or failed)")
     for prompt, trajectory in result.rollouts[:num_shown]:
         console.print(f"[bold]{prompt.uid}[/]  reward {trajectory.reward:g}", highlight=False)
         console.print(f"  prompt    {prompt.text!r}\n  response  {_shown(trajectory)}", markup=False)
+
+
+def _print_samples(console: Console, result: Evaluation) -> None:
+    """Per data source: the mean, and the statistics over the samples of a prompt."""
+    from rich.table import Table
+
+    metrics = result.metrics()
+    sources = sorted({prompt.data_source for prompt, _ in result.rollouts})
+    statistics = [name.removeprefix("reward/") for name in metrics if "@" in name and name.count("/") == 1]
+    if not statistics and len(sources) < 2:
+        return
+    table = Table(title="By data source", title_justify="left")
+    for column in ("reward", "all", *sources):
+        table.add_column(column, justify="left" if column == "reward" else "right")
+    for name in ("mean", *statistics):
+        values = [metrics.get("/".join(part for part in ("reward", source, name) if part)) for source in ("", *sources)]
+        table.add_row(name, *("" if value is None else f"{value:.3f}" for value in values))
+    console.print(table)
 
 
 def _shown(trajectory: Trajectory) -> str:

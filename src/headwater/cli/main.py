@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "train a model from a recipe, or resume a run",
     "replay": "repeat a run made with engine.deterministic=true, and compare the weights of every step",
     "eval": "show the mean reward of a run's model, or of any model, on held-out prompts",
+    "export": "write a run's model as a folder that transformers and vLLM load",
     "serve": "serve a model over HTTP with OpenAI's and SGLang's APIs",
     "route": "one address in front of several servers",
     "plan": "predict speed and the best division of GPUs, by simulating the scheduler",

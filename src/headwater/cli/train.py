@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="built-in recipes (`headwater recipes` lists them) or YAML files, merged in order, and settings that "
         "override them",
     )
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="resume this run directory; no recipe is given")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="resume this run directory, or the URL of its copy (trainer.checkpoint_dir); no recipe is given",
+    )
     parser.add_argument(
         "--step", type=int, metavar="N", help="with --resume: the checkpoint to resume from; default: the latest"
     )
@@ -70,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
                 f"--resume {args.resume} with the recipe {recipes[0]}: a resumed run uses its own recipe; give "
                 "either a recipe or --resume, and settings to change as key=value"
             )
-        return _with_restarts(lambda attempts: _resume(args.resume, args.step, overrides, attempts))
+        from headwater.trainer.mirror import local_run
+
+        return _with_restarts(lambda attempts: _resume(local_run(args.resume), args.step, overrides, attempts))
     if args.step is not None:
         raise HeadwaterError("--step goes with --resume RUN")
     return _with_restarts(lambda attempts: _start(recipes, overrides, attempts))
@@ -124,6 +130,7 @@ def _start(recipes: list[str], overrides: list[str], attempts: _Attempts) -> int
     for key, path in {
         "model.path": config.model.path,
         "critic.path": config.critic.path if config.critic.enabled else "",
+        "reference.path": config.reference.path,
         "reward.model": config.reward.model,
     }.items():
         if path:
@@ -145,14 +152,17 @@ def _resume_locked(run: RunDirectory, step: int | None, overrides: list[str], at
     from headwater.config.checks import files_exist, fits_checkpoint
     from headwater.config.load import load_config
     from headwater.trainer.checkpoint import Checkpoints, check_whole, step_of
+    from headwater.trainer.mirror import fetch_missing
 
     before = load_config(run.config_file, was_accepted=True).config
+    fetch_missing(run, before.trainer.checkpoint_dir, step)
     checkpoints = Checkpoints(run.checkpoints, before.trainer.keep_checkpoints)
     checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
     fits = [fits_checkpoint(before, checkpoint)] if checkpoint else []
     config = load_config(run.config_file, overrides, [files_exist, *fits]).config
     if checkpoint is not None:
-        _check_steps_left(run, step_of(checkpoint), before.trainer.total_steps, config.trainer.total_steps)
+        if config.trainer.total_epochs == before.trainer.total_epochs:  # otherwise the data decide the number of steps
+            _check_steps_left(run, step_of(checkpoint), before.trainer.total_steps, config.trainer.total_steps)
         check_whole(run, checkpoint)
     for foreign in run.foreign_checkpoints():
         logger.warning("%s is not a checkpoint and is ignored", foreign)
@@ -224,6 +234,7 @@ def _fit(
             check_prompts=rollout.check_prompts,
             tools=rollout.tools_of_row,
         )
+        config = training.config
         if run is None:
             run = RunDirectory.create(Path(config.run.root), config.run.name)
             lock.enter_context(RunLock(run.lock_file))
@@ -308,7 +319,7 @@ def _site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     check_ranks(config, num_launched())
     # torchrun sends SIGTERM to all ranks when one has ended; rank 0 then reports which.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(join()) as group, _failure_of(lambda: group.failure, is_last=True):
+    with closing(join()) as group, rank_failures_named(lambda: group.failure, is_last=True):
         timeout_s = config.learner.rank_timeout_s
         yield replace(local, make_learner=lambda spec: group.build(build_learner, spec, timeout_s=timeout_s))
 
@@ -326,7 +337,7 @@ def _ray_site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     from headwater.trainer.rollout_setup import RemoteParts
 
     joined = RayCluster.join(config, is_restart=is_restart)
-    with closing(joined) as cluster, _failure_of(lambda: cluster.failure):
+    with closing(joined) as cluster, rank_failures_named(lambda: cluster.failure):
         yield _Site(
             with_absolute_paths(cluster.with_dtype(config)),  # actors have other working directories
             "cuda" if cluster.has_gpus else "cpu",
@@ -338,7 +349,7 @@ def _ray_site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
 
 
 @contextmanager
-def _failure_of(failure: Callable[[], str], *, is_last: bool = False) -> Iterator[None]:
+def rank_failures_named(failure: Callable[[], str], *, is_last: bool = False) -> Iterator[None]:
     """An interrupt may mean that a rank has ended; then that is the error.
 
     ``is_last`` says that the process ends with that error. The launcher and the watch of ranks both interrupt this

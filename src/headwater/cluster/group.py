@@ -113,6 +113,9 @@ class LearnerGroup:
     def save(self, folder: Path) -> None:
         self._everywhere("save", folder.absolute())
 
+    def snapshot(self) -> None:
+        """Every rank would need a second copy of its shard, so ranks only ``save``."""
+
     def load(self, folder: Path) -> None:
         self._everywhere("load", folder.absolute())
 

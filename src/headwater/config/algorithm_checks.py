@@ -114,7 +114,7 @@ def critic_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
 
 def critic_warmup_ends(config: Config, layers: Layers) -> Iterator[Clash]:
     steps, total = config.critic.num_warmup_steps, config.trainer.total_steps
-    if config.critic.enabled and steps >= total:
+    if config.critic.enabled and steps >= total and not config.trainer.total_epochs:
         yield Clash(
             ("critic.num_warmup_steps", "trainer.total_steps"),
             f"the policy would never learn in trainer.total_steps = {total}; use less than {total}",

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwater.config.declared import WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.paths import is_file, with_absolute_paths
 from headwater.config.schema import Config
+from headwater.config.traits import WorkflowTraits
 from headwater.config.tree import DEFAULT, show
 from headwater.core.records import wrong_stop
 from headwater.core.registry import is_path
@@ -90,6 +92,8 @@ def sequence_fits_microbatch(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.trainer.total_epochs:
+        return  # the number of steps is known when the data are loaded
     total = config.trainer.total_steps
     never = {
         "eval.every_steps": "would never evaluate between the first step and the last",
@@ -106,6 +110,8 @@ def periods_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
 
 def warmup_ends_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
     key, learner = "learner.num_warmup_steps", config.learner
+    if config.trainer.total_epochs:
+        return
     waiting = config.critic.num_warmup_steps if config.critic.enabled else 0
     steps = (config.trainer.total_steps - waiting) * learner.num_minibatches * learner.num_epochs
     # A critic whose warm-up takes all steps is reported by critic_warmup_ends.
@@ -172,11 +178,12 @@ def files_have_no_task_settings(config: Config, layers: Layers) -> Iterator[Clas
 
 
 def files_evaluate_on_something(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.eval.every_steps and not config.data.eval and all(is_file(source) for source in config.data.train):
+    asking = [key for key in ("eval.every_steps", "eval.only", "trainer.best_metric") if value_at(config, key)]
+    if asking and not config.data.eval and all(is_file(source) for source in config.data.train):
         yield Clash(
-            ("eval.every_steps", "data.eval", "data.train"),
+            (asking[0], "data.eval", "data.train"),
             "there is nothing to evaluate on: data.eval is empty and the files of data.train have no held-out split; "
-            "name files or a task in data.eval, or use 0",
+            "name files or a task in data.eval, or turn this off",
         )
 
 
@@ -187,8 +194,8 @@ def warm_start_settings_are_read(config: Config, layers: Layers) -> Iterator[Cla
 
 
 def eval_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
-    if not (config.eval.before or config.eval.after or config.eval.every_steps):
-        switches = ("eval.before", "eval.after", "eval.every_steps")
+    if not (config.eval.before or config.eval.after or config.eval.every_steps or config.eval.only):
+        switches = ("eval.before", "eval.after", "eval.every_steps", "eval.only")
         why = f"{', '.join(switches)} are all off; turn one on"
         yield from unread(given_in("eval", layers), switches, why, layers)
 
@@ -265,6 +272,27 @@ def partial_groups_are_kept(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def tools_are_called(config: Config, layers: Layers) -> Iterator[Clash]:
+    workflow = config.rollout.workflow
+    named = [key for key in ("tools.use", "tools.config") if value_at(config, key)]
+    try:
+        declared = read_declared(WorkflowTraits, workflow)
+    except WrongDeclaration as error:
+        yield Clash(("rollout.workflow",), str(error))
+        return
+    uses_tools = declared is not None and declared.traits.uses_tools
+    if not named:
+        why = "tools.use and tools.config name no tools; name some"
+        yield from unread(given_in("tools", layers), ("tools.use", "tools.config"), why, layers)
+        if uses_tools:
+            yield Clash(("rollout.workflow", "tools.use"), "needs tools; name some in tools.use or tools.config")
+    elif not uses_tools and not is_path(workflow):
+        yield Clash(
+            (named[0], "rollout.workflow"),
+            f"rollout.workflow = {workflow} calls no tools; use rollout.workflow=tool_agent, or remove this",
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     minibatches_divide_prompts,
     sequence_fits_microbatch,
@@ -285,6 +313,7 @@ CHECKS: tuple[Check, ...] = (
     shortest_reply_fits,
     stop_texts_can_be_found,
     should_accept_is_a_path,
+    tools_are_called,
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -78,6 +78,22 @@ def to_yaml(config: Config, section: str = "") -> str:
     """
     values = _plain(config)
     return yaml12.dump({section: values[section]} if section else values)
+
+
+def changed_settings(config: Config, leave_out: Sequence[str] = ()) -> str:
+    """The settings that differ from their defaults, as a recipe. Sections in ``leave_out`` are not shown."""
+    changed: dict[str, Any] = {}
+    for key, setting in settings(Config).items():
+        section, _, rest = key.partition(".")
+        value = value_at(config, key)
+        if section in leave_out or value == setting.default():
+            continue
+        *inner, name = rest.split(".")
+        place = changed.setdefault(section, {})
+        for each in inner:
+            place = place.setdefault(each, {})
+        place[name] = _plain(value)
+    return yaml12.dump(changed)
 
 
 @cache

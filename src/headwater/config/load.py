@@ -10,7 +10,7 @@ Every problem of the recipes, of those they extend and of the overrides is repor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.config.algorithm_checks import ALGORITHM_CHECKS
@@ -23,7 +23,7 @@ from headwater.config.recipe import RecipeReader, parse_override
 from headwater.config.schema import Config
 from headwater.config.score_checks import SCORE_CHECKS
 from headwater.config.server_checks import SERVER_CHECKS
-from headwater.config.tool_checks import TOOL_CHECKS
+from headwater.config.training_checks import TRAINING_CHECKS
 from headwater.config.tree import COMMAND_LINE, DEFAULT, Branch, Tree, merge, origins, where
 from headwater.core.errors import ConfigError
 
@@ -71,7 +71,7 @@ def load_config(
 
     assert isinstance(tree, Branch)
     converter = Converter(Config)
-    config = converter.build(tree)
+    config = _with_implied(converter.build(tree))
     problems.extend(converter.problems)
     given = _given(tree)
     origins_by_key = _origins(given)
@@ -79,8 +79,8 @@ def load_config(
     if not unread and not was_accepted:
         layers = {key: max(place.layer for place in origins(part)) for key, part in given.items()}
         every_check = (
-            *(*checks, *CHECKS, *SERVER_CHECKS, *TOOL_CHECKS),
-            *(*ALGORITHM_CHECKS, *SCORE_CHECKS, *CLUSTER_CHECKS),
+            *(*checks, *CHECKS, *SERVER_CHECKS),
+            *(*ALGORITHM_CHECKS, *SCORE_CHECKS, *CLUSTER_CHECKS, *TRAINING_CHECKS),
         )
         clashes = [clash for check in every_check for clash in check(config, layers)]
         problems.extend(
@@ -89,6 +89,13 @@ def load_config(
     if problems:
         raise ConfigError(problems, ", ".join(display(path) for path in paths) or COMMAND_LINE)
     return LoadedConfig(config, origins_by_key)
+
+
+def _with_implied(config: Config) -> Config:
+    """``run.deterministic`` needs an engine whose responses do not depend on the rest of the batch."""
+    if not config.run.deterministic:
+        return config
+    return replace(config, engine=replace(config.engine, deterministic=True))
 
 
 def _given(tree: Branch) -> dict[str, Tree]:

@@ -71,6 +71,10 @@ def _model(text: str) -> str:
     return _path(text) if looks_like_folder(text) else text
 
 
+def _folder_or_url(text: str) -> str:
+    return text if "://" in text else _path(text)
+
+
 def _program(text: str) -> str:
     """A program with a path; the name of one on PATH stays as it is."""
     return _path(text) if "/" in text or os.sep in text else text
@@ -111,6 +115,8 @@ _EXACT: Mapping[str, Callable[[str], str]] = {
     "model.path": _model,
     "model.chat_template": _template,
     "critic.path": _model,
+    "reference.path": _model,
+    "trainer.checkpoint_dir": _folder_or_url,
     "reward.model": _model,
     "data.train": _source,
     "data.eval": _source,

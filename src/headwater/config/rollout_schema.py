@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from headwater.config.constraints import AtLeast, Extension, LessThan, MoreThan, NotEmpty, ServerUrl, Within
 
-WeightTransfer = Literal["shared_memory", "file", "collective"]
+WeightTransfer = Literal["shared_memory", "file", "collective", "cuda_ipc"]
 WeightEncoding = Literal["plain", "delta"]
 
 
@@ -86,10 +86,10 @@ class RolloutConfig:
     device: Annotated[str, NotEmpty("use auto, cpu, cuda or cuda:N")] = "auto"
     """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
     the learner's device if there is none."""
-    weight_transfer: Literal["auto", "shared_memory", "file", "collective"] = "auto"
+    weight_transfer: Literal["auto", "shared_memory", "file", "collective", "cuda_ipc"] = "auto"
     """How new weights are sent to servers: through `shared_memory`, for `headwater serve` on this machine, through a
     `file`, or `collective`: the learner's ranks send their parts over the network. `auto` takes the first that
-    works."""
+    works. `cuda_ipc` is for a learner and servers on GPUs of this machine: weights stay in GPU memory."""
     weight_encoding: WeightEncoding = "plain"
     """With weight_transfer=collective: `delta` sends the compressed difference from the weights before, for slow
     networks. The engine gets exactly the same weights. Both sides keep a copy in main memory."""
@@ -163,6 +163,9 @@ class RewardConfig:
     """With reward.manager=batch: how long a call waits for more responses."""
     timeout_s: Annotated[float, MoreThan(0)] = 60.0
     """Time limit for one scoring call; exceeding it is a failure, and a worker process is then killed and replaced."""
+    join: Literal["early", "late"] = "early"
+    """When a step waits for its scores: `early` before anything is computed, `late` after log-probs and values were
+    computed, while responses are scored. `late` needs the workflow rlvr and rollout.max_staleness 0."""
     max_retries: Annotated[int, AtLeast(0)] = 0
     """How often a failed scoring call is repeated before it counts as a failure of its episode."""
     max_failed_share: Annotated[float, Within(0, 1, "use 1 to never stop")] = 0.5

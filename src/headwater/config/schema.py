@@ -14,6 +14,7 @@ from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty,
 from headwater.config.rollout_schema import RewardConfig, RolloutConfig, SandboxConfig, ToolsConfig
 from headwater.config.rollout_schema import WeightEncoding as WeightEncoding
 from headwater.config.rollout_schema import WeightTransfer as WeightTransfer
+from headwater.config.training_schema import CriticConfig, EvalConfig, LoraConfig, ReferenceConfig
 from headwater.core.protocols import UpdateMode as UpdateMode
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -29,6 +30,9 @@ class RunConfig:
     """Folder that holds the run directories."""
     seed: Annotated[int, AtLeast(0)] = 0
     """Seed of initial weights, data order and every sampled token."""
+    deterministic: bool = False
+    """Make the run bitwise repeatable, also after kill -9 and a resume. Turns on engine.deterministic. With
+    rollout.max_staleness > 0, batches are taken in order, and weights are published when no response is generated."""
 
 
 @dataclass(frozen=True)
@@ -276,51 +280,6 @@ class LearnerConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig:
-    enabled: bool = False
-    """Train a critic beside the policy. Advantages that use values, such as gae, need one."""
-    path: str = ""
-    """Model that the critic starts from; empty means the policy's model with a new value head."""
-    learning_rate: Annotated[float, MoreThan(0)] = 1e-5
-    """Peak learning rate of the critic."""
-    clip: Annotated[float, MoreThan(0)] = 0.5
-    """Clip range of the value loss: how far a value may move from its old one before the loss stops rewarding it."""
-    loss: Literal["mse", "huber"] = "mse"
-    """Value loss: `mse` is half the squared error, `huber` is linear for errors above 10."""
-    num_warmup_steps: Annotated[int, AtLeast(0)] = 0
-    """Training steps at the start in which only the critic learns."""
-    bootstrap_unfinished: bool = False
-    """Continue the return of responses that reached their length limit with the critic's value after their last token,
-    as in AReaL; false treats them as finished."""
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    rank: Annotated[int, AtLeast(0, "use 0 to train all weights")] = 0
-    """Rank of the trained adapters; 0 trains all weights. With adapters, the reference is the model without them."""
-    alpha: Annotated[int, AtLeast(1)] = 32
-    """Adapters are scaled by alpha / rank."""
-    targets: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter; empty means all except the output layer."""
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    every_steps: Annotated[int, AtLeast(0, "use 0 to evaluate only before and after training")] = 0
-    """Evaluate on held-out prompts every N steps, in addition to eval.before and eval.after; 0 means only those."""
-    before: bool = True
-    """Evaluate before the first step."""
-    after: bool = True
-    """Evaluate after the last step."""
-    num_prompts: Annotated[int, AtLeast(1)] = 256
-    """Maximum number of held-out prompts."""
-    num_samples_per_prompt: Annotated[int, AtLeast(1)] = 1
-    """Responses sampled for each held-out prompt."""
-    temperature: Annotated[float, AtLeast(0)] = 0.0
-    """Sampling temperature of evaluation; 0 is greedy."""
-
-
-@dataclass(frozen=True)
 class ProfileConfig:
     steps: tuple[Annotated[int, AtLeast(1)], ...] = ()
     """Training steps that torch's profiler records, for example [3, 4]; the first one is 1. Each becomes a Chrome trace
@@ -335,12 +294,26 @@ class ProfileConfig:
 class TrainerConfig:
     total_steps: Annotated[int, AtLeast(1)] = 100
     """Training steps of the run."""
+    total_epochs: Annotated[int, AtLeast(0, "use 0 to count steps")] = 0
+    """Passes over the training prompts, from which the number of steps follows, rounded down; it then replaces
+    total_steps. 0 means that total_steps counts."""
     num_prompts_per_step: Annotated[int, AtLeast(1)] = 32
     """Prompts, and therefore groups, in each training step."""
     checkpoint_every_steps: Annotated[int, AtLeast(0, "use 0 to save only at the end")] = 0
     """Save a checkpoint every N steps, in addition to the one at the end or at Ctrl-C; 0 means only that one."""
     keep_checkpoints: Annotated[int, AtLeast(1)] = 2
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep. The best one, if best_metric is set, is kept in addition."""
+    best_metric: str = ""
+    """A metric of evaluation, for example eval/reward/mean. Whenever an evaluation improves it, a checkpoint is saved
+    and kept. Empty keeps only the newest checkpoints."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether a larger or a smaller best_metric is better."""
+    checkpoint_in_background: bool = True
+    """Write checkpoints from a copy in main memory while training continues. With several ranks, or too little main
+    memory for the copy, only checksums and uploads are in the background. false waits for all of it."""
+    checkpoint_dir: str = ""
+    """A folder or an fsspec URL, such as s3://bucket/runs, that gets a copy of the kept checkpoints and the records, in
+    a folder named after the run. `headwater train --resume` accepts it. Empty makes no copy."""
     checkpoint_dtype: Literal["trained", "float32", "bfloat16", "float16"] = "trained"
     """Number type of the exported model in a checkpoint (model/). `trained` keeps the type of the trained weights:
     float32, or model.dtype with LoRA. `bfloat16` halves the export. Resuming is exact either way: it uses train/."""
@@ -349,6 +322,9 @@ class TrainerConfig:
     with a new optimiser state, so it does not continue exactly as if it had not stopped."""
     save_rollouts_every_steps: Annotated[int, AtLeast(0, "use 0 to save none")] = 1
     """Write the rollouts of every Nth step to rollouts/*.parquet; 0 writes none."""
+    save_learner_logprobs: bool = False
+    """Add the learner's log-probs to the saved rollouts and evaluations, in the column learner_logprobs. This computes
+    one more forward pass where training does not need it."""
     num_threads: Annotated[int, AtLeast(0, "use 0 for torch's choice")] = 0
     """Number of CPU threads that torch uses; 0 leaves the choice to torch."""
     trace: bool = False
@@ -377,6 +353,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

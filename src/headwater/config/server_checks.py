@@ -63,7 +63,11 @@ def transfer_problem(config: Config, transfer: str) -> str | None:
     """Why a transfer does not work for ``rollout.servers``, and the remedy."""
     rollout = config.rollout
     far = [url for url in rollout.servers if not is_on_this_machine(url)]
-    if transfer == "shared_memory" and far:
+    if transfer == "cuda_ipc" and (config.model.device == "cpu" or config.cluster.kind == "ray"):
+        ray = "Ray gives every process its own GPUs"
+        reason = ray if config.cluster.kind == "ray" else "model.device = cpu has no memory on a GPU"
+        return f"{reason}; use rollout.weight_transfer=auto"
+    if transfer in ("shared_memory", "cuda_ipc") and far:
         return (
             f"{far[0]} is not on this machine, so it has no memory in common with the learner; use "
             "rollout.weight_transfer=collective, or file with rollout.weight_folder, a folder that both machines see"

@@ -140,6 +140,10 @@ class DiskFull(RunError):
         """About how many bytes were to be written; 0 if that is not known."""
 
 
+class DeviceMemoryFull(RunError):
+    """A device has no more memory. The message names the settings that need less."""
+
+
 class DamagedCheckpoint(RunError):
     """A checkpoint whose files are missing, truncated or changed."""
 

@@ -458,6 +458,14 @@ class LearnerStatus:
     """Why the learner cannot be used any more, such as a rank that has ended. Empty while it works."""
 
 
+class SavedLater(Protocol):
+    """The state of a learner at one moment."""
+
+    def write(self, folder: Path) -> None:
+        """Write it as ``Learner.save`` does, on any thread."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ProfileOrder:
     """What a profile records, and where it is written."""
@@ -541,6 +549,11 @@ class Learner(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the state of training, and the policy as ``model/`` in the Hugging Face format."""
+        ...
+
+    def snapshot(self) -> SavedLater | None:
+        """A copy of what ``save`` writes, to be written while training continues; None if this learner can only
+        ``save``. The copy is valid until the next one is taken."""
         ...
 
     def load(self, folder: Path) -> None: ...

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError
 from headwater.engine.model_spec import ModelSpec
+from headwater.models.device import available_ram as available_ram
 
 _GIB = 2**30
 _SERVER_FRACTION = 0.85
@@ -27,8 +26,6 @@ _PAGE_COPY_BYTES = 64 * 2**20
 """Maximum size of the temporary copy when pages are copied for the samples of a prompt, unless one page is larger."""
 _SOUND = 1e18
 """Keys and values up to this magnitude are sound: a product with a query of that magnitude does not overflow."""
-_UNKNOWN_RAM = 8 * 2**30
-"""Free memory assumed where it cannot be measured (not Linux). engine.kv_cache_gib overrides it."""
 
 
 class KVCache:
@@ -224,50 +221,3 @@ def free_bytes(device: torch.device) -> int:
         # Memory that torch has reserved but does not use is available too.
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return available_ram()
-
-
-def available_ram(root: Path = Path("/")) -> int:
-    """Free memory of the machine, or less if a control group (container, batch system) limits this process.
-
-    ``root`` is the folder that contains ``proc`` and ``sys``.
-    """
-    try:
-        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-        machine = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return _UNKNOWN_RAM
-    return max(0, min([machine, *_left_in_groups(root)]))
-
-
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """The memory left in each control group of this process that has a limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # cgroup version 2: a single tree
-            names = ("memory.max", "memory.current", "inactive_file")
-            tree = root / "sys/fs/cgroup"
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            tree = root / "sys/fs/cgroup/memory"
-        else:
-            continue
-        # A limit also applies to all groups below it. Inside a container the path may not exist, but its root does.
-        inner = PurePosixPath(path.lstrip("/"))
-        for group in (inner, *inner.parents):
-            left = _left_in(tree / group, *names)
-            if left is not None:
-                yield left
-
-
-def _left_in(group: Path, limit_name: str, usage_name: str, cached_name: str) -> int | None:
-    try:
-        limit, usage = (group / limit_name).read_text().strip(), (group / usage_name).read_text()
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Cached files count as used memory, but the system drops them when memory is needed.
-        return None if limit == "max" else int(limit) - int(usage) + int(statistics.get(cached_name, 0))
-    except (OSError, ValueError):
-        return None  # no such group, or a group without a limit

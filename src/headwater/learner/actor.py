@@ -82,7 +82,7 @@ class Actor:
             self.token_losses,
             aggregation=self._algorithm.aggregation,
             totals=totals,
-            compares_rollouts=compares_rollouts,
+            compares_rollouts=compares_rollouts and "rollout_logprobs" in minibatch.batch,
         )
 
     def token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:

@@ -11,7 +11,7 @@ import torch
 from headwater.algorithms.corrections import configured_corrections
 from headwater.algorithms.policy_losses import POLICY_LOSSES
 from headwater.config.arguments import with_arguments
-from headwater.config.schema import Config
+from headwater.config.schema import Config, LearnerConfig
 from headwater.core.protocols import Learner
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
@@ -35,7 +35,7 @@ class LearnerSpec:
     model_path: str
     """The policy to start from: the model of the config, or a checkpoint's."""
     reference_path: str
-    """The reference policy: the model of the config, or the result of a warm start."""
+    """The reference policy: ``reference.path``, the model of the config, or the result of a warm start."""
 
 
 LearnerBuilder = Callable[[LearnerSpec], Learner]
@@ -96,21 +96,31 @@ def _critic(config: Config) -> Critic:
         model, weights = load_critic_part(path, dtype="float32", seed=config.run.seed)
     else:
         model = load_critic(path, dtype="float32", device=config.model.device, seed=config.run.seed)
+    settings = critic_settings(config)
     engine = TrainEngine(
         ValueModule(model),
-        replace(config.learner, learning_rate=config.critic.learning_rate),
+        settings,
         compute_dtype=resolve_dtype(config.model.dtype),
         device=resolve_device(config.model.device),
         weights=weights,
-        num_decay_steps=_num_optimizer_steps(config, config.trainer.total_steps),
+        num_decay_steps=_num_optimizer_steps(settings, config.trainer.total_steps),
     )
     return Critic(engine, config.critic, config.algorithm, loss_width=config.rollout.max_new_tokens)
 
 
+_OF_CRITIC = ("num_epochs", "num_minibatches", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
+
+
+def critic_settings(config: Config) -> LearnerConfig:
+    """The learner's settings, with those that the critic has itself."""
+    own = {name: value for name in _OF_CRITIC if (value := getattr(config.critic, name)) is not None}
+    return replace(config.learner, learning_rate=config.critic.learning_rate, **own)
+
+
 def _reference(config: Config, policy: TrainEngine, path: str) -> ForwardEngine:
-    if config.lora.rank:
+    if config.lora.rank and not config.reference.path:
         return policy
-    model, weights = _policy(config, path, config.model.dtype)
+    model, weights = _policy(config, config.reference.path or path, config.model.dtype)
     return _frozen(config, PolicyModule(model.requires_grad_(False), config.rollout.temperature), weights)
 
 
@@ -132,8 +142,8 @@ def _frozen(config: Config, module: PolicyModule | ValueModule, weights: ShardRe
 
 def _num_actor_steps(config: Config) -> int:
     num_waiting = config.critic.num_warmup_steps if config.critic.enabled else 0
-    return _num_optimizer_steps(config, max(0, config.trainer.total_steps - num_waiting))
+    return _num_optimizer_steps(config.learner, max(0, config.trainer.total_steps - num_waiting))
 
 
-def _num_optimizer_steps(config: Config, num_steps: int) -> int:
-    return num_steps * config.learner.num_minibatches * config.learner.num_epochs
+def _num_optimizer_steps(settings: LearnerConfig, num_steps: int) -> int:
+    return num_steps * settings.num_minibatches * settings.num_epochs

@@ -71,7 +71,7 @@ def mean_stats(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = [step[name] for step in taken if name in step]
         means[name] = sum(values) / len(values)
     skipped = sum(step["skipped_steps"] for step in steps)
-    flops = {FLOPS: sum(step[FLOPS] for step in steps)} if steps else {}
+    flops = {FLOPS: sum(step.get(FLOPS, 0.0) for step in steps)} if FLOPS in means else {}
     return {**means, **flops, "skipped_steps": skipped, "optimizer_steps": len(steps) - skipped}
 
 
@@ -141,7 +141,7 @@ class StepSums:
             **weighed,
             **percentiles_of(ratios),
             **{f"{GAP}{name}": value for name, value in compared.items()},
-            FLOPS: float(flops),
+            **({FLOPS: float(flops)} if flops else {}),
         }
 
 
@@ -385,6 +385,12 @@ class TrainEngine(ForwardEngine):
     def save(self, folder: Path, *, with_optimizer: bool = True) -> None:
         """Write the trained weights and the optimiser's state, one shard per rank."""
         sharded_checkpoint.save(folder, self.module.model, self._optimizer, self.ranks, with_optimizer=with_optimizer)
+
+    def shards(self, *, with_optimizer: bool = True) -> sharded_checkpoint.Shards:
+        """What ``save`` writes."""
+        return sharded_checkpoint.take_shards(
+            self.module.model, self._optimizer, self.ranks, with_optimizer=with_optimizer
+        )
 
     def load(self, folder: Path) -> None:
         sharded_checkpoint.load(folder, self.module.model, self._optimizer, self.ranks)

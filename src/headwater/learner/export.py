@@ -91,6 +91,11 @@ def _is_split(parameter: Tensor, num_ranks: int) -> bool:
 
 def _merged_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight with adapters merged, sharded as the model is."""
+    return ((name, weight) for name, weight, _ in merged_pieces(model))
+
+
+def merged_pieces(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every weight as ``_merged_shards`` yields it, and whether it was computed and is not the parameter itself."""
     adapted = {f"{name}.base_layer.weight": layer for name, layer in adapted_layers(model)}
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -99,7 +104,7 @@ def _merged_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if name in adapted:
             delta = adapted[name].get_delta_weight(ADAPTER).detach()
             weight = (weight.to(delta.dtype) + delta).to(weight.dtype)
-        yield plain_name(name), weight
+        yield plain_name(name), weight, name in adapted
 
 
 _ADAPTER_PARTS = {f".lora_A.{ADAPTER}.weight": ".lora_A", f".lora_B.{ADAPTER}.weight": ".lora_B"}

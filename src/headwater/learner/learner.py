@@ -35,11 +35,13 @@ from headwater.learner.lora import without_adapters
 from headwater.learner.optimizer import held_by
 from headwater.learner.reward_model import RewardModel
 from headwater.models.checksum import checksum
+from headwater.models.device import DTYPES
 from headwater.models.save import WeightsToSave, save_model
 from headwater.weights.memory import in_buckets
 
 if TYPE_CHECKING:
     from headwater.learner.profiler import Profiler
+    from headwater.learner.snapshot import Snapshot, Snapshots
     from headwater.weights.pieces import PieceSender
 
 CONVERSATION = "conversation"
@@ -66,6 +68,7 @@ class LocalLearner:
     connected: SendOrder | None = None
     _supervised: TrainEngine | None = None
     _sender: PieceSender | None = None
+    _snapshots: Snapshots | None = None
     _profiler: Profiler | None = None
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
@@ -108,6 +111,7 @@ class LocalLearner:
         return {"reward_model": self.reward_model.scores(batch.non_tensor_batch[CONVERSATION].tolist())}
 
     def update(self, batch: DataProto) -> dict[str, float]:
+        self.settle()
         stats: dict[str, float] = {}
         if self.critic is not None:
             stats |= _timed("critic", self.critic, batch)
@@ -116,6 +120,7 @@ class LocalLearner:
         return stats
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
+        self.settle()
         if self._supervised is None:
             # A separate optimiser: the averages of supervised gradients would distort the first policy updates. The
             # number of steps is not known in advance, so the rate stays constant.
@@ -131,7 +136,7 @@ class LocalLearner:
     @torch.no_grad()
     def keep_reference(self, folder: Path) -> None:
         self._supervised = None
-        if self.reference is None or self.reference is self.actor.engine:
+        if self.reference is None or self.reference is self.actor.engine or self.config.reference.path:
             return
         model = self.reference.module.model
         policy = {plain_name(name): each for name, each in self.actor.engine.module.model.named_parameters()}
@@ -182,13 +187,41 @@ class LocalLearner:
 
     def save(self, folder: Path) -> None:
         settings = self.config.trainer
-        dtype = None if settings.checkpoint_dtype == "trained" else getattr(torch, settings.checkpoint_dtype)
-        self._save_model(self.actor.engine.module.model, folder / "model", dtype)
+        self._save_model(self.actor.engine.module.model, folder / "model", self._saved_dtype)
         self.actor.engine.save(folder, with_optimizer=settings.checkpoint_optimizer)
         if self.critic is not None:
             self.critic.engine.save(folder / "critic", with_optimizer=settings.checkpoint_optimizer)
 
+    def snapshot(self) -> Snapshot | None:
+        """With several ranks there is none: each of them would need its own copy of the gathered model."""
+        engine = self.actor.engine
+        if engine.ranks.count > 1:
+            return None
+        from headwater.learner.snapshot import MODEL, Snapshots, write_parts  # only runs that save need it
+
+        if self._snapshots is None:
+            self._snapshots = Snapshots(engine.device)
+        engines = {"": engine, **({"critic": self.critic.engine} if self.critic is not None else {})}
+        with_optimizer = self.config.trainer.checkpoint_optimizer
+        parts = {name: each.shards(with_optimizer=with_optimizer) for name, each in engines.items()}
+
+        model = engine.module.model
+        shapes, dtypes = weight_shapes(model), self._saved_dtypes(model, self._saved_dtype)
+
+        def write(folder: Path, copies: Mapping[str, Mapping[str, Tensor]]) -> None:
+            weights = WeightsToSave(shapes, dtypes, copies[MODEL].items())
+            save_model(model, self.tokenizer, folder / "model", weights)
+            write_parts(folder, parts, copies)
+
+        return self._snapshots.take(parts, model, write)
+
+    def settle(self) -> None:
+        """Wait for a snapshot that is being copied, before weights change or move."""
+        if self._snapshots is not None:
+            self._snapshots.settle()
+
     def load(self, folder: Path) -> None:
+        self.settle()
         self.actor.engine.load(folder)
         if self.critic is not None:
             self.critic.engine.load(folder / "critic")
@@ -204,6 +237,7 @@ class LocalLearner:
             profiler.finish()
 
     def offload(self) -> None:
+        self.settle()
         for engine in self._engines():
             engine.offload()
 
@@ -223,6 +257,8 @@ class LocalLearner:
 
     def close(self) -> None:
         """Leave the group of engines. Nothing else is held beyond the memory of this object."""
+        if self._snapshots is not None:
+            self._snapshots.close()
         if self._sender is not None:
             self._sender.close()
 
@@ -253,11 +289,20 @@ class LocalLearner:
         with self.actor.engine.ranks.together():
             try:
                 if self._is_first:
-                    dtypes = {plain_name(name): dtype or each.dtype for name, each in model.named_parameters()}
-                    save_model(model, self.tokenizer, folder, WeightsToSave(weight_shapes(model), dtypes, tensors))
+                    weights = WeightsToSave(weight_shapes(model), self._saved_dtypes(model, dtype), tensors)
+                    save_model(model, self.tokenizer, folder, weights)
             finally:
                 for _ in tensors:  # the other ranks take part in gathering every tensor, even if writing failed
                     pass
+
+    @property
+    def _saved_dtype(self) -> torch.dtype | None:
+        name = self.config.trainer.checkpoint_dtype
+        return None if name == "trained" else DTYPES[name]
+
+    @staticmethod
+    def _saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+        return {plain_name(name): dtype or each.dtype for name, each in model.named_parameters()}
 
 
 def _timed(name: str, model: Actor | Critic, batch: DataProto) -> dict[str, float]:

@@ -79,9 +79,19 @@ class _Index:
         return index
 
 
-def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, with_optimizer: bool = True) -> None:
-    """Write ``folder/train``: the trained weights and, unless ``with_optimizer`` is false, AdamW's state."""
-    path = folder / _FOLDER
+@dataclass(frozen=True)
+class Shards:
+    """What one rank writes of a checkpoint."""
+
+    file: str
+    tensors: Mapping[str, Tensor]
+    """The parts of tensors that this rank holds and writes."""
+    index: _Index | None
+    """What all ranks write. Only the first rank has it."""
+
+
+def take_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, with_optimizer: bool = True) -> Shards:
+    """The trained weights and, unless ``with_optimizer`` is false, AdamW's state. Nothing is copied yet."""
     optimizer.settle()
     state = dict(_state(model, optimizer if with_optimizer else None))
     file = f"shard_{ranks.index:05d}_of_{ranks.count:05d}.safetensors"
@@ -91,19 +101,32 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, 
             for name, tensor in state.items()
             if held_by(tensor).numel() and (ranks.index == 0 or _is_split(tensor))
         }
-        _write(path, file, {name: held_by(tensor) for name, (_, tensor) in held.items()})
     everywhere: list[dict[str, _Piece]] = ranks.gather({name: piece for name, (piece, _) in held.items()})
+    index = _Index(
+        optimizer.num_steps,
+        with_optimizer,
+        adapter_alpha(model),
+        {name: list(tensor.shape) for name, tensor in state.items()},
+        {name: [each[name] for each in everywhere if name in each] for name in state},
+    )
+    tensors = {name: held_by(tensor) for name, (_, tensor) in held.items()}
+    return Shards(file, tensors, index if ranks.index == 0 else None)
+
+
+def write_shards(folder: Path, shards: Shards, copies: Mapping[str, Tensor] | None = None) -> None:
+    """Write this rank's file of ``folder/train``, and the index if it has it. ``copies`` replace the tensors."""
+    path = folder / _FOLDER
+    _write(path, shards.file, shards.tensors if copies is None else copies)
+    if shards.index is not None:
+        with _writing(path):
+            (path / _INDEX).write_text(shards.index.to_json(), encoding="utf-8")
+
+
+def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, with_optimizer: bool = True) -> None:
+    """Write ``folder/train``. If one rank cannot write its file, all ranks raise."""
+    shards = take_shards(model, optimizer, ranks, with_optimizer=with_optimizer)
     with ranks.together():
-        if ranks.index == 0:
-            index = _Index(
-                optimizer.num_steps,
-                with_optimizer,
-                adapter_alpha(model),
-                {name: list(tensor.shape) for name, tensor in state.items()},
-                {name: [each[name] for each in everywhere if name in each] for name in state},
-            )
-            with _writing(path):
-                (path / _INDEX).write_text(index.to_json(), encoding="utf-8")
+        write_shards(folder, shards)
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
@@ -126,6 +149,19 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> 
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             raise _damaged(path, f"{error}; the weights are partly overwritten and must not be used") from error
         optimizer.num_steps = index.num_steps
+
+
+def read_weights(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """The trained weights in ``folder/train`` whose names contain ``prefix``, put together from all files."""
+    path = folder / _FOLDER
+    index = _Index.read(path / _INDEX)
+    with ExitStack() as stack:
+        files = _open(path, index, stack)
+        for name in index.shapes:
+            if name.startswith("model.") and prefix in name:
+                whole = torch.empty(index.shapes[name], dtype=files[index.pieces[name][0].file].get_tensor(name).dtype)
+                _fill(whole, name, index, files)
+                yield name.removeprefix("model."), whole
 
 
 def _state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:

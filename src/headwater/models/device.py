@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -16,6 +18,8 @@ DTYPES: dict[Dtype, torch.dtype] = {
 }
 _FIRST_WITH_BFLOAT16 = (8, 0)
 """Compute capability of the first GPUs that compute in bfloat16. Older ones emulate it slowly."""
+_UNKNOWN_RAM = 8 * 2**30
+"""Free memory assumed where it cannot be measured (not Linux). engine.kv_cache_gib overrides it."""
 
 
 def resolve_device(name: str, key: str = "model.device") -> torch.device:
@@ -63,3 +67,50 @@ def with_dtype(config: Config) -> Config:
     chosen = resolve_dtype(config.model.dtype, config.model.device)
     name = next(name for name, dtype in DTYPES.items() if dtype == chosen)
     return replace(config, model=replace(config.model, dtype=name))
+
+
+def available_ram(root: Path = Path("/")) -> int:
+    """Free memory of the machine, or less if a control group (container, batch system) limits this process.
+
+    ``root`` is the folder that contains ``proc`` and ``sys``.
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        machine = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return _UNKNOWN_RAM
+    return max(0, min([machine, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """The memory left in each control group of this process that has a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # cgroup version 2: a single tree
+            names = ("memory.max", "memory.current", "inactive_file")
+            tree = root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            tree = root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        # A limit also applies to all groups below it. Inside a container the path may not exist, but its root does.
+        inner = PurePosixPath(path.lstrip("/"))
+        for group in (inner, *inner.parents):
+            left = _left_in(tree / group, *names)
+            if left is not None:
+                yield left
+
+
+def _left_in(group: Path, limit_name: str, usage_name: str, cached_name: str) -> int | None:
+    try:
+        limit, usage = (group / limit_name).read_text().strip(), (group / usage_name).read_text()
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Cached files count as used memory, but the system drops them when memory is needed.
+        return None if limit == "max" else int(limit) - int(usage) + int(statistics.get(cached_name, 0))
+    except (OSError, ValueError):
+        return None  # no such group, or a group without a limit

@@ -195,8 +195,13 @@ class RunDirectory:
 
 def saved_steps(checkpoints: Path) -> list[int]:
     """The steps of the folders ``step_000001`` and so on, oldest first. Other names are ignored."""
-    names = (path.name.removeprefix("step_") for path in checkpoints.glob("step_*") if path.is_dir())
-    return sorted(int(name) for name in names if name.isdecimal() and name == f"{int(name):06d}")
+    names = (path.name for path in checkpoints.glob("step_*") if path.is_dir())
+    return sorted(int(name.removeprefix("step_")) for name in names if is_checkpoint_name(name))
+
+
+def is_checkpoint_name(name: str) -> bool:
+    number = name.removeprefix("step_")
+    return name.startswith("step_") and number.isdecimal() and number == f"{int(number):06d}"
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:

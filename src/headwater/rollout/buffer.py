@@ -49,6 +49,7 @@ def select(
     on_stale: Literal["mask", "drop", "wait"],
     untaken: Mapping[int, int],
     may_be_short: bool = False,
+    in_order: bool = False,
 ) -> Selection:
     """Choose up to ``num_groups`` groups for the learner at ``version``, in the order in which they were drawn.
 
@@ -56,8 +57,12 @@ def select(
     such a group. ``mask`` removes the old tokens from the loss, and discards a group that has no other tokens. ``wait``
     reports the selection as not enough until none of the ``untaken`` groups (id to starting version; finished or
     running) can become too old while it waits. If a group is too old anyway, for example after a change of settings,
-    ``wait`` masks it.
+    ``wait`` masks it. ``in_order`` chooses no group that was drawn after one that still runs.
     """
+    if in_order:
+        done = {each.dispatch.id for each in finished}
+        first_running = min((id for id in untaken if id not in done), default=None)
+        finished = [each for each in finished if first_running is None or each.dispatch.id < first_running]
     lowest = version - max_staleness
     if len(finished) < num_groups and not may_be_short:
         # Drop old groups immediately, before the batch is complete, so that other prompts can take their places.

@@ -20,6 +20,7 @@ on the rollout thread and waits for it (``AsyncTaskRunner.call``), as ``snapshot
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -142,6 +143,10 @@ class WorkflowExecutor:
             raise too_few(self._buffer, self._dropped)
         return self._take(selection, num_groups)
 
+    def expect_batches(self, num_batches: int) -> None:
+        """The number of batches that the learner will take. The default is that of the admission."""
+        self.staleness.expect_batches(num_batches)
+
     def rollout_batch(self, draws: Sequence[PromptDraw]) -> RolloutBatch:
         """Run these prompts concurrently and wait for all of them."""
         return self._side_by_side.run(draws, self._version)
@@ -151,6 +156,11 @@ class WorkflowExecutor:
         for each in self._taken:
             self.ledger.train(each.dispatch.id, each.requests)
         self._taken = []
+
+    def finish_all(self) -> None:
+        """Wait until all groups that may start at the present version have ended."""
+        what = f"all rollouts of version {self._version} end before the next weights: {self._flights.describe()}"
+        self._take_in(self._dispatcher.wait_results(sys.maxsize, lambda: what, hard_limit_s=self._timeout_s))
 
     def set_version(self, version: int) -> None:
         """The engine now serves policy ``version``."""
@@ -309,6 +319,7 @@ class WorkflowExecutor:
             on_stale=self.admission.on_stale,
             untaken=dict(self._untaken),
             may_be_short=may_be_short,
+            in_order=self.admission.in_order,
         )
         for each in selection.too_old:
             self._drop_stale(each)

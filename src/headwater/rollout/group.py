@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class TrajectoryLimits:
 
     vocab_size: int
     max_new_tokens: int
-    """``rollout.max_new_tokens``."""
+    """``rollout.max_new_tokens``, or ``eval.max_new_tokens``."""
     max_prompt_tokens: int
     """``data.max_prompt_tokens``."""
     get_version: Callable[[], int]
@@ -63,11 +63,11 @@ class TrajectoryLimits:
     def _wrong_length(self, trajectory: Trajectory, prompt: Prompt) -> str | None:
         length = len(trajectory.tokens) - trajectory.prompt_length
         if length > self.max_new_tokens:
-            return f"a response of {length} tokens; rollout.max_new_tokens = {self.max_new_tokens} is the limit"
+            return f"a response of {length} tokens; max_new_tokens = {self.max_new_tokens} is the limit"
         longest = max(self.max_prompt_tokens, len(prompt.tokens)) + self.max_new_tokens
         if len(trajectory.tokens) > longest:
             return (
-                f"{len(trajectory.tokens)} tokens; data.max_prompt_tokens + rollout.max_new_tokens = {longest} is the "
+                f"{len(trajectory.tokens)} tokens; data.max_prompt_tokens + max_new_tokens = {longest} is the "
                 "limit of prompt and response together"
             )
         return None
@@ -172,6 +172,11 @@ class RolloutBatch:
     def trajectories(self) -> Sequence[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
+    def with_trajectories(self, change: Callable[[Trajectory], Trajectory]) -> RolloutBatch:
+        """The same batch with every trajectory changed."""
+        groups = (replace(each, trajectories=tuple(map(change, each.trajectories))) for each in self.groups)
+        return replace(self, groups=tuple(groups))
+
     def group_numbers(self) -> torch.Tensor:
         """``[trajectories]``: the number of each trajectory's group."""
         return torch.tensor([number for number, group in enumerate(self.groups) for _ in group.trajectories])
@@ -193,19 +198,37 @@ class RolloutBatch:
         return torch.tensor([group.baseline for group in self.groups for _ in group.trajectories])
 
 
+class ScoredResponse(Protocol):
+    """What metrics read of a ``Trajectory``."""
+
+    @property
+    def uid(self) -> str: ...
+    @property
+    def sample(self) -> int: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def reward_info(self) -> Mapping[str, Any]: ...
+    @property
+    def info(self) -> Mapping[str, Any]: ...
+
+
 def num_replies(trajectory: Trajectory) -> int:
     """Messages of the model among the tokens."""
     is_sampled = trajectory.arrays.versions != NOT_SAMPLED
     return int(np.count_nonzero(is_sampled[1:] & ~is_sampled[:-1]))
 
 
-def num_turns(trajectory: Trajectory) -> int:
+def num_turns(trajectory: ScoredResponse) -> int:
     """What the workflow counted, which may include other pieces of the episode, or else ``num_replies``."""
     noted = trajectory.info.get("num_turns")
-    return noted if isinstance(noted, int) else num_replies(trajectory)
+    if isinstance(noted, int):
+        return noted
+    assert isinstance(trajectory, Trajectory), "other records note their turns"
+    return num_replies(trajectory)
 
 
-def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def episode_metrics(trajectories: Sequence[ScoredResponse]) -> dict[str, float]:
     """The model's turns, and means over trajectories of what their workflow noted in ``info`` about turns and tools
     (docs/agents.md)."""
     infos = [each.info for each in trajectories]
@@ -217,6 +240,11 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     if ends := Counter(info["ended_by"] for info in infos if isinstance(info.get("ended_by"), str)):
         metrics |= {f"episode/ended_by/{reason}": count / ends.total() for reason, count in sorted(ends.items())}
+    refused: Counter[str] = Counter()
+    for info in infos:
+        if isinstance(info.get("refused_calls"), Mapping):
+            refused.update(info["refused_calls"])
+    metrics |= {f"episode/refused_calls/{code}": float(count) for code, count in sorted(refused.items())}
     noted = [info for info in infos if info.keys() >= _TOOL_NOTES]
     if not noted:
         return metrics
@@ -244,7 +272,7 @@ def _mean_counts(infos: Sequence[Mapping[str, Any]], key: str) -> dict[str, floa
     return {name: sum(info[key].get(name, 0.0) for info in infos) / len(infos) for name in names}
 
 
-def reward_metrics(rollouts: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, float]:
+def reward_metrics(rollouts: Sequence[tuple[Prompt, ScoredResponse]]) -> dict[str, float]:
     """``reward/<data source>/mean``, and ``reward/<name>/mean`` of the numbers that the scorer returned beside it.
 
     Pieces of one episode count as one, with the mean of their values.

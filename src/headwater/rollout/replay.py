@@ -153,6 +153,12 @@ class ReplayedRollouts:
             self.ledger.finish(flight.dispatch.id)
             self.ledger.train(flight.dispatch.id, flight.requests)
 
+    def expect_batches(self, num_batches: int) -> None:
+        """The recorded schedule decides how many batches there are."""
+
+    def finish_all(self) -> None:
+        """The recorded schedule decides what runs while weights are published."""
+
     def set_version(self, version: int) -> None:
         self._version = version
 

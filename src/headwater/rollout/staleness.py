@@ -26,6 +26,8 @@ class Admission:
     decides the last bits of log-probs, and in waves it does not depend on timing."""
     holds_engine: bool = True
     """In waves, pause the engine until the first requests of all episodes have arrived."""
+    in_order: bool = False
+    """Take groups strictly in the order in which they were drawn, whichever finish first."""
     max_rounds: int | None = None
     """A step continues with a smaller batch after this many batches' worth of prompts; None means no limit."""
 
@@ -84,6 +86,10 @@ class StalenessManager:
             num_batches = min(num_batches, self._num_batches)
         allowed = num_batches * self._batch_size
         return min(by_concurrency, allowed - counts.accepted - counts.running)
+
+    def expect_batches(self, num_batches: int) -> None:
+        with self._lock:
+            self._num_batches = num_batches
 
     def enqueue(self) -> None:
         self._add(enqueued=1)

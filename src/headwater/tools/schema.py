@@ -37,6 +37,12 @@ class ToolSchema:
     function: FunctionSchema
     type: str = "function"
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.function, FunctionSchema):  # tools for verl construct it with records of their own
+            given: Any = self.function
+            made = ToolSchema.read({"function": given.model_dump() if hasattr(given, "model_dump") else given}, "tool")
+            object.__setattr__(self, "function", made.function)
+
     @classmethod
     def read(cls, value: Any, place: str) -> ToolSchema:
         """The schema from a dict, with or without the outer ``function``; ConfigError names ``place`` and the key."""

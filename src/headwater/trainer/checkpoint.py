@@ -5,17 +5,31 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from headwater.core.disk import disk_full
-from headwater.core.errors import DamagedCheckpoint, DiskFull, RunError
-from headwater.core.protocols import Learner
+from headwater.core.errors import ConfigError, DamagedCheckpoint, DiskFull, HeadwaterError, RunError
+from headwater.core.protocols import Learner, SavedLater
+from headwater.core.waits import wait_for_future
 from headwater.observe.manifest import MANIFEST, Damage, damage, num_bytes, seal
 from headwater.observe.run_directory import RunDirectory, saved_steps
 from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
 
+if TYPE_CHECKING:
+    from headwater.config.schema import TrainerConfig
+    from headwater.trainer.mirror import Mirror
+
 logger = logging.getLogger(__name__)
+
+WRITE_LIMIT_S = 6 * 3600.0
+"""Limit for writing and uploading one checkpoint. A large one on a slow network takes long."""
+
+_DEFAULT_METRIC = "eval/reward/mean"
 
 ADAPTERS = " adapters "
 """In the text that the ledger has of trained weights: between the merged weights and what was trained."""
@@ -37,6 +51,34 @@ class TrainerState:
     """Whether checkpoints of this state contain the optimiser's averages."""
 
 
+class BestStep:
+    """Which evaluation was the best so far, by ``trainer.best_metric``."""
+
+    def __init__(self, metric: str, mode: Literal["max", "min"]) -> None:
+        """``metric`` is a name such as ``eval/reward/mean``; empty if no checkpoint is the best."""
+        self._name = metric.removeprefix("eval/")
+        self._sign = 1.0 if mode == "max" else -1.0
+        self._value: float | None = None
+
+    def is_improved(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether the metrics of an evaluation are better than all before; then they are the best from now on."""
+        if not self._name:
+            return False
+        if self._name not in metrics:
+            known = ", ".join(f"eval/{name}" for name in sorted(metrics))
+            raise ConfigError(
+                [
+                    f"trainer.best_metric = eval/{self._name}: the evaluation of step {step} has no such metric; use "
+                    f"one of {known}, or remove this"
+                ]
+            )
+        value = self._sign * metrics[self._name]
+        if self._value is not None and not value > self._value:
+            return False
+        self._value = value
+        return True
+
+
 class Checkpoints:
     """Folders such as ``checkpoints/step_000100/``.
 
@@ -45,38 +87,116 @@ class Checkpoints:
     ``manifest.json`` is written last and has the checksum of every other file.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, *, mirror: Mirror | None = None) -> None:
+        """``mirror`` gets a copy of every checkpoint (``trainer.checkpoint_dir``)."""
         self._folder = folder
         self._keep = keep
+        self._mirror = mirror
+        self._best: int | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+        """The checkpoint that is being written in the background. There is at most one."""
 
-    def save(self, state: TrainerState, learner: Learner) -> Path:
-        """Write a checkpoint under a temporary name and rename it, so that a checkpoint that exists is complete."""
+    @classmethod
+    def of(cls, settings: TrainerConfig, run: RunDirectory) -> Checkpoints:
+        """The checkpoints of a run, with a copy elsewhere if the config asks for it."""
+        if not settings.checkpoint_dir:
+            return cls(run.checkpoints, settings.keep_checkpoints)
+        from headwater.trainer.mirror import Mirror, is_same_place  # only these runs need it
+
+        is_copy = is_same_place(settings.checkpoint_dir, run)
+        mirror = None if is_copy else Mirror.of(settings.checkpoint_dir, run)
+        return cls(run.checkpoints, settings.keep_checkpoints, mirror=mirror)
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of ``step``, and no longer the one that was the best before."""
+        self._best = step
+
+    def save(self, state: TrainerState, learner: Learner, *, in_background: bool = False) -> Path:
+        """Write a checkpoint under a temporary name and rename it, so that a checkpoint that exists is complete.
+
+        ``in_background`` returns when the learner may continue. ``settle`` then waits for the rest.
+        """
+        self.settle()
         target = self._place(state.step)
         if (target / MANIFEST).is_file():
+            if self._mirror is not None and not in_background:
+                self._mirror.update(self._kept())  # for the records that came after it
             return target
         if target.exists():
             _set_aside(target)  # something else has the name
         for leftover in self._folder.glob(".step_*"):  # left by a process that was killed while saving
             shutil.rmtree(leftover, ignore_errors=True)
         temporary = self._folder / f".{target.name}"
-        try:
-            temporary.mkdir(parents=True)
-            learner.save(temporary)
+        snapshot = learner.snapshot() if in_background else None
+        if snapshot is None:
+            with self._cleaning_up(temporary, target):
+                temporary.mkdir(parents=True)
+                learner.save(temporary)
+        if not in_background:
+            self._finish(state, target, temporary, None)
+            return target
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing = self._pool.submit(self._finish, state, target, temporary, snapshot)
+        return target
+
+    def _finish(self, state: TrainerState, target: Path, temporary: Path, snapshot: SavedLater | None) -> None:
+        """Write what is missing, then make the checkpoint valid, upload it and remove old ones."""
+        with self._cleaning_up(temporary, target):
+            if snapshot is not None:
+                temporary.mkdir(parents=True)
+                snapshot.write(temporary)
             rest = {field.name: getattr(state, field.name) for field in fields(state) if field.name != "rollouts"}
             (temporary / "state.json").write_text(json.dumps(rest), encoding="utf-8")
             (temporary / "rollouts.json").write_text(state.rollouts.to_json(), encoding="utf-8")
             seal(temporary)
             temporary.replace(target)
+        kept = self._kept()
+        for old in self.all():
+            if old not in kept:
+                # Renamed first, so that a partly removed checkpoint is never mistaken for a complete one.
+                shutil.rmtree(old.rename(old.with_name(f".{old.name}")))
+        if self._mirror is not None:
+            self._mirror.update(kept)
+
+    def _kept(self) -> list[Path]:
+        newest = self.all()[-self._keep :]
+        best = [] if self._best is None or not self.has(self._best) else [self._place(self._best)]
+        return sorted({*newest, *best})
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written in the background. Does not wait."""
+        if self._writing is not None and self._writing.done():
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, and raise its error if it failed."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            what = "a checkpoint is written in the background"
+            wait_for_future(writing, lambda: what, kind="checkpoint", hard_limit_s=WRITE_LIMIT_S)
+
+    def finish(self) -> None:
+        """The run ends: wait for a checkpoint that is still being written. If it fails, another error came before."""
+        try:
+            self.settle()
+        except (HeadwaterError, OSError) as error:
+            logger.warning("the last checkpoint was not written: %s", error)
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    @contextmanager
+    def _cleaning_up(self, temporary: Path, target: Path) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             num_written = num_bytes(temporary)
             shutil.rmtree(temporary, ignore_errors=True)  # the space is needed for everything else
             if (full := self._disk_full(error, target, num_written)) is not None:
                 raise full from error
             raise
-        for old in self.all()[: -self._keep]:
-            # Renamed first, so that a partly removed checkpoint is never mistaken for a complete one.
-            shutil.rmtree(old.rename(old.with_name(f".{old.name}")))
-        return target
 
     def _disk_full(self, error: Exception, target: Path, num_written: int) -> DiskFull | None:
         before = self.latest()
@@ -117,6 +237,35 @@ class Checkpoints:
 
     def _place(self, step: int) -> Path:
         return self._folder / f"step_{step:06d}"
+
+
+def find_checkpoint(run: RunDirectory, settings: TrainerConfig, wanted: str) -> Path:
+    """The checkpoint that ``--step`` names: a number, ``best``, or the latest if it is empty."""
+    checkpoints = Checkpoints(run.checkpoints, settings.keep_checkpoints)
+    if wanted == "best":
+        return checkpoints.at(_best_saved_step(run, settings))
+    if wanted and not wanted.isdecimal():
+        raise RunError(f"--step = {wanted}: use the number of a saved step, or best")
+    checkpoint = checkpoints.at(int(wanted)) if wanted else checkpoints.latest()
+    if checkpoint is None:
+        raise RunError(f"{run.path}: no checkpoint yet; wait for one, let the run finish, or stop it with Ctrl-C")
+    return checkpoint
+
+
+def _best_saved_step(run: RunDirectory, settings: TrainerConfig) -> int:
+    """The saved step whose evaluation has the best ``trainer.best_metric``."""
+    best = BestStep(settings.best_metric or _DEFAULT_METRIC, settings.best_mode)
+    saved, found = set(run.checkpoint_steps()), None
+    for record in run.read_metrics():
+        is_saved = record["kind"] == "eval" and record["step"] in saved
+        if is_saved and best.is_improved(record["step"], record):
+            found = record["step"]
+    if found is None:
+        raise RunError(
+            f"--step best: {run.path} has no checkpoint of a step that was evaluated; saved steps: "
+            f"{', '.join(map(str, sorted(saved))) or 'none'}"
+        )
+    return int(found)
 
 
 def _set_aside(path: Path) -> None:

@@ -1,14 +1,54 @@
-"""Mean reward on held-out prompts."""
+"""Evaluation on held-out prompts: mean reward, and with several samples per prompt mean@k, best@k, maj@k and std@k."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from headwater.core.randomness import derive_key
 from headwater.core.records import Prompt, Trajectory
 from headwater.data.load import PromptDataset
-from headwater.rollout.executor import WorkflowExecutor
-from headwater.rollout.group import PromptDraw, episode_metrics, reward_metrics
+from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, episode_metrics, num_turns, reward_metrics
+
+Rollouts = Sequence[tuple[Prompt, Trajectory]]
+RunBatch = Callable[[Sequence[PromptDraw]], RolloutBatch]
+
+ANSWER_KEYS = ("pred", "answer")
+"""The keys under which a scorer returns the answer that it has extracted from a response; maj@k votes over it."""
+ACCURACY = "acc"
+"""A scorer may return this number beside the reward; it then gets the same statistics over samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the metrics need of one response. Its tokens and texts are not kept, so that memory stays small."""
+
+    uid: str
+    sample: int
+    reward: float
+    reward_info: Mapping[str, Any]
+    info: Mapping[str, Any]
+    """What the workflow noted about the episode, without texts."""
+    num_tokens: int
+    is_stopped: bool
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Outcome:
+        info = {name: value for name, value in trajectory.info.items() if not _is_text(name, value)}
+        info["num_turns"] = num_turns(trajectory)
+        is_stopped = trajectory.stop_reason == "stop"
+        num_tokens = len(trajectory.tokens) - trajectory.prompt_length
+        return cls(
+            trajectory.uid, trajectory.sample, trajectory.reward, trajectory.reward_info, info, num_tokens, is_stopped
+        )
+
+
+def _is_text(name: str, value: object) -> bool:
+    return isinstance(value, str) and name != "ended_by"
 
 
 @dataclass(frozen=True)
@@ -21,7 +61,10 @@ class Evaluation:
     response_length_mean: float
     stopped_fraction: float
     """The share of responses that ended before the length limit."""
-    rollouts: tuple[tuple[Prompt, Trajectory], ...]
+    rollouts: Rollouts
+    """The responses of the first batch, to be shown."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """Metrics per data source and over samples, and those of the workflow and the scorer."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -31,24 +74,146 @@ class Evaluation:
             "num_prompts": self.num_prompts,
             "num_dropped": self.num_dropped,
             "num_samples": self.num_samples,
-            **episode_metrics([each for _, each in self.rollouts]),
-            **reward_metrics(self.rollouts),
+            **self.more,
         }
 
 
-def evaluate(executor: WorkflowExecutor, dataset: PromptDataset, num_prompts: int, seed: int) -> Evaluation:
-    """Run the first ``num_prompts`` rows. The same seed and the same weights give the same responses."""
-    prompts = [dataset[row] for row in range(min(num_prompts, len(dataset)))]
-    batch = executor.rollout_batch([PromptDraw(prompt, derive_key(seed, "eval", prompt.uid)) for prompt in prompts])
-    rollouts = [(group.prompt, trajectory) for group in batch.groups for trajectory in group.trajectories]
-    rewards = [reward for group in batch.groups for reward in group.episode_rewards()]
-    count = len(rollouts)
+def evaluate(
+    run_batch: RunBatch,
+    dataset: PromptDataset,
+    num_prompts: int,
+    seed: int,
+    *,
+    batch_size: int = 0,
+    save: Callable[[int, Rollouts], None] = lambda number, rollouts: None,
+) -> Evaluation:
+    """Run the first ``num_prompts`` rows, or all if it is 0. The same seed and weights give the same responses.
+
+    ``run_batch`` is ``WorkflowExecutor.rollout_batch``. ``save`` gets the number and the responses of each batch of
+    ``batch_size`` prompts, of which only the metrics are kept.
+    """
+    num_rows = min(num_prompts or len(dataset), len(dataset))
+    outcomes: list[tuple[Prompt, Outcome]] = []
+    dropped: list[Dropped] = []
+    shown: Rollouts = ()
+    num_groups = 0
+    for number, start in enumerate(range(0, num_rows, batch_size or num_rows)):
+        prompts = [dataset[row] for row in range(start, min(start + (batch_size or num_rows), num_rows))]
+        batch = run_batch([PromptDraw(prompt, derive_key(seed, "eval", prompt.uid)) for prompt in prompts])
+        rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
+        save(number, rollouts)
+        shown = shown or rollouts
+        outcomes += [(prompt, Outcome.of(each)) for prompt, each in rollouts]
+        dropped += batch.dropped
+        num_groups += len(batch.groups)
+    return summary(outcomes, shown, num_groups, len(dropped))
+
+
+def summary(
+    outcomes: Sequence[tuple[Prompt, Outcome]], shown: Rollouts, num_groups: int, num_dropped: int
+) -> Evaluation:
+    rewards = [each for values in _samples(outcomes, "").values() for each in values]
+    count = len(outcomes)
     return Evaluation(
         reward_mean=sum(rewards) / len(rewards),
-        num_prompts=len(batch.groups),
-        num_dropped=len(batch.dropped),
+        num_prompts=num_groups,
+        num_dropped=num_dropped,
         num_samples=len(rewards),
-        response_length_mean=sum(len(each.response_tokens) for _, each in rollouts) / count,
-        stopped_fraction=sum(each.stop_reason == "stop" for _, each in rollouts) / count,
-        rollouts=tuple(rollouts),
+        response_length_mean=sum(each.num_tokens for _, each in outcomes) / count,
+        stopped_fraction=sum(each.is_stopped for _, each in outcomes) / count,
+        rollouts=shown,
+        more={
+            **episode_metrics([each for _, each in outcomes]),
+            **reward_metrics(outcomes),
+            **sample_metrics(outcomes),
+        },
     )
+
+
+def sample_metrics(outcomes: Sequence[tuple[Prompt, Outcome]]) -> dict[str, float]:
+    """``reward/best@k`` and the like, over all prompts and per data source; empty with one sample per prompt.
+
+    ``mean@n`` and ``std@n`` are over the n samples of a prompt, then averaged over prompts. ``best@k`` and ``worst@k``
+    are the expected best and worst of k of the n samples, exactly. ``maj@k`` is the score of the most frequent answer
+    of k samples, averaged over consecutive blocks of k; it needs the answer that the scorer has extracted. k is n and
+    every power of two below it. ``reward/acc/...`` has the same statistics of the number ``acc``.
+    """
+    metrics: dict[str, float] = {}
+    for variable in ("", ACCURACY):
+        of_prompts = _samples(outcomes, variable)
+        answers = _answers(outcomes)
+        most = max((len(each) for each in of_prompts.values()), default=0)
+        if most < 2:
+            continue
+        sources = {source for source, _ in of_prompts}
+        for source in (None, *sorted(sources)):
+            chosen = {key: each for key, each in of_prompts.items() if source in (None, key[0])}
+            parts = ["reward", *([source] if source is not None else []), *([variable] if variable else [])]
+            found = _statistics(list(chosen.values()), [answers.get(key) for key in chosen], most)
+            metrics |= {"/".join([*parts, name]): value for name, value in found}
+    return metrics
+
+
+def _statistics(
+    of_prompts: Sequence[Sequence[float]], answers: Sequence[Sequence[Hashable] | None], most: int
+) -> Iterator[tuple[str, float]]:
+    yield f"mean@{most}", statistics.fmean(statistics.fmean(each) for each in of_prompts)
+    yield f"std@{most}", statistics.fmean(statistics.pstdev(each) for each in of_prompts)
+    for k in _sizes(most):
+        enough = [each for each in of_prompts if len(each) >= k]
+        if enough:
+            yield f"best@{k}", statistics.fmean(expected_best(each, k) for each in enough)
+            yield f"worst@{k}", statistics.fmean(-expected_best([-value for value in each], k) for each in enough)
+        voting = [
+            (each, said)
+            for each, said in zip(of_prompts, answers, strict=True)
+            if said is not None and len(said) == len(each) >= k
+        ]
+        if voting:
+            yield f"maj@{k}", statistics.fmean(majority(each, said, k) for each, said in voting)
+
+
+def _sizes(most: int) -> list[int]:
+    powers = [2**power for power in range(1, most.bit_length()) if 2**power < most]
+    return [*powers, most]
+
+
+def expected_best(values: Sequence[float], k: int) -> float:
+    """The mean of the largest of k values, over all ways to choose k of them."""
+    ranked, total = sorted(values, reverse=True), math.comb(len(values), k)
+    return sum(value * (math.comb(len(values) - 1 - rank, k - 1) / total) for rank, value in enumerate(ranked) if total)
+
+
+def majority(values: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
+    """The score of the most frequent answer in each block of k samples; of equally frequent ones, the first."""
+    scores = []
+    for start in range(0, len(values) - k + 1, k):
+        winner = Counter(answers[start : start + k]).most_common(1)[0][0]
+        scores.append(values[start + list(answers[start : start + k]).index(winner)])
+    return statistics.fmean(scores)
+
+
+_Key = tuple[str, str]
+"""The data source and the uid of a prompt."""
+
+
+def _samples(outcomes: Sequence[tuple[Prompt, Outcome]], variable: str) -> dict[_Key, list[float]]:
+    """The value of each episode of each prompt: the mean over its pieces. Prompts without the variable are left out."""
+    pieces: dict[_Key, dict[int, list[float]]] = {}
+    for prompt, each in outcomes:
+        value = each.reward_info.get(variable) if variable else each.reward
+        if isinstance(value, (bool, int, float)) and math.isfinite(value):
+            episodes = pieces.setdefault((prompt.data_source, each.uid), {})
+            episodes.setdefault(each.sample, []).append(float(value))
+    return {key: [statistics.mean(each) for each in episodes.values()] for key, episodes in pieces.items()}
+
+
+def _answers(outcomes: Sequence[tuple[Prompt, Outcome]]) -> dict[_Key, list[str]]:
+    """The extracted answer of each episode. Prompts with an episode that has none are left out."""
+    found: dict[_Key, dict[int, str | None]] = {}
+    for prompt, each in outcomes:
+        said = next((each.reward_info[name] for name in ANSWER_KEYS if name in each.reward_info), None)
+        episodes = found.setdefault((prompt.data_source, each.uid), {})
+        episodes[each.sample] = None if said is None else str(said)
+    complete = {key: list(each.values()) for key, each in found.items()}
+    return {key: [said for said in each if said is not None] for key, each in complete.items() if None not in each}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,6 +33,10 @@ from headwater.core.records import MAX_REWARD, REWARD_RULE, Answer, Trajectory
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import add_to_scores, pad_trajectories, score_column
 
+LEARNER_LOGPROBS = "learner_logprobs"
+_SAVED = ("advantages", "returns", "values", "reference_logprobs")
+"""The columns of an experience that the files of rollouts contain."""
+
 AdvantageFunction = Callable[[AdvantageInputs], Advantages]
 
 
@@ -60,6 +64,10 @@ def logprob_sources(config: Config) -> str:
 class Experience:
     data: DataProto
     metrics: Mapping[str, float]
+    batch: RolloutBatch
+    """The rollouts, with their scores."""
+    saved: Mapping[str, Tensor]
+    """What the files of rollouts contain about each token, ``[samples, response]``."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +81,23 @@ class ExperienceMaker:
     learner: Learner
     pad_token_id: int
 
-    def make(self, batch: RolloutBatch, version: int) -> Experience:
+    def make(
+        self, batch: RolloutBatch, version: int, join: Callable[[Trajectory], Trajectory] | None = None
+    ) -> Experience:
         """Rollouts as a padded batch with ``old_logprobs``, ``advantages`` and ``returns``, ``[samples, response]``.
 
         With a reference model, ``rewards`` contain ``kl_rewards``, the penalty of each token.
         If an episode has several pieces, ``sequence_weights`` ``[samples]`` gives each piece its share of the episode.
-        ``version`` is the version of the policy that is trained next.
+        ``version`` is the version of the policy that is trained next. ``join`` adds the score to a trajectory; it is
+        called after everything that needs a model was computed.
         """
         data = pad_trajectories(batch.trajectories, self.pad_token_id).with_columns(meta_info={"version": version})
         metrics: dict[str, float] = {}
         computed = self._compute(batch, data)
+        if join is not None:
+            batch = batch.with_trajectories(join)
+            scored = pad_trajectories(batch.trajectories, self.pad_token_id).batch["rewards"]
+            data = data.with_columns(tensors={"rewards": scored})
         columns = self._old_policy(data, version, computed, metrics)
         corrected = self._corrected(data, columns["old_logprobs"], metrics)
         rewards = self._rewards(batch, data, computed, metrics)
@@ -117,7 +132,27 @@ class ExperienceMaker:
         weights = piece_weights(episodes, corrected.get("response_mask", mask))
         if weights is not None:
             columns["sequence_weights"] = weights
-        return Experience(data.with_columns(tensors={**columns, **corrected}), metrics)
+        saved = self._saved(data, version, {**columns, **computed})
+        return Experience(data.with_columns(tensors={**columns, **corrected}), metrics, batch, saved)
+
+    def _saved(self, data: DataProto, version: int, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Columns for the files of rollouts, if this step has one."""
+        every = self.config.trainer.save_rollouts_every_steps
+        if not every or (version + 1) % every:
+            return {}
+        saved = {name: columns[name] for name in _SAVED if name in columns}
+        if "logprobs" in columns:
+            return {**saved, LEARNER_LOGPROBS: columns["logprobs"]}
+        return {**saved, **self._learner_logprobs(data)}
+
+    def saved_of(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+        """Columns for the files of evaluations: the learner's log-probs, if the config asks for them."""
+        return self._learner_logprobs(pad_trajectories(trajectories, self.pad_token_id))
+
+    def _learner_logprobs(self, data: DataProto) -> dict[str, Tensor]:
+        if not self.config.trainer.save_learner_logprobs:
+            return {}
+        return {LEARNER_LOGPROBS: self.learner.compute(data, ["logprobs"])["logprobs"]}
 
     def _compute(self, batch: RolloutBatch, data: DataProto) -> Mapping[str, Tensor]:
         """Everything that needs a model, in one call of the learner."""

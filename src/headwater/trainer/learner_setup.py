@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.algorithms.advantages import ADVANTAGES
@@ -16,12 +16,14 @@ from headwater.core.protocols import Learner
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.data.prompt_builder import ToolsOfRow
 from headwater.learner.build import LearnerBuilder, LearnerSpec, build_learner
-from headwater.models.load import load_processor
+from headwater.models.load import load_processor, load_tokenizer
 from headwater.trainer.experience import ExperienceMaker
 
 
 @dataclass(frozen=True)
 class TrainingParts:
+    config: Config
+    """With the number of steps that ``trainer.total_epochs`` means for the training prompts."""
     train_data: PromptDataset
     learner: Learner
     experience: ExperienceMaker
@@ -54,6 +56,10 @@ def build_training(
                 f"batch would contain some of them twice; lower it to {len(train_data)} or less, or add data"
             ]
         )
+    config = with_total_steps(config, len(train_data))
+    spec = replace(spec, config=config)
+    if config.reference.path:
+        check_reference(config.reference.path, tokenizer)
     if check_prompts is not None:
         check_prompts(config, train_data, "data.train")
     advantage = with_arguments(ADVANTAGES, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
@@ -72,7 +78,31 @@ def build_training(
     experience = ExperienceMaker(
         config, advantage, corrections, _kl_controller(algorithm), learner, tokenizer.pad_token_id
     )
-    return TrainingParts(train_data, learner, experience)
+    return TrainingParts(config, train_data, learner, experience)
+
+
+def with_total_steps(config: Config, num_prompts: int) -> Config:
+    """``trainer.total_epochs`` as a number of steps. Prompts that replace filtered groups do not count."""
+    if not config.trainer.total_epochs:
+        return config
+    total = max(1, config.trainer.total_epochs * num_prompts // config.trainer.num_prompts_per_step)
+    return replace(config, trainer=replace(config.trainer, total_steps=total))
+
+
+def check_reference(path: str, tokenizer: Any) -> None:
+    """Refuse a reference model whose tokens mean other texts than the policy's."""
+    key = "reference.path"
+    other = load_tokenizer(path, key=key).get_vocab()
+    own = tokenizer.get_vocab()
+    differing = [token for token in own if other.get(token) != own[token]] + [each for each in other if each not in own]
+    if differing:
+        raise ConfigError(
+            [
+                f"{key} = {path}: its tokenizer differs from that of model.path in {len(differing)} tokens, for "
+                f"example {differing[0]!r}, so its log-probs would be those of other texts; use a model with the same "
+                "tokenizer"
+            ]
+        )
 
 
 def _kl_controller(algorithm: AlgorithmConfig) -> KLController:

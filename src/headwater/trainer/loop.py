@@ -11,18 +11,19 @@ from typing import Any
 
 from headwater.config.schema import Config
 from headwater.core.errors import DiskFull, HeadwaterError, RankFailed
+from headwater.core.interrupts import Interrupts
 from headwater.core.protocols import ProfileOrder
+from headwater.core.records import Prompt, Trajectory
 from headwater.observe.manifest import seal
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import StatusFile
 from headwater.observe.trackers import Trackers
-from headwater.rollout.group import RolloutBatch
+from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.source import PromptStream
-from headwater.trainer.checkpoint import ADAPTERS, Checkpoints, TrainerState, check_weights, read_state
+from headwater.trainer.checkpoint import ADAPTERS, BestStep, Checkpoints, TrainerState, check_weights, read_state
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
-from headwater.trainer.interrupts import Interrupts
 from headwater.trainer.learner_setup import TrainingParts
 from headwater.trainer.metrics import EngineWatch, RunFacts
 from headwater.trainer.recorder import Recorder
@@ -32,6 +33,9 @@ from headwater.weights.publish import AdaptersAlone, Published, publish
 
 NOTHING = -1
 """The step of a run from which nothing is kept."""
+
+_NUM_PROBED = 256
+"""Prompts that the warm start samples to measure the policy, if ``eval.num_prompts`` does not limit them."""
 
 
 class Trainer:
@@ -55,6 +59,7 @@ class Trainer:
     ) -> None:
         """``last_step`` ends training before ``trainer.total_steps`` and changes nothing else. ``notices`` are for the
         doctor."""
+        config = training.config
         self._notices = tuple(notices)
         self._last_step = min(last_step or config.trainer.total_steps, config.trainer.total_steps)
         self._config = config
@@ -65,11 +70,13 @@ class Trainer:
         self._run = run
         self._display = display
         self._stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
-        self._checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints)
+        self._checkpoints = Checkpoints.of(config.trainer, run)
+        self._best = BestStep(config.trainer.best_metric, config.trainer.best_mode)
         self._interrupts = Interrupts(
             lambda doing: display.say(f"Stopping after {doing}. Ctrl-C again stops immediately.")
         )
-        self._engine_watch = EngineWatch(rollout.engine.status, is_local=not config.rollout.is_separate)
+        is_local = not config.rollout.is_separate and config.cluster.kind == "local"
+        self._engine_watch = EngineWatch(rollout.engine.status, is_local=is_local)
         self._trackers = Trackers.of(config.trainer.trackers, config.trainer.tracker_args, display)
         self._recorder = Recorder(
             run,
@@ -87,6 +94,7 @@ class Trainer:
         adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
         self._send = partial(publish, self._learner, rollout.engine, adapters=adapters)
         """Publish the present weights as a version."""
+        self._rollouts.expect_batches(config.trainer.total_steps)
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
         self._consistent = self._state.warm_started
@@ -126,7 +134,7 @@ class Trainer:
             "step": self._state.step,
             "total_steps": self._last_step,
             "learner": asdict(self._learner.status()),
-            "stage": self._stage(),
+            "stage": self._warm_start_stage(),
             "ledger": asdict(self._rollouts.ledger.counts()),
             **self._rollouts.status(),
             "reward_failures": self._parts.reward_failures(),
@@ -138,7 +146,7 @@ class Trainer:
         now = self._parts.engine.status()
         return {"engine_restarts": now.num_restarts, "servers": [asdict(each) for each in now.servers]}
 
-    def _stage(self) -> dict[str, Any] | None:
+    def _warm_start_stage(self) -> dict[str, Any] | None:
         """The progress of the warm start while it lasts. Its steps are not steps of the run."""
         now = self._display.stage_now
         return asdict(now) if now is not None and not self._state.warm_started else None
@@ -149,7 +157,10 @@ class Trainer:
         return self._state.step
 
     def fit(self) -> bool:
-        """Train to ``trainer.total_steps`` and return whether that was reached. Ctrl-C stops it with a checkpoint."""
+        """Train to ``trainer.total_steps`` and return whether that was reached. Ctrl-C stops it with a checkpoint.
+
+        With ``eval.only``, evaluate and train nothing.
+        """
         with (
             StatusFile(self._run.status_file, self.status) as status,
             self._interrupts.installed(),
@@ -159,8 +170,9 @@ class Trainer:
             self._trackers.start(asdict(self._config), self._run.path.name, project=run.project, folder=folder)
             try:
                 self._prepare()
-                self._train()
-                self._save()
+                if not self._config.eval.only:
+                    self._train()
+                    self._save(in_background=False)
             except KeyboardInterrupt:
                 self._check_learner()
                 is_kept = self._stop()
@@ -172,6 +184,7 @@ class Trainer:
                     self._save_after(error)
                 raise
             finally:
+                self._checkpoints.finish()
                 self._recorder.close()
             return True
 
@@ -181,6 +194,7 @@ class Trainer:
             kept = self._state.step if self._consistent else NOTHING
             self._checkpoints.set_aside_after(kept)
             self._recorder.resumed(kept)
+            self._find_best()
         if not self._state.warm_started:
             self._warm_start()
         if self._evaluation_missing():
@@ -191,6 +205,8 @@ class Trainer:
         step, settings = self._state.step, self._config.eval
         if self._recorder.has_evaluation(step):
             return False
+        if settings.only:
+            return True
         return settings.before if step == 0 else _due(step, settings.every_steps)
 
     def _train(self) -> None:
@@ -202,7 +218,7 @@ class Trainer:
                     experience = self._make_experience(batch)
                     update = self._update(experience)
                     sent = self._publish()
-                    self._record(batch, {**update, **sent.metrics()})
+                    self._record(experience, {**update, **sent.metrics()})
                 if _due(self._state.step, self._config.eval.every_steps):
                     self._evaluate()
                 if _due(self._state.step, self._config.trainer.checkpoint_every_steps):
@@ -212,9 +228,10 @@ class Trainer:
 
     def _take(self) -> RolloutBatch:
         """Groups for one step, none of them too old. Later groups continue to be generated if allowed."""
+        self._checkpoints.check()
         self._recorder.begin_step()
         self._profile(self._state.step + 1, is_start=True)
-        with self._generating(), self._recorder.stage("wait", batch=self._state.step + 1):
+        with self._generating(), self._stage("wait", batch=self._state.step + 1):
             return self._rollouts.prepare_batch(self._stream)
 
     @contextmanager
@@ -232,19 +249,36 @@ class Trainer:
             with self._recorder.stage("offload"):
                 self._learner.onload()
 
+    @contextmanager
+    def _stage(self, name: str, **args: object) -> Iterator[None]:
+        """A part of a step. If the device runs out of memory in it, the error names settings that need less."""
+        try:
+            with self._recorder.stage(name, **args):
+                yield
+        except Exception as error:
+            from headwater.trainer.memory_advice import is_out_of_memory, memory_full  # only for a failed run
+
+            if not is_out_of_memory(error):
+                raise
+            failed = self._learner.status().failure
+            raise memory_full(error, name, self._config, {} if failed else self._learner.shapes()) from error
+
     def _make_experience(self, batch: RolloutBatch) -> Experience:
-        with self._recorder.stage("experience"):
-            return self._training.experience.make(batch, self._state.step)
+        with self._stage("experience"):
+            return self._training.experience.make(batch, self._state.step, self._parts.join_scores)
 
     def _update(self, experience: Experience) -> dict[str, float]:
         self._consistent = False
-        with self._recorder.stage("train"):
+        with self._stage("train"):
             return {**experience.metrics, **self._learner.update(experience.data)}
 
     def _publish(self) -> Published:
         """Send the new weights to the engine. This completes the step."""
         step = self._state.step + 1
-        with self._recorder.stage("publish", version=step):
+        if self._config.run.deterministic:
+            with self._stage("wait", batch=step):
+                self._rollouts.finish_all()
+        with self._stage("publish", version=step):
             longest_s = self._config.rollout.timeout_s
             published = self._send(step, longest_response_s=longest_s)
             learned = self._checksum(published.trained)
@@ -273,8 +307,8 @@ class Trainer:
             ):
                 self._send(self._state.step, is_repeat=True)
 
-    def _record(self, batch: RolloutBatch, update: dict[str, float]) -> None:
-        self._recorder.step(self._state.step, batch, update, self._books)
+    def _record(self, experience: Experience, update: dict[str, float]) -> None:
+        self._recorder.step(self._state.step, experience.batch, update, self._books, experience.saved)
         self._profile(self._state.step, is_start=False)
 
     def _profile(self, step: int, *, is_start: bool) -> None:
@@ -289,21 +323,43 @@ class Trainer:
         if self._parts.eval_data is None:
             return
         settings = self._config.eval
-        with self._recorder.stage("evaluate"):
-            with self._generating():
-                result = evaluate(
-                    self._parts.eval_rollouts, self._parts.eval_data, settings.num_prompts, self._config.run.seed
-                )
+        with self._stage("evaluate"):
+            result = evaluate(
+                self._run_evaluation,
+                self._parts.eval_data,
+                settings.num_prompts,
+                self._config.run.seed,
+                batch_size=settings.batch_size,
+                save=self._save_evaluation,
+            )
             self._recorder.evaluation(self._state.step, result)
+        if self._state.step > 0 and self._best.is_improved(self._state.step, result.metrics()):
+            self._checkpoints.keep_best(self._state.step)
+            self._save()
+
+    def _run_evaluation(self, draws: Sequence[PromptDraw]) -> RolloutBatch:
+        with self._generating():
+            return self._parts.eval_rollouts.rollout_batch(draws)
+
+    def _save_evaluation(self, number: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
+        columns = self._training.experience.saved_of([each for _, each in rollouts])
+        self._recorder.save_evaluation(self._state.step, number, rollouts, columns)
+
+    def _find_best(self) -> None:
+        """The best checkpoint of an earlier part of the run."""
+        for step, metrics in self._recorder.evaluations():
+            if 0 < step <= self._state.step and self._checkpoints.has(step) and self._best.is_improved(step, metrics):
+                self._checkpoints.keep_best(step)
 
     def _warm_start(self) -> None:
         config = self._config
 
         def sampled_reward() -> float:
             self._send(0)
-            probe = min(config.eval.num_prompts, len(self._training.train_data))
+            probe = min(config.eval.num_prompts or _NUM_PROBED, len(self._training.train_data))
             with self._generating():
-                probed = evaluate(self._parts.probe_rollouts, self._training.train_data, probe, config.run.seed)
+                run = self._parts.probe_rollouts.rollout_batch
+                probed = evaluate(run, self._training.train_data, probe, config.run.seed)
             return probed.reward_mean
 
         result = warm_start(
@@ -348,16 +404,18 @@ class Trainer:
     def _save_if_consistent(self) -> None:
         """After an interrupted update the weights belong to no version, and a run could not resume from them."""
         if self._consistent and not self._learner.status().failure:
-            self._save()
+            self._save(in_background=False)
 
     def _check_learner(self) -> None:
         """An interrupt may mean that a rank of the learner has ended; then there is nothing to save with."""
         if failure := self._learner.status().failure:
             raise RankFailed(f"{failure}; resume from the last checkpoint")
 
-    def _save(self) -> None:
-        with self._interrupts.deferred("this checkpoint"), self._recorder.stage("checkpoint"):
-            self._checkpoints.save(self._state, self._learner)
+    def _save(self, *, in_background: bool = True) -> None:
+        """Save the present step. In the background, the files are written while training continues."""
+        in_background = in_background and self._config.trainer.checkpoint_in_background
+        with self._interrupts.deferred("this checkpoint"), self._stage("checkpoint"):
+            self._checkpoints.save(self._state, self._learner, in_background=in_background)
 
 
 def _due(step: int, every: int) -> bool:

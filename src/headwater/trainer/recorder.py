@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from headwater.trainer.metrics import FAILED_CALLS, RunFacts, StageMemory, shown
 from headwater.trainer.warm_start import WarmStartResult
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from headwater.observe.trackers import Trackers
 
 
@@ -89,8 +92,9 @@ class Recorder:
     @contextmanager
     def training(self, start: int, total_steps: int) -> Iterator[None]:
         """Show the progress of the training steps inside this block, and measure their time."""
-        self._clock.take()
-        self._memory.take()
+        # What happened before, such as an evaluation, belongs to no step.
+        for measure in (self._clock.take, self._memory.take, self._engine_metrics):
+            measure()
         with self._display.stage("train", total_steps, start=start) as self._reporter:
             yield
 
@@ -109,14 +113,22 @@ class Recorder:
         record = {"weights": weights, "counts": asdict(books.counts), **books.ended}
         self._run.append_ledger({"kind": "step", "step": step, "time": time.time(), **record})
 
-    def step(self, step: int, batch: RolloutBatch, update: Mapping[str, float], books: Books) -> None:
+    def step(
+        self,
+        step: int,
+        batch: RolloutBatch,
+        update: Mapping[str, float],
+        books: Books,
+        token_columns: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         """The metrics of a training step, its rollouts if they are due, and the progress line."""
         with self.stage("record"):
             if self._trace is not None:
                 self._trace.write_if_due(self._trace_file)
             if self._save_rollouts_every_steps > 0 and step % self._save_rollouts_every_steps == 0:
                 rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
-                write_rollouts(self._run.free_file("rollouts", f"step_{step:06d}", ".parquet"), step, rollouts)
+                path = self._run.free_file("rollouts", f"step_{step:06d}", ".parquet")
+                write_rollouts(path, step, rollouts, token_columns)
             # The record comes last, so that its time contains the files.
             metrics = step_metrics(batch, update, self._spans.drain(), self._clock.take(), books, self._facts)
             metrics |= {**self._memory.take(), **self._engine_metrics(), "prompts/left_out": self._num_left_out}
@@ -130,14 +142,29 @@ class Recorder:
         self._log(MetricsRecord("eval", step, time.time(), result.metrics()))
         if self._trackers is not None and self._num_tracked_samples:
             self._trackers.table(step, "eval/samples", samples_of(result.rollouts, self._num_tracked_samples))
-        write_rollouts(self._run.free_file("eval", f"step_{step:06d}", ".parquet"), step, result.rollouts)
         dropped = f", {result.num_dropped} dropped" if result.num_dropped else ""
         self._display.say(
             f"held-out reward at step {step}: {result.reward_mean:.3f} ({result.num_prompts} prompts{dropped})"
         )
 
+    def save_evaluation(
+        self,
+        step: int,
+        number: int,
+        rollouts: Sequence[tuple[Prompt, Trajectory]],
+        token_columns: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Write the responses of one batch of an evaluation. Batches after the first have a number in their names."""
+        part = f"_part_{number + 1:03d}" if number else ""
+        path = self._run.free_file("eval", f"step_{step:06d}{part}", ".parquet")
+        write_rollouts(path, step, rollouts, token_columns)
+
+    def evaluations(self) -> list[tuple[int, Mapping[str, float]]]:
+        """The steps and metrics of the evaluations of this run that are valid."""
+        return [(each["step"], each) for each in self._run.read_metrics() if each["kind"] == "eval"]
+
     def has_evaluation(self, step: int) -> bool:
-        return any(each["kind"] == "eval" and each["step"] == step for each in self._run.read_metrics())
+        return any(done == step for done, _ in self.evaluations())
 
     def close(self) -> None:
         """Write the rest of the trace, and let the trackers send what is left."""
@@ -197,12 +224,18 @@ def _to_json(value: object) -> str:
     return json.dumps(value, default=str, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
-def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
+def write_rollouts(
+    path: Path,
+    step: int,
+    rollouts: Sequence[tuple[Prompt, Trajectory]],
+    token_columns: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
     """One Parquet row per trajectory: texts for people, and tokens, log-probs, masks and versions for programs.
 
     ``response`` is everything after the prompt as text; ``messages`` is the whole conversation, as JSON. ``num_turns``
     counts the model's messages, and ``ended_by`` is what the workflow noted. What the scorer returned beside the reward
-    is in columns ``reward_<name>``.
+    is in columns ``reward_<name>``. ``token_columns``, ``[trajectories, response]``, become lists with one value per
+    token of prompt and response, 0 in the prompt.
     """
     rows = [
         {
@@ -232,6 +265,9 @@ def write_rollouts(path: Path, step: int, rollouts: Sequence[tuple[Prompt, Traje
     # Converting lists one value at a time would take seconds for long responses.
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
         table = table.append_column(name, _lists([getattr(each, name) for each in arrays]))
+    for name, values in token_columns.items():
+        rows = zip((each for _, each in rollouts), values.float().numpy(), strict=True)
+        table = table.append_column(name, _lists([_of_all_tokens(each, row) for each, row in rows]))
     temporary = path.with_name(f".{path.name}")
     try:
         pq.write_table(table, temporary)
@@ -251,6 +287,12 @@ def _column(values: Sequence[Any]) -> pa.Array:
     is_text = all(isinstance(value, str) for value in given)
     texts = [None if value is None else value if is_text else _to_json(value) for value in values]
     return pa.array([None if text is None else text.encode("utf-8", "backslashreplace").decode() for text in texts])
+
+
+def _of_all_tokens(trajectory: Trajectory, response: NDArray[Any]) -> NDArray[Any]:
+    """The values of a padded response, after zeros for the prompt."""
+    length = len(trajectory.tokens) - trajectory.prompt_length
+    return np.concatenate([np.zeros(trajectory.prompt_length, response.dtype), response[:length]])
 
 
 def _lists(values: Sequence[NDArray[Any]]) -> pa.Array:

@@ -12,11 +12,12 @@ from headwater.backends import BACKENDS, BackendContext, ServerPlace, missing_ca
 from headwater.backends.fleet import make_fleet
 from headwater.chat.parsers import make_parser
 from headwater.config.declared import read_declared
+from headwater.config.keys import value_at
 from headwater.config.schema import Config, WeightTransfer
 from headwater.config.traits import AdvantageTraits
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag
-from headwater.core.records import DropKind, Prompt, SamplingParams
+from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag, RewardManager
+from headwater.core.records import DropKind, Prompt, SamplingParams, Trajectory
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import MeasuredDataset, PromptDataset, load_dataset
 from headwater.data.prompt_builder import ToolsOfRow
@@ -24,6 +25,7 @@ from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
+from headwater.rewards.late import LateScores
 from headwater.rewards.managers import REWARD_MANAGERS
 from headwater.rewards.pool import CallPool
 from headwater.rewards.scoring import Scoring
@@ -66,6 +68,8 @@ class RolloutParts:
     reward_failures: Callable[[], Mapping[str, Mapping[str, Any]]]
     """Failed scoring calls of the run by cause, each with its count and a message."""
     close_reward: Callable[[], object]
+    join_scores: Callable[[Trajectory], Trajectory] | None = None
+    """With ``reward.join: late``, adds the score to a trajectory of a training batch."""
 
     def sleep_cache(self) -> None:
         """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
@@ -89,7 +93,10 @@ class RolloutParts:
         self.check_prompt(first)
         check_media(config, self.engine.capabilities, first, key)
         longest = dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
-        check_requests_fit(config, self.engine.limits, longest, key)
+        key_of_limit, num_new = "rollout.max_new_tokens", config.rollout.max_new_tokens
+        if key == "data.eval" and config.eval.max_new_tokens:
+            key_of_limit, num_new = "eval.max_new_tokens", config.eval.max_new_tokens
+        check_requests_fit(num_new, self.engine.limits, longest, key, key_of_limit)
 
     def close(self) -> None:
         with ExitStack() as stack:
@@ -125,18 +132,21 @@ def check_media(config: Config, can: Capabilities, prompt: Prompt, key: str) -> 
         )
 
 
-def check_requests_fit(config: Config, limits: EngineLimits, longest_prompt: int, key: str) -> None:
-    """``longest_prompt`` is the number of tokens of the longest prompt of ``key``, data.train or data.eval."""
-    num_new, room = config.rollout.max_new_tokens, limits.max_request_tokens
+def check_requests_fit(
+    num_new: int, limits: EngineLimits, longest_prompt: int, key: str, key_of_limit: str = "rollout.max_new_tokens"
+) -> None:
+    """``longest_prompt`` is the number of tokens of the longest prompt of ``key``, data.train or data.eval, and
+    ``num_new`` that of the longest response, which ``key_of_limit`` sets."""
+    room = limits.max_request_tokens
     if longest_prompt + num_new <= room:
         return
     prompts = f"data.max_prompt_tokens to {room - num_new}" if room > num_new else ""
-    responses = f"rollout.max_new_tokens to {room - longest_prompt}" if room > longest_prompt else ""
-    both = "both data.max_prompt_tokens and rollout.max_new_tokens"
+    responses = f"{key_of_limit} to {room - longest_prompt}" if room > longest_prompt else ""
+    both = f"both data.max_prompt_tokens and {key_of_limit}"
     lower = " or ".join(each for each in (prompts, responses) if each) or both
     raise ConfigError(
         [
-            f"rollout.max_new_tokens = {num_new}: with the longest prompt of {key} ({longest_prompt} tokens) a request "
+            f"{key_of_limit} = {num_new}: with the longest prompt of {key} ({longest_prompt} tokens) a request "
             f"needs {longest_prompt + num_new} tokens, and the engine's KV cache has room for {room}; raise "
             f"engine.kv_cache_gib or engine.memory_fraction, or lower {lower}"
         ]
@@ -199,6 +209,8 @@ def _build(
     check_prompt = _prompt_check(config, reward, toolbox)
     if eval_data is not None:
         check_prompt(eval_data[0])
+    elif asking := [key for key in ("eval.only", "trainer.best_metric") if value_at(config, key)]:
+        raise ConfigError([f"{asking[0]}: there are no held-out prompts to evaluate on; name some in data.eval"])
     make_workflow = bind_workflow(config.rollout.workflow, config.rollout.workflow_args)
     filters = _filters(config)
     train_sampling, eval_sampling = make_sampling(config)
@@ -227,12 +239,12 @@ def _build(
 
     def group_runner(sampling: SamplingParams, num_samples: int, **options: Any) -> GroupRunner:
         return GroupRunner(
-            workflow(sampling),
+            options.pop("workflow", None) or workflow(sampling),
             num_samples=num_samples,
             on_failure=config.rollout.on_failure,
             max_retries=config.rollout.max_retries,
             allow_partial_groups=config.rollout.allow_partial_groups,
-            limits=limits,
+            limits=replace(limits, max_new_tokens=sampling.max_new_tokens),
             **options,
         )
 
@@ -250,10 +262,12 @@ def _build(
         max_staleness, timeout_s = config.rollout.max_staleness, config.rollout.timeout_s
         return ReplayedRollouts(engine, groups, tasks, schedule, max_staleness=max_staleness, timeout_s=timeout_s)
 
-    def workflow(sampling: SamplingParams) -> EpisodeRunner:
+    late = LateScores(reward, timeout_s=config.rollout.timeout_s) if config.reward.join == "late" else None
+
+    def workflow(sampling: SamplingParams, scores: RewardManager = reward) -> EpisodeRunner:
         context = WorkflowContext(
             tokenizer,
-            reward,
+            scores,
             sampling,
             config.data.chat_template_args,
             max_prompt_tokens=config.data.max_prompt_tokens,
@@ -268,6 +282,7 @@ def _build(
     train_groups = group_runner(
         train_sampling,
         config.rollout.num_samples_per_prompt,
+        workflow=workflow(train_sampling, late or reward),
         greedy=workflow(greedy) if greedy else None,
         filters=filters,
     )
@@ -287,8 +302,10 @@ def _build(
         reward_counts=getattr(reward, "take_counts", dict),
         reward_failures=getattr(reward, "status", dict),
         close_reward=getattr(reward, "close", lambda: None),
+        join_scores=late.joined if late is not None else None,
     )
-    if eval_data is not None and (config.eval.before or config.eval.after or config.eval.every_steps):
+    settings = config.eval
+    if eval_data is not None and (settings.before or settings.after or settings.every_steps or settings.only):
         parts.check_prompts(config, eval_data, "data.eval")
     return parts
 
@@ -321,25 +338,41 @@ def make_admission(config: Config) -> Admission:
         on_stale=rollout.on_stale,
         # A deterministic engine gives the same result for any batch composition, so it does not need waves.
         in_waves=rollout.max_staleness == 0 and not config.engine.deterministic,
+        in_order=config.run.deterministic,
         holds_engine=not rollout.is_separate and config.cluster.kind == "local",
         max_rounds=config.algorithm.max_filter_rounds if _filters_groups(config) else None,
     )
 
 
 def make_sampling(config: Config) -> tuple[SamplingParams, SamplingParams]:
-    """The sampling settings of training and of evaluation. Both end replies alike; evaluation does not truncate."""
+    """The sampling settings of training and of evaluation. Both end replies alike."""
     rollout = config.rollout
-    evaluation = SamplingParams(
+    training = SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
-        temperature=config.eval.temperature,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
         min_new_tokens=rollout.min_new_tokens,
         stop_token_ids=rollout.stop_token_ids,
         stop_strings=rollout.stop,
     )
-    training = replace(
-        evaluation, temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p
+    chosen = config.eval
+    evaluation = replace(
+        training,
+        max_new_tokens=longest_evaluated(config),
+        min_new_tokens=min(rollout.min_new_tokens, longest_evaluated(config)),
+        temperature=chosen.temperature,
+        top_k=chosen.top_k,
+        top_p=chosen.top_p,
+        min_p=chosen.min_p,
     )
     return training, evaluation
+
+
+def longest_evaluated(config: Config) -> int:
+    """The longest response of evaluation, in tokens."""
+    return config.eval.max_new_tokens or config.rollout.max_new_tokens
 
 
 def check_stop_tokens(config: Config, engine: InferenceEngine) -> None:

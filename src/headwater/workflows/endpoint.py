@@ -10,7 +10,9 @@ import logging
 import math
 import shlex
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,6 +39,8 @@ _ARGUMENTS = "rollout.workflow_args"
 _DETAIL_SHOWN = 2000
 """How many characters of a traceback or of an agent's output an error shows."""
 _REWARD_KEYS = ("reward", "score")
+_NOT_REFUSED = ("answered", "disconnected", "engine_failed")
+"""Ways in which a call ends that are not refusals."""
 
 
 @WORKFLOWS.register
@@ -102,6 +106,12 @@ class EndpointWorkflow:
                 f"the agent of row {episode.prompt.uid}: all its replies had to match a response_format or a required "
                 "tool call, and such replies are not trained; let it ask for plain replies, too"
             )
+        # The first piece has the refused calls, so that they are counted once: those of this episode, and those since
+        # the last one that belong to no running episode.
+        refused = Counter({code: count for code, count in session.counts.items() if code not in _NOT_REFUSED})
+        refused.update(server.take_refusals())
+        if refused and trained:
+            trained[0] = replace(trained[0], info={**trained[0].info, "refused_calls": dict(refused)})
         return trained
 
     @cached_property

@@ -151,7 +151,7 @@ def test_asking_for_what_the_recipe_has_off_is_a_problem(write, problems):
         "warm_start.learning_rate = 0.003 (command line)",
         "eval.num_prompts = 8 (command line)",
     ]
-    assert "eval.before, eval.after, eval.every_steps are all off" in lines[1]
+    assert "eval.before, eval.after, eval.every_steps, eval.only are all off" in lines[1]
 
 
 def test_all_clashes_come_together_with_all_wrong_values(problems):

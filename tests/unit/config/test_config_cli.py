@@ -61,7 +61,13 @@ def test_only_keeps_one_section(capsys):
 
 def test_the_recipe_may_be_left_out(capsys):
     assert run("run.name=probe", "run.seed=5", "--plain", "--only", "run") == 0
-    assert yaml.safe_load(capsys.readouterr().out)["run"] == {"name": "probe", "root": "runs", "seed": 5}
+    assert yaml.safe_load(capsys.readouterr().out)["run"] == {
+        "name": "probe",
+        "project": "headwater",
+        "root": "runs",
+        "seed": 5,
+        "deterministic": False,
+    }
 
 
 def test_an_unknown_section_is_an_error():

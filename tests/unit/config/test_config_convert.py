@@ -170,17 +170,17 @@ def test_free_form_values_are_copies_that_pickle():
 
 UNKNOWN_KEYS = [
     ("trainer.total_step=3", "trainer.total_step (command line): no such key; did you mean trainer.total_steps?"),
+    ("rollout.share_prompts=3", "rollout.share_prompts (command line): no such key; did you mean learner.share_"),
     ("data.reward_fn_key=x", "data.reward_fn_key (command line): no such key; did you mean data.data_source_key?"),
-    ("rollout.weight_decay=3", "rollout.weight_decay (command line): no such key; did you mean learner.weight_"),
     ("rollout.learning_rate=3", "rollout.learning_rate (command line): no such key; did you mean "),
-    ("weight_decay=3", "weight_decay (command line): no such key; did you mean learner.weight_decay?"),
+    ("share_prompts=3", "share_prompts (command line): no such key; did you mean learner.share_prompts?"),
     ("rolout.top_k=3", "rolout.top_k (command line): no such key; did you mean rollout.top_k?"),
-    ("rolout.topk=3", "rolout.topk (command line): no such key; did you mean rollout.top_k?"),
-    ("optimiser.weight_deca=3", "optimiser.weight_deca (command line): no such key; did you mean learner.weight_"),
-    ("trainer.wieght_decay=3", "trainer.wieght_decay (command line): no such key; did you mean learner.weight_d"),
+    ("rolout.topk=3", "rolout.topk (command line): no such key; did you mean rollout.top_k or eval.top_k?"),
+    ("optimiser.share_prompt=3", "optimiser.share_prompt (command line): no such key; did you mean learner.share_"),
+    ("trainer.shrae_prompts=3", "trainer.shrae_prompts (command line): no such key; did you mean learner.share_p"),
     ("rolout={top_k: 3, top_p: 1.0}", "rolout (command line): no such section; did you mean rollout?"),
     ("qqq.zzz=3", "qqq.zzz (command line): no such key; known sections: run, model, "),
-    ("run.zzzz=3", "run.zzzz (command line): no such key; known keys of run: name, root, seed"),
+    ("run.zzzz=3", "run.zzzz (command line): no such key; known keys of run: name, project, root, seed"),
 ]
 
 

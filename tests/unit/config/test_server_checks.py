@@ -37,6 +37,7 @@ CLASHES = [
         ["file or collective"],
     ),
     ([NATIVE, FAR, "rollout.weight_transfer=shared_memory"], "rollout.weight_transfer", ["no memory in common"]),
+    ([OWN, "rollout.weight_transfer=cuda_ipc", "model.device=cpu"], "rollout.weight_transfer", ["no memory on a GPU"]),
     ([NATIVE, FAR, "rollout.weight_transfer=file"], "rollout.weight_transfer", ["cannot read a temporary file"]),
 ]
 
@@ -45,6 +46,7 @@ FITTING = [
     [NATIVE, NEAR, "engine.deterministic=true", "engine.update_mode=interrupt"],
     [NATIVE, FAR, "rollout.weight_folder=/nfs/weights"],
     [NATIVE, FAR],
+    [OWN, "rollout.weight_transfer=cuda_ipc", "model.device=cuda"],
     [SGLANG, FAR, "rollout.weight_folder=/nfs/weights"],
     [SGLANG, FAR],
     [SGLANG, OWN, "rollout.launch.tensor_parallel=2", "engine.max_sequences=64"],

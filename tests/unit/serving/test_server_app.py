@@ -67,6 +67,18 @@ def test_a_response_without_a_given_length_fits_the_cache(small):
     assert (status, body["usage"]["total_tokens"]) == (200, NUM_MOST)
 
 
+def test_responses_answer_as_chats_do(small):
+    settings = {"temperature": 0, "seed": 1}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, **settings}
+    _, wanted = ask(small, "/v1/chat/completions", chat)
+    status, made = ask(small, "/v1/responses", {"input": "hi", "max_output_tokens": 6, **settings})
+    assert (status, made["object"]) == (200, "response")
+    assert made["output"][0]["content"][0]["text"] == wanted["choices"][0]["message"]["content"]
+    assert made["usage"]["total_tokens"] == wanted["usage"]["total_tokens"]
+    status, refused = ask(small, "/v1/responses", {"input": "hi", "previous_response_id": "resp_1"})
+    assert (status, refused["error"]["param"]) == (400, "previous_response_id")
+
+
 def test_a_default_length_is_also_limited_by_the_cache(small):
     for path, body in [
         ("/v1/completions", {"ignore_eos": True, "prompt": tokens_of(40)}),

@@ -27,7 +27,12 @@ def test_a_plain_run_takes_what_the_engine_recorded():
     assert_close(columns["old_logprobs"], columns["rollout_logprobs"])
     assert_close(columns["rewards"].sum(dim=1), scores(rollouts))
     assert {"values", "reference_logprobs", "correction_weights", "sum_pi_squared"}.isdisjoint(columns.keys())
-    assert made.metrics == {"staleness/lag_2": 1.0}
+    assert made.metrics["staleness/lag_2"] == 1.0
+    kinds = {name.partition("/")[0] for name in made.metrics}
+    assert kinds == {"staleness", "advantage", "return", "shaped_reward"}
+    advantages, mask = columns["advantages"], columns["response_mask"] != 0
+    assert made.metrics["advantage/max"] == pytest.approx(float(advantages[mask].max()))
+    assert made.metrics["shaped_reward/mean"] == pytest.approx(float(scores(rollouts).mean()))
 
 
 def test_the_share_of_tokens_is_told_by_how_far_they_lag():

@@ -17,11 +17,13 @@ from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
+from headwater.observe.trackers import Trackers
 from headwater.rollout.group import Dropped, Group, RolloutBatch, reward_metrics
 from headwater.rollout.ledger import LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.staleness import RolloutCounts
 from headwater.trainer.evaluate import Evaluation
+from headwater.trainer.metrics import RunFacts
 from headwater.trainer.recorder import Recorder, write_rollouts
 from headwater.trainer.warm_start import WarmStartResult
 
@@ -31,15 +33,23 @@ BOOKS = Books(RolloutSnapshot({}, {}), COUNTS, {}, ROLLOUTS, {"stale": 2, "inval
 
 
 class Remembers:
+    """A tracker that keeps what it gets."""
+
     def __init__(self) -> None:
         self.records = []
-        self.is_closed = False
+        self.tables = []
+        self.is_finished = False
 
-    def log(self, record) -> None:
-        self.records.append(record)
+    def start(self, config, name, *, project, folder) -> None: ...
 
-    def close(self) -> None:
-        self.is_closed = True
+    def log(self, step, metrics) -> None:
+        self.records.append((step, metrics))
+
+    def table(self, step, name, rows) -> None:
+        self.tables.append((step, name, rows))
+
+    def finish(self) -> None:
+        self.is_finished = True
 
 
 @pytest.fixture
@@ -61,7 +71,18 @@ def tracker():
 def recorder(run, output, tracker):
     trace = Trace()
     display = Display(Console(file=output, width=200))
-    return Recorder(run, display, Spans(trace), trace, save_rollouts_every_steps=2, trackers=[tracker])
+    trackers = Trackers({"remembers": tracker})
+    trackers.start({}, "run", project="test", folder=run.path / "trackers")
+    return Recorder(
+        run,
+        display,
+        Spans(trace),
+        trace,
+        save_rollouts_every_steps=2,
+        facts=RunFacts(max_prompt_tokens=9, num_devices=2),
+        trackers=trackers,
+        num_tracked_samples=1,
+    )
 
 
 def a_batch(dropped=()) -> RolloutBatch:
@@ -75,18 +96,23 @@ def test_every_record_reaches_the_file_and_the_trackers(recorder, run, tracker):
     recorder.begin_step()
     recorder.step(1, a_batch(), {"actor/loss": 0.5}, BOOKS)
     recorder.resumed(1)
-    records = tracker.records
-    assert [(each.kind, each.step) for each in records] == [
-        ("warm_start", 0), ("eval", 0), ("train", 1), ("resume", 1),
-    ]  # fmt: skip
     written = run.read_metrics()
-    assert written == [each.to_json() for each in records if each.kind != "resume"]
+    assert [(each["kind"], each["step"]) for each in written] == [("warm_start", 0), ("eval", 0), ("train", 1)]
     assert (written[0]["num_steps"], written[1]["num_dropped"], written[2]["actor/loss"]) == (7, 1, 0.5)
     assert "kind" in run.ledger_file.read_text(), "a resume is noted in the ledger too"
     assert recorder.has_evaluation(0)
     assert not recorder.has_evaluation(1)
     recorder.close()
-    assert tracker.is_closed
+    assert tracker.is_finished
+    prefixes = {"warm_start": "warm_start/", "eval": "eval/", "train": ""}
+    kept = [{**each} for each in written]
+    expected = []
+    for each in kept:
+        kind, step, _ = each.pop("kind"), each.pop("step"), each.pop("time")
+        expected.append((step, {f"{prefixes[kind]}{name}": value for name, value in each.items()}))
+    assert tracker.records == expected
+    ((step, name, (row,)),) = tracker.tables
+    assert (step, name, row["prompt"], row["uid"]) == (0, "eval/samples", tiny.prompt().text, "row")
     assert (run.path / "trace.json").exists()
 
 

@@ -239,3 +239,11 @@ class InheritsItsCall(AnswersWhenCalled):
 
 def is_cancelled(base_url: str) -> None:
     raise asyncio.CancelledError
+
+
+def asks_wrongly(base_url: str, api_key: str, messages: list) -> float:
+    """One call with another key, one to another API, and one that is answered."""
+    post(base_url, "wrong", {"messages": messages})
+    post(base_url, api_key, {"input": "x"}, path="/embeddings")
+    ask(base_url, api_key, messages)
+    return 0.5

@@ -26,8 +26,7 @@ from headwater.serving.openai.plan import (
     refuse_unsupported,
     usage,
 )
-from headwater.serving.openai.tool_message import ToolMessage
-from headwater.serving.openai.tools import ToolUse, for_template
+from headwater.serving.openai.tools import ToolMessage, ToolUse, for_template
 from headwater.serving.output import Piece, token_bytes, token_text
 from headwater.serving.prompt import ModelLimits
 

@@ -12,20 +12,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from headwater.serving.errors import ApiError, wrong
+from headwater.serving.fields import write_json
 
 _SAME = (
     "model", "temperature", "top_p", "top_k", "min_p", "parallel_tool_calls", "seed", "stop", "user", "metadata",
-    "chat_template_kwargs", "prompt_cache_key", "safety_identifier", "service_tier", "store", "return_token_ids",
+    "chat_template_kwargs", "prompt_cache_key", "safety_identifier", "return_token_ids",
 )  # fmt: skip
 _NO_EFFECT = (
-    "include",
-    "truncation",
-    "reasoning",
-    "stream",
-    "prompt_cache_retention",
-    "stream_options",
-    "max_tool_calls",
-)
+    "include", "truncation", "reasoning", "stream", "prompt_cache_retention", "stream_options", "max_tool_calls",
+    "store", "service_tier", "background",
+)  # fmt: skip
 _READ = ("input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "previous_response_id")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _STREAM_OPTIONS = {"include_usage": True}
@@ -265,6 +261,12 @@ class _EventStream:
         self._output.append(item)
         self._open = None
         return events
+
+
+def event_bytes(event: dict[str, Any]) -> bytes:
+    """A server-sent event. Those of ``/v1/responses`` have a name."""
+    name = f"event: {event['type']}\n".encode() if "sequence_number" in event else b""
+    return name + b"data: " + write_json(event) + b"\n\n"
 
 
 def completion_id(name: str) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
 
 import headwater
-from headwater.serving.errors import ApiError
+from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields
 from headwater.serving.generation import generate_all, reply, send_events, stream_all
 from headwater.serving.openai.chat import ChatReply, read_chat, read_messages_as_tokens
 from headwater.serving.openai.completions import CompletionReply, read_completion
 from headwater.serving.openai.plan import CallPlan, check_model, unknown_model
+from headwater.serving.openai.responses import ResponseWriter, chat_body, event_bytes
 from headwater.serving.output import PieceMaker, token_text, whole
 from headwater.serving.state import STATE, ServerState
 
@@ -36,6 +37,25 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         lambda body: _checked(state, read_chat(body, state.limits, state.options.served_name, state.parser)),
     )
     return await _answer(request, state, plan, ChatReply(plan, state.tokenizer))
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """``/v1/responses`` as a chat. Replies are not stored, so a request has the whole conversation."""
+    state = request.app[STATE]
+
+    def read(body: Mapping[str, Any]) -> tuple[CallPlan, ResponseWriter]:
+        if body.get("previous_response_id") is not None:
+            previous = body["previous_response_id"]
+            raise wrong("previous_response_id", previous, "replies are not stored; send the whole conversation")
+        plan = read_chat(chat_body(body), state.limits, state.options.served_name, state.parser)
+        return _checked(state, plan), ResponseWriter(body)
+
+    plan, writer = await state.read(request, read)
+    chat = ChatReply(plan, state.tokenizer)
+    if not plan.shape.stream:
+        return await _answer(request, state, plan, chat, writer.whole)
+    with state.active.hold(plan.names, "id"):
+        return await send_events(request, writer.events(_events(state, plan, chat)), event_bytes)
 
 
 async def models(request: web.Request) -> web.Response:
@@ -68,7 +88,13 @@ def _checked(state: ServerState, plan: CallPlan) -> CallPlan:
     return plan
 
 
-async def _answer(request: web.Request, state: ServerState, plan: CallPlan, writer: Writer) -> web.StreamResponse:
+async def _answer(
+    request: web.Request,
+    state: ServerState,
+    plan: CallPlan,
+    writer: Writer,
+    formatted: Callable[[dict[str, Any]], dict[str, Any]] = lambda made: made,
+) -> web.StreamResponse:
     with state.active.hold(plan.names, "id"):
         if plan.shape.stream:
             return await send_events(request, _events(state, plan, writer))
@@ -78,7 +104,7 @@ async def _answer(request: web.Request, state: ServerState, plan: CallPlan, writ
         rules, with_offsets = plan.shape.rules, plan.shape.logprobs
         pieces = [whole(response, state.tokenizer, rules, with_offsets=with_offsets) for response in responses]
         versions = [version for piece in pieces for version in piece.versions]
-        return writer.whole(pieces, max(versions, default=state.engine.get_version()))
+        return formatted(writer.whole(pieces, max(versions, default=state.engine.get_version())))
 
     num_tokens = sum(len(response.output_tokens) for response in responses)
     if plan.shape.echo:
@@ -168,6 +194,7 @@ def _detokenize(body: Mapping[str, Any], state: ServerState) -> dict[str, Any]:
 ROUTES = [
     web.post("/v1/completions", completions),
     web.post("/v1/chat/completions", chat_completions),
+    web.post("/v1/responses", responses),
     web.get("/v1/models", models),
     web.get("/v1/models/{model:.+}", model),  # a name may contain slashes
     web.post("/tokenize", tokenize),

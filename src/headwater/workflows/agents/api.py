@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.serving.errors import ApiError, cut, wrong
-from headwater.serving.fields import write_json
-from headwater.serving.openai.responses import ResponseWriter, chat_body, input_messages
+from headwater.serving.openai.responses import ResponseWriter, chat_body, event_bytes, input_messages
 from headwater.workflows.agents.calls import read_call
 from headwater.workflows.agents.session import Session
 
@@ -32,12 +31,6 @@ class Answer:
         async for event in self.events:
             yield event_bytes(event)
         yield b"data: [DONE]\n\n"
-
-
-def event_bytes(event: dict[str, Any]) -> bytes:
-    """A server-sent event. Those of ``/v1/responses`` have a name."""
-    name = f"event: {event['type']}\n".encode() if "sequence_number" in event else b""
-    return name + b"data: " + write_json(event) + b"\n\n"
 
 
 async def answer_call(session: Session, path: str, body: Mapping[str, Any]) -> Answer:

@@ -26,9 +26,10 @@ from headwater.serving.errors import ApiError, cut, wrong
 from headwater.serving.fields import read_object
 from headwater.serving.generation import reply, send_events
 from headwater.serving.listen import BACKLOG, bind, make_runner
+from headwater.serving.openai.responses import event_bytes
 from headwater.serving.options import DEFAULT_MAX_BODY_MIB, ServerOptions
 from headwater.serving.reading import BodyReader
-from headwater.workflows.agents.api import CHAT, RESPONSES, answer_call, event_bytes
+from headwater.workflows.agents.api import CHAT, RESPONSES, answer_call
 from headwater.workflows.agents.session import Session, SessionRules, episode_ended
 from headwater.workflows.episode import Episode
 
@@ -50,6 +51,8 @@ class EndpointServer:
     def __init__(self, host: str, port: int, public_url: str) -> None:
         self.refusals: Counter[str] = Counter()
         """Calls that belong to no running episode, by the code of their error."""
+        self._taken: Counter[str] = Counter()
+        """``refusals`` when they were last taken."""
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._socket = _bind(host, port)
@@ -92,6 +95,12 @@ class EndpointServer:
 
     def base_url(self, session: Session) -> str:
         return f"{self._url}/episodes/{session.id}/v1"
+
+    def take_refusals(self) -> dict[str, int]:
+        """Refused calls since the last call of this method, by code."""
+        new = {code: count - self._taken[code] for code, count in self.refusals.items() if count > self._taken[code]}
+        self._taken = Counter(self.refusals)
+        return new
 
     @asynccontextmanager
     async def session(self, episode: Episode, rules: SessionRules) -> AsyncIterator[Session]:

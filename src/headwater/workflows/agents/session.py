@@ -19,7 +19,7 @@ from headwater.core.protocols import delta_listener
 from headwater.core.records import Delta, Grammar, ModelRequest, ModelResponse, SamplingParams
 from headwater.serving.errors import ApiError
 from headwater.serving.openai.chat import ChatReply
-from headwater.serving.openai.plan import CallReading, Plan
+from headwater.serving.openai.plan import CallPlan, CallReading
 from headwater.serving.output import PieceMaker, whole
 from headwater.serving.prompt import MAX_CHARACTERS_PER_TOKEN
 from headwater.workflows.agents.calls import ChatCall
@@ -283,7 +283,7 @@ class ReplyWriter:
             shape = replace(shape, rules=replace(shape.rules, skip_special_tokens=False))
         request = ModelRequest(self.id, first.tokens, SamplingParams(max_new_tokens=1), rng_key=0)
         requests = (request,) * len(pieces)
-        self._plan = Plan(self.id, call.model, int(time.time()), requests, len(requests), shape, calls)
+        self._plan = CallPlan(self.id, call.model, int(time.time()), requests, len(requests), shape, calls)
         self._makers = [PieceMaker(tokenizer, shape.rules) for _ in pieces]
         self._chunks = ChatReply(self._plan, tokenizer)
         self._version = self._num_tokens = 0

@@ -1,0 +1,149 @@
+"""A copy of everything that a checkpoint contains, taken while training continues.
+
+    snapshot = snapshots.take(...)       # starts to copy to main memory, on another thread
+    ...                                  # generation and forward passes: the weights do not change
+    snapshots.settle()                   # before the weights change or move
+    snapshot.write(folder)               # on any thread
+
+On a GPU the copies go to page-locked memory on a separate stream. That memory is kept for the next snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from headwater.core.waits import wait_for_future
+from headwater.learner.export import merged_pieces
+from headwater.learner.optimizer import PinnedMemory, held_by
+from headwater.learner.sharded_checkpoint import Shards, write_shards
+from headwater.models.device import available_ram
+
+COPY_LIMIT_S = 600.0
+_SHARE_OF_MEMORY = 0.5
+"""Of the free main memory, the most that a copy may take."""
+
+MODEL = "model"
+"""The name of the copies of the exported model."""
+
+_Copies = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A consistent copy of the learner's state. It is valid until the next one is taken."""
+
+    _copied: Future[Mapping[str, _Copies]]
+    _write: Callable[[Path, Mapping[str, _Copies]], None]
+
+    def write(self, folder: Path) -> None:
+        """Write the files of a checkpoint. May be called on any thread."""
+        self._write(folder, wait_for_copies(self._copied))
+
+
+def wait_for_copies(copied: Future[Mapping[str, _Copies]]) -> Mapping[str, _Copies]:
+    return wait_for_future(
+        copied, lambda: "the weights are copied to main memory", kind="checkpoint", hard_limit_s=COPY_LIMIT_S
+    )
+
+
+class Snapshots:
+    """Copies the tensors of a learner in one process to main memory, one snapshot at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._memory: PinnedMemory | None = None
+        self._places: dict[tuple[str, str], Tensor] = {}
+        """Where the copy of each tensor is, by its part and name."""
+        self._last: Future[Mapping[str, _Copies]] | None = None
+
+    def take(
+        self,
+        parts: Mapping[str, Shards],
+        model: nn.Module,
+        write: Callable[[Path, Mapping[str, _Copies]], None],
+    ) -> Snapshot | None:
+        """Copy the tensors of ``parts`` and the merged weights of ``model``; None if there is too little memory.
+
+        ``write`` gets the copies by the names of the parts, and the merged weights as ``MODEL``.
+        """
+        self.settle()
+        num_bytes = sum(each.nbytes for shards in parts.values() for each in shards.tensors.values())
+        num_bytes += sum(each.nbytes for each in model.parameters() if not each.requires_grad)
+        if not self._places and num_bytes > _SHARE_OF_MEMORY * available_ram():
+            return None
+        if self._memory is None:
+            self._memory = PinnedMemory(num_bytes)
+        # Tensors are looked up here: during a forward pass, FSDP replaces the parameters of the modules.
+        wanted = {part: dict(shards.tensors) for part, shards in parts.items()}
+        wanted[MODEL] = dict(self._merged(model))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._last = self._pool.submit(self._copy, wanted)
+        return Snapshot(self._last, write)
+
+    @torch.no_grad()
+    def _merged(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the exported model. Those that are computed, because of adapters, are copied at once."""
+        for name, weight, is_computed in merged_pieces(model):
+            held = held_by(weight)
+            yield name, self._place(MODEL, name, held).copy_(held, non_blocking=True) if is_computed else held
+
+    def settle(self) -> None:
+        """Wait until the present tensors have been copied. A failure is raised by ``Snapshot.write``."""
+        if self._last is not None:
+            with suppress(Exception):
+                wait_for_copies(self._last)
+            self._last = None
+
+    def _copy(self, wanted: Mapping[str, _Copies]) -> Mapping[str, _Copies]:
+        if self._stream is None:
+            return self._copied(wanted)
+        with torch.cuda.stream(self._stream):
+            copies = self._copied(wanted)
+        self._stream.synchronize()
+        return copies
+
+    @torch.no_grad()
+    def _copied(self, wanted: Mapping[str, _Copies]) -> Mapping[str, _Copies]:
+        done: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
+
+        def copied(part: str, name: str, tensor: Tensor) -> Tensor:
+            if tensor is self._places.get((part, name)):
+                return tensor
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape)
+            if key not in done:  # the exported model shares most of its tensors with the trained weights
+                done[key] = self._place(part, name, tensor).copy_(tensor, non_blocking=True)
+            return done[key]
+
+        return {
+            part: {name: copied(part, name, each) for name, each in tensors.items()} for part, tensors in wanted.items()
+        }
+
+    def _place(self, part: str, name: str, tensor: Tensor) -> Tensor:
+        place = self._places.get((part, name))
+        if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
+            if self._stream is None:
+                place = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            else:
+                assert self._memory is not None, "made by take"
+                place = self._memory.empty(tensor.shape, tensor.dtype)
+            self._places[part, name] = place
+        return place
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def write_parts(folder: Path, parts: Mapping[str, Shards], copies: Mapping[str, _Copies]) -> None:
+    """Write the shards of each part into the sub-folder of its name."""
+    for part, shards in parts.items():
+        write_shards(folder / part, shards, copies[part])

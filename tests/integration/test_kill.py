@@ -1,0 +1,134 @@
+"""Runs that are killed with SIGKILL at arbitrary moments and resumed end like a run that was never killed.
+
+Each process kills itself a random time after a random stage of its steps, also while a checkpoint is written in the
+background.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import forked
+import pytest
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
+
+from headwater.observe.run_directory import RunDirectory
+
+NUM_STEPS = 4
+COMMON = [
+    *CUT_DOWN, f"trainer.total_steps={NUM_STEPS}", "eval.before=false", "eval.after=false",
+    "trainer.checkpoint_every_steps=1", "trainer.keep_checkpoints=1", "rollout.max_new_tokens=4",
+]  # fmt: skip
+EXACT = [*COMMON, "run.deterministic=true"]
+ASYNC = ["rollout.max_staleness=2"]
+CHILD = ["rollout.placement=disaggregated"]
+ODD = "tests/integration/odd_tools.py"
+TOOLS = [
+    "rollout.workflow=tool_agent", f"tools.use=[{ODD}:fine, {ODD}:raises]", f"tools.parser={ODD}:EveryReply",
+    "rollout.workflow_args={max_turn_tokens: 4, max_assistant_turns: 3}", "rollout.max_new_tokens=64",
+    "data.max_prompt_tokens=96",
+]  # fmt: skip
+"""An untrained model, in whose replies a parser finds calls."""
+KINDS = {
+    "sync": ["quickstart", *EXACT],
+    "async": ["quickstart", *EXACT, *ASYNC],
+    "critic": ["quickstart", "ppo", *EXACT, "critic.num_warmup_steps=1"],
+    "critic async": ["quickstart", "ppo", *EXACT, "critic.num_warmup_steps=1", *ASYNC],
+    "tools": ["quickstart", *EXACT, *TOOLS],
+    "tools async": ["quickstart", *EXACT, *TOOLS, *ASYNC],
+    "child": ["quickstart", *EXACT, *CHILD],
+    "child async": ["quickstart", *EXACT, *CHILD, *ASYNC],
+    "timing": ["quickstart", *COMMON, *ASYNC],
+}
+"""``timing`` is not deterministic: there, no prompt may be lost or trained twice."""
+
+DOOMED = """
+import os, signal, sys, threading
+import headwater.trainer.summary
+from headwater.cli.main import main
+from headwater.trainer.recorder import Recorder
+
+headwater.trainer.summary.draw_reward_curve = lambda *arguments: None  # it takes longer than a run
+stage, left, delay_s = Recorder.stage, int(sys.argv[1]), float(sys.argv[2])
+
+def counted(self, name, **args):
+    global left
+    left -= 1
+    if left == 0:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return stage(self, name, **args)
+
+Recorder.stage = counted
+sys.exit(main(["train", *sys.argv[3:]]))
+"""
+
+
+def train(*arguments: object, place: int = 0, delay_s: float = 0.0) -> int:
+    """The exit status of a process that kills itself ``delay_s`` after its stage number ``place``, if not 0."""
+    done = forked.run("-c", DOOMED, place, delay_s, *arguments, cwd=ROOT, timeout=PROCESS_LIMIT_S)
+    assert done.returncode in (0, -signal.SIGKILL), done.stdout + done.stderr
+    return done.returncode
+
+
+def timeless(run: Path) -> list[dict]:
+    """The valid metrics, without measurements of time and memory."""
+    left_out = ("time", "throughput", "timing", "memory", "perf", "engine", "host", "gpu", "rollout/", "mfu")
+    return [
+        {name: value for name, value in each.items() if not name.startswith(left_out)}
+        for each in RunDirectory(run).read_metrics()
+    ]
+
+
+def check_ledger(run: Path, num_prompts: int = 4) -> None:
+    """Every dispatch ended once, and every step trained on its number of prompts."""
+    steps = [each for each in RunDirectory(run).read_ledger() if each["kind"] == "step"]
+    assert [each["step"] for each in steps] == list(range(1, NUM_STEPS + 1))
+    trained = [dispatch for each in steps for dispatch in each["trained"]]
+    ids = [each["id"] if isinstance(each, dict) else each for each in trained]
+    assert len(ids) == len(set(map(json.dumps, ids))) == NUM_STEPS * num_prompts
+
+
+def killed_and_resumed(kind: str, root: Path, num_kills: int, seed: int) -> int:
+    """Kill a run of this kind ``num_kills`` times, beginning again when it is complete. Compare every complete run."""
+    draw = random.Random(f"{kind} {seed}")
+    settings = [*KINDS[kind], f"run.root={root}"]
+    is_exact = kind != "timing"
+    if is_exact:
+        assert train(*settings, "run.name=whole") == 0
+    num_done, number, run = 0, 0, root / "killed-0"
+    while True:
+        place = draw.randint(1, 5 * NUM_STEPS) if num_done < num_kills else 0
+        begun = (run / "config.yaml").exists()
+        start = ["--resume", run] if begun else [*settings, f"run.name={run.name}"]
+        code = train(*start, place=place, delay_s=draw.random() * 0.1)
+        num_done += code != 0
+        if code == 0:
+            assert not list((run / "checkpoints").glob(".*")), "nothing incomplete is left"
+            if is_exact:
+                assert same_weights(weights(run, NUM_STEPS), weights(root / "whole", NUM_STEPS)), kind
+                assert timeless(run) == timeless(root / "whole"), kind
+            check_ledger(run)
+            number += 1
+            run = root / f"killed-{number}"
+            if num_done >= num_kills:
+                return num_done
+
+
+def test_a_killed_run_ends_bitwise_equal(tmp_path):
+    assert killed_and_resumed("critic async", tmp_path, num_kills=4, seed=0) == 4
+
+
+@pytest.mark.slow
+def test_fifty_kills(tmp_path):
+    counts = {
+        "sync": 7, "async": 8, "critic": 7, "critic async": 6, "tools": 6, "tools async": 6, "child": 2,
+        "child async": 2, "timing": 6,
+    }  # fmt: skip
+    done = {}
+    for kind, num_kills in counts.items():
+        (root := tmp_path / kind.replace(" ", "-")).mkdir()
+        done[kind] = killed_and_resumed(kind, root, num_kills, seed=1)
+    assert sum(done.values()) >= 50, done

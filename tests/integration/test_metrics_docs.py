@@ -1,0 +1,103 @@
+"""docs/metrics.md lists every metric of a run, and no metric that does not exist."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from command import CUT_DOWN, ROOT, metrics, train_here
+
+PAGE = ROOT / "docs" / "metrics.md"
+
+RUNS = {
+    "sync": ["quickstart", *CUT_DOWN, "warm_start.num_steps=1", "reward.overlong_tokens=2"],
+    "async": [
+        "quickstart-async", *CUT_DOWN, "trainer.total_steps=3", "algorithm.old_logprobs=metrics",
+        "algorithm.kl_in_reward=0.01", "algorithm.kl_in_loss=0.01", "algorithm.corrections=[truncate]",
+        "algorithm.policy_loss=ppo", "learner.skip_zero_advantages=false",
+    ],
+    "critic": ["quickstart", "ppo", *CUT_DOWN, "critic.num_warmup_steps=0", "algorithm.corrections=[reject]"],
+    "LoRA": ["quickstart-lora", *CUT_DOWN, "rollout.publish=adapter"],
+    "tools": ["quickstart-tools", *CUT_DOWN[:-1], "rollout.max_new_tokens=24", "learner.skip_zero_advantages=false"],
+}  # fmt: skip
+ELSEWHERE = ("GPU", "ranks", "reward model")
+"""What the last column says about metrics that these runs cannot have."""
+KINDS = {"Training steps": "train", "Evaluations": "eval", "Supervised start": "warm_start"}
+"""The sections with metrics, and the kind of record that has them."""
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """All records of all runs."""
+    root, made = tmp_path_factory.mktemp("runs"), {}
+    for name, settings in RUNS.items():
+        train_here(*settings, f"run.root={root}", f"run.name={name}")
+        made[name] = {kind: metrics(root / name, kind) for kind in KINDS.values()}
+    return made
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """The kind of record and the last column of every row, by ``kind:name``."""
+    found, kind = {}, None
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            kind = KINDS.get(line.removeprefix("## "))
+        if line.startswith("| `") and kind is not None:
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            found |= {f"{kind}:{name}": (kind, cells[-1]) for name in re.findall(r"`([^`]+)`", cells[0])}
+    return found
+
+
+def pattern_of(name: str) -> re.Pattern[str]:
+    """``<...>`` stands for a name, which may have slashes, and ``{a,b}`` for one of several words."""
+    parts = re.split(r"(<[^>]+>|\{[^}]+\})", name)
+    texts = [
+        ".+" if part.startswith("<") else f"(?:{'|'.join(map(re.escape, part[1:-1].split(',')))})"
+        if part.startswith("{") else re.escape(part)
+        for part in parts
+    ]  # fmt: skip
+    return re.compile("".join(texts))
+
+
+def expanded(name: str) -> list[str]:
+    """The names that ``{a,b}`` stands for."""
+    if (choice := re.search(r"\{([^}]+)\}", name)) is None:
+        return [name]
+    return [each for word in choice[1].split(",") for each in expanded(name.replace(choice[0], word, 1))]
+
+
+def test_every_metric_is_documented_and_every_documented_metric_exists(records):
+    known = documented()
+    seen = {kind: {key for made in records.values() for each in made[kind] for key in each} for kind in KINDS.values()}
+    for kind, names in seen.items():
+        patterns = [pattern_of(key.partition(":")[2]) for key, (of, _) in known.items() if of == kind]
+        shown = names - {"kind", "step", "time"}
+        missing = sorted(name for name in shown if not any(each.fullmatch(name) for each in patterns))
+        assert not missing, f"not in {PAGE.name}, {kind}: {missing}"
+    invented = [
+        each
+        for key, (kind, when) in known.items()
+        if "<" not in key and not any(word in when for word in ELSEWHERE)
+        for each in expanded(key.partition(":")[2])
+        if each not in seen[kind]
+    ]
+    assert not invented, f"{PAGE.name} has metrics that no run has: {invented}"
+
+
+def test_what_every_run_must_measure_is_measured_and_finite(records):
+    for name, made in records.items():
+        train = made["train"]
+        for record in train:
+            values = {key: value for key, value in record.items() if isinstance(value, (int, float))}
+            assert all(math.isfinite(value) for value in values.values()), name
+            assert values["tokens/total"] > values["tokens/trained"] > 0, name
+            assert values["throughput/tokens_per_s"] > values["throughput/generated_tokens_per_s"] > 0, name
+        last = train[-1]
+        assert last["rollout_gap/tokens"] > 0, name
+        assert last["rollout_gap/logprob_abs_mean"] <= last["rollout_gap/logprob_abs_max"], name
+        assert last["memory/host_peak_gib"] >= last["memory/train/host_gib"] > 0, name
+        assert sum(each["engine/generated_tokens"] for each in train) > 0, name
+    gap = records["sync"]["train"][-1]
+    assert gap["rollout_gap/logprob_abs_max"] < 1e-3, "the engine and the learner have the same weights here"
+    assert records["critic"]["train"][-1]["value/explained_variance"] <= 1.0

@@ -1,0 +1,32 @@
+"""A snapshot holds what a checkpoint would have held, whatever happens to the weights afterwards."""
+
+from __future__ import annotations
+
+import tiny
+
+from headwater.config.load import load_config
+from headwater.learner.build import LearnerSpec, build_learner
+from headwater.rollout.padding import pad_trajectories
+
+MODEL = "tiny:qwen3"
+
+
+def files(folder) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_snapshot_is_the_checkpoint_of_its_moment(tmp_path):
+    batch = pad_trajectories([tiny.trajectory(seed) for seed in range(4)], tiny.tokenizer().pad_token_id)
+    for name, recipe in {"ppo": ["quickstart", "ppo"], "lora": ["quickstart-lora"]}.items():
+        learner = build_learner(LearnerSpec(load_config(recipe).config, MODEL, MODEL))
+        learner.supervise(batch)
+        learner.save(tmp_path / f"{name} saved")
+        snapshot = learner.snapshot()
+        assert snapshot is not None
+        learner.supervise(batch)
+        snapshot.write(tmp_path / f"{name} later")
+        assert files(tmp_path / f"{name} later") == files(tmp_path / f"{name} saved"), name
+        learner.save(tmp_path / f"{name} after")
+        changed = files(tmp_path / f"{name} after")
+        assert changed["model/model.safetensors"] != files(tmp_path / f"{name} saved")["model/model.safetensors"]
+        learner.close()
