@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +21,14 @@ from tiny import model, tokenizer
 from headwater.backends import BackendContext
 from headwater.backends.remote import session as session_module
 from headwater.backends.remote.http import read_metrics
-from headwater.backends.remote.link import Chunk, Garbage, Sending, Span
+from headwater.backends.remote.link import Chunk, Garbage, LinkLost, Sending, ServerInfo, Span
 from headwater.backends.remote.requests import OpenRequest
 from headwater.backends.vllm.engine import VllmEngine, logprobs_problem
 from headwater.backends.vllm.inprocess import InProcessLink
 from headwater.backends.vllm.launch import command
 from headwater.backends.vllm.wire import dialect_of, read_event, write_request
 from headwater.config.load import load_config
-from headwater.core.errors import ConfigError, LogitsBroken, RequestError, RolloutFailed
+from headwater.core.errors import ConfigError, LogitsBroken, RequestError, RolloutFailed, ServerLost
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
@@ -344,3 +344,37 @@ vllm:num_preemptions_total{engine="0",model_name="m"} odd
     sglang = 'sglang:token_usage{model_name="m"} 0.28\nsglang:cached_tokens_total{model_name="m"} 3.0\n'
     assert read_metrics(sglang) == {"kv_used": 0.28, "num_tokens_cached": 3.0}
     assert read_metrics("<html>") == {}
+
+
+class DeadLink:
+    """vLLM in this process, whose engine fails with its first request."""
+
+    async def describe(self) -> ServerInfo:
+        return ServerInfo("0.32.0", "m", "float32", "here", 64, 8, "cpu", labels_tokens=True, can_sleep=False)
+
+    async def set_label(self, label: str) -> bool:
+        return True
+
+    async def stream(self, sending: Sending) -> AsyncIterator[Chunk]:
+        yield Chunk((7,), (-1.0,))
+        raise LinkLost("vLLM's engine has failed")
+
+    async def check_alive(self) -> None:
+        raise LinkLost("vLLM's engine has failed")
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_failed_engine_in_this_process_is_a_lost_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InProcessLink, "start", lambda *_: DeadLink())
+    engine = VllmEngine.from_context(context())
+    try:
+        assert engine.status().is_alive
+        with pytest.raises(ServerLost, match=r"not started again: resume the run, or use rollout\.placement"):
+            ask(engine, request())
+        assert not engine.status().is_alive
+        with pytest.raises(ServerLost):
+            ask(engine, request())
+    finally:
+        engine.close()

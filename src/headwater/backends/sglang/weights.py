@@ -115,12 +115,11 @@ class GroupSender:
                 self._group.broadcast(ready).wait()
         except WeightsError as error:
             self.close()
-            if call.done() and not call.cancelled() and (reason := call.exception()) is not None:
+            reason = call.exception() if call.done() else None
+            call.cancel()
+            if reason is not None:
                 raise reason from error
             raise LinkLost(str(error)) from error
-        finally:
-            if not call.done() and self._group is None:
-                call.cancel()
         wait_for_future(call, lambda: "the SGLang server uses the weights", kind="weights", hard_limit_s=600.0)
 
 
