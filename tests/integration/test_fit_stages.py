@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import textwrap
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command import CUT_DOWN, headwater, metrics, same_weights, train_here, weights
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, headwater, metrics, same_weights, train_here, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.core.errors import RunError
@@ -136,6 +138,37 @@ def test_an_exported_model_is_loaded_by_transformers(run, tmp_path):
     assert "trained all weights" in headwater("export", run, "--to", "x", "--adapter").stderr
 
 
+VLLM = Path(os.environ.get("HEADWATER_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+GENERATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+model = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128)
+sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+(done,) = model.generate({"prompt_token_ids": [5, 6, 7, 8]}, sampling)
+print("TOKENS", json.dumps(done.outputs[0].token_ids))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.skipif(not VLLM.exists(), reason=f"NO REAL VLLM: {VLLM} does not exist; run `make setup-vllm`")
+def test_an_exported_model_is_loaded_by_vllm(run, tmp_path):
+    assert headwater("export", run, "--to", tmp_path / "model").code == 0
+    (tmp_path / "generate.py").write_text(f"if __name__ == '__main__':\n{textwrap.indent(GENERATE, '    ')}")
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    done = subprocess.run(
+        [VLLM, tmp_path / "generate.py", tmp_path / "model"], capture_output=True, text=True, check=False,
+        timeout=PROCESS_LIMIT_S, env={**os.environ, **settings, "VLLM_HOST_IP": "127.0.0.1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    tokens = json.loads(done.stdout.rpartition("TOKENS")[2])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    expected = model.generate(prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert tokens == expected[0, 4:].tolist()
+
+
 def test_exported_adapters_are_those_of_the_merged_model(tmp_path):
     from peft import PeftModel
 
@@ -171,7 +204,7 @@ def test_wrong_settings_are_named(tmp_path):
     assert "there is nothing to evaluate on" in fails(root, "eval.only=true", *rows_of(tmp_path, 8)[:-1])
     empty = fails(root, *rows_of(tmp_path, 8)[:-1], f"data.eval=[{rows_of(tmp_path, 0)[-1]}]")
     assert "empty_0.jsonl" in empty
-    assert "eval.temperature = 0 is greedy" in fails(root, "eval.top_p=0.9")
+    assert "eval.temperature = 0 is greedy" in fails(root, "eval.top_p=0.9", "eval.temperature=0")
     assert "only metrics of evaluation" in fails(root, "trainer.best_metric=reward/mean")
     assert "trainer.total_epochs = 2 decides" in fails(root, "trainer.total_epochs=2")
     assert "nothing reads the reference" in fails(root, "reference.path=tiny:llama")

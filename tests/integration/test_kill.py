@@ -1,19 +1,17 @@
 """Runs that are killed with SIGKILL at arbitrary moments and resumed end like a run that was never killed.
 
-The processes are forked from one that has imported everything, so that many of them can be started and killed. Each one
-kills itself a random time after a random stage of its steps, also while a checkpoint is written in the background.
+Each process kills itself a random time after a random stage of its steps, also while a checkpoint is written in the
+background.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
 
@@ -47,76 +45,37 @@ KINDS = {
 }
 """``timing`` is not deterministic: there, no prompt may be lost or trained twice."""
 
-FORKING = """
-import os, random, signal, sys, threading, time
-sys.path.insert(0, "tests/integration")
-from command import main
+DOOMED = """
+import os, signal, sys, threading
+import headwater.trainer.summary
+from headwater.cli.main import main
 from headwater.trainer.recorder import Recorder
-import headwater.engine.engine, headwater.learner.snapshot, headwater.trainer.loop, headwater.trainer.summary
-import pandas
 
 headwater.trainer.summary.draw_reward_curve = lambda *arguments: None  # it takes longer than a run
+stage, left, delay_s = Recorder.stage, int(sys.argv[1]), float(sys.argv[2])
 
-def doomed(place, delay_s):
-    stage, left = Recorder.stage, [place]
-    def counted(self, name, **args):
-        left[0] -= 1
-        if left[0] == 0:
-            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        return stage(self, name, **args)
-    Recorder.stage = counted
+def counted(self, name, **args):
+    global left
+    left -= 1
+    if left == 0:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return stage(self, name, **args)
 
-for line in sys.stdin:
-    place, delay_s, *arguments = line.rstrip("\\n").split("\\t")
-    pid = os.fork()
-    if pid == 0:
-        output = os.open(os.environ["LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1), os.dup2(output, 2)
-        if int(place):
-            doomed(int(place), float(delay_s))
-        code = main(arguments)
-        sys.stdout.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+Recorder.stage = counted
+sys.exit(main(["train", *sys.argv[3:]]))
 """
 
 
-class Processes:
-    """Runs the command again and again, each time in a new process."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKING], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "LOG": str(log), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-
-    def __call__(self, *arguments: object, place: int = 0, delay_s: float = 0.0) -> int:
-        """The exit status of a process that kills itself ``delay_s`` after its stage number ``place``, if not 0."""
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write("\t".join([str(place), str(delay_s), "train", *map(str, arguments)]) + "\n")
-        self._server.stdin.flush()
-        code = int(self._server.stdout.readline())
-        assert code in (0, -signal.SIGKILL), self._log.read_text()[-3000:]
-        return code
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(PROCESS_LIMIT_S)
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    made = Processes(tmp_path_factory.mktemp("kill") / "log")
-    yield made
-    made.close()
+def train(*arguments: object, place: int = 0, delay_s: float = 0.0) -> int:
+    """The exit status of a process that kills itself ``delay_s`` after its stage number ``place``, if not 0."""
+    done = forked.run("-c", DOOMED, place, delay_s, *arguments, cwd=ROOT, timeout=PROCESS_LIMIT_S)
+    assert done.returncode in (0, -signal.SIGKILL), done.stdout + done.stderr
+    return done.returncode
 
 
 def timeless(run: Path) -> list[dict]:
     """The valid metrics, without measurements of time and memory."""
-    left_out = ("time", "throughput", "timing", "memory", "perf", "engine", "host", "gpu", "rollout/")
+    left_out = ("time", "throughput", "timing", "memory", "perf", "engine", "host", "gpu", "rollout/", "mfu")
     return [
         {name: value for name, value in each.items() if not name.startswith(left_out)}
         for each in RunDirectory(run).read_metrics()
@@ -132,19 +91,19 @@ def check_ledger(run: Path, num_prompts: int = 4) -> None:
     assert len(ids) == len(set(map(json.dumps, ids))) == NUM_STEPS * num_prompts
 
 
-def killed_and_resumed(process: Processes, kind: str, root: Path, num_kills: int, seed: int) -> int:
+def killed_and_resumed(kind: str, root: Path, num_kills: int, seed: int) -> int:
     """Kill a run of this kind ``num_kills`` times, beginning again when it is complete. Compare every complete run."""
     draw = random.Random(f"{kind} {seed}")
     settings = [*KINDS[kind], f"run.root={root}"]
     is_exact = kind != "timing"
     if is_exact:
-        assert process(*settings, "run.name=whole") == 0
+        assert train(*settings, "run.name=whole") == 0
     num_done, number, run = 0, 0, root / "killed-0"
     while True:
         place = draw.randint(1, 5 * NUM_STEPS) if num_done < num_kills else 0
         begun = (run / "config.yaml").exists()
         start = ["--resume", run] if begun else [*settings, f"run.name={run.name}"]
-        code = process(*start, place=place, delay_s=draw.random() * 0.1)
+        code = train(*start, place=place, delay_s=draw.random() * 0.1)
         num_done += code != 0
         if code == 0:
             assert not list((run / "checkpoints").glob(".*")), "nothing incomplete is left"
@@ -158,12 +117,12 @@ def killed_and_resumed(process: Processes, kind: str, root: Path, num_kills: int
                 return num_done
 
 
-def test_a_killed_run_ends_bitwise_equal(process, tmp_path):
-    assert killed_and_resumed(process, "critic async", tmp_path, num_kills=4, seed=0) == 4
+def test_a_killed_run_ends_bitwise_equal(tmp_path):
+    assert killed_and_resumed("critic async", tmp_path, num_kills=4, seed=0) == 4
 
 
 @pytest.mark.slow
-def test_fifty_kills(process, tmp_path):
+def test_fifty_kills(tmp_path):
     counts = {
         "sync": 7, "async": 8, "critic": 7, "critic async": 6, "tools": 6, "tools async": 6, "child": 2,
         "child async": 2, "timing": 6,
@@ -171,5 +130,5 @@ def test_fifty_kills(process, tmp_path):
     done = {}
     for kind, num_kills in counts.items():
         (root := tmp_path / kind.replace(" ", "-")).mkdir()
-        done[kind] = killed_and_resumed(process, kind, root, num_kills, seed=1)
+        done[kind] = killed_and_resumed(kind, root, num_kills, seed=1)
     assert sum(done.values()) >= 50, done

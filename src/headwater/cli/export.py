@@ -188,7 +188,7 @@ def model_card(run: RunDirectory, config: Config, step: int, *, is_adapter: bool
     }
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
     lines += [f"# {run.path.name}", ""]
-    what = "LoRA adapters for" if is_adapter else "A model trained from"
+    what = "LoRA adapters for" if is_adapter else "A model based on"
     lines += [
         f"{what} `{base}`, trained with reinforcement learning by Headwater {headwater.__version__}: "
         f"step {step} of {config.trainer.total_steps}, {config.trainer.num_prompts_per_step} prompts with "

@@ -35,6 +35,7 @@ from headwater.learner.lora import without_adapters
 from headwater.learner.optimizer import held_by
 from headwater.learner.reward_model import RewardModel
 from headwater.models.checksum import checksum
+from headwater.models.device import DTYPES
 from headwater.models.save import WeightsToSave, save_model
 from headwater.weights.memory import in_buckets
 
@@ -297,7 +298,7 @@ class LocalLearner:
     @property
     def _saved_dtype(self) -> torch.dtype | None:
         name = self.config.trainer.checkpoint_dtype
-        return None if name == "trained" else getattr(torch, name)  # type: ignore[no-any-return]
+        return None if name == "trained" else DTYPES[name]
 
     @staticmethod
     def _saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class Snapshots:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._memory: PinnedMemory | None = None
         self._places: dict[tuple[str, str], Tensor] = {}
         """Where the copy of each tensor is, by its part and name."""
@@ -104,8 +104,16 @@ class Snapshots:
                 wait_for_copies(self._last)
             self._last = None
 
-    @torch.no_grad()
     def _copy(self, wanted: Mapping[str, _Copies]) -> Mapping[str, _Copies]:
+        if self._stream is None:
+            return self._copied(wanted)
+        with torch.cuda.stream(self._stream):
+            copies = self._copied(wanted)
+        self._stream.synchronize()
+        return copies
+
+    @torch.no_grad()
+    def _copied(self, wanted: Mapping[str, _Copies]) -> Mapping[str, _Copies]:
         done: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
 
         def copied(part: str, name: str, tensor: Tensor) -> Tensor:
@@ -116,14 +124,9 @@ class Snapshots:
                 done[key] = self._place(part, name, tensor).copy_(tensor, non_blocking=True)
             return done[key]
 
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            copies = {
-                part: {name: copied(part, name, each) for name, each in tensors.items()}
-                for part, tensors in wanted.items()
-            }
-        if self._stream is not None:
-            self._stream.synchronize()
-        return copies
+        return {
+            part: {name: copied(part, name, each) for name, each in tensors.items()} for part, tensors in wanted.items()
+        }
 
     def _place(self, part: str, name: str, tensor: Tensor) -> Tensor:
         place = self._places.get((part, name))

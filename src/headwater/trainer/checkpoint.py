@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from headwater.core.disk import disk_full
-from headwater.core.errors import ConfigError, DamagedCheckpoint, DiskFull, RunError
+from headwater.core.errors import ConfigError, DamagedCheckpoint, DiskFull, HeadwaterError, RunError
 from headwater.core.protocols import Learner, SavedLater
 from headwater.core.waits import wait_for_future
 from headwater.observe.manifest import MANIFEST, Damage, damage, num_bytes, seal
@@ -97,6 +97,17 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         """The checkpoint that is being written in the background. There is at most one."""
 
+    @classmethod
+    def of(cls, settings: TrainerConfig, run: RunDirectory) -> Checkpoints:
+        """The checkpoints of a run, with a copy elsewhere if the config asks for it."""
+        if not settings.checkpoint_dir:
+            return cls(run.checkpoints, settings.keep_checkpoints)
+        from headwater.trainer.mirror import Mirror, is_same_place  # only these runs need it
+
+        is_copy = is_same_place(settings.checkpoint_dir, run)
+        mirror = None if is_copy else Mirror.of(settings.checkpoint_dir, run)
+        return cls(run.checkpoints, settings.keep_checkpoints, mirror=mirror)
+
     def keep_best(self, step: int) -> None:
         """Keep the checkpoint of ``step``, and no longer the one that was the best before."""
         self._best = step
@@ -165,6 +176,16 @@ class Checkpoints:
             writing, self._writing = self._writing, None
             what = "a checkpoint is written in the background"
             wait_for_future(writing, lambda: what, kind="checkpoint", hard_limit_s=WRITE_LIMIT_S)
+
+    def finish(self) -> None:
+        """The run ends: wait for a checkpoint that is still being written. If it fails, another error came before."""
+        try:
+            self.settle()
+        except (HeadwaterError, OSError) as error:
+            logger.warning("the last checkpoint was not written: %s", error)
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
     @contextmanager
     def _cleaning_up(self, temporary: Path, target: Path) -> Iterator[None]:

@@ -7,10 +7,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwater.config.schema import Config
 from headwater.core.errors import DiskFull, HeadwaterError, RankFailed
+from headwater.core.interrupts import Interrupts
 from headwater.core.protocols import ProfileOrder
 from headwater.core.records import Prompt, Trajectory
 from headwater.observe.manifest import seal
@@ -23,16 +24,12 @@ from headwater.rollout.source import PromptStream
 from headwater.trainer.checkpoint import ADAPTERS, BestStep, Checkpoints, TrainerState, check_weights, read_state
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
-from headwater.trainer.interrupts import Interrupts
 from headwater.trainer.learner_setup import TrainingParts
 from headwater.trainer.metrics import EngineWatch, RunFacts
 from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import RolloutParts, num_left_out
 from headwater.trainer.warm_start import warm_start
 from headwater.weights.publish import AdaptersAlone, Published, publish
-
-if TYPE_CHECKING:
-    from headwater.trainer.mirror import Mirror
 
 NOTHING = -1
 """The step of a run from which nothing is kept."""
@@ -73,12 +70,13 @@ class Trainer:
         self._run = run
         self._display = display
         self._stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
-        self._checkpoints = Checkpoints(run.checkpoints, config.trainer.keep_checkpoints, mirror=_mirror(config, run))
+        self._checkpoints = Checkpoints.of(config.trainer, run)
         self._best = BestStep(config.trainer.best_metric, config.trainer.best_mode)
         self._interrupts = Interrupts(
             lambda doing: display.say(f"Stopping after {doing}. Ctrl-C again stops immediately.")
         )
-        self._engine_watch = EngineWatch(rollout.engine.status, is_local=not config.rollout.is_separate)
+        is_local = not config.rollout.is_separate and config.cluster.kind == "local"
+        self._engine_watch = EngineWatch(rollout.engine.status, is_local=is_local)
         self._trackers = Trackers.of(config.trainer.trackers, config.trainer.tracker_args, display)
         self._recorder = Recorder(
             run,
@@ -186,6 +184,7 @@ class Trainer:
                     self._save_after(error)
                 raise
             finally:
+                self._checkpoints.finish()
                 self._recorder.close()
             return True
 
@@ -417,14 +416,6 @@ class Trainer:
         in_background = in_background and self._config.trainer.checkpoint_in_background
         with self._interrupts.deferred("this checkpoint"), self._stage("checkpoint"):
             self._checkpoints.save(self._state, self._learner, in_background=in_background)
-
-
-def _mirror(config: Config, run: RunDirectory) -> Mirror | None:
-    if not config.trainer.checkpoint_dir:
-        return None
-    from headwater.trainer.mirror import Mirror, is_same_place  # only runs with a second place for checkpoints need it
-
-    return None if is_same_place(config.trainer.checkpoint_dir, run) else Mirror.of(config.trainer.checkpoint_dir, run)
 
 
 def _due(step: int, every: int) -> bool:

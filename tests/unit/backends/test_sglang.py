@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -297,8 +298,14 @@ def test_tokens_are_streamed_and_memory_is_released():
         assert asyncio.run(follow()) == [(20,), (21, 22, 23), ()]
         assert engine.capabilities.streaming
         engine.sleep(("kv_cache",))
+        assert player.calls[-2:] == ["pause_generation abort", "release_memory_occupation"]
+        thread = threading.Thread(target=ask, args=(engine,))
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive(), "nothing is sent to a server that is asleep"
         engine.wake(("kv_cache",))
-        assert player.calls[-2:] == ["release_memory_occupation", "resume_memory_occupation"]
+        thread.join(60)
+        assert player.calls[-2:] == ["resume_memory_occupation", "continue_generation"]
 
 
 def test_weights_travel_over_a_process_group():

@@ -66,6 +66,7 @@ def test_the_recipe_may_be_left_out(capsys):
         "project": "headwater",
         "root": "runs",
         "seed": 5,
+        "deterministic": False,
     }
 
 

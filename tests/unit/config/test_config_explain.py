@@ -83,9 +83,7 @@ def test_it_says_what_a_setting_may_be_and_what_the_chosen_algorithm_takes():
 
 
 def test_to_yaml_of_one_section():
-    assert (
-        to_yaml(load_config(None).config, "run") == "run:\n  name: run\n  project: headwater\n  root: runs\n  seed: 0\n"
-    )
+    assert to_yaml(load_config(None).config, "lora") == "lora:\n  rank: 0\n  alpha: 32\n  targets: []\n"
 
 
 def test_text_in_a_resolved_recipe_is_text_to_yaml_1_1_readers_as_well():

@@ -208,11 +208,11 @@ class RemoteEngine:
 
     def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
         self._check_sleeps()
-        self._do(self._session.set_asleep(tags, True), f"{self._name} goes to sleep")
+        self._do(self._session.set_asleep(tags, True, ENGINE_CALL_LIMIT_S), f"{self._name} goes to sleep")
 
     def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
         self._check_sleeps()
-        self._do(self._session.set_asleep(tags, False), f"{self._name} wakes up")
+        self._do(self._session.set_asleep(tags, False, ENGINE_CALL_LIMIT_S), f"{self._name} wakes up")
 
     def _check_sleeps(self) -> None:
         if not self._info.can_sleep:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from headwater.backends.remote.link import Chunk, Garbage, Span
+from headwater.backends.remote.link import Chunk, Garbage, Link, Sending, Span
+from headwater.backends.remote.model import ServedWeights
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Delta, ModelRequest, ModelResponse, StopReason
@@ -156,6 +158,42 @@ class OpenRequest:
             queue_s=started - self.arrived,
             generate_s=now - started,
         )
+
+
+async def read_stream(
+    opened: OpenRequest, link: Link, model: ServedModel, weights: ServedWeights, *, labels_tokens: bool
+) -> StopReason:
+    """Read one stream to its end. ``abort`` means that the rest of the response is missing."""
+    rest, has_stopped = opened.rest(), False
+    sending = Sending(rest, model.end_tokens, opened.sent_version, streams=opened.on_tokens is not None)
+    num_checked = len(opened.tokens)
+    spans: tuple[Span, ...] | None = None
+    reason: StopReason = "abort"  # older versions send no last chunk for a request that was aborted
+    async with aclosing(link.stream(sending)) as chunks:
+        async for chunk in chunks:
+            if opened.num_certain is None:  # otherwise it spans an update, and is checked at its end
+                weights.check(chunk.label)
+            opened.extend(chunk)
+            if chunk.stop_reason is not None:
+                spans, reason = chunk.spans, chunk.stop_reason
+                break
+            if not has_stopped and (end := opened.end_after(num_checked, model)) is not None:
+                has_stopped = True
+                if opened.num_certain is None:
+                    opened.cut(end)
+                    return "stop"
+                # Only the last chunk tells the versions.
+                await link.abort(rest.request_id)
+            elif not has_stopped:
+                opened.tell()
+            num_checked = len(opened.tokens)
+    if spans is not None and labels_tokens:
+        opened.end_stream(spans, weights.version_of)
+    end = opened.end_after(opened.num_before, model)
+    if end is None:
+        return reason
+    opened.cut(end)
+    return "stop"
 
 
 def given_whole(request: ModelRequest, end_tokens: Sequence[int]) -> ModelResponse | None:

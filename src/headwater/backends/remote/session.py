@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import ExitStack, suppress
 
-from headwater.backends.remote.link import Garbage, Link, LinkLost, OtherWeights, PauseMode, Sending, ServerInfo, Span
+from headwater.backends.remote.link import Garbage, Link, LinkLost, OtherWeights, PauseMode, ServerInfo
 from headwater.backends.remote.model import ServedWeights
-from headwater.backends.remote.requests import MAX_STUCK, OpenRequest, ServedModel
+from headwater.backends.remote.requests import MAX_STUCK, OpenRequest, ServedModel, read_stream
 from headwater.core.errors import (
     HeadwaterError,
     LogitsBroken,
@@ -30,7 +30,6 @@ from headwater.core.errors import (
     WeightsIncomplete,
 )
 from headwater.core.protocols import MemoryTag, UpdateMode
-from headwater.core.records import StopReason
 from headwater.core.waits import named_wait
 from headwater.observe.spans import Spans
 
@@ -45,13 +44,7 @@ _MAX_SILENT = 3
 
 
 class Session:
-    """Belongs to one event loop.
-
-    session = Session("server 0", model, spans)
-    await session.attach(link, info)
-    session.enter(opened)
-    await session.update(3, lambda link, label: link.reload(folder, label), "interrupt", limit_s=600, folder=folder)
-    """
+    """Belongs to one event loop."""
 
     def __init__(self, name: str, model: ServedModel, spans: Spans, *, is_one_of_many: bool = False) -> None:
         self.name = name
@@ -146,7 +139,9 @@ class Session:
         name = f"{self.name}: request {opened.request.request_id}"
         if opened.num_stuck >= MAX_STUCK:
             raise RolloutFailed(f"{name}: broke {MAX_STUCK} times without a new token; it may be the cause")
-        opened.reading = asyncio.create_task(self._read(opened, link))
+        assert self.info is not None, "attached"
+        read = read_stream(opened, link, self._model, self.weights, labels_tokens=self.info.labels_tokens)
+        opened.reading = asyncio.create_task(read)
         try:
             await asyncio.wait({opened.reading})
         finally:
@@ -165,42 +160,8 @@ class Session:
             raise type(error)(f"{name}: {error}") from error
         if reason != "abort":
             opened.finish(reason)
-        elif not self._is_updating:
+        elif not self._is_updating and not self.asleep:
             opened.num_stuck += 1  # someone else ended it
-
-    async def _read(self, opened: OpenRequest, link: Link) -> StopReason:
-        """Read one stream to its end. ``abort`` means that the rest of the response is missing."""
-        assert self.info is not None, "attached"
-        rest, has_stopped = opened.rest(), False
-        sending = Sending(rest, self._model.end_tokens, opened.sent_version, streams=opened.on_tokens is not None)
-        num_checked = len(opened.tokens)
-        spans: tuple[Span, ...] | None = None
-        reason: StopReason = "abort"  # older versions send no last chunk for a request that was aborted
-        async with aclosing(link.stream(sending)) as chunks:
-            async for chunk in chunks:
-                if opened.num_certain is None:  # otherwise it spans an update, and is checked at its end
-                    self.weights.check(chunk.label)
-                opened.extend(chunk)
-                if chunk.stop_reason is not None:
-                    spans, reason = chunk.spans, chunk.stop_reason
-                    break
-                if not has_stopped and (end := opened.end_after(num_checked, self._model)) is not None:
-                    has_stopped = True
-                    if opened.num_certain is None:
-                        opened.cut(end)
-                        return "stop"
-                    # Only the last chunk tells the versions.
-                    await link.abort(rest.request_id)
-                elif not has_stopped:
-                    opened.tell()
-                num_checked = len(opened.tokens)
-        if spans is not None and self.info.labels_tokens:
-            opened.end_stream(spans, self.weights.version_of)
-        end = opened.end_after(opened.num_before, self._model)
-        if end is None:
-            return reason
-        opened.cut(end)
-        return "stop"
 
     # The connection
 
@@ -290,7 +251,7 @@ class Session:
 
     def _settle(self) -> None:
         """Open or close the gate."""
-        if self._link is not None and not self.weights.is_needed and not self._is_updating:
+        if self._link is not None and not (self.weights.is_needed or self._is_updating or self.asleep):
             self._gate.set()
         else:
             self._gate.clear()
@@ -301,13 +262,32 @@ class Session:
         async with self._control:
             self.is_paused = paused
             link = await self.link()
-            await (link.pause("keep") if paused else link.resume())
+            await (link.pause("keep") if paused else self._resume(link))
 
-    async def set_asleep(self, tags: Sequence[MemoryTag], asleep: bool) -> None:
+    async def set_asleep(self, tags: Sequence[MemoryTag], asleep: bool, limit_s: float) -> None:
+        """Release memory or take it back. Nothing is generated meanwhile: requests continue after ``wake``."""
         async with self._control:
-            link = await self.link()
-            await (link.sleep(tags) if asleep else link.wake(tags))
-            self.asleep = self.asleep.union(tags) if asleep else self.asleep.difference(tags)
+            link, before = await self.link(), self.asleep
+            try:
+                if not asleep:
+                    await link.wake(tags)
+                    self.asleep = before - set(tags)
+                else:
+                    self.asleep = before | set(tags)
+                    self._settle()
+                    if not before:
+                        await self._pause_for_update(link, "interrupt", limit_s)
+                    await link.sleep(tags)
+            except HeadwaterError:
+                self.asleep = before
+                raise
+            finally:
+                await self._resume(link)
+                self._settle()
+
+    async def _resume(self, link: Link) -> None:
+        if not self.is_paused and not self.asleep:
+            await link.resume()
 
     async def set_version(self, version: int) -> None:
         async with self._control:
@@ -333,14 +313,13 @@ class Session:
                 await self._pause_for_update(link, mode, limit_s)
                 await self._load(link, load, version)
                 self.weights.folder = folder
-                if not self.is_paused:
-                    await link.resume()
+                await self._resume(link)
             except LinkLost as error:
                 self.lost(link, str(error))
                 raise TransferLost(f"{self.name}: ended during a weight update: {error}") from error
             except BaseException:
                 with suppress(LinkLost, HeadwaterError):
-                    await link.resume()
+                    await self._resume(link)
                 raise
             finally:
                 self._is_updating = False
