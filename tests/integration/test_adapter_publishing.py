@@ -16,7 +16,7 @@ def assert_it_learned(root) -> None:
     assert first < 0.3
     assert last > 0.6
     sizes = [each["weights/bytes"] for each in metrics(run, "train")]
-    assert max(sizes) < 0.5e6, "only the adapters, of a model of 3.4 MB"
+    assert max(sizes) < 1e6, "only the adapters, of a model of 3.4 MB"
     assert len({record["weights"] for record in RunDirectory.open(run).read_ledger()}) == 20, "every step changes them"
 
 

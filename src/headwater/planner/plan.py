@@ -20,8 +20,9 @@ from headwater.planner.hardware import (
 from headwater.planner.simulate import Prediction, simulate
 from headwater.planner.workload import Workload
 
-CONTROLLER_EVENTS_PER_S = 45_800
-"""What one core of a Neoverse N1 handles with 10,000 episodes in flight: scheduler_overhead.json."""
+CONTROLLER_EVENTS_PER_S = 10_000
+"""What one core handles in front of 512 servers, with the router and 8,192 episodes in flight: controller_load.json.
+It was measured on a busy machine, so it is a lower bound."""
 CONTROLLER_TOKEN_S = 0.3e-6
 """What receiving a token from a server takes in the same thread: cpu_served_rounds.json, 2.5 ms for 8,192 tokens."""
 DEFAULT_STALENESS = (0, 1, 2, 4, 8)

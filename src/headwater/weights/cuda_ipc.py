@@ -85,7 +85,7 @@ class MappedGpuMemory:
         try:
             handle = _read_handle(name)
             torch.cuda.init()  # type: ignore[no-untyped-call]
-            storage = torch.UntypedStorage._new_shared_cuda(*handle)  # type: ignore[attr-defined]
+            storage = torch.UntypedStorage._new_shared_cuda(*handle)
             self._memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # the last one from a torch without CUDA
             raise WeightsError(
@@ -110,7 +110,7 @@ _FIELDS = (int, bytes, int, int, bytes, int, bytes, bool)
 
 def _handle_of(memory: Tensor) -> str:
     """What another process needs to open the memory, as text."""
-    fields = memory.untyped_storage()._share_cuda_()  # type: ignore[attr-defined]
+    fields = memory.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     written = [each.hex() if isinstance(each, bytes) else each for each in fields]
     return _PREFIX + json.dumps(written)
 

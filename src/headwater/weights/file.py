@@ -143,12 +143,12 @@ class FileWeights:
 
 
 def _new_folder(shared_folder: str) -> Path:
-    name = {"prefix": f"{_PREFIX}{os.getpid()}-", "suffix": _PARTIAL}
+    prefix = f"{_PREFIX}{os.getpid()}-"
     if not shared_folder:
-        return Path(tempfile.mkdtemp(**name))
+        return Path(tempfile.mkdtemp(_PARTIAL, prefix))
     try:
         Path(shared_folder).mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(**name, dir=shared_folder))
+        return Path(tempfile.mkdtemp(_PARTIAL, prefix, shared_folder))
     except OSError as error:
         raise ConfigError([f"rollout.weight_folder = {shared_folder}: cannot be written to ({error})"]) from error
 

@@ -20,7 +20,6 @@ from typing import TypeVar
 from headwater.backends.router.member import (
     Member,
     RoutedServer,
-    common_capabilities,
     common_limits,
     common_metrics,
 )
@@ -101,7 +100,7 @@ class RouterEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return common_capabilities([each.can for each in self._roster.all()])
+        return self._roster.can
 
     @property
     def limits(self) -> EngineLimits:
@@ -142,9 +141,9 @@ class RouterEngine:
     def check(self, request: ModelRequest) -> None:
         if request.sampling.features:
             check_features(request, self.capabilities)
-        members = [each for each in self._roster.all() if not each.lost]
-        if members:
-            min(members, key=lambda each: each.limits.max_request_tokens).engine.check(request)
+        member = next((each for each in self._roster.by_limit if not each.lost), None)
+        if member is not None:
+            member.engine.check(request)
 
     # Requests
 

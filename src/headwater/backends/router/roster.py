@@ -12,11 +12,11 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 
-from headwater.backends.router.member import Member, RoutedServer, check_alike
+from headwater.backends.router.member import Member, RoutedServer, check_alike, common_capabilities
 from headwater.backends.router.policy import MAX_SESSIONS, Policy
 from headwater.backends.router.work import Work
 from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed
-from headwater.core.protocols import InferenceEngine
+from headwater.core.protocols import Capabilities, InferenceEngine
 from headwater.core.records import ModelRequest
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_until
 
@@ -65,6 +65,10 @@ class Roster:
         self.changed = threading.Condition(self.lock)
         self.policy = Policy(max_sessions=options.max_sessions)
         self.members: dict[str, Member] = {}
+        self.by_limit: list[Member] = []
+        """The server that takes the shortest requests first."""
+        self.can = Capabilities()
+        """What every server can do."""
         self.works: dict[int, Work] = {}
         self.is_closed = False
         self.published: int | None = None
@@ -97,6 +101,7 @@ class Roster:
             if self.published is not None and member.version != self.published:
                 member.stale = "it is new"
             self.members[member.name] = member
+            self._describe()
             capacity = min(member.limits.max_queue, self.options.max_open_per_server)
             self.policy.add(member.name, capacity, member.version, is_open=member.is_open)
             self._hand_out()
@@ -127,9 +132,16 @@ class Roster:
                 hard_limit_s=limit_s,
             )
             del self.members[name]
+            self._describe()
             self.policy.remove(name)
             self._hand_out()
         member.engine.close()
+
+    def _describe(self) -> None:
+        """What the servers have in common is asked for with every request, so it is computed when they change."""
+        self.by_limit = sorted(self.members.values(), key=lambda each: each.limits.max_request_tokens)
+        if self.members:
+            self.can = common_capabilities([each.can for each in self.by_limit])
 
     def member(self, name: str) -> Member:
         if name not in self.members:
