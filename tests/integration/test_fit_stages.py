@@ -83,6 +83,7 @@ def test_the_best_and_the_newest_checkpoint_are_kept_and_copied(run, tmp_path):
     assert fetched.read_metrics() == RunDirectory(run).read_metrics()
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_from_its_copy(run, tmp_path):
     again = tmp_path / "all"
     shutil.copytree(run, again)
@@ -169,6 +170,7 @@ def test_an_exported_model_is_loaded_by_vllm(run, tmp_path):
     assert tokens == expected[0, 4:].tolist()
 
 
+@pytest.mark.slow
 def test_exported_adapters_are_those_of_the_merged_model(tmp_path):
     from peft import PeftModel
 
