@@ -31,7 +31,7 @@ WAYS = {
     "one process": [],
     "child process": SEPARATE,
     "ray, 1 rank and 1 server": [*RAY, *SEPARATE],
-    "ray, 2 ranks and 2 servers": [*RAY, *SEPARATE, "cluster.learner.num_ranks=2", "cluster.rollout.num_servers=2"],
+    "ray, 2 ranks and 2 servers": [*RAY, *SEPARATE, "cluster.learner.num_ranks=2", "rollout.launch.num_servers=2"],
 }
 PARTS = ("step", "wait", "experience", "train", "publish", "record")
 NUM_SKIPPED = 2

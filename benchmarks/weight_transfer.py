@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import gc
 import statistics
 import tempfile
@@ -41,6 +42,7 @@ from headwater.backends.native.engine import NativeEngine, engine_arguments
 from headwater.backends.native.places import ForeignServer, OwnServer
 from headwater.backends.router.engine import RoutedServer, RouterEngine
 from headwater.config.schema import EngineConfig, WeightTransfer
+from headwater.core.errors import HeadwaterError
 from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket, InferenceEngine
 from headwater.core.records import ModelRequest, SamplingParams
@@ -60,11 +62,16 @@ class OneRank:
     """As much of a learner of one rank as publishing needs."""
 
     def __init__(self, shape: str, device: torch.device) -> None:
-        self._tensors = {
-            name: each.detach() for name, each in build_model(shape, device, torch.float32).named_parameters()
-        }
+        self._model = build_model(shape, device, torch.float32)
+        self._tensors = {name: each.detach() for name, each in self._model.named_parameters()}
         self._sender = PieceSender(0)
         self.connected: SendOrder | None = None
+
+    def save(self, folder: str, dtype: torch.dtype) -> None:
+        """The model as the servers load it."""
+        is_same = dtype == torch.float32
+        (self._model if is_same else copy.deepcopy(self._model).to(dtype)).save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)
 
     def change(self) -> None:
         """The next version: one number in eight changes the lowest of its bits that bfloat16 has."""
@@ -223,9 +230,15 @@ def measure_shape(shape: str, device: torch.device, options: argparse.Namespace)
     learner = OneRank(shape, device)
     size = sum(torch.Size(each).numel() for each in learner.shapes().values()) * dtype.itemsize
     rows: dict[str, dict[str, float]] = {}
+    failed: dict[str, str] = {}
 
     def add(transport: str, engine: InferenceEngine) -> None:
-        row = rows[transport] = measure(learner, engine, options)
+        try:
+            row = rows[transport] = measure(learner, engine, options)
+        except HeadwaterError as error:  # the others are still worth measuring
+            failed[transport] = str(error)
+            print(f"{shape} {name} {transport:<20} failed: {error}", flush=True)
+            return
         row["gb_per_s"] = size / 1e9 / row["seconds"]
         print(
             f"{shape} {name} {transport:<20} {row['gb_per_s']:6.2f} GB/s  {row['seconds'] * 1e3:9.1f} ms  "
@@ -236,8 +249,7 @@ def measure_shape(shape: str, device: torch.device, options: argparse.Namespace)
 
     wanted = options.transports
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        build_model(shape, torch.device("cpu"), dtype).save_pretrained(folder)
-        build_tokenizer().save_pretrained(folder)
+        learner.save(folder, dtype)
         if "memory" in wanted:
             config = EngineConfig(max_sequences=64, kv_cache_gib=0.5)
             engine = Engine.load(folder, config, dtype=name, device=str(device))
@@ -251,7 +263,7 @@ def measure_shape(shape: str, device: torch.device, options: argparse.Namespace)
             for count in sorted({1, options.servers}):
                 with servers.connected(transfer, encoding, count) as connected:
                     add(f"{transport} to {count}", connected)
-    return {"dtype": name, "model_bytes": size, "transports": rows}
+    return {"dtype": name, "model_bytes": size, "transports": rows, "failed": failed}
 
 
 def main() -> None:
@@ -259,12 +271,14 @@ def main() -> None:
     known = ["memory", *(each for each in get_args(WeightTransfer) if each != "auto"), "delta"]
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["tiny"], help="shapes of the model")
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--updates", type=int, default=5, help="updates that are timed (default 5)")
+    parser.add_argument("--updates", type=int, default=3, help="updates that are timed (default 3)")
     parser.add_argument("--sequences", type=int, default=8, help="responses that run all the time (default 8)")
     parser.add_argument("--servers", type=int, default=2, help="measured with one server and with so many (default 2)")
-    parser.add_argument("--transports", nargs="+", choices=known, default=known[:-1], help="default: all but delta")
+    parser.add_argument("--transports", nargs="+", choices=known, help="default: all but delta")
     options = parser.parse_args()
     device = torch.device(options.device) if options.device else default_device()
+    if options.transports is None:
+        options.transports = [each for each in known[:-1] if each != "cuda_ipc" or device.type == "cuda"]
     shapes = {shape: measure_shape(shape, device, options) for shape in options.shapes}
     write_record(options.out, device, sequences=options.sequences, updates=options.updates, shapes=shapes)
 

@@ -14,6 +14,7 @@ import json
 import sys
 from contextlib import closing
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -23,15 +24,19 @@ from integration.two_ranks import COMMON, RECIPE, Case, experience
 
 from headwater.cluster.torchrun import join
 from headwater.config.load import load_config
+from headwater.core.parcels import Parcel, SendOrder
 from headwater.core.protocols import Learner
 from headwater.learner import learner as learner_module
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.learner import LocalLearner
 from headwater.learner.optimizer import held_by
+from headwater.weights.links import host_store
 from headwater.weights.memory import in_buckets
+from headwater.weights.pieces import GroupMember, PieceReceiver
 
 NUM_RANKS = 4
 BUCKET_BYTES = 8 * 2**20
+LIMIT_S = 300.0
 
 
 def resident(name: str) -> int:
@@ -78,6 +83,34 @@ def spec_of(model: Path) -> LearnerSpec:
     return LearnerSpec(load_config(RECIPE, settings).config, str(model), str(model))
 
 
+def receive(order: SendOrder, parcels: list[Parcel]) -> None:
+    """An engine that takes weights from all ranks and forgets them, in a process whose memory does not count."""
+    member = GroupMember.join(order, 1, NUM_RANKS)
+    try:
+        for _ in PieceReceiver(member, parcels, order).update(1).buckets:
+            pass
+    finally:
+        member.close()
+
+
+def broadcast(learner: Learner, group: str, watched) -> None:
+    port, limits = host_store("127.0.0.1").port, {"bucket_bytes": BUCKET_BYTES, "limit_s": LIMIT_S}
+    order = SendOrder(group, "127.0.0.1", port, 1, "float32", **limits)
+    parcels = list(learner.parcels())
+    receiver = get_context("spawn").Process(target=receive, args=[order, parcels])
+    receiver.start()
+    try:
+        assert not any(each.failure for each in learner.connect(order))
+        with watched("broadcast"):
+            reports = learner.broadcast(order)
+        assert not any(each.failure for each in reports), reports
+        assert sum(each.num_bytes for each in reports) == sum(each.starts[-1] for each in parcels) * 4
+        receiver.join(LIMIT_S)
+        assert receiver.exitcode == 0
+    finally:
+        receiver.kill()
+
+
 def run(learner: Learner, folder: Path, watched) -> None:
     data = experience(Case())
     with watched("update"):
@@ -85,6 +118,7 @@ def run(learner: Learner, folder: Path, watched) -> None:
     with watched("publish"):
         sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in learner.export()]
     assert max(sizes) <= BUCKET_BYTES, sizes
+    broadcast(learner, folder.name, watched)
     with watched("save"):
         learner.save(folder)
     with watched("load"):

@@ -35,6 +35,22 @@ class WholeReply:
         return ParsedReply("", (ToolCall("call", "measure", {"text": text}),))
 
 
+class WholeExpression(WholeReply):
+    """Every reply is a call of ``calculator`` with all of its text."""
+
+    def parse(self, text, schemas=(), *, salt="", in_reasoning=False) -> ParsedReply:
+        return ParsedReply("", (ToolCall("call", "calculator", {"expression": text}),))
+
+
+def calculated(messages: list) -> float:
+    """1 for a call that the calculator answered, else the share of digits in it."""
+    called = [each for each in messages if each.get("tool_calls")]
+    if messages[-2]["role"] == "tool" and not messages[-2]["content"].startswith("Error"):
+        return 1.0
+    text = called[-1]["tool_calls"][0]["function"]["arguments"]["expression"] if called else ""
+    return sum(each.isdecimal() for each in text) / max(1, len(text))
+
+
 def measure(text: str) -> ToolResponse:
     """Reward digits.
 

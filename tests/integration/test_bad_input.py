@@ -240,7 +240,7 @@ def test_rows_with_images_are_refused_by_a_workflow_for_text(fails, tmp_path):
         "    def __getitem__(self, index):\n"
         "        return dataclasses.replace(super().__getitem__(index), multi_modal={'images': ['picture']})\n"
     )
-    assert "has images, but an episode sends only text" in fails(f"data.dataset={file}:Images")
+    assert "has images, which rollout.backend = embedded cannot take" in fails(f"data.dataset={file}:Images")
 
 
 def test_nothing_is_left_behind_by_a_run_that_could_not_start(fails, tmp_path):

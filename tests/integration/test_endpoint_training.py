@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -79,11 +81,33 @@ def test_an_agent_that_cannot_be_imported_stops_the_run_with_its_error(tmp_path)
     assert "No module named 'no_such_package'" in result.stderr + result.stdout
 
 
+def sdk_python() -> str:
+    """An interpreter that has the Agents SDK."""
+    if importlib.util.find_spec("agents") is not None:
+        return sys.executable
+    python = Path(os.environ.get("HEADWATER_CLIENTS_PYTHON", ROOT / ".venv-clients" / "bin" / "python"))
+    if not python.exists():
+        pytest.skip("NO AGENT FRAMEWORK WAS TESTED: run `pip install openai-agents`, or `make setup-clients`")
+    return str(python)
+
+
+def test_agents_of_the_agents_sdk_are_rollouts_through_both_apis(tmp_path):
+    train_here(
+        *SETTINGS, "rollout.workflow_args.agent=tests/integration/sdk_agent.py:solve", f"run.root={tmp_path}",
+        "run.name=sdk", f"rollout.workflow_args.python={sdk_python()}", "rollout.workflow_args.parser=hermes",
+    )  # fmt: skip
+    rows = pq.read_table(tmp_path / "sdk" / "rollouts" / "step_000002.parquet").to_pylist()
+    infos = [json.loads(row["info"]) for row in rows]
+    assert {info["api"] for info in infos} <= {"chat_completions", "responses"}
+    assert all(info["agent_calls"] == {"answered": 1} for info in infos)
+    assert all(row["reward"] == info["length"] % 3 for row, info in zip(rows, infos, strict=True))
+    assert not left_behind()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_an_agent_of_the_agents_sdk_learns_to_call_its_tool(tmp_path):
-    python = Path(os.environ.get("HEADWATER_CLIENTS_PYTHON", ROOT / ".venv-clients" / "bin" / "python"))
-    assert python.exists(), f"{python} does not exist; run `make setup-clients` first"
+    python = sdk_python()
     train_here(
         "examples/openai_agent.yaml", f"run.root={tmp_path}", "trainer.total_steps=20",
         "eval.every_steps=20", "eval.num_prompts=64",

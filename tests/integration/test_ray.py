@@ -174,7 +174,7 @@ def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_no
     run = tmp_path / "quickstart"
     settings = [
         *SMALL_ACTORS, "cluster.learner.num_ranks=2", "cluster.learner.labels={role: learner}",
-        "rollout.placement=disaggregated", "cluster.rollout.num_servers=2", 'cluster.rollout.labels={role: "!learner"}',
+        "rollout.placement=disaggregated", "rollout.launch.num_servers=2", 'cluster.rollout.labels={role: "!learner"}',
         "rollout.max_staleness=1", "eval.every_steps=0",
     ]  # fmt: skip
     with training(tmp_path, *settings, environment={**ENVIRONMENT, "RAY_ADDRESS": nodes.address}) as process:
@@ -198,7 +198,7 @@ def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_no
 def test_a_run_with_reward_actors_survives_the_end_of_a_rank_as_often_as_its_config_allows(tmp_path):
     run = tmp_path / "quickstart"
     settings = [
-        *SMALL_ACTORS, "cluster.learner.num_ranks=2", "cluster.rollout.num_servers=1", "cluster.object_store_mib=100",
+        *SMALL_ACTORS, "cluster.learner.num_ranks=2", "rollout.launch.num_servers=1", "cluster.object_store_mib=100",
         "cluster.max_restarts=1", "trainer.checkpoint_every_steps=2", "trainer.total_steps=60",
         "cluster.reward.num_actors=1", "reward.function=tests/integration/varied_reward.py:compute_score",
         "warm_start.num_steps=5", "eval.before=false", "eval.after=false", "eval.every_steps=0",

@@ -22,7 +22,7 @@ from headwater.backends.fleet import make_fleet
 from headwater.config.load import load_config
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, ServerLost
 from headwater.core.protocols import Bucket, InferenceEngine, WeightUpdate
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.run_directory import RunDirectory
@@ -247,31 +247,44 @@ def test_a_server_that_stops_answering_hands_its_requests_over_with_their_tokens
 
 
 def test_a_response_over_sglangs_calls_spans_an_update_without_losing_a_token(servers):
-    """Our server knows SGLang's calls: it is paused and answers with the tokens so far; the rest is asked for again."""
+    """Our server knows SGLang's calls. It answers with the tokens so far, and the rest is asked for again; or, with an
+    update in flight, it continues and tells which weights produced which tokens."""
     sglang = ["rollout.backend=sglang", f"rollout.servers=[{servers[0].url}]"]
-    config = with_dtype(load_config(None, sglang).config)
-    engine = make_fleet(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
-    try:
-        assert engine.status().needs_weights
-        engine.update_weights(update(4)).result(LIMIT_S)
-        thread, results = in_background(lambda: generate(engine, 1, 40))
-        until(lambda: running_requests(servers[0]) > 0, "it generates")
-        engine.update_weights(update(5, seed=1)).result(LIMIT_S)
-        thread.join(LIMIT_S)
-        response = results[0][0]
-        assert len(response.output_tokens) == 40
-        assert sorted(response.output_versions) == list(response.output_versions)
-        assert response.output_versions[-1] == 5
-        engine.sleep(("kv_cache",))
-        engine.wake(("kv_cache",))
-        assert generate(engine, 1, 3)[0].output_versions == (5, 5, 5)
-        with pytest.raises(RequestError, match="before truncation"):
-            engine.check(ModelRequest("r", (5,), SamplingParams(max_new_tokens=2, top_k=3), rng_key=0))
-        flush = urllib.request.Request(f"{servers[0].url}/flush_cache", method="POST")
-        with urllib.request.urlopen(flush, timeout=LIMIT_S) as reply:
-            assert reply.read() == b"Cache flushed.\n"
-    finally:
-        engine.close()
+    version = 4
+    for transfer, mode in (("file", "interrupt"), ("file", "in_flight"), ("collective", "interrupt")):
+        config = with_dtype(load_config(None, [*sglang, f"rollout.weight_transfer={transfer}"]).config)
+        engine = make_fleet(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
+        try:
+            assert engine.status().needs_weights
+            engine.update_weights(update(version)).result(LIMIT_S)
+            thread, results = in_background(lambda: generate(engine, 1, 40))  # noqa: B023
+            until(lambda: running_requests(servers[0]) > 0, "it generates")
+            engine.update_weights(update(version + 1, seed=1), mode).result(LIMIT_S)
+            thread.join(LIMIT_S)
+            response = results[0][0]
+            assert len(response.output_tokens) == 40
+            assert sorted(response.output_versions) == list(response.output_versions)
+            assert response.output_versions[-1] == version + 1
+            streamed = asyncio.run(follow(engine, 6))
+            whole = generate(engine, 1, 6)[0]
+            assert tuple(token for delta in streamed for token in delta.tokens) == whole.output_tokens
+            assert len(streamed) > 2
+            engine.sleep(("kv_cache",))
+            engine.wake(("kv_cache",))
+            assert generate(engine, 1, 3)[0].output_versions == (version + 1,) * 3
+        finally:
+            engine.close()
+        version += 2
+    with pytest.raises(RequestError, match="before truncation"):
+        engine.check(ModelRequest("r", (5,), SamplingParams(max_new_tokens=2, top_k=3), rng_key=0))
+    flush = urllib.request.Request(f"{servers[0].url}/flush_cache", method="POST")
+    with urllib.request.urlopen(flush, timeout=LIMIT_S) as reply:
+        assert reply.read() == b"Cache flushed.\n"
+
+
+async def follow(engine: InferenceEngine, count: int) -> list[Delta]:
+    sampling = SamplingParams(max_new_tokens=count, ignore_end=True)
+    return [delta async for delta in engine.astream(ModelRequest("r0", (5, 6, 7), sampling, rng_key=0))]
 
 
 def running_requests(server: Running) -> int:

@@ -28,6 +28,7 @@ LIMIT_S = 500.0
 A_MINUTE_S = 60.0 + 30.0
 """A killed rank ends the run within a minute; the rest is for a busy machine."""
 COARSE = ("bfloat16", "adapters in bfloat16")
+COMPARED = ("loss", "grad_norm", "entropy", "optimizer_steps", "rollout_gap/tokens", "rollout_gap/logprob_abs_max")
 
 
 def torchrun(*arguments: object) -> list[str]:
@@ -90,7 +91,7 @@ def test_two_ranks_compute_and_train_what_one_does(learned):
             assert mine.keys() == other.keys(), name
             # The second step begins with weights that rounding has changed.
             tolerance = {"rel": 1e-4 if step else 1e-5, "abs": 1e-6}
-            for key in (each for each in other if each.endswith(("loss", "grad_norm", "entropy", "optimizer_steps"))):
+            for key in (each for each in other if each.endswith(COMPARED)):
                 expected = pytest.approx(other[key], **({"rel": 0.1, "abs": 0.03} if name in COARSE else tolerance))
                 assert mine[key] == expected, f"{name}: {key} of step {step + 1}"
         if name not in COARSE:

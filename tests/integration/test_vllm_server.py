@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from command import ROOT, is_gone, metrics, train_here
+from command import PROCESS_LIMIT_S, ROOT, is_gone, metrics, train_here
 
-from headwater.backends import BackendContext
+from headwater.backends import SERVER_KEY, BackendContext
 from headwater.backends.vllm.engine import VllmEngine
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, RolloutFailed, WeightsError
@@ -188,6 +191,9 @@ def test_wrong_weights_models_and_settings_are_refused(engine: VllmEngine, monke
     (response,) = asyncio.run(ask(engine, 1, SamplingParams(8, ignore_end=True)))
     assert_sampled_by({version + 1: weights(1)}, response, SamplingParams(8))
     servers = f"rollout.servers=[{engine.url}]"
+    with pytest.raises(RolloutFailed, match=SERVER_KEY):
+        VllmEngine.connect(engine.url, context(servers))
+    monkeypatch.setenv(SERVER_KEY, engine.api_key)
     with pytest.raises(ConfigError, match="another model"):
         VllmEngine.connect(engine.url, context(servers, model="tiny:llama"))
     nowhere = "http://127.0.0.1:9"
@@ -195,11 +201,40 @@ def test_wrong_weights_models_and_settings_are_refused(engine: VllmEngine, monke
         VllmEngine.connect(nowhere, context(f"rollout.servers=[{nowhere}]", "rollout.server_timeout_s=1"))
 
 
-def test_a_run_learns_through_a_running_server(engine: VllmEngine, tmp_path: Path) -> None:
+def test_a_run_learns_through_a_running_server(
+    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SERVER_KEY, engine.api_key)
     settings = ["rollout.backend=vllm", f"rollout.servers=[{engine.url}]", f"run.root={tmp_path}", "run.name=learns"]
-    train_here("quickstart", *settings, "trainer.total_steps=25", "eval.before=false", "rollout.max_staleness=1")
-    rewards = [record["reward/mean"] for record in metrics(tmp_path / "learns", "train")]
+    settings += ["trainer.total_steps=25", "eval.before=false", "algorithm.old_logprobs=recompute"]
+    train_here("quickstart", *settings)
+    records = metrics(tmp_path / "learns", "train")
+    rewards = [record["reward/mean"] for record in records]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
+    gaps = [record["rollout_logprob_gap"] for record in records]
+    assert max(gaps) < TOLERANCE, f"after every update the server has the learner's weights: {gaps}"
+
+
+def test_only_the_run_reaches_its_server_and_a_cpu_has_no_memory_to_release(engine: VllmEngine) -> None:
+    for path in ("/version", "/server_info", "/is_paused", "/v1/models"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(engine.url + path, timeout=LIMIT_S)
+        assert refused.value.code == 401
+    assert engine.capabilities.memory_tags == ()
+    with pytest.raises(RolloutFailed, match="cannot release its memory"):
+        engine.sleep()
+
+
+def test_vllm_runs_in_this_process() -> None:
+    """In the process of vLLM's Python, which finds Headwater's source code: generation, an update and log-probs."""
+    script = Path(__file__).with_name("vllm_in_process.py")
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [PYTHON, script], env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False
+    )
+    if "NO PACKAGE" in done.stdout:
+        pytest.skip(f"{PYTHON} lacks a package of Headwater: {done.stdout.strip()[-200:]}")
+    assert done.stdout.strip().endswith("all is well"), done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_a_killed_server_is_replaced_and_loses_no_token(engine: VllmEngine) -> None:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from headwater.backends.launch.child import StartChild
 
 BACKENDS = Registry("backend", "headwater.backends")
+SERVER_KEY = "HEADWATER_SERVER_KEY"
+"""The environment variable with the API key of running servers."""
 
 
 @runtime_checkable

@@ -23,7 +23,7 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
     if not rollout.is_separate and not context.places:
         engine: InferenceEngine = backend.from_context(context)
         return engine
-    num_servers = len(rollout.servers) or len(context.places) or rollout.launch.num_servers
+    num_servers = len(rollout.servers) or len(context.places) or rollout.launch.count
     context = replace(context, is_one_of_many=num_servers > 1)
     if rollout.servers:
         starts = {url.rstrip("/"): partial(backend.connect, url.rstrip("/"), context) for url in rollout.servers}
@@ -56,7 +56,7 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
 def devices_of_servers(config: Config) -> list[tuple[str, ...]]:
     """The devices of every server that the run starts."""
     launch, size = config.rollout.launch, config.rollout.launch.tensor_parallel
-    wanted = launch.devices or (config.rollout.device,) * (launch.num_servers * size)
+    wanted = launch.devices or (config.rollout.device,) * (launch.count * size)
     # Resolved here, so that a device that does not exist is reported before a server starts.
     devices = [engine_device(each, config.model.device, place)[0] for place, each in enumerate(wanted)]
     return [tuple(devices[first : first + size]) for first in range(0, len(devices), size)]

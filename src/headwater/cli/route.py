@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from headwater.backends.native.places import SERVER_KEY
+    from headwater.backends import SERVER_KEY
 
     urls = [each.rstrip("/") for each in args.urls]
     for url in urls:

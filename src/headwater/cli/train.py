@@ -319,7 +319,7 @@ def _site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     check_ranks(config, num_launched())
     # torchrun sends SIGTERM to all ranks when one has ended; rank 0 then reports which.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(join()) as group, _failure_of(lambda: group.failure, is_last=True):
+    with closing(join()) as group, rank_failures_named(lambda: group.failure, is_last=True):
         timeout_s = config.learner.rank_timeout_s
         yield replace(local, make_learner=lambda spec: group.build(build_learner, spec, timeout_s=timeout_s))
 
@@ -337,7 +337,7 @@ def _ray_site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     from headwater.trainer.rollout_setup import RemoteParts
 
     joined = RayCluster.join(config, is_restart=is_restart)
-    with closing(joined) as cluster, _failure_of(lambda: cluster.failure):
+    with closing(joined) as cluster, rank_failures_named(lambda: cluster.failure):
         yield _Site(
             with_absolute_paths(cluster.with_dtype(config)),  # actors have other working directories
             "cuda" if cluster.has_gpus else "cpu",
@@ -349,7 +349,7 @@ def _ray_site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
 
 
 @contextmanager
-def _failure_of(failure: Callable[[], str], *, is_last: bool = False) -> Iterator[None]:
+def rank_failures_named(failure: Callable[[], str], *, is_last: bool = False) -> Iterator[None]:
     """An interrupt may mean that a rank has ended; then that is the error.
 
     ``is_last`` says that the process ends with that error. The launcher and the watch of ranks both interrupt this

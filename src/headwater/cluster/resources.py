@@ -104,7 +104,7 @@ def needs_of(config: Config, *, has_gpus: bool) -> list[Need]:
         needs.append(
             Need(
                 "rollout servers",
-                "cluster.rollout.num_servers" if cluster.rollout.num_servers else "rollout.launch.num_servers",
+                "rollout.launch.num_servers",
                 servers,
                 server + Room(gpus=float(on_gpu) * launch.tensor_parallel),
                 cluster.rollout.labels,
@@ -135,8 +135,8 @@ def num_servers(config: Config) -> int:
     """Servers that the run starts in the cluster."""
     if config.rollout.servers:
         return 0
-    default = config.cluster.learner.num_ranks if shares_learner(config) else config.rollout.launch.num_servers
-    return config.cluster.rollout.num_servers or default
+    launch = config.rollout.launch
+    return launch.num_servers or (config.cluster.learner.num_ranks if shares_learner(config) else launch.count)
 
 
 def shortages(needs: Sequence[Need], nodes: Sequence[Node]) -> list[str]:

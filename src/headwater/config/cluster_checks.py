@@ -47,15 +47,9 @@ def ray_places_servers(config: Config, layers: Layers) -> Iterator[Clash]:
             ("rollout.launch.devices", "cluster.kind"),
             "Ray chooses the devices of the servers that it starts; remove this",
         )
-    if rollout.launch.num_servers > 1 and cluster.rollout.num_servers not in (0, rollout.launch.num_servers):
+    if rollout.placement == "colocated" and rollout.launch.num_servers > cluster.learner.num_ranks:
         yield Clash(
-            ("cluster.rollout.num_servers", "rollout.launch.num_servers"),
-            f"rollout.launch.num_servers = {rollout.launch.num_servers} says how many servers to start; remove one of "
-            "the two",
-        )
-    if rollout.placement == "colocated" and cluster.rollout.num_servers > cluster.learner.num_ranks:
-        yield Clash(
-            ("cluster.rollout.num_servers", "cluster.learner.num_ranks", "rollout.placement"),
+            ("rollout.launch.num_servers", "cluster.learner.num_ranks", "rollout.placement"),
             "a colocated server shares the device of a learner rank, and there are only "
             f"cluster.learner.num_ranks = {cluster.learner.num_ranks}; use at most that, or "
             "rollout.placement=disaggregated",

@@ -27,9 +27,6 @@ class LearnerRanksConfig:
 
 @dataclass(frozen=True)
 class RolloutServersConfig:
-    num_servers: Annotated[int, AtLeast(0, "use 0 for the default")] = 0
-    """Servers that generate, each an actor; 0 means rollout.launch.num_servers with rollout.placement=disaggregated,
-    and one per learner rank, on the same GPU, with rollout.placement=colocated."""
     cpus_per_server: Annotated[float, MoreThan(0)] = 1.0
     """CPU cores that Ray reserves for each server."""
     labels: Mapping[str, str] = field(default_factory=dict)

@@ -8,14 +8,16 @@ from typing import Annotated, Any, Literal
 
 from headwater.config.constraints import AtLeast, Extension, LessThan, MoreThan, NotEmpty, ServerUrl, Within
 
-WeightTransfer = Literal["shared_memory", "file", "collective"]
+WeightTransfer = Literal["shared_memory", "file", "collective", "cuda_ipc"]
 WeightEncoding = Literal["plain", "delta"]
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    num_servers: Annotated[int, AtLeast(1)] = 1
-    """Servers that the run starts itself; requests are distributed over them."""
+    num_servers: Annotated[int, AtLeast(0, "use 0 for the default")] = 0
+    """Servers that the run starts itself; requests are distributed over them. 0 means one with
+    rollout.placement=disaggregated, and with cluster=ray and rollout.placement=colocated one per learner rank, on its
+    GPU."""
     devices: tuple[Annotated[str, NotEmpty("use cpu or cuda:N")], ...] = ()
     """Device of each server, for example [cuda:2, cuda:3]; with tensor_parallel, the devices of the first server, then
     those of the second. Empty uses rollout.device for all."""
@@ -25,6 +27,11 @@ class LaunchConfig:
     """Python interpreter of the environment in which vLLM or SGLang is installed; empty means that of this process."""
     args: tuple[str, ...] = ()
     """Further command-line arguments of every server, for example [--max-model-len, "4096"]."""
+
+    @property
+    def count(self) -> int:
+        """Servers that are not beside learner ranks."""
+        return self.num_servers or 1
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,10 @@ class RolloutConfig:
     device: Annotated[str, NotEmpty("use auto, cpu, cuda or cuda:N")] = "auto"
     """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
     the learner's device if there is none."""
-    weight_transfer: Literal["auto", "shared_memory", "file", "collective"] = "auto"
+    weight_transfer: Literal["auto", "shared_memory", "file", "collective", "cuda_ipc"] = "auto"
     """How new weights are sent to servers: through `shared_memory`, for `headwater serve` on this machine, through a
     `file`, or `collective`: the learner's ranks send their parts over the network. `auto` takes the first that
-    works."""
+    works. `cuda_ipc` is for a learner and servers on GPUs of this machine: weights stay in GPU memory."""
     weight_encoding: WeightEncoding = "plain"
     """With weight_transfer=collective: `delta` sends the compressed difference from the weights before, for slow
     networks. The engine gets exactly the same weights. Both sides keep a copy in main memory."""

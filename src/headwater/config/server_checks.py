@@ -18,6 +18,8 @@ from headwater.config.tree import show
 
 _KEPT_BY_SERVERS = ("engine.update_mode", "engine.deterministic")
 """The settings of the section ``engine`` that also concern a server that was started with its own settings."""
+_BESIDE_RANKS = ("rollout.launch.num_servers", "rollout.launch.python", "rollout.launch.args")
+"""The settings that also concern servers which Ray starts beside the ranks of the learner."""
 
 
 def backend_traits(config: Config) -> BackendTraits:
@@ -61,7 +63,11 @@ def transfer_problem(config: Config, transfer: str) -> str | None:
     """Why a transfer does not work for ``rollout.servers``, and the remedy."""
     rollout = config.rollout
     far = [url for url in rollout.servers if not is_on_this_machine(url)]
-    if transfer == "shared_memory" and far:
+    if transfer == "cuda_ipc" and (config.model.device == "cpu" or config.cluster.kind == "ray"):
+        ray = "Ray gives every process its own GPUs"
+        reason = ray if config.cluster.kind == "ray" else "model.device = cpu has no memory on a GPU"
+        return f"{reason}; use rollout.weight_transfer=auto"
+    if transfer in ("shared_memory", "cuda_ipc") and far:
         return (
             f"{far[0]} is not on this machine, so it has no memory in common with the learner; use "
             "rollout.weight_transfer=collective, or file with rollout.weight_folder, a folder that both machines see"
@@ -102,6 +108,8 @@ def launch_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
         if rollout.servers:
             why, other, remedy = "rollout.servers names running ones", "rollout.servers", "remove one of the two"
         for key, setting in settings(Config).items():
+            if key in _BESIDE_RANKS and config.cluster.kind == "ray" and not rollout.servers:
+                continue
             if key.startswith("rollout.launch.") and value_at(config, key) != setting.default():
                 yield Clash((key, other), f"nothing reads this, because {why}; {remedy}")
         return
@@ -112,11 +120,11 @@ def launch_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
                 f"the servers of rollout.backend = {rollout.backend} do not read this; use vllm or sglang, or set it "
                 f"back to {show(settings(Config)[key].default())}",
             )
-    needed = launch.num_servers * launch.tensor_parallel
+    needed = launch.count * launch.tensor_parallel
     if launch.devices and len(launch.devices) != needed:
         yield Clash(
             ("rollout.launch.devices", "rollout.launch.num_servers"),
-            f"has {len(launch.devices)} devices for rollout.launch.num_servers = {launch.num_servers} with "
+            f"has {len(launch.devices)} devices for {launch.count} servers (rollout.launch.num_servers) with "
             f"rollout.launch.tensor_parallel = {launch.tensor_parallel}; name {needed}, or none",
         )
     if launch.devices and rollout.device != "auto":
@@ -194,7 +202,15 @@ def adapters_can_be_published(config: Config, layers: Layers) -> Iterator[Clash]
 
 def weight_encoding_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
     rollout = config.rollout
-    if rollout.weight_encoding != "plain" and not (rollout.is_separate and chosen_transfer(config) == "collective"):
+    if rollout.weight_encoding == "plain":
+        return
+    if backend_traits(config).is_foreign:
+        yield Clash(
+            ("rollout.weight_encoding", "rollout.backend"),
+            f"only `headwater serve` decodes weights, and rollout.backend = {rollout.backend} does not; use native, or "
+            "set it back to 'plain'",
+        )
+    elif not (rollout.is_separate and chosen_transfer(config) == "collective"):
         yield Clash(
             ("rollout.weight_encoding", "rollout.weight_transfer"),
             "only rollout.weight_transfer=collective to servers encodes weights; use it, or set it back to 'plain'",

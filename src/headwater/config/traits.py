@@ -100,7 +100,7 @@ class BackendTraits(Traits):
     """It talks to servers: running ones (``rollout.servers``) or its own (``rollout.launch``)."""
     is_foreign: bool = False
     """Its servers are another program in a Python environment of their own (``rollout.launch.python``)."""
-    transfers: tuple[str, ...] = ("shared_memory", "file", "collective")
+    transfers: tuple[str, ...] = ("shared_memory", "file", "collective", "cuda_ipc")
     """The values of ``rollout.weight_transfer`` that it supports, the preferred one first."""
 
 

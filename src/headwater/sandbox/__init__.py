@@ -2,6 +2,6 @@
 
 from headwater.sandbox.outcome import Limits, Outcome, SandboxUnavailable
 from headwater.sandbox.sandbox import Program, Sandbox
-from headwater.sandbox.session import Session
+from headwater.sandbox.session import CodeSession
 
-__all__ = ["Limits", "Outcome", "Program", "Sandbox", "SandboxUnavailable", "Session"]
+__all__ = ["CodeSession", "Limits", "Outcome", "Program", "Sandbox", "SandboxUnavailable"]

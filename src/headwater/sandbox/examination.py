@@ -23,7 +23,7 @@ _SHORT = Limits(timeout_s=1.0)
 
 
 @dataclass(frozen=True)
-class Finding:
+class SandboxFinding:
     """One property of the sandbox."""
 
     name: str
@@ -39,9 +39,9 @@ class Examination:
     """The isolation that is used; empty if none works."""
     problem: str
     """Why no isolation works."""
-    kinds: tuple[Finding, ...]
+    kinds: tuple[SandboxFinding, ...]
     """Every kind of isolation, and whether it works here."""
-    properties: tuple[Finding, ...]
+    properties: tuple[SandboxFinding, ...]
     milliseconds: float
     """Median time of the smallest program, one after the other."""
     remedies: tuple[str, ...]
@@ -119,21 +119,21 @@ def examine(config: SandboxConfig) -> Examination:
     return Examination(isolation, "", kinds, properties, milliseconds, () if is_safe else tuple(remedies()))
 
 
-def _examine_kind(kind: Kind, config: SandboxConfig) -> Finding:
+def _examine_kind(kind: Kind, config: SandboxConfig) -> SandboxFinding:
     try:
         start(kind, config).close()
     except (ZygoteLost, CellLost) as error:
-        return Finding(kind, False, complaint(kind, str(error)))
-    return Finding(kind, True, "works")
+        return SandboxFinding(kind, False, complaint(kind, str(error)))
+    return SandboxFinding(kind, True, "works")
 
 
-def _examine_properties(sandbox: Sandbox) -> tuple[Finding, ...]:
+def _examine_properties(sandbox: Sandbox) -> tuple[SandboxFinding, ...]:
     found = []
     with tempfile.NamedTemporaryFile() as secret, socket.create_server(("127.0.0.1", 0)) as server:
         for each in _tries(secret.name, server.getsockname()[1]):
             outcome = sandbox.run(each.code, limits=each.limits)
             told = (outcome.detail or outcome.stdout or outcome.stderr).strip()[-200:]
-            found.append(Finding(each.name, each.is_held(outcome), told))
+            found.append(SandboxFinding(each.name, each.is_held(outcome), told))
     return tuple(found)
 
 

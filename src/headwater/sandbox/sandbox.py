@@ -23,7 +23,7 @@ from headwater.sandbox.launch import Kind
 from headwater.sandbox.outcome import Limits, Outcome
 from headwater.sandbox.pool import CellPool, OpenCell, Ticket
 from headwater.sandbox.request import Request
-from headwater.sandbox.session import Session
+from headwater.sandbox.session import CodeSession
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Sandbox:
         """
         return self._run(Program(code, files=files or {}, limits=limits), Ticket(), tests)
 
-    def session(self, limits: Limits | None = None) -> Session:
+    def session(self, limits: Limits | None = None) -> CodeSession:
         """A session, whose runs share variables and files. Use it with ``async with``."""
-        return Session(self._pool, self.config, limits)
+        return CodeSession(self._pool, self.config, limits)
 
     def close(self) -> None:
         """End everything that runs here."""

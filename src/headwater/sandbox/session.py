@@ -15,7 +15,7 @@ _GRACE_S = 10.0
 """The zygote ends a run that the owner has not ended this much after its time limit."""
 
 
-class Session:
+class CodeSession:
     """One interpreter that lives from the first run to the end of the ``async with`` block.
 
     The value of a last expression is printed, as in a notebook. Between two runs all processes of the session are
@@ -31,7 +31,7 @@ class Session:
         self._one_at_a_time = asyncio.Lock()
         self._is_closed = False
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> CodeSession:
         return self
 
     async def __aexit__(self, *error: object) -> None:

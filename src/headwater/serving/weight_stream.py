@@ -27,6 +27,7 @@ from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields
 from headwater.serving.generation import reply
 from headwater.serving.state import STATE, ServerState
+from headwater.weights.cuda_ipc import map_memory
 from headwater.weights.shared_memory import SlotEntry, SlotReceiver
 
 _MAX_DIMENSIONS = 16
@@ -204,7 +205,8 @@ def _begin(
     call: StartCall, engine: InferenceEngine, previous: SlotReceiver | None
 ) -> tuple[SlotReceiver, Future[None]]:
     """Map the shared memory, which may take long for a GPU, and give the update to the engine."""
-    receiver = SlotReceiver(call.shared_memory, call.slot_bytes, call.dtype, previous=previous)
+    name, size = call.shared_memory, call.slot_bytes
+    receiver = SlotReceiver(name, size, call.dtype, previous=previous, map_memory=map_memory)
     update = replace(receiver.update(call.version, call.shapes), adapters_alone=call.adapters_alone)
     return receiver, engine.update_weights(update, call.mode)
 

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from headwater.sandbox import Sandbox
-from headwater.sandbox.session import Session
+from headwater.sandbox.session import CodeSession
 from headwater.tools import TOOLS
 from headwater.tools.base import BaseTool, ToolResponse
 from headwater.tools.code_output import outcome_response
@@ -31,7 +31,7 @@ class PythonSession(BaseTool):
         super().__init__(tool_schema=tool_schema)
         self._sandbox = sandbox
         self.max_concurrent = sandbox.config.max_concurrent or os.cpu_count() or 1
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, CodeSession] = {}
         self._turns: dict[str, asyncio.Lock] = {}
 
     async def check(self) -> None:

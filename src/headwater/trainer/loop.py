@@ -11,6 +11,7 @@ from typing import Any
 
 from headwater.config.schema import Config
 from headwater.core.errors import DiskFull, HeadwaterError, RankFailed
+from headwater.core.interrupts import Interrupts
 from headwater.core.protocols import ProfileOrder
 from headwater.core.records import Prompt, Trajectory
 from headwater.observe.manifest import seal
@@ -23,7 +24,6 @@ from headwater.rollout.source import PromptStream
 from headwater.trainer.checkpoint import ADAPTERS, BestStep, Checkpoints, TrainerState, check_weights, read_state
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
-from headwater.trainer.interrupts import Interrupts
 from headwater.trainer.learner_setup import TrainingParts
 from headwater.trainer.metrics import EngineWatch, RunFacts
 from headwater.trainer.recorder import Recorder
@@ -75,7 +75,8 @@ class Trainer:
         self._interrupts = Interrupts(
             lambda doing: display.say(f"Stopping after {doing}. Ctrl-C again stops immediately.")
         )
-        self._engine_watch = EngineWatch(rollout.engine.status, is_local=not config.rollout.is_separate)
+        is_local = not config.rollout.is_separate and config.cluster.kind == "local"
+        self._engine_watch = EngineWatch(rollout.engine.status, is_local=is_local)
         self._trackers = Trackers.of(config.trainer.trackers, config.trainer.tracker_args, display)
         self._recorder = Recorder(
             run,

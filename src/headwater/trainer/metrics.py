@@ -7,6 +7,7 @@ import statistics
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from headwater.config.schema import Config
+from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import EngineStatus
 from headwater.core.records import DropKind, Trajectory
 from headwater.rollout.group import GroupTimes, RolloutBatch, episode_metrics, reward_metrics
@@ -221,6 +223,9 @@ def machine_bytes() -> int | None:
     return 1024 * (kib["MemTotal"] - kib["MemAvailable"])
 
 
+_WATCH_END_LIMIT_S = 10.0
+"""How long the end of a run waits for the last look at the engine."""
+
 _COUNTERS = {
     "generated_tokens": "num_tokens_generated",
     "prefilled_tokens": "num_tokens_prefilled",
@@ -251,9 +256,11 @@ class EngineWatch:
         self._latest: Mapping[str, float] = {}
         self._before: Mapping[str, float] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine watch", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> EngineWatch:
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, name="engine watch", daemon=True)
         self._thread.start()
         return self
 
@@ -261,6 +268,8 @@ class EngineWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_WATCH_END_LIMIT_S)
 
     def take(self) -> dict[str, float]:
         """What was seen since the last call. Empty for an engine that says nothing about itself."""
@@ -284,7 +293,8 @@ class EngineWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
-            self._look()
+            with suppress(HeadwaterError):  # the engine is closed or restarts; then there is nothing to see
+                self._look()
 
     def _look(self) -> None:
         now = self._status()

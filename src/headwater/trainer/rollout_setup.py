@@ -89,7 +89,9 @@ class RolloutParts:
 
         Otherwise a run would find out at its first rollout.
         """
-        self.check_prompt(dataset[0])
+        first = dataset[0]
+        self.check_prompt(first)
+        check_media(config, self.engine.capabilities, first, key)
         longest = dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
         key_of_limit, num_new = "rollout.max_new_tokens", config.rollout.max_new_tokens
         if key == "data.eval" and config.eval.max_new_tokens:
@@ -115,6 +117,19 @@ def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceE
         engine.close()
         raise ConfigError(problems)
     return engine
+
+
+def check_media(config: Config, can: Capabilities, prompt: Prompt, key: str) -> None:
+    """Refuse rows with images or videos that nothing would show to the model. A workflow of the user may use them."""
+    workflow = config.rollout.workflow
+    if prompt.multi_modal and not can.media and not is_path(workflow):
+        raise ConfigError(
+            [
+                f"{key}: row {prompt.uid} has {' and '.join(prompt.multi_modal)}, which rollout.backend = "
+                f"{config.rollout.backend} cannot take; remove them from the data (data.image_key, data.video_key), or "
+                f"set rollout.workflow = {workflow} to your own class, which uses them itself"
+            ]
+        )
 
 
 def check_requests_fit(

@@ -4,6 +4,7 @@
 
 - ``memory.py``: the engine runs in this process.
 - ``shared_memory.py``: the engine runs in another process on this machine; two slots of one bucket each.
+- ``cuda_ipc.py``: as ``shared_memory.py``, with slots in the memory of a GPU.
 - ``file.py``: through a safetensors file.
 - ``collective.py``: the learner's ranks send to engines in other processes or on other machines, over torch process
   groups (``links.py``); ``pieces.py`` has the two ends, and ``delta.py`` sends differences over slow links.

@@ -27,7 +27,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -117,8 +117,11 @@ class SharedMemoryTransport:
     def _slots_for(self, shapes: Mapping[str, tuple[int, ...]]) -> SlotSender:
         if self._slots is None or slot_size(shapes, self._dtype) > self._slots.slot_bytes:
             self.close()
-            self._slots = SlotSender(shapes, self._dtype)
+            self._slots = self._make_slots(shapes)
         return self._slots
+
+    def _make_slots(self, shapes: Mapping[str, tuple[int, ...]]) -> SlotSender:
+        return SlotSender(shapes, self._dtype)
 
     def _abandon(self, channel: Channel, version: int, error: BaseException) -> None:
         """End a stream that failed. A process that cannot be told has ended, and the next one needs weights anyway."""
@@ -179,13 +182,16 @@ class SlotSender:
                     slot, entries, end = (slot + 1) % NUM_SLOTS, [], 0
                     until_free(slot)
                 place = slot * self.slot_bytes + end
-                write_tensor(self._buffer, place, tensor, self.dtype, is_pinned=self._pinned is not None)
+                self._write(place, tensor)
                 devices.add(tensor.device)
                 entries.append(asdict(SlotEntry(name, tuple(tensor.shape), end)))
                 end += num_bytes
         if entries:
             _until_copied(devices)
             yield slot, entries
+
+    def _write(self, place: int, tensor: Tensor) -> None:
+        write_tensor(self._buffer, place, tensor, self.dtype, is_pinned=self._pinned is not None)
 
     def close(self) -> None:
         """Remove the segment. Closing twice is allowed."""
@@ -206,14 +212,25 @@ class SlotSender:
 class SlotReceiver:
     """The engine's end of one update. ``buckets`` runs on the engine's thread, everything else on any other."""
 
-    def __init__(self, name: str, slot_bytes: int, dtype: torch.dtype, *, previous: SlotReceiver | None = None) -> None:
-        """``previous`` received the update before this one; a segment that is used again stays mapped."""
+    def __init__(
+        self,
+        name: str,
+        slot_bytes: int,
+        dtype: torch.dtype,
+        *,
+        previous: SlotReceiver | None = None,
+        map_memory: Callable[[str, int], Memory] | None = None,
+    ) -> None:
+        """``previous`` received the update before this one; a segment that is used again stays mapped.
+
+        ``map_memory`` opens the memory of that name and size, by default a segment of main memory.
+        """
         self._segment = (name, NUM_SLOTS * slot_bytes)
-        self._memory: _Mapped
+        self._memory: Memory
         if previous is not None and previous._segment == self._segment:
             self._memory = previous._memory
         else:
-            self._memory = _Mapped(*self._segment)
+            self._memory = (map_memory or MappedMemory)(*self._segment)
         self._slot_bytes = slot_bytes
         self._dtype = dtype
         self._changed = threading.Condition()
@@ -253,6 +270,7 @@ class SlotReceiver:
             while (filled := self._next()) is not None:
                 bucket, copied = filled
                 yield bucket
+                self._memory.until_read()
                 copied.set_result(None)
                 del bucket, filled
         finally:
@@ -285,10 +303,22 @@ class SlotReceiver:
         if not count:
             return torch.empty(entry.shape, dtype=self._dtype)
         place = slot * self._slot_bytes + entry.offset
-        return torch.frombuffer(self._memory.buffer, dtype=self._dtype, count=count, offset=place).view(entry.shape)
+        return self._memory.view(place, count, self._dtype).view(entry.shape)
 
 
-class _Mapped:
+class Memory(Protocol):
+    """Memory of the sender that this process has mapped."""
+
+    def view(self, place: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Numbers that begin at the byte ``place``."""
+        ...
+
+    def until_read(self) -> None:
+        """Wait until copies from it have ended."""
+        ...
+
+
+class MappedMemory:
     """The memory of another process's segment. It stays mapped as long as a tensor refers to it."""
 
     def __init__(self, name: str, size: int) -> None:
@@ -305,6 +335,12 @@ class _Mapped:
             ) from error
         if (pinned := _pin(self.buffer)) is not None:
             weakref.finalize(self, _unpin, pinned)  # also when the interpreter ends, before CUDA does
+
+    def view(self, place: int, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer(self.buffer, dtype=dtype, count=count, offset=place)
+
+    def until_read(self) -> None:
+        """The receiver has waited for its copies already."""
 
 
 def _padded(num_bytes: int) -> int:

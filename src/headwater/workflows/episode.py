@@ -401,7 +401,7 @@ class Episode:
             sampling,
             max_new_tokens=limit,
             min_new_tokens=min(sampling.min_new_tokens, limit) if grammar is None else 0,
-            grammar=grammar,
+            grammar=sampling.grammar if grammar is None else grammar,
             stop_strings=(*sampling.stop_strings, *stop),
         )
         return ModelRequest(name, self.tokens, sampling, key, session=self.session)

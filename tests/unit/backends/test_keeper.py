@@ -421,7 +421,7 @@ def test_a_process_that_dies_at_its_checksum_is_sent_the_weights_again(scene_of)
 def test_an_old_process_says_nothing_about_a_new_one(scene_of):
     scene = scene_of("serve", transfer="shared_memory")
     server, engine = scene.engine._server, scene.engine
-    old = engine._do(server.client(), "the client")
+    old = engine._thread.do(server.client(), "the client")
     engine.update_weights(weights(1)).result(LIMIT_S)
     scene.kill()
     engine.update_weights(weights(1)).result(LIMIT_S)
@@ -430,6 +430,6 @@ def test_an_old_process_says_nothing_about_a_new_one(scene_of):
     with pytest.raises(TransferLost, match="ended after a weight update"):
         server.weights_arrived(old, 2, None)
     assert engine.get_version() == 1
-    server.weights_incomplete(engine._do(server.client(), "the client"))
+    server.weights_incomplete(engine._thread.do(server.client(), "the client"))
     with pytest.raises(WeightsIncomplete, match="parts of two versions"):
         engine.weights_checksum()

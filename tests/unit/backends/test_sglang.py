@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from aiohttp import web
+from player import serving
+from tiny import model, tokenizer
 
-from headwater.backends.sglang.dialect import DIALECTS, dialect_of
-from headwater.backends.sglang.http import read_answer, read_info, write_body
-from headwater.backends.vllm.dialect import DIALECTS as VLLM_DIALECTS
-from headwater.backends.vllm.wire import Garbage, write_request
+from headwater.backends import BackendContext
+from headwater.backends.remote import session as session_module
+from headwater.backends.remote.link import Garbage, Sending, Span
+from headwater.backends.sglang.engine import SglangEngine, command
+from headwater.backends.sglang.http import DIALECTS, dialect_of, read_answer, read_info, write_request
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, LogitsBroken, RequestError, RolloutFailed
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.protocols import WeightUpdate
+from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.models.device import with_dtype
+from headwater.observe.spans import Spans
+from headwater.weights.links import Link, Meeting
 
 ANSWER = {
     "text": " Paris.",
@@ -56,10 +71,29 @@ def test_an_answer_is_read_with_its_tokens_and_how_it_ended():
     chunk = read_answer(changed(finish_reason=aborted, output_token_logprobs=[[-0.5, 7, None]]))
     assert (chunk.tokens, chunk.stop_reason) == ((7,), "abort")
     assert read_answer(changed(finish_reason={"type": "length", "length": 3})).stop_reason == "length"
+    spans = [{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 3}]
+    chunk = read_answer(changed(weight_version="7", weight_versions=spans))
+    assert (chunk.label, chunk.spans) == ("7", (Span("6", 0, 1), Span("7", 1, 3)))
+
+
+def test_both_forms_of_streams_are_read():
+    """Events with the whole response, and those of ``--incremental-streaming-output``."""
+    pairs = ANSWER["meta_info"]["output_token_logprobs"]
+    for is_whole in (True, False):
+        tokens, num_read = [], 0
+        for end in (1, 3):
+            shown = pairs[: end if is_whole else None][0 if is_whole else num_read : end]
+            reason = ANSWER["meta_info"]["finish_reason"] if end == 3 else None
+            event = changed(output_token_logprobs=shown, completion_tokens=end, finish_reason=reason)
+            chunk = read_answer(event, num_read)
+            num_read += len(chunk.tokens)
+            tokens += chunk.tokens
+            assert chunk.stop_reason == (None if end == 1 else "stop")
+        assert tokens == [12095, 13, 151645]
 
 
 def test_garbage_is_named():
-    for text in ("<html>", "[]", "null", "{}", changed(finish_reason=None), changed(finish_reason={"type": "?"})):
+    for text in ("<html>", "[]", "null", "{}", changed(finish_reason=1), changed(finish_reason={"type": "?"})):
         with pytest.raises(Garbage):
             read_answer(text)
     for logprob in (float("nan"), 3.0):
@@ -72,19 +106,21 @@ def test_garbage_is_named():
 def test_a_request_has_the_names_and_defaults_of_sglang():
     sampling = SamplingParams(max_new_tokens=9, temperature=0.7, min_new_tokens=4, stop_token_ids=(3,))
     request = ModelRequest("r1", (5, 6), sampling, rng_key=11, given_tokens=(8,))
-    body = write_body(write_request(request, VLLM_DIALECTS[-1], (2,), 0), DIALECTS[0])
+    body = write_request(Sending(request, (2,), streams=False), DIALECTS[0])
     assert (body["rid"], body["input_ids"], body["return_logprob"], body["stream"]) == ("r1", [5, 6, 8], True, False)
     params = body["sampling_params"]
     assert (params["max_new_tokens"], params["min_new_tokens"], params["temperature"]) == (8, 3, 0.7)
     assert (params["top_k"], params["top_p"], params["stop_token_ids"]) == (-1, 1.0, [2, 3])
     assert 0 <= params["sampling_seed"] < 2**31
-    older = write_body(write_request(request, VLLM_DIALECTS[-1], (2,), 0), DIALECTS[-1])
+    older = write_request(Sending(request, (2,)), DIALECTS[-1])
     assert "sampling_seed" not in older["sampling_params"], "an unknown parameter is an error there"
 
 
 def test_what_differs_between_versions_is_found_by_the_version():
     assert dialect_of("0.5.6.post2").has_pause_modes
-    assert dialect_of("0.6.0rc1").has_pause_modes
+    assert dialect_of("0.6.0rc1").labels_tokens
+    assert dialect_of("0.5.23").labels_tokens
+    assert not dialect_of("0.5.18").labels_tokens
     assert not dialect_of("0.5.5").has_pause_modes
     assert dialect_of("0.5.5").has_seeds
     assert not dialect_of("0.5.2").has_seeds
@@ -92,14 +128,15 @@ def test_what_differs_between_versions_is_found_by_the_version():
         dialect_of("0.4.9")
 
 
-def test_a_restarted_server_differs_from_the_one_before():
-    model = {"model_path": SERVER["model_path"], "weight_version": "default"}
-    info = read_info(SERVER, model)
+def test_what_a_server_tells_about_itself():
+    told = {"model_path": SERVER["model_path"], "weight_version": "default"}
+    info = read_info(SERVER, told, DIALECTS[1])
     assert (info.max_model_tokens, info.max_sequences, info.can_sleep) == (32762, 256, True)
-    assert read_info({**SERVER, "random_seed": 1}, model).instance != info.instance
-    assert read_info(SERVER, {**model, "weight_version": "7"}).instance != info.instance
+    assert (info.label, info.num_workers) == ("default", 1)
+    for other in ({"random_seed": 1}, {"startup_time": 1.5}):
+        assert read_info({**SERVER, **other}, told, DIALECTS[1]).instance != info.instance
     with pytest.raises(LookupError):
-        read_info({}, model)
+        read_info({}, told, DIALECTS[1])
 
 
 def test_settings_that_sglang_cannot_have_are_refused_before_a_run_starts():
@@ -108,3 +145,200 @@ def test_settings_that_sglang_cannot_have_are_refused_before_a_run_starts():
     for setting in ("rollout.weight_transfer=shared_memory", "engine.page_tokens=16"):
         with pytest.raises(ConfigError, match=setting.partition("=")[0].replace(".", r"\.")):
             load_config(None, [*near, setting])
+
+
+def context(*settings: str) -> BackendContext:
+    base = ["rollout.backend=sglang", "rollout.max_new_tokens=16", "model.device=cpu", *settings]
+    return BackendContext(with_dtype(load_config("quickstart", base).config), "tiny:qwen3", tokenizer(), Spans())
+
+
+def test_the_command_of_a_server():
+    settings = ("rollout.placement=disaggregated", "engine.max_sequences=32", "engine.prefix_cache=false")
+    how = command(context(*settings, "rollout.launch.args=[--swap,x]"), Path("/models/one"), ["cpu"], api_key="secret")
+    text = " ".join(how.arguments)
+    assert "headwater_server_child.py sglang --model-path /models/one" in text
+    assert "--max-running-requests 32" in text
+    assert text.endswith("--disable-radix-cache --device cpu --swap x")
+    assert "secret" not in text
+    assert how.environment["HEADWATER_CHILD_KEY"] == "secret"
+    gpus = command(context(*settings), Path("/models/one"), ["cuda:2", "cuda:3"], shares_device=True)
+    assert "--tp-size 2" in " ".join(gpus.arguments)
+    assert "--mem-fraction-static 0.4" in " ".join(gpus.arguments)
+    assert gpus.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    with pytest.raises(ConfigError, match=r"rollout\.placement=disaggregated"):
+        SglangEngine.from_context(context())
+    # This Python has no SGLang, and the process that starts says so.
+    with pytest.raises(RolloutFailed, match=r"has no package sglang; set rollout\.launch\.python"):
+        SglangEngine.launch(context("rollout.placement=disaggregated"), ["cpu"])
+
+
+# An engine over a server that plays SGLang
+
+
+class Player:
+    """Answers like SGLang: one response of four tokens. Weights arrive from files and over real process groups."""
+
+    def __init__(self, version: str = "0.5.6.post2") -> None:
+        self.version = version
+        self.label = "default"
+        self.seed = 42
+        self.calls: list[str] = []
+        self.received: dict[str, torch.Tensor] = {}
+        self.before: list[Callable[[], None]] = []
+        """Called before the next answers."""
+        self._groups: dict[str, Link] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/generate", self.generate), web.route("*", "/{path:.*}", self.control)]
+
+    async def generate(self, asked: web.Request) -> web.StreamResponse:
+        body = await asked.json()
+        if self.before:
+            self.before.pop(0)()
+        count = body["sampling_params"]["max_new_tokens"]
+        pairs = [[-0.5, 20 + place, None] for place in range(count)]
+        events = [(1, None), (count, {"type": "length", "length": count})]
+        bodies = [
+            {
+                "output_ids": [],
+                "meta_info": {
+                    "id": body["rid"],
+                    "finish_reason": reason,
+                    "weight_version": self.label,
+                    "completion_tokens": end,
+                    "output_token_logprobs": pairs[:end],
+                },
+            }
+            for end, reason in events
+        ]
+        if not body["stream"]:
+            return web.json_response(bodies[-1])
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await reply.prepare(asked)
+        for each in bodies:
+            await reply.write(f"data: {json.dumps(each)}\n\n".encode())
+        await reply.write(b"data: [DONE]\n\n")
+        return reply
+
+    async def control(self, asked: web.Request) -> web.Response:
+        path = asked.path
+        if path.endswith("server_info"):
+            if path == "/server_info" and dialect_of(self.version).info_prefix != "/":
+                return web.json_response({"detail": "Not Found"}, status=404)
+            return web.json_response({**SERVER, "version": self.version, "random_seed": self.seed, "dtype": "float32"})
+        if path.endswith("model_info"):
+            return web.json_response({"model_path": "/elsewhere", "weight_version": self.label})
+        body = await asked.json()
+        self.calls.append(f"{path[1:]} {body.get('weight_version', body.get('mode', ''))}".strip())
+        if path == "/init_weights_update_group":
+            await self._join(body)
+        elif path == "/update_weights_from_distributed":
+            await self._receive(body)
+        self.label = body.get("weight_version", self.label)
+        if path == "/release_memory_occupation":
+            return web.json_response(None)
+        return web.json_response({"success": True, "message": ""})
+
+    async def _join(self, body: dict[str, Any]) -> None:
+        name = body["group_name"]
+        meeting = Meeting(body["master_address"], body["master_port"], name, body["backend"], 30.0)
+        self._groups[name] = await asyncio.to_thread(Link.connect, meeting, body["rank_offset"], body["world_size"])
+
+    async def _receive(self, body: dict[str, Any]) -> None:
+        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            await asyncio.to_thread(lambda: self._groups[body["group_name"]].broadcast(tensor).wait())  # noqa: B023
+            self.received[name] = tensor
+
+
+@contextmanager
+def connected(player: Player, *settings: str) -> Iterator[SglangEngine]:
+    with serving(*player.routes()) as url:
+        engine = SglangEngine.connect(url, context(f"rollout.servers=[{url}]", *settings))
+        try:
+            assert engine.status().needs_weights
+            engine.update_weights(WeightUpdate.of(1, model().named_parameters())).result(60)
+            yield engine
+        finally:
+            engine.close()
+
+
+def ask(engine: SglangEngine) -> ModelResponse:
+    return asyncio.run(engine.agenerate(ModelRequest("one", (5, 6, 7), SamplingParams(4), rng_key=5)))
+
+
+def test_a_restarted_server_is_noticed_and_gets_its_weights_again(monkeypatch):
+    """It answers at the same address as before, so no connection breaks."""
+    monkeypatch.setattr(session_module, "_HEALTH_EVERY_S", 3600.0)
+
+    def restarts() -> None:
+        player.label = "default"
+
+    for version in ("0.5.2", "0.5.6.post2"):
+        player = Player(version)
+        with connected(player) as engine:
+            pause = "pause_generation" if version == "0.5.2" else "pause_generation abort"
+            update = [pause, "update_weights_from_disk 1", "continue_generation"]
+            assert player.calls == ["continue_generation", *update], "the version travels with the weights"
+            assert set(ask(engine).output_versions) == {1}
+            player.before.append(restarts)
+            response = ask(engine)
+            assert (len(response.output_tokens), set(response.output_versions)) == (4, {1})
+            assert (player.label, player.calls[-1]) == ("1", "update_weights_from_disk 1")
+            assert engine.status().num_restarts == 1
+
+
+def test_tokens_are_streamed_and_memory_is_released():
+    async def follow() -> list[tuple[int, ...]]:
+        request = ModelRequest("one", (5, 6, 7), SamplingParams(4), rng_key=5)
+        return [delta.tokens async for delta in engine.astream(request)]
+
+    player = Player()
+    with connected(player) as engine:
+        assert asyncio.run(follow()) == [(20,), (21, 22, 23), ()]
+        assert engine.capabilities.streaming
+        engine.sleep(("kv_cache",))
+        assert player.calls[-2:] == ["pause_generation abort", "release_memory_occupation"]
+        thread = threading.Thread(target=ask, args=(engine,))
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive(), "nothing is sent to a server that is asleep"
+        engine.wake(("kv_cache",))
+        thread.join(60)
+        assert player.calls[-2:] == ["resume_memory_occupation", "continue_generation"]
+
+
+def test_weights_travel_over_a_process_group():
+    player, weights = Player(), dict(model(seed=3).named_parameters())
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    names = list(weights)
+    with connected(player, "rollout.weight_transfer=collective") as engine:
+        assert player.calls[2:5] == [
+            "init_weights_update_group",
+            "update_weights_from_distributed 1",
+            "continue_generation",
+        ]
+        two = ([(name, weights[name]) for name in part] for part in (names[:3], names[3:]))
+        engine.update_weights(WeightUpdate(2, shapes, two)).result(60)
+        expected = ["pause_generation abort", "update_weights_from_distributed", "update_weights_from_distributed 2"]
+        assert player.calls[5:8] == expected, "the group is used again, and only the last call completes the version"
+        assert all(torch.equal(player.received[name], weights[name]) for name in names)
+        assert set(ask(engine).output_versions) == {2}
+        player.label, player.seed = "default", 43  # another process, which is in no group
+        until_needed(engine)
+        engine.update_weights(WeightUpdate(3, shapes, [list(weights.items())])).result(60)
+        assert player.calls.count("init_weights_update_group") == 2
+        assert set(ask(engine).output_versions) == {3}
+
+
+def until_needed(engine: SglangEngine) -> None:
+    """The next request notices that the process is another one, and waits for weights."""
+
+    async def waits() -> None:
+        asked = asyncio.ensure_future(engine.agenerate(ModelRequest("two", (5,), SamplingParams(4), rng_key=5)))
+        while not engine.status().needs_weights:
+            assert not asked.done()
+            await asyncio.sleep(0.02)
+        asked.cancel()
+
+    asyncio.run(asyncio.wait_for(waits(), 60))

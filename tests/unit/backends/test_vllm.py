@@ -7,31 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from player import serving
 from tiny import model, tokenizer
 
 from headwater.backends import BackendContext
-from headwater.backends.vllm import session as session_module
-from headwater.backends.vllm.checks import logprobs_problem
-from headwater.backends.vllm.dialect import dialect_of
-from headwater.backends.vllm.engine import VllmEngine
+from headwater.backends.remote import session as session_module
+from headwater.backends.remote.link import Chunk, Garbage, Sending, Span
+from headwater.backends.remote.requests import OpenRequest
+from headwater.backends.vllm.engine import VllmEngine, logprobs_problem
 from headwater.backends.vllm.inprocess import InProcessLink
 from headwater.backends.vllm.launch import command
-from headwater.backends.vllm.link import VllmInfo
-from headwater.backends.vllm.requests import OpenRequest
-from headwater.backends.vllm.wire import Chunk, Garbage, Span, read_event, write_request
+from headwater.backends.vllm.wire import dialect_of, read_event, write_request
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, LogitsBroken, RequestError, RolloutFailed
 from headwater.core.protocols import WeightUpdate
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.observe.spans import Spans
 
@@ -87,13 +85,13 @@ def test_garbage_is_named() -> None:
 def test_a_continued_request_asks_for_the_rest() -> None:
     whole = request(10, temperature=0.7, min_new_tokens=4, stop_token_ids=(9,))
     rest = replace(whole, given_tokens=(1, 2, 3))
-    first, second = (write_request(each, dialect_of("0.32"), (0,), 7) for each in (whole, rest))
+    first, second = (write_request(Sending(each, (0,), 7), dialect_of("0.32")) for each in (whole, rest))
     assert second["token_ids"] == [5, 6, 7, 1, 2, 3]
     params = second["sampling_params"]
     assert (params["max_tokens"], params["min_tokens"], params["stop_token_ids"]) == (7, 1, [0, 9])
     assert params["seed"] != first["sampling_params"]["seed"]
     assert second["cache_salt"] == "version-7"
-    assert "stream_interval" not in write_request(whole, dialect_of("0.23"), (), 0)["sampling_params"]
+    assert "stream_interval" not in write_request(Sending(whole), dialect_of("0.23"))["sampling_params"]
 
 
 def test_tokens_of_unknown_version_are_generated_again() -> None:
@@ -105,18 +103,17 @@ def test_tokens_of_unknown_version_are_generated_again() -> None:
     opened.extend(Chunk((3,), (-3.0,)))
     assert opened.partial().output_tokens == (1, 2)
     opened.extend(Chunk((3, 4), (-3.0, -4.0)))
-    opened.end_stream((Span("3", 0, 3), Span("4", 3, 4)), {"3": 3, "4": 4})
+    opened.end_stream((Span("3", 0, 3), Span("4", 3, 4)), {"3": 3, "4": 4}.get)
     assert opened.versions == [3, 3, 3, 4]
     opened.begin(4)
     opened.extend(Chunk((5,), (-5.0,)))
-    opened.end_stream((Span("4", 0, 1),), {"4": 4})
+    opened.end_stream((Span("4", 0, 1),), {"4": 4}.get)
     assert (opened.tokens, opened.versions) == ([1, 2, 3, 4, 5], [3, 3, 3, 4, 4])
     with pytest.raises(Garbage, match="did not publish"):
-        opened.end_stream((Span("else", 0, 1),), {"4": 4})
+        opened.end_stream((Span("else", 0, 1),), {"4": 4}.get)
 
 
 def test_logprobs_of_another_distribution_are_refused() -> None:
-    info = VllmInfo("0.32", dialect_of("0.32"), "m", "float32", "1", 64, 8, "raw_logprobs", "cpu", False, False)
     plain, greedy = SamplingParams(4), SamplingParams(4, temperature=0.0)
     others = [
         SamplingParams(4, 0.5),
@@ -124,10 +121,11 @@ def test_logprobs_of_another_distribution_are_refused() -> None:
         SamplingParams(4, top_p=0.9),
         SamplingParams(4, min_p=0.1),
     ]
-    assert [logprobs_problem(info, each) is None for each in (plain, greedy, *others)] == [True, True] + [False] * 4
-    processed, logits = replace(info, logprobs_mode="processed_logprobs"), replace(info, logprobs_mode="raw_logits")
-    assert all(logprobs_problem(processed, each) is None for each in (plain, greedy, *others))
-    assert "processed_logprobs" in (logprobs_problem(logits, plain) or "")
+    assert [logprobs_problem("raw_logprobs", each) is None for each in (plain, greedy, *others)] == [True, True] + [
+        False
+    ] * 4
+    assert all(logprobs_problem("processed_logprobs", each) is None for each in (plain, greedy, *others))
+    assert "processed_logprobs" in (logprobs_problem("raw_logits", plain) or "")
 
 
 def test_the_command_of_a_server() -> None:
@@ -156,7 +154,6 @@ class Player:
     """Answers like vLLM 0.32, with the recorded tokens. ``faults`` are played first."""
 
     def __init__(self) -> None:
-        self.url = ""
         self.label = "default"
         self.instance = "1"
         self.bodies: list[dict[str, Any]] = []
@@ -209,38 +206,8 @@ class Player:
         await reply.write("".join([*lines, "data: [DONE]\n\n"]).encode())
         return reply
 
-    @contextmanager
-    def serving(self) -> Iterator[str]:
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, daemon=True)
-        thread.start()
-
-        async def start() -> web.AppRunner:
-            app = web.Application()
-            app.router.add_post("/inference/v1/generate", self.generate)
-            app.router.add_route("*", "/{path:.*}", self.control)
-            runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-            return runner
-
-        async def end() -> None:
-            await runner.cleanup()
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-
-        runner = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
-        try:
-            yield self.url
-        finally:
-            asyncio.run_coroutine_threadsafe(end(), loop).result(30)
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(30)
-            loop.close()
+    def serving(self) -> AbstractContextManager[str]:
+        return serving(web.post("/inference/v1/generate", self.generate), web.route("*", "/{path:.*}", self.control))
 
 
 @contextmanager
@@ -257,6 +224,10 @@ def connected(player: Player, *settings: str) -> Iterator[VllmEngine]:
 
 def ask(engine: VllmEngine, asked: ModelRequest) -> ModelResponse:
     return asyncio.run(engine.agenerate(asked))
+
+
+async def follow(engine: VllmEngine, asked: ModelRequest) -> list[Delta]:
+    return [delta async for delta in engine.astream(asked)]
 
 
 def test_a_broken_stream_continues_after_the_tokens_that_arrived() -> None:
@@ -281,6 +252,12 @@ def test_a_broken_stream_continues_after_the_tokens_that_arrived() -> None:
             assert set(response.output_versions) == {1}
             assert player.bodies[-1]["token_ids"] == [5, 6, 7, TOKENS[0]]
             assert player.bodies[-1]["sampling_params"]["max_tokens"] == 9
+        player.faults.append(breaks)
+        deltas = asyncio.run(follow(engine, request()))
+        assert tuple(token for delta in deltas for token in delta.tokens) == TOKENS
+        assert deltas[0].tokens == TOKENS[:1], "tokens are passed on as they arrive"
+        assert [delta.stop_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert (deltas[-1].stop_reason, deltas[1].versions[0]) == ("length", 1)
         with pytest.raises(RequestError, match="vocabulary"):
             ask(engine, ModelRequest("two", (512,), SamplingParams(4), rng_key=0))
 
@@ -316,7 +293,7 @@ def test_bad_answers_are_named_errors() -> None:
 
 def test_a_server_that_stops_answering_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "_HEALTH_EVERY_S", 0.05)
-    monkeypatch.setattr("headwater.backends.vllm.http._HEALTH_LIMIT_S", 0.1)
+    monkeypatch.setattr("headwater.backends.remote.http._HEALTH_LIMIT_S", 0.1)
     player = Player()
 
     async def hangs(reply: web.StreamResponse, lines: list[str]) -> None:
@@ -332,7 +309,7 @@ def test_a_server_that_stops_answering_ends_the_run(monkeypatch: pytest.MonkeyPa
 
 def test_a_server_that_was_restarted_gets_the_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "_HEALTH_EVERY_S", 0.05)
-    monkeypatch.setattr("headwater.backends.vllm.http._HEALTH_LIMIT_S", 0.1)
+    monkeypatch.setattr("headwater.backends.remote.http._HEALTH_LIMIT_S", 0.1)
     player = Player()
 
     async def restarts(reply: web.StreamResponse, lines: list[str]) -> None:

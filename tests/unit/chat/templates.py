@@ -1,8 +1,9 @@
-"""Chat templates with the rules of well-known models, and small tokenizers for them.
+"""Chat templates that follow the rules of well-known models' own, in our words, and small tokenizers for them.
 
-Each has what makes the tokens between two turns hard to find: Qwen 3 strips earlier reasoning, Llama 3 and Mistral hide
-the content of a message with calls, Mistral and Gemma refuse two messages of one role, Gemma knows no tools, and GLM
-has no end token.
+Each has what makes the tokens between two turns hard to find: Qwen 2.5 has a default system message, Qwen 3 strips
+earlier reasoning, Llama 3 shows the tools in the first user message, Llama 3 and Mistral hide the content of a message
+with calls, Mistral shows the tools and the system message in the last user message, Mistral and Gemma refuse two
+messages of one role, Gemma 2 refuses a system message, Gemma knows no tools, and GLM has no end token.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ _QWEN_TOOLS = """\
 {%- endif -%}
 """
 
+_QWEN2_DEFAULT = """\
+{%- if not tools and messages[0].role != 'system' -%}
+{{ '<|im_start|>system\\nYou are a helpful model.<|im_end|>\\n' }}
+{%- endif -%}
+"""
+
 _QWEN_CALLS = """\
 {%- for call in message.tool_calls or [] -%}
 {%- set call = call.function or call -%}
@@ -47,6 +54,7 @@ _QWEN_RESULT = """\
 
 QWEN2 = (
     _QWEN_TOOLS
+    + _QWEN2_DEFAULT
     + """\
 {%- for message in messages -%}
 {%- if message.role == 'user' -%}
@@ -68,7 +76,8 @@ QWEN3 = (
     + """\
 {%- set ns = namespace(query=messages | length - 1, searching=true) -%}
 {%- for message in messages[::-1] -%}
-{%- if ns.searching and message.role == 'user' -%}
+{%- if ns.searching and message.role == 'user' and not (
+    message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) -%}
 {%- set ns.searching = false -%}{%- set ns.query = messages | length - 1 - loop.index0 -%}
 {%- endif -%}
 {%- endfor -%}
@@ -77,7 +86,9 @@ QWEN3 = (
 {{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
 {%- elif message.role == 'assistant' -%}
 {%- set content, reasoning = message.content or '', '' -%}
-{%- if '</think>' in content -%}
+{%- if message.reasoning_content is string -%}
+{%- set reasoning = message.reasoning_content -%}
+{%- elif '</think>' in content -%}
 {%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}
 {%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
 {%- endif -%}
@@ -101,18 +112,33 @@ QWEN3 = (
 LLAMA3 = """\
 {{- '<|begin_of_text|>' -}}
 {%- macro head(role) %}{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}{% endmacro -%}
-{%- if tools -%}
-{{- head('system') + 'Environment: ipython' -}}
-{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor -%}
-{{- '\\nAnswer with {"name": function name, "parameters": arguments}.<|eot_id|>' -}}
+{%- set system, rest = '', messages -%}
+{%- if messages[0].role == 'system' %}{% set system, rest = messages[0].content | trim, messages[1:] %}{% endif -%}
+{{- head('system') + ('Environment: ipython\\n' if tools else '') -}}
+{{- 'Cutting Knowledge Date: December 2023\\nToday Date: ' + (date_string or '26 Jul 2024') -}}
+{{- '\\n\\n' + system + '<|eot_id|>' -}}
+{%- set ns = namespace(first=tools is defined and tools is not none) -%}
+{%- if ns.first and (rest | length == 0 or rest[0].role != 'user') -%}
+{{ raise_exception('the tools are shown in the first user message, and there is none') }}
 {%- endif -%}
-{%- for message in messages -%}
-{%- if message.tool_calls -%}
+{%- for message in rest -%}
+{%- if ns.first -%}
+{%- set ns.first = false -%}
+{{- head('user') + 'Answer with {"name": function name, "parameters": arguments}.\\n\\n' -}}
+{%- for tool in tools %}{{ (tool | tojson(indent=4)) + '\\n\\n' }}{% endfor -%}
+{{- (message.content | trim) + '<|eot_id|>' -}}
+{%- elif message.tool_calls -%}
 {%- if message.tool_calls | length != 1 %}{{ raise_exception('only one call at once') }}{% endif -%}
 {%- set call = message.tool_calls[0].function -%}
 {{- head('assistant') + '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}<|eot_id|>' -}}
-{%- elif message.role == 'tool' -%}
-{{- head('ipython') + (message.content | tojson) + '<|eot_id|>' -}}
+{%- elif message.role == 'tool' or message.role == 'ipython' -%}
+{{- head('ipython') -}}
+{%- if message.content is mapping or message.content is iterable -%}
+{{- message.content | tojson -}}
+{%- else -%}
+{{- message.content -}}
+{%- endif -%}
+{{- '<|eot_id|>' -}}
 {%- else -%}
 {{- head(message.role) + (message.content | trim) + '<|eot_id|>' -}}
 {%- endif -%}
@@ -137,7 +163,11 @@ MISTRAL = """\
 {%- if tools and message is sameas(ns.user) -%}
 {{ '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
 {%- endif -%}
+{%- if loop.last and messages[0].role == 'system' -%}
+{{ '[INST] ' + messages[0].content + '\\n\\n' + message.content + '[/INST]' }}
+{%- else -%}
 {{ '[INST] ' + message.content + '[/INST]' }}
+{%- endif -%}
 {%- elif message.tool_calls -%}
 {{ '[TOOL_CALLS] [' }}
 {%- for call in message.tool_calls -%}
@@ -169,6 +199,11 @@ GEMMA = """\
 {{ '<start_of_turn>' + role + '\\n' + (first if loop.first else '') + (message.content | trim) + '<end_of_turn>\\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif -%}"""
+
+GEMMA2 = """\
+{{- '<bos>' -}}
+{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif -%}
+""" + GEMMA.removeprefix("{{- '<bos>' -}}\n")
 
 GLM = """\
 {{- '[gMASK]<sop>' -}}
@@ -236,6 +271,7 @@ CHATS = {
          "[/AVAILABLE_TOOLS]"),
     ),
     "gemma": ModelChat(GEMMA, ("<end_of_turn>",), ("<bos>", "<start_of_turn>", "<end_of_turn>")),
+    "gemma2": ModelChat(GEMMA2, ("<end_of_turn>",), ("<bos>", "<start_of_turn>", "<end_of_turn>")),
     "glm": ModelChat(
         GLM,
         ("<|user|>", "<|observation|>"),

@@ -12,7 +12,9 @@ import time
 import pytest
 
 from headwater.cli.process import interruptible
-from headwater.trainer.interrupts import Interrupts
+from headwater.cli.train import rank_failures_named
+from headwater.core.errors import RankFailed
+from headwater.core.interrupts import Interrupts
 
 # A library as numpy is: what is raised while it is imported is lost.
 LOSES_INTERRUPTS = """
@@ -89,3 +91,24 @@ def test_a_command_that_still_imports_says_no_more_than_interrupted(module, num_
     command = [sys.executable, "-c", COMMAND, module, str(num_signals)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_a_second_signal_does_not_hide_which_rank_has_ended():
+    """The launcher and the watch of ranks both interrupt rank 0, at about the same time."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        with pytest.raises(KeyboardInterrupt), rank_failures_named(lambda: "", is_last=True):
+            raise KeyboardInterrupt
+        assert all(signal.getsignal(number) is signal.default_int_handler for number in numbers)
+        for error in (KeyboardInterrupt(), RankFailed("rank 1: its process has ended")):
+            with (
+                pytest.raises(RankFailed, match="rank 1: its process has ended"),
+                rank_failures_named(lambda: "rank 1: its process has ended", is_last=True),
+            ):
+                raise error
+            for number in numbers:
+                os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -55,7 +55,7 @@ def test_colocated_servers_share_the_bundle_of_their_rank():
 
 
 def test_disaggregated_servers_need_their_own_room():
-    config = ray_config("rollout.placement=disaggregated", "cluster.rollout.num_servers=3", "rollout.device=cpu")
+    config = ray_config("rollout.placement=disaggregated", "rollout.launch.num_servers=3", "rollout.device=cpu")
     learner, servers = needs_of(config, has_gpus=True)
     assert learner.each == Room(cpus=1, gpus=1)
     assert (servers.count, servers.each) == (3, Room(cpus=1))

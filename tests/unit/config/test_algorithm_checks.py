@@ -248,6 +248,23 @@ def test_a_clash_names_both_keys_and_the_remedy(assert_clashes):
     assert_clashes(CLASHES)
 
 
+def test_arguments_for_which_an_algorithm_has_no_meaning_are_refused(problems):
+    for setting, name, argument, value, message in (
+        ("policy_loss", "sapo", "tau_positive", 0, "must be > 0"),
+        ("policy_loss", "ppo", "dual_clip", 1, "must be > 1"),
+        ("policy_loss", "ppo", "clip_low", -0.1, "must be >= 0"),
+        ("policy_loss", "gspo", "clip_high", -1, "must be >= 0"),
+        ("policy_loss", "dro", "beta", 0, "must be > 0"),
+        ("advantage", "grpo", "epsilon", 0, "must be > 0"),
+    ):
+        key = f"algorithm.{setting}_args"
+        lines = problems(None, f"algorithm.{setting}={name}", f"{key}={{{argument}: {value}}}", ALL_SAMPLES)
+        assert any(f"{key}.{argument} = {value}" in line and message in line for line in lines), lines
+    bounds = ["algorithm.corrections=[truncate]", "algorithm.corrections_args={truncate: {upper: 0.5, lower: 0.9}}"]
+    lines = problems(None, *bounds, "algorithm.old_logprobs=recompute")
+    assert any("upper = 0.5" in line and "must be >= lower = 0.9" in line for line in lines), lines
+
+
 FITTING = [
     [*PPO, "critic.clip=0.2", "critic.num_warmup_steps=99", "rollout.num_samples_per_prompt=1"],
     ["critic.enabled=true", "algorithm.advantage=my.module:advantage", "rollout.num_samples_per_prompt=1"],

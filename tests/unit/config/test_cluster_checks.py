@@ -31,7 +31,7 @@ def test_a_resolved_recipe_loads_again(tmp_path):
     [
         (["cluster.learner.num_ranks=2"], ["cluster.learner.num_ranks", "use cluster=ray"]),
         (["cluster=ray", "rollout.placement=disaggregated", "rollout.launch.devices=[cpu]"], ["Ray chooses"]),
-        (["cluster=ray", "cluster.rollout.num_servers=2"], ["only cluster.learner.num_ranks = 1", "disaggregated"]),
+        (["cluster=ray", "rollout.launch.num_servers=2"], ["only cluster.learner.num_ranks = 1", "disaggregated"]),
         (["cluster=ray", "cluster.rollout.labels={a: b}"], ["cluster.rollout.labels", "cluster.learner.labels"]),
         (["cluster=ray", "model.device=cuda:1"], ["model.device", "auto, cuda or cpu"]),
         (["cluster=ray", "cluster.learner.num_ranks=999"], ["only 256 samples"]),
@@ -42,13 +42,6 @@ def test_a_resolved_recipe_loads_again(tmp_path):
         (["cluster=ray", "cluster.max_restarts=1"], ["trainer.checkpoint_every_steps"]),
         (["cluster=ray", "cluster.reward.num_actors=1", "reward.where=threads"], ["reward.where=processes"]),
         (["cluster=ray", "cluster.reward.labels={a: b}"], ["cluster.reward.num_actors"]),
-        (
-            [
-                *("cluster=ray", "rollout.placement=disaggregated"),
-                *("rollout.launch.num_servers=2", "cluster.rollout.num_servers=3"),
-            ],
-            ["rollout.launch.num_servers = 2"],
-        ),
     ],
 )
 def test_a_clash_names_the_key_and_the_remedy(settings, words):

@@ -8,6 +8,7 @@ from headwater.config.server_checks import chosen_transfer, is_on_this_machine
 OWN = "rollout.placement=disaggregated"
 NATIVE = "rollout.backend=native"
 SGLANG = "rollout.backend=sglang"
+VLLM = "rollout.backend=vllm"
 NEAR = "rollout.servers=[http://127.0.0.1:8000, http://localhost:8001]"
 FAR = "rollout.servers=[http://127.0.0.1:8000, http://10.9.8.7:8000]"
 
@@ -28,9 +29,15 @@ CLASHES = [
     ([OWN, "rollout.launch.devices=[cpu]", "rollout.device=cpu"], "rollout.device = 'cpu'", ["remove one"]),
     ([NATIVE, NEAR, "engine.max_sequences=7"], "engine.max_sequences = 7", ["does not read this"]),
     ([OWN, "rollout.weight_folder=/nfs"], "rollout.weight_folder", ["rollout.weight_transfer=file"]),
-    ([SGLANG, FAR], "rollout.weight_transfer = 'auto'", ["http://10.9.8.7:8000", "rollout.weight_folder"]),
-    ([SGLANG, NEAR, "rollout.weight_transfer=shared_memory"], "rollout.weight_transfer", ["through file"]),
+    ([VLLM, FAR], "rollout.weight_transfer = 'auto'", ["http://10.9.8.7:8000", "rollout.weight_folder"]),
+    ([SGLANG, FAR, "rollout.weight_encoding=delta"], "rollout.weight_encoding", ["headwater serve"]),
+    (
+        [SGLANG, NEAR, "rollout.weight_transfer=shared_memory"],
+        "rollout.weight_transfer",
+        ["file or collective"],
+    ),
     ([NATIVE, FAR, "rollout.weight_transfer=shared_memory"], "rollout.weight_transfer", ["no memory in common"]),
+    ([OWN, "rollout.weight_transfer=cuda_ipc", "model.device=cpu"], "rollout.weight_transfer", ["no memory on a GPU"]),
     ([NATIVE, FAR, "rollout.weight_transfer=file"], "rollout.weight_transfer", ["cannot read a temporary file"]),
 ]
 
@@ -39,7 +46,10 @@ FITTING = [
     [NATIVE, NEAR, "engine.deterministic=true", "engine.update_mode=interrupt"],
     [NATIVE, FAR, "rollout.weight_folder=/nfs/weights"],
     [NATIVE, FAR],
+    [OWN, "rollout.weight_transfer=cuda_ipc", "model.device=cuda"],
     [SGLANG, FAR, "rollout.weight_folder=/nfs/weights"],
+    [SGLANG, FAR],
+    [SGLANG, OWN, "rollout.launch.tensor_parallel=2", "engine.max_sequences=64"],
     [NATIVE, OWN, "rollout.launch.num_servers=3", "rollout.launch.devices=[cpu, cpu, cpu]"],
     [OWN, "rollout.launch.num_servers=2", "rollout.launch.args=[--tool-parser, hermes]"],
 ]

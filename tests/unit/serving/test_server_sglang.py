@@ -156,6 +156,7 @@ def test_a_reply():
             "prompt_tokens": 2,
             "completion_tokens": len(tokens),
             "weight_version": "2",
+            "weight_versions": [{"version": "2", "start": 0, "end": len(tokens)}],
             "output_versions": [2] * len(tokens),
             "output_token_logprobs": [(-1.0, token, tokenizer().decode([token])) for token in tokens],
         },

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from headwater.trainer.interrupts import Interrupts
+from headwater.core.interrupts import Interrupts
 
 
 def interrupt() -> None:

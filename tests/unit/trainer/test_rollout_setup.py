@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,13 @@ def test_a_custom_dataset_may_tell_its_longest_prompt_and_what_it_left_out(rollo
     parts.check_prompts(config, MeasuredRows(rows), "data.train")
     assert (num_left_out(Rows(rows)), num_left_out(MeasuredRows(rows))) == (0, 3)
     assert describe(MeasuredRows(rows), "training") == "1 training prompts (3 over data.max_prompt_tokens left out)"
+
+
+def test_rows_with_images_are_refused_before_the_first_rollout(rollout):
+    parts = rollout()
+    pictured = [replace(parts.eval_data[0], multi_modal={"images": ("picture",)})]
+    config = load_config("quickstart", SMALL).config
+    with pytest.raises(ConfigError, match=r"data\.train: row .* has images, which rollout\.backend = embedded cannot"):
+        parts.check_prompts(config, Rows(pictured), "data.train")
+    own = replace(config, rollout=replace(config.rollout, workflow="mine.py:Shows"))
+    parts.check_prompts(own, Rows(pictured), "data.train")

@@ -18,6 +18,7 @@ from headwater.core.errors import WeightsError
 from headwater.core.protocols import WeightUpdate
 from headwater.models.checksum import checksum
 from headwater.weights import shared_memory
+from headwater.weights.cuda_ipc import CudaIpcTransport, map_memory
 from headwater.weights.memory import Receiver, in_buckets
 from headwater.weights.shared_memory import NUM_SLOTS, SlotEntry, SlotReceiver, SlotSender
 
@@ -203,3 +204,12 @@ def test_both_ends_pin_their_memory_while_they_use_it_and_do_without(monkeypatch
     slots.close()
     del receiver
     assert fake.registered == {}
+
+
+def test_gpu_memory_that_cannot_be_shared_is_refused_with_a_remedy():
+    transport = CudaIpcTransport(torch.float32)
+    with pytest.raises(WeightsError, match=r"the learner's weights are on cpu, not on a GPU.*shared_memory"):
+        transport.send(WeightUpdate.of(1, [("w", torch.ones(2))]), None, None)
+    for handle in ("", "[]", '[0, "zz", 1, 0, "", 0, "", false]', "[0, 1, 1, 0, 1, 0, 1, 0]"):
+        with pytest.raises(WeightsError, match=r"GPU memory cannot be opened.*on one machine"):
+            SlotReceiver(f"cuda-ipc:{handle}", 8, torch.float32, map_memory=map_memory)

@@ -34,8 +34,9 @@ CALL_TEXTS = {
 
 def episode_of(name: str, engine, max_new_tokens: int = ROOM) -> Episode:
     made, args = tokenizer_of(name), {**CHATS[name].args}
-    text = render_chat(made, ASK, {**args, "tools": SCHEMAS})
-    prompt = Prompt("row", ASK, text, encode_rendered(made, text), data_source="x", tool_schemas=tuple(SCHEMAS))
+    ask = ASK[1:] if name == "gemma2" else ASK  # it refuses system messages
+    text = render_chat(made, ask, {**args, "tools": SCHEMAS})
+    prompt = Prompt("row", ask, text, encode_rendered(made, text), data_source="x", tool_schemas=tuple(SCHEMAS))
     context = WorkflowContext(made, ListedRewards([1.0]), SamplingParams(max_new_tokens), args)
     return Episode(context, engine, EpisodeInput(prompt, sample=0, rng_key=7))
 

@@ -49,7 +49,7 @@ class EngineFailed(RolloutFailed):
     """The server still answers, but its engine has failed and cannot recover."""
 
 
-class Receiver(Protocol):
+class FrameReceiver(Protocol):
     """Takes what arrives on the connection for requests."""
 
     def take(self, new: NewTokens) -> None: ...
@@ -106,7 +106,7 @@ class ServerClient:
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionLost(f"GET {path}: {type(error).__name__}: {error}") from error
 
-    async def connect(self, receiver: Receiver) -> RequestLink:
+    async def connect(self, receiver: FrameReceiver) -> RequestLink:
         self._check_open("the connection for requests")
         try:
             # No compression and no size limit: both ends are trusted, and the connection is fast.
@@ -133,7 +133,7 @@ class RequestLink:
     1024, and thousands of handshakes when a step starts.
     """
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, receiver: Receiver) -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, receiver: FrameReceiver) -> None:
         self._socket = socket
         self._receiver = receiver
         self._outbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()

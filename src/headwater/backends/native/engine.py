@@ -15,32 +15,25 @@ weights.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import itertools
 import os
-import threading
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
-from headwater.backends import BACKENDS, BackendContext, check_length, engine_device, engine_settings
+from headwater.backends import BACKENDS, SERVER_KEY, BackendContext, check_length, engine_device, engine_settings
 from headwater.backends.launch.child import ChildServer, StartChild
 from headwater.backends.native.channel import EngineChannel
 from headwater.backends.native.client import ConnectionLost
-from headwater.backends.native.places import (
-    SERVER_KEY,
-    ForeignServer,
-    OwnServer,
-    check_running,
-    engine_arguments,
-)
+from headwater.backends.native.places import ForeignServer, OwnServer, check_running, engine_arguments
 from headwater.backends.native.requests import OpenRequest
 from headwater.backends.native.server import NativeServer
+from headwater.backends.remote.thread import Deliver, EngineThread
 from headwater.config.schema import WeightEncoding, WeightTransfer
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
@@ -57,19 +50,15 @@ from headwater.core.protocols import (
 )
 from headwater.core.records import Delta, ModelRequest, ModelResponse
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
-from headwater.engine.delivery import Mailbox, Mailboxes
 from headwater.models.checksum import dtype_of_checksum
 from headwater.models.device import resolve_dtype
 from headwater.observe.spans import Spans
 from headwater.weights import TRANSPORTS, Transport
 
-T = TypeVar("T")
-
 _START_LIMIT_S = ENGINE_START_LIMIT_S + 60.0
 """The process's own limit is reached first, and its message says more."""
 _LONGEST_LIMIT_S = 1e9
 """For limits that are sent as JSON, which has no infinity."""
-_THREAD_END_S = 5.0
 _METRICS_LIMIT_S = 5.0
 _SILENT_LIMIT_S = 15.0
 """A process that has not reported for so long counts as unreachable, although its connection is open."""
@@ -102,20 +91,14 @@ class NativeEngine:
         self._place = place
         self._server = NativeServer(place, spans, hands_over=hands_over)
         self._numbers = itertools.count()
-        self._mailboxes = Mailboxes()
         self._silent_since: float | None = None
         """Since when its process has not reported; None if it has reported last time."""
-        self._is_closed = False
-        self._closing = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._inbox = Mailbox(self._loop)
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="headwater-weights")
-        """Sends one update at a time, in the order in which they were requested."""
-        self._thread = threading.Thread(target=self._loop.run_forever, name="headwater-native-engine", daemon=True)
-        self._thread.start()
+        self._thread = EngineThread("headwater-native-engine")
         atexit.register(self.close)
         try:
-            self._do(self._server.keeper.start(), f"the engine's {self._server.name} starts", limit_s=_START_LIMIT_S)
+            self._thread.do(
+                self._server.keeper.start(), f"the engine's {self._server.name} starts", limit_s=_START_LIMIT_S
+            )
         except BaseException:
             self.close()
             raise
@@ -232,7 +215,7 @@ class NativeEngine:
     def status(self) -> EngineStatus:
         state, requests, keeper = self._server.state, self._server.requests, self._server.keeper
         metrics: Mapping[str, float] = {}
-        is_alive = not self._is_closed and keeper.failure is None
+        is_alive = not self._thread.is_closed and keeper.failure is None
         is_reachable = is_alive and keeper.is_settled
         if is_reachable:
             metrics, is_reachable = self._report()
@@ -254,7 +237,7 @@ class NativeEngine:
         """What the process measures, and whether it has answered lately."""
         asked_at = time.monotonic()
         with suppress(HeadwaterError, CancelledError):
-            metrics = self._do(self._metrics(), "the engine's process reports", limit_s=_METRICS_LIMIT_S)
+            metrics = self._thread.do(self._metrics(), "the engine's process reports", limit_s=_METRICS_LIMIT_S)
             self._silent_since = None
             return metrics, True
         self._silent_since = self._silent_since or asked_at
@@ -264,47 +247,29 @@ class NativeEngine:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """The response to one request. Cancelling the caller ends the request."""
-        answer: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
-        mailbox = self._mailboxes.of_running_loop()
 
-        def deliver(result: ModelResponse | HeadwaterError) -> None:
-            mailbox.post(lambda: _settle(answer, result))
+        def opened(deliver: Deliver) -> AbstractContextManager[None]:
+            return self._opened(OpenRequest(next(self._numbers), request, deliver))
 
-        with self._opened(OpenRequest(next(self._numbers), request, deliver)):
-            return await answer
+        return await self._thread.answer(opened)
 
-    async def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
+    def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
         """Yield new tokens as they arrive; with a server that cannot stream, the complete response once."""
-        news: asyncio.Queue[Delta | HeadwaterError] = asyncio.Queue()
-        mailbox = self._mailboxes.of_running_loop()
 
-        def deliver(result: ModelResponse | HeadwaterError) -> None:
-            last = result if isinstance(result, HeadwaterError) else Delta((), (), (), result.stop_reason)
-            mailbox.post(lambda: news.put_nowait(last))
+        def opened(deliver: Deliver, take: Callable[[Delta], None]) -> AbstractContextManager[None]:
+            return self._opened(OpenRequest(next(self._numbers), request, deliver, take))
 
-        def take(new: Delta) -> None:
-            mailbox.post(lambda: news.put_nowait(new))
-
-        with self._opened(OpenRequest(next(self._numbers), request, deliver, take)):
-            while True:
-                new = await news.get()
-                if isinstance(new, HeadwaterError):
-                    raise new
-                yield new
-                if new.stop_reason is not None:
-                    return
+        return self._thread.follow(opened)
 
     @contextmanager
     def _opened(self, opened: OpenRequest) -> Iterator[None]:
         """A request that the server works on within the block."""
-        with self._closing:
-            self._check_open()
-            self._inbox.post(lambda: self._server.enter(opened))
+        self._thread.enter(lambda: self._server.enter(opened))
         try:
             yield
         finally:
             if not opened.has_ended:
-                self._inbox.post(lambda: self._server.requests.leave(opened))
+                self._thread.post(lambda: self._server.requests.leave(opened))
 
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that is too long. The engine's process checks the rest."""
@@ -319,15 +284,15 @@ class NativeEngine:
 
     def abort(self, request_id: str | None = None) -> int:
         """End the requests with this id, or all. They return the tokens they have."""
-        return self._do(self._abort(request_id), "the engine's process aborts requests")
+        return self._thread.do(self._abort(request_id), "the engine's process aborts requests")
 
     # Control
 
     def pause(self) -> None:
-        self._do(self._set_paused(True), "the engine's process pauses")
+        self._thread.do(self._set_paused(True), "the engine's process pauses")
 
     def resume(self) -> None:
-        self._do(self._set_paused(False), "the engine's process resumes")
+        self._thread.do(self._set_paused(False), "the engine's process resumes")
 
     def get_version(self) -> int:
         """The version of the newest weights that were taken."""
@@ -335,8 +300,7 @@ class NativeEngine:
 
     def set_version(self, version: int) -> None:
         what = "the engine's process sets its version"
-        self._check_open()
-        done = self._sender.submit(self._do, self._set_version(version), what)
+        done = self._thread.submit(lambda: self._thread.do(self._set_version(version), what))
         wait_for_future(done, lambda: what, kind="engine_call", hard_limit_s=ENGINE_CALL_LIMIT_S)
 
     def weights_checksum(self) -> str:
@@ -344,7 +308,7 @@ class NativeEngine:
 
         The weights can then be published again.
         """
-        return self._do(self._server.checksum(), "the engine's process computes a checksum")
+        return self._thread.do(self._server.checksum(), "the engine's process computes a checksum")
 
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
         """Send the weights to the process. They are read on another thread until the future is done.
@@ -352,72 +316,40 @@ class NativeEngine:
         ``TransferLost`` means that the process died while they were streamed to it. The update can then be sent again.
         """
         try:
-            with self._closing:
-                self._check_open()
-                return self._sender.submit(self._send, update, mode)
+            return self._thread.submit(self._send, update, mode)
         except HeadwaterError as error:
             refused: Future[None] = Future()
             refused.set_exception(error)
             return refused
 
     def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
-        self._do(self._set_asleep(tags, True), "the engine's process goes to sleep")
+        self._thread.do(self._set_asleep(tags, True), "the engine's process goes to sleep")
 
     def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
-        self._do(self._set_asleep(tags, False), "the engine's process wakes up")
+        self._thread.do(self._set_asleep(tags, False), "the engine's process wakes up")
 
     def close(self) -> None:
         """End every request with the tokens it has, and the process. Closing twice is allowed."""
-        with self._closing:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         atexit.unregister(self.close)
         try:
-            what = "the engine's process ends"
-            wait_for_future(ended, lambda: what, kind="engine_call", hard_limit_s=ENGINE_CALL_LIMIT_S)
-            self._sender.shutdown(wait=True, cancel_futures=True)  # its calls have failed by now
+            self._thread.close(self._server.end, "the engine's process ends")
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_THREAD_END_S)
-            if not self._thread.is_alive():
-                self._loop.close()
             if "_transport" in vars(self):
                 self._transport.close()
 
     def _ask(self, path: str) -> dict[str, Any]:
-        return self._do(self._server.call(path), f"the engine's process answers {path}")
-
-    def _do(self, work: Coroutine[Any, Any, T], what: str, limit_s: float = ENGINE_CALL_LIMIT_S) -> T:
-        """Run a coroutine on the engine's thread, and wait for it."""
-        future = self._start(work)
-        try:
-            return wait_for_future(future, lambda: what, kind="engine_call", hard_limit_s=limit_s)
-        finally:
-            future.cancel()
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        with self._closing:
-            if self._is_closed:
-                work.close()
-            self._check_open()
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RolloutFailed("the engine is closed")
+        return self._thread.do(self._server.call(path), f"the engine's process answers {path}")
 
     # On the sender's thread
 
     def _send(self, update: WeightUpdate, mode: UpdateMode | None) -> None:
         mode = mode or self._mode
         try:
-            self._do(self._server.check_untouched(), "the engine's process tells its version")
+            self._thread.do(self._server.check_untouched(), "the engine's process tells its version")
             client = None
             if not self._transport.survives_restart:
-                client = self._do(self._server.begin_transfer(), "the engine's process serves")
-            channel = EngineChannel(self._server, self._start, update.version, client, self._update_limit_s)
+                client = self._thread.do(self._server.begin_transfer(), "the engine's process serves")
+            channel = EngineChannel(self._server, self._thread.start, update.version, client, self._update_limit_s)
             self._transport.send(update, channel, mode)
         except CancelledError as error:
             raise RolloutFailed("the engine is closed") from error
@@ -447,20 +379,3 @@ class NativeEngine:
         await self._server.call("/control/sleep" if asleep else "/control/wake", {"tags": list(tags)})
         state = self._server.state
         state.asleep = state.asleep.union(tags) if asleep else state.asleep.difference(tags)
-
-    async def _end(self) -> None:
-        await self._server.end()
-        unfinished = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in unfinished:
-            task.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
-
-
-def _settle(answer: asyncio.Future[ModelResponse], result: ModelResponse | HeadwaterError) -> None:
-    """Answer a caller, unless it has left."""
-    if answer.done():
-        return
-    if isinstance(result, HeadwaterError):
-        answer.set_exception(result)
-    else:
-        answer.set_result(result)

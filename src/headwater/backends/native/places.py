@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from headwater.backends import BackendContext, other_model
+from headwater.backends import SERVER_KEY, BackendContext, other_model
 from headwater.backends.launch.child import HOST, ChildServer, Command, StartChild
 from headwater.backends.launch.keeper import ServerProcess
 from headwater.backends.launch.running import RunningServer
@@ -30,8 +30,6 @@ _OWN_HEARTBEAT_S = 120.0
 """For a process that this one has started: it is killed and replaced if it gives no sign of life in half that time.
 Long, because a new process must load the model."""
 _NUM_BYTES_SHOWN = 200
-SERVER_KEY = "HEADWATER_SERVER_KEY"
-"""The environment variable with the API key of running servers."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _REACH_S = 5.0
 
 
 @dataclass
-class ServerState:
+class ToldState:
     """What the process was told, so that the next one can be told the same."""
 
     version: int = 0
@@ -71,7 +71,7 @@ class NativeServer:
 
     def __init__(self, place: OwnServer | ForeignServer, spans: Spans, *, hands_over: bool = False) -> None:
         """``hands_over`` fails the open requests with ``ServerLost`` when the process is lost."""
-        self.state = ServerState()
+        self.state = ToldState()
         self.keeper = ChildKeeper(self, place.remedy, is_foreign=isinstance(place, ForeignServer))
         self.requests = OpenRequests(spans, on_finish=self.keeper.note_progress, on_failed_engine=self.keeper.kill)
         self.info: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""SGLang servers as a backend.
+"""SGLang as a backend: servers that run already, or servers that the run starts.
 
-- ``dialect.py``: what differs between versions of SGLang.
-- ``http.py``: its calls, as the connection of a ``vllm.session.Session``, which keeps the open requests.
+- ``http.py``: its calls, and what differs between versions of SGLang.
+- ``weights.py``: weights over a process group (``/update_weights_from_distributed``).
 - ``engine.py``: ``SglangEngine``, the ``InferenceEngine``.
 """

@@ -1,116 +1,200 @@
 """SGLang as an ``InferenceEngine``.
 
-    engine = SglangEngine.connect("http://10.0.0.7:30000", context)
-
-Requests, updates and versions are those of vLLM's engine (``vllm/session.py``); only the calls differ (``http.py``).
+engine = SglangEngine.launch(context, ["cuda:1"])                   # start a server and keep it alive
+engine = SglangEngine.connect("http://10.0.0.7:30000", context)     # use one that runs
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import ClassVar
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
 
-from headwater.backends import BACKENDS, BackendContext, check_length, other_model
+from headwater.backends import BACKENDS, SERVER_KEY, BackendContext, check_length, other_model
+from headwater.backends.launch.child import Command
+from headwater.backends.remote.engine import RemoteEngine, new_key, starter
+from headwater.backends.remote.link import Link, ServerInfo
+from headwater.backends.remote.model import RunModel, model_folder
+from headwater.backends.remote.servers import ConnectedServer, LaunchedServer, child_command
+from headwater.backends.remote.session import Session
 from headwater.backends.sglang.http import SglangLink
-from headwater.backends.vllm.connect import ConnectedServer
-from headwater.backends.vllm.engine import KEY_VARIABLE, Server, VllmEngine
-from headwater.backends.vllm.http import HttpLink
-from headwater.backends.vllm.link import VllmInfo
-from headwater.backends.vllm.model import RunModel
-from headwater.backends.vllm.session import Session
+from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
-from headwater.core.errors import ConfigError, RequestError
-from headwater.core.protocols import Capabilities
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.errors import ConfigError
+from headwater.core.protocols import Capabilities, UpdateMode, WeightUpdate
+from headwater.core.records import SamplingParams
 from headwater.models.device import DTYPES
+
+_SHARED_FRACTION = 0.4
+"""Share of a GPU's memory for a server on the device of the learner."""
 
 
 @BACKENDS.register(
-    BackendTraits(engine_settings=("max_queue", "update_mode"), connects=True, is_foreign=True, transfers=("file",))
+    BackendTraits(
+        engine_settings=(
+            "max_sequences",
+            "max_queue",
+            "max_prefill_tokens",
+            "page_tokens",
+            "memory_fraction",
+            "prefix_cache",
+            "update_mode",
+        ),
+        connects=True,
+        is_foreign=True,
+        transfers=("file", "collective"),
+    )
 )
-class SglangEngine(VllmEngine):
+class SglangEngine(RemoteEngine):
     """An ``InferenceEngine`` whose work is done by an SGLang server."""
 
     program: ClassVar[str] = "SGLang"
-    declared_capabilities: ClassVar[Capabilities] = Capabilities(
-        seeded_sampling=False,  # only some of its attention backends give the same tokens in every batch
-        checksums=False,
-        streaming=False,
-    )
+    _sender: Any = None
+    """The group over which weights are sent, with the server's present process."""
+
+    @classmethod
+    def launch(cls, context: BackendContext, devices: Sequence[str]) -> SglangEngine:
+        """Start a server on ``devices``, and keep it alive."""
+        model, key = RunModel.of(context), new_key()
+        check_length(context, model.max_tokens)
+        with ExitStack() as stack:
+            # A process that replaces the first one loads the folder again.
+            folder = stack.enter_context(model_folder(context))
+            start, is_shared = starter(context, devices)
+            how = command(context, folder, devices, api_key=key, shares_device=is_shared)
+            make_link = partial(SglangLink, api_key=key)
+            engine = cls(
+                "the SGLang server", context, model, lambda session: LaunchedServer(session, how, make_link, start)
+            )
+            engine._resources, engine.api_key = stack.pop_all(), key
+        return engine
 
     @classmethod
     def connect(cls, url: str, context: BackendContext) -> SglangEngine:
         """Use a running server. Unless it serves the weights of another owner, it waits for those of this run."""
         model, where = RunModel.of(context), f"the SGLang server at {url}"
+        key, limit_s = os.environ.get(SERVER_KEY, ""), context.config.rollout.server_timeout_s
 
-        async def check(link: HttpLink, info: VllmInfo) -> None:
-            assert isinstance(link, SglangLink), "made below"
+        async def check(link: Link, info: ServerInfo) -> None:
             if context.owns_weights:
                 await link.resume()  # an earlier run may have left it paused
             model.check_same(info, where)
-            if link.vocab_size is not None and (problem := other_model(context, link.vocab_size)) is not None:
+            if info.vocab_size is not None and (problem := other_model(context, info.vocab_size)) is not None:
                 raise ConfigError([f"rollout.servers: {url} serves {info.model}, {problem}"])
 
-        def make(session: Session) -> Server:
+        def make(session: Session) -> ConnectedServer:
             session.weights.is_needed = context.owns_weights
-            rollout = context.config.rollout
             return ConnectedServer(
                 session,
                 url,
-                api_key=os.environ.get(KEY_VARIABLE, ""),
-                check=check,
-                limit_s=rollout.server_timeout_s,
+                lambda: SglangLink(url, key),
+                check,
+                limit_s=limit_s,
                 is_one_of_many=context.is_one_of_many,
-                make_link=SglangLink,
             )
 
         return cls(where, context, model, make)
 
     @classmethod
-    def launch(cls, context: BackendContext, devices: Sequence[str]) -> SglangEngine:
-        raise _only_running("rollout.placement = disaggregated")
-
-    @classmethod
     def from_context(cls, context: BackendContext) -> SglangEngine:
-        raise _only_running("rollout.backend = sglang")
+        raise ConfigError(
+            [
+                "rollout.backend = sglang: SGLang runs in a process of its own; use rollout.placement=disaggregated to "
+                "start one (rollout.launch.python names the Python that has it), or name running ones in "
+                "rollout.servers"
+            ]
+        )
 
     @property
-    def _info(self) -> VllmInfo:
+    def _info(self) -> ServerInfo:
         """With what the server leaves to its defaults."""
         info = super()._info
         dtype = info.dtype if info.dtype in DTYPES else self._config.model.dtype
         return replace(info, dtype=dtype, max_model_tokens=info.max_model_tokens or self._model.max_tokens)
 
-    def _check(self, context: BackendContext, info: VllmInfo) -> None:
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, file_weights=chosen_transfer(self._config) != "collective")
+
+    def _check_run(self, context: BackendContext) -> None:
         rollout = context.config.rollout
         sampling = SamplingParams(
             rollout.max_new_tokens, rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p
         )
-        if (problem := _logprobs_problem(sampling)) is not None:
+        if (problem := self._sampling_problem(sampling)) is not None:
             raise ConfigError([f"{self._name}: {problem}"])
         check_length(context, self._info.max_model_tokens)
 
-    def check(self, request: ModelRequest) -> None:
-        super().check(request)
-        if (problem := _logprobs_problem(request.sampling)) is not None:
-            raise RequestError(f"request {request.request_id}: {problem}")
+    def _sampling_problem(self, sampling: SamplingParams) -> str | None:
+        if sampling.temperature == 0 or not (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
+            return None
+        return (
+            "SGLang reports log-probs before truncation, which are those of another policy; use rollout.top_k=0, "
+            "rollout.top_p=1 and rollout.min_p=0"
+        )
+
+    def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
+        if chosen_transfer(self._config) != "collective":
+            super()._send(update, mode)
+            return
+
+        async def load(link: Link, label: str) -> None:
+            assert isinstance(link, SglangLink), "made above"
+            sender = await self._joined(link)
+            try:
+                await sender.send(update, DTYPES[self._info.dtype], label, flush=mode != "in_flight")  # type: ignore[index]
+            except BaseException:
+                sender.close()
+                self._sender = None
+                raise
+
+        self._update(update.version, mode, load)
+
+    async def _joined(self, link: SglangLink) -> Any:
+        """The group with the server's present process, which is kept for the next updates."""
+        from headwater.backends.sglang.weights import GroupSender
+        from headwater.weights.collective import LIMIT_S
+
+        if self._sender is None or self._sender.link is not link:
+            if self._sender is not None:
+                self._sender.close()
+            sender = GroupSender(link, self._info, limit_s=LIMIT_S)
+            await sender.join()
+            self._sender = sender
+        return self._sender
+
+    async def _end(self) -> None:
+        if self._sender is not None:
+            await self._sender.leave()
+        await super()._end()
 
 
-def _logprobs_problem(sampling: SamplingParams) -> str | None:
-    if sampling.temperature == 0 or not (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
-        return None
-    return (
-        "SGLang reports log-probs before truncation, which are those of another policy; use rollout.top_k=0, "
-        "rollout.top_p=1 and rollout.min_p=0"
-    )
-
-
-def _only_running(setting: str) -> ConfigError:
-    return ConfigError(
-        [
-            f"{setting}: a run does not start SGLang itself; start it with `python -m sglang.launch_server "
-            "--model-path MODEL --port 30000` and name it in rollout.servers"
-        ]
-    )
+def command(
+    context: BackendContext, model: Path, devices: Sequence[str], *, api_key: str = "", shares_device: bool = False
+) -> Command:
+    """How a server of the run's model starts on ``devices``."""
+    config = context.config
+    engine, is_on_cpu = config.engine, devices[0] == "cpu"
+    settings: dict[str, Any] = {
+        "model_path": model,
+        "served_model_name": "policy",
+        "dtype": config.model.dtype,
+        "context_length": config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        "random_seed": config.run.seed,
+        "tp_size": len(devices),
+        "max_running_requests": engine.max_sequences,
+        "chunked_prefill_size": engine.max_prefill_tokens,
+        "page_size": engine.page_tokens,
+        "mem_fraction_static": engine.memory_fraction or (_SHARED_FRACTION if shares_device and not is_on_cpu else 0),
+        "log_level_http": "warning",
+    }
+    settings = {name: value for name, value in settings.items() if value not in (0, 0.0)}
+    if not engine.prefix_cache:
+        settings["disable_radix_cache"] = None
+    if is_on_cpu:
+        settings["device"] = "cpu"
+    return child_command(context, "sglang", settings, devices, api_key=api_key)

@@ -1,77 +1,125 @@
 """An SGLang server over HTTP (``python -m sglang.launch_server``), or a ``headwater serve``, which knows its calls.
 
-A response is requested without streaming: SGLang's streams repeat the whole response in every event. When generation is
-paused for an update, the server answers with the tokens so far, and the rest is requested under the new weights.
+A response is requested as a whole, unless its caller wants a stream: SGLang's streams repeat the whole response in
+every event, unless the server was started with ``--incremental-streaming-output``. When generation is paused for an
+update, the server answers with the tokens so far, and the rest is requested under the new weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import aiohttp
-
-from headwater.backends.sglang.dialect import DIALECTS, OLDEST, Dialect, dialect_of
-from headwater.backends.vllm import dialect as vllm_dialect
-from headwater.backends.vllm.http import HttpLink, refusal
-from headwater.backends.vllm.link import LinkLost, PauseMode, VllmInfo
-from headwater.backends.vllm.wire import Chunk, Garbage
+from headwater.backends.remote.http import HttpCalls
+from headwater.backends.remote.link import Chunk, Garbage, PauseMode, Sending, ServerInfo, read_spans
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
 from headwater.core.protocols import MemoryTag
+from headwater.core.randomness import derive_key
 from headwater.core.records import StopReason
 
-_NO_LABELS = vllm_dialect.DIALECTS[-1]
-"""Answers tell neither versions of tokens nor anything else that vLLM's newer ones do."""
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _PAUSE_MODE: dict[PauseMode, str] = {"abort": "abort", "keep": "in_place", "wait": "in_place"}
+_ALIVE_LIMIT_S = 20.0
+_LEAVE_LIMIT_S = 10.0
 _NUM_CHARACTERS_SHOWN = 200
 
 
-class SglangLink(HttpLink):
+@dataclass(frozen=True)
+class Dialect:
+    """How to talk to one range of versions."""
+
+    since: tuple[int, int, int]
+    """The first version."""
+    labels_tokens: bool
+    """``meta_info.weight_versions`` tells which weights produced which tokens."""
+    has_pause_modes: bool
+    """``/pause_generation`` takes a mode. Otherwise it always ends the running requests with the tokens they have."""
+    has_seeds: bool
+    """``sampling_seed`` is a known sampling parameter. It has an effect with ``--enable-deterministic-inference``."""
+    info_prefix: str
+    """What comes before ``server_info`` and ``model_info`` in the paths of these calls."""
+
+
+DIALECTS = (
+    Dialect((0, 5, 20), labels_tokens=True, has_pause_modes=True, has_seeds=True, info_prefix="/"),
+    Dialect((0, 5, 6), labels_tokens=False, has_pause_modes=True, has_seeds=True, info_prefix="/"),
+    Dialect((0, 5, 4), labels_tokens=False, has_pause_modes=False, has_seeds=True, info_prefix="/get_"),
+    Dialect((0, 5, 0), labels_tokens=False, has_pause_modes=False, has_seeds=False, info_prefix="/get_"),
+)
+"""The newest first. A version between two rows speaks the older of the two. From the source code of these versions."""
+
+OLDEST = DIALECTS[-1]
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
+
+
+def dialect_of(version: str) -> Dialect:
+    """The row of the table for a version such as ``0.5.6.post2``."""
+    found = _VERSION.match(version)
+    number = tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+    for dialect in DIALECTS:
+        if number >= dialect.since:
+            return dialect
+    oldest = ".".join(map(str, OLDEST.since))
+    raise RolloutFailed(f"SGLang {version} is not supported; install SGLang {oldest} or newer for the server")
+
+
+class SglangLink(HttpCalls):
     """The calls to one server."""
 
     program: ClassVar[str] = "SGLang"
 
     def __init__(self, url: str, api_key: str = "") -> None:
         super().__init__(url, api_key)
-        self._spoken: Dialect = OLDEST
+        self.dialect = OLDEST
+        self.is_ours = False
+        """The server is a ``headwater serve``."""
         self._num_streams = 0
         self._none_left = asyncio.Event()
-        self.vocab_size: int | None = None
-        """If the server tells it."""
 
-    async def describe(self) -> VllmInfo:
-        told = await self._call("GET", OLDEST.info_path)
+    async def describe(self) -> ServerInfo:
         try:
-            is_ours = "instance" in told
-            self._spoken = DIALECTS[0] if is_ours else dialect_of(str(told["version"]))
-            self.vocab_size = told.get("vocab_size")
-            return read_info(told, await self._call("GET", "/get_model_info"))
+            told = await self._call("GET", "/server_info")
+        except RequestError:
+            told = await self._call("GET", "/get_server_info")
+        try:
+            self.is_ours = "instance" in told
+            self.dialect = DIALECTS[0] if self.is_ours else dialect_of(str(told["version"]))
+            return read_info(told, await self._call("GET", f"{self.dialect.info_prefix}model_info"), self.dialect)
         except (LookupError, TypeError, ValueError) as error:
             raise RolloutFailed(
-                f"{self.url}{OLDEST.info_path}: {type(error).__name__}: {error}; is this an SGLang server of a known "
-                "version?"
+                f"{self.url}/server_info: {type(error).__name__}: {error}; is this an SGLang server of a known version?"
             ) from error
 
-    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
-        """The whole answer as one chunk."""
-        what = f"POST {self.url}/generate"
+    async def check_alive(self) -> None:
+        # /health generates a token, which a server that is paused or asleep does not.
+        await self._call("GET", f"{self.dialect.info_prefix}model_info", limit_s=_ALIVE_LIMIT_S)
+
+    async def stream(self, sending: Sending) -> AsyncGenerator[Chunk, None]:
+        """The answer as one chunk, or as it is generated if the caller wants that."""
+        body = write_request(sending, self.dialect)
         self._num_streams += 1
         self._none_left.clear()
         try:
-            async with self._streams.post(self.url + "/generate", json=write_body(body, self._spoken)) as reply:
-                text = await reply.text(errors="replace")
-                if reply.status != 200:
-                    raise refusal(what, reply.status, text)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise LinkLost(f"{what}: {type(error).__name__}: {error}") from error
+            if not sending.streams:
+                yield read_answer(await self._answer("/generate", body))
+                return
+            num_read = 0
+            async with aclosing(self._events("/generate", body)) as events:
+                async for data in events:
+                    chunk = read_answer(data, num_read)
+                    num_read += len(chunk.tokens)
+                    yield chunk
+                    if chunk.stop_reason is not None:
+                        return
         finally:
             self._num_streams -= 1
             if not self._num_streams:
                 self._none_left.set()
-        yield read_answer(text)
 
     async def abort(self, request_id: str) -> None:
         await self._call("POST", "/abort_request", {"rid": request_id})
@@ -79,88 +127,116 @@ class SglangLink(HttpLink):
     async def pause(self, mode: PauseMode) -> None:
         if mode == "wait" and self._num_streams:  # no new ones are sent meanwhile
             await self._none_left.wait()
-        body = {"mode": _PAUSE_MODE[mode]} if self._spoken.has_pause_modes else {}
-        await self._call("POST", "/pause_generation", body)
+        body = {"mode": _PAUSE_MODE[mode]} if self.dialect.has_pause_modes else {}
+        await self._call("POST", "/pause_generation", body, is_text=True)
 
     async def resume(self) -> None:
-        await self._call("POST", "/continue_generation", {})
+        await self._call("POST", "/continue_generation", {}, is_text=True)
 
-    async def reload(self, folder: str) -> None:
-        answer = await self._call("POST", "/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
+    async def reload(self, folder: str, label: str, *, keeps_cache: bool = False) -> None:
+        body = {"model_path": folder, "weight_version": label, "flush_cache": not keeps_cache}
+        await self._succeeds("/update_weights_from_disk", body)
+
+    async def set_label(self, label: str) -> bool:
+        return False  # its call for that also ends all requests
+
+    async def join_group(self, body: Mapping[str, Any]) -> None:
+        """Join the process group over which weights are sent; returns when all members have come."""
+        await self._succeeds("/init_weights_update_group", body)
+
+    async def leave_group(self, name: str) -> None:
+        await self._call("POST", "/destroy_weights_update_group", {"group_name": name}, limit_s=_LEAVE_LIMIT_S)
+
+    async def receive(self, body: Mapping[str, Any]) -> None:
+        """Receive tensors over the group; returns when the model has them."""
+        await self._succeeds("/update_weights_from_distributed", body)
+
+    async def _succeeds(self, path: str, body: Mapping[str, Any]) -> None:
+        answer = await self._call("POST", path, body)
         if not answer.get("success"):
-            raise RolloutFailed(f"{self.url}/update_weights_from_disk: {answer.get('message', answer)}")
+            raise RolloutFailed(f"{self.url}{path}: {answer.get('message', answer)}")
 
     async def sleep(self, tags: Sequence[MemoryTag]) -> None:
-        await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
+        await self._call("POST", "/release_memory_occupation", {"tags": list(tags)}, is_text=True)
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)}, is_text=True)
 
 
-def read_info(told: Mapping[str, Any], model: Mapping[str, Any]) -> VllmInfo:
-    """From ``/get_server_info`` and ``/get_model_info``."""
+def read_info(told: Mapping[str, Any], model: Mapping[str, Any], dialect: Dialect) -> ServerInfo:
+    """From ``/server_info`` and ``/model_info``."""
     can: Mapping[str, Any] = told.get("capabilities") or {}
-    # A process without an id differs from the one before in the seed that it chose, or has had no update yet.
-    has_updates = model.get("weight_version", "default") != "default"
-    instance = told.get("instance") or f"{told.get('random_seed')}-{'updated' if has_updates else 'new'}"
-    return VllmInfo(
+    # Older versions tell only the seed that a process has chosen. The label of its weights differs, too.
+    instance = told.get("instance") or f"{told.get('startup_time', '')}-{told.get('random_seed', '')}"
+    vocab_size = told.get("vocab_size")
+    return ServerInfo(
         version=str(told["version"]),
-        dialect=_NO_LABELS,
         model=str(model["model_path"]),
         dtype=str(can.get("dtype") or told.get("dtype") or "auto"),
         instance=str(instance),
         max_model_tokens=int(told.get("context_length") or told.get("max_req_input_len") or 0),
         max_sequences=int(told.get("max_running_requests") or told.get("max_sequences") or 0),
-        logprobs_mode="processed_logprobs",
         device=str(told.get("device") or ""),
-        has_own_worker=False,
+        labels_tokens=dialect.labels_tokens,
         can_sleep=bool(told.get("enable_memory_saver") or can.get("memory_tags")),
+        label=str(model.get("weight_version") or ""),
+        num_workers=int(told.get("tp_size") or 1),
+        vocab_size=None if vocab_size is None else int(vocab_size),
     )
 
 
-def write_body(body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """The body of ``/generate`` for a request of ``vllm.wire.write_request``."""
-    given: Mapping[str, Any] = body["sampling_params"]
+def write_request(sending: Sending, dialect: Dialect) -> dict[str, Any]:
+    """The body of ``/generate``. Stop strings are not sent: the session looks for them."""
+    request = sending.request
+    sampling, num_given = request.sampling, len(request.given_tokens)
     params: dict[str, Any] = {
-        "max_new_tokens": given["max_tokens"],
-        "min_new_tokens": given["min_tokens"],
-        "temperature": given["temperature"],
-        "top_p": given["top_p"],
-        "top_k": given["top_k"] or -1,
-        "min_p": given["min_p"],
-        "stop_token_ids": given["stop_token_ids"],
-        "ignore_eos": given["ignore_eos"],
+        "max_new_tokens": sampling.max_new_tokens - num_given,
+        "min_new_tokens": max(0, sampling.min_new_tokens - num_given),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "stop_token_ids": [*(() if sampling.ignore_end else sending.end_tokens), *sampling.stop_token_ids],
+        "ignore_eos": sampling.ignore_end,
         "skip_special_tokens": False,
     }
     if dialect.has_seeds:
-        params["sampling_seed"] = given["seed"] & (2**31 - 1)
+        # A continued response must not draw the same random numbers again.
+        params["sampling_seed"] = derive_key(request.rng_key, num_given) & (2**31 - 1)
     return {
-        "rid": body["request_id"],
-        "input_ids": body["token_ids"],
+        "rid": request.request_id,
+        "input_ids": [*request.input_tokens, *request.given_tokens],
         "sampling_params": params,
         "return_logprob": True,
-        "stream": False,
+        "stream": sending.streams,
     }
 
 
-def read_answer(text: str) -> Chunk:
-    """The answer of ``/generate``. The tokens are taken from their log-probs, which every version returns."""
+def read_answer(text: str, num_read: int = 0) -> Chunk:
+    """An answer of ``/generate``, or an event of its stream after ``num_read`` tokens.
+
+    The tokens are taken from their log-probs, which every version returns.
+    """
     try:
         answer = json.loads(text)
         if "error" in answer:
             raise RequestError(f"SGLang refuses a request: {_shown(answer['error'])}")
         meta = answer["meta_info"]
-        pairs = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
-        kind = meta["finish_reason"]["type"]
-        if kind not in _STOP_REASONS:
-            raise Garbage(f"the finish reason {kind!r}")
+        entries = meta.get("output_token_logprobs") or []
+        if num_read and len(entries) == int(meta["completion_tokens"]):  # not only what is new
+            entries = entries[num_read:]
+        pairs = [(float(entry[0]), int(entry[1])) for entry in entries]
+        ended = meta["finish_reason"]
+        if ended is not None and ended["type"] not in _STOP_REASONS:
+            raise Garbage(f"the finish reason {ended['type']!r}")
+        spans, label = read_spans(meta.get("weight_versions")), str(meta.get("weight_version") or "")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise Garbage(f"{type(error).__name__}: {error}; the answer: {_shown(text)}") from error
     for logprob, token in pairs:
         if not logprob <= 0.01:  # also for NaN
             raise LogitsBroken(f"SGLang reports the log-prob {logprob} for token {token}: its logits are not numbers")
     tokens, logprobs = tuple(token for _, token in pairs), tuple(min(each, 0.0) for each, _ in pairs)
-    return Chunk(tokens, logprobs, _STOP_REASONS[kind])
+    return Chunk(tokens, logprobs, None if ended is None else _STOP_REASONS[ended["type"]], spans, label)
 
 
 def _shown(value: Any) -> str:

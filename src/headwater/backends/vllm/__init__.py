@@ -1,9 +1,7 @@
 """vLLM as a backend: a server that a run starts, servers that run already, or vLLM inside this process.
 
-- ``dialect.py``: what differs between versions of vLLM.
-- ``wire.py``: requests and answers of its token interface, the same over HTTP and inside a process.
-- ``link.py``: the calls to one vLLM; ``http.py`` makes them over HTTP, ``inprocess.py`` in this process.
-- ``session.py``: the open requests, the gate before them, weight updates and versions of tokens.
-- ``engine.py``: ``VllmEngine``, the ``InferenceEngine``.
-- ``launch.py``: the command of a server that a run starts; ``child.py`` is what its Python runs.
+- ``wire.py``: requests and answers of its token interface, and what differs between versions of vLLM.
+- ``http.py``: the calls to a server; ``inprocess.py``: the same calls to vLLM in this process.
+- ``launch.py``: the command of a server that a run starts; ``inside/`` is what its workers run.
+- ``engine.py``: ``VllmEngine``, the ``InferenceEngine``, and what must be true of a vLLM before a run uses it.
 """

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from headwater.backends import BackendContext
-from headwater.backends.vllm.dialect import dialect_of
+from headwater.backends.remote.link import Chunk, Garbage, LinkLost, PauseMode, Sending, ServerInfo
+from headwater.backends.remote.session import Session
+from headwater.backends.vllm.http import INSIDE, OWN_WORKER
 from headwater.backends.vllm.launch import engine_settings
-from headwater.backends.vllm.link import INSIDE, OWN_WORKER, LinkLost, PauseMode, VllmInfo
-from headwater.backends.vllm.session import Session
-from headwater.backends.vllm.wire import Chunk, read_choice
-from headwater.core.errors import ConfigError, RequestError, RolloutFailed
+from headwater.backends.vllm.wire import dialect_of, read_choice, write_request
+from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, ServerLost
 from headwater.core.protocols import MemoryTag
 from headwater.models.device import resolve_device
 
@@ -30,12 +31,26 @@ class InProcessServer:
         self._context = context
         self._folder = folder
         self._link: InProcessLink | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._link = InProcessLink.start(self._context, self._folder)
         await self._session.attach(self._link, await self._link.describe())
+        self._watch = asyncio.create_task(self._until_failed(self._link))
+
+    async def _until_failed(self, link: InProcessLink) -> None:
+        with suppress(LinkLost):
+            await self._session.until_lost(link)
+        self._session.fail(
+            ServerLost(
+                f"{self._session.name}: {self._session.why_lost}; vLLM in this process is not started again: resume "
+                "the run, or use rollout.placement=disaggregated, which restarts it"
+            )
+        )
 
     async def end(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         if self._link is not None:
             self._session.lost(self._link, "it was closed")
             await self._link.close()
@@ -72,44 +87,41 @@ class InProcessLink:
             AsyncEngineArgs(
                 model=str(folder),
                 worker_extension_cls=OWN_WORKER,
-                enable_sleep_mode=sleeps,
+                enable_sleep_mode=sleeps and not is_on_cpu,  # refused there
                 enforce_eager=is_on_cpu,
                 **settings,
             )
         )
         return cls(engine, vllm.__version__)
 
-    async def describe(self) -> VllmInfo:
+    async def describe(self) -> ServerInfo:
         config = self._engine.vllm_config
-        return VllmInfo(
+        device = str(config.device_config.device_type)
+        return ServerInfo(
             version=self._version,
-            dialect=self._dialect,
             model=str(config.model_config.model),
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             instance="here",
             max_model_tokens=config.model_config.max_model_len,
             max_sequences=config.scheduler_config.max_num_seqs,
-            logprobs_mode=config.model_config.logprobs_mode,
-            device=str(config.device_config.device_type),
+            device=device,
+            labels_tokens=self._dialect.labels_tokens,
+            can_sleep=config.model_config.enable_sleep_mode and device != "cpu",
+            logprobs_mode=str(config.model_config.logprobs_mode),
             has_own_worker=True,
-            can_sleep=config.model_config.enable_sleep_mode,
         )
 
-    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, sending: Sending) -> AsyncGenerator[Chunk, None]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError
 
+        body = write_request(sending, self._dialect)
         prompt = {"prompt_token_ids": body["token_ids"], "cache_salt": body["cache_salt"]}
         params = SamplingParams(**body["sampling_params"], output_kind=RequestOutputKind.DELTA)
-        try:
+        with _engine_errors("generates"):
             async with aclosing(self._engine.generate(prompt, params, body["request_id"])) as outputs:
                 async for output in outputs:
                     yield self._read(output.outputs[0])
-        except EngineDeadError as error:
-            raise LinkLost(f"vLLM's engine has failed: {error}") from error
-        except ValueError as error:
-            raise RequestError(f"vLLM refuses a request: {error}") from error
 
     def _read(self, output: Any) -> Chunk:
         """As if it had come over HTTP."""
@@ -127,33 +139,58 @@ class InProcessLink:
         return read_choice(choice, self._dialect)
 
     async def abort(self, request_id: str) -> None:
-        await self._engine.abort(request_id)
+        with _engine_errors("aborts a request"):
+            await self._engine.abort(request_id)
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._engine.pause_generation(mode=mode, clear_cache=mode != "keep")
+        with _engine_errors("pauses"):
+            await self._engine.pause_generation(mode=mode, clear_cache=mode != "keep")
 
     async def resume(self) -> None:
-        await self._engine.resume_generation()
+        with _engine_errors("resumes"):
+            await self._engine.resume_generation()
 
-    async def reload(self, folder: str) -> None:
-        try:
+    async def reload(self, folder: str, label: str, *, keeps_cache: bool = False) -> None:
+        with _engine_errors(f"loads {folder}"):
             await self._engine.collective_rpc("headwater_reload", kwargs={"folder": folder})
-        except Exception as error:  # workers raise whatever a loader raises
-            raise RolloutFailed(f"vLLM cannot load {folder}: {type(error).__name__}: {error}") from error
+        await self.set_label(label)
 
-    async def set_label(self, label: str) -> None:
-        await self._engine.update_weight_version(label)
+    async def set_label(self, label: str) -> bool:
+        if self._dialect.labels_tokens:
+            with _engine_errors("labels its weights"):
+                await self._engine.update_weight_version(label)
+        return self._dialect.labels_tokens
 
     async def sleep(self, tags: Sequence[MemoryTag]) -> None:
-        await self._engine.sleep(level=1, mode="keep")
-        if "weights" not in tags:
-            await self._engine.wake_up(["weights"])
+        with _engine_errors("goes to sleep"):
+            await self._engine.sleep(level=1, mode="keep")
+            if "weights" not in tags:
+                await self._engine.wake_up(["weights"])
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        await self._engine.wake_up(list(tags))
+        with _engine_errors("wakes up"):
+            await self._engine.wake_up(list(tags))
 
     async def check_alive(self) -> None:
-        await self._engine.check_health()
+        with _engine_errors("tells whether it is alive"):
+            await self._engine.check_health()
 
     async def close(self) -> None:
         self._engine.shutdown()
+
+
+@contextmanager
+def _engine_errors(what: str) -> Iterator[None]:
+    """Errors of vLLM by the names that they have over HTTP."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except (HeadwaterError, Garbage):
+        raise
+    except EngineDeadError as error:
+        raise LinkLost(f"vLLM's engine has failed, while it {what}: {error}") from error
+    except ValueError as error:
+        raise RequestError(f"vLLM {what}: {error}") from error
+    except Exception as error:  # workers raise whatever a loader raises
+        raise RolloutFailed(f"vLLM {what}: {type(error).__name__}: {error}") from error

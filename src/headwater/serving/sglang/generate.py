@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from headwater.core.protocols import Tokenizer
@@ -311,11 +312,21 @@ class GenerateReply:
             "prompt_tokens": len(request.input_tokens),
             "completion_tokens": len(self._tokens),
             "weight_version": str(self._versions[-1] if self._versions else version),
+            "weight_versions": list(_spans(self._versions)),
             "output_versions": self._versions,
         }
         if self._sample.logprobs:
             meta_info["output_token_logprobs"] = self._logprobs
         return {"text": self._text, "output_ids": self._tokens, "meta_info": {**meta_info, **extra}}
+
+
+def _spans(versions: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Which weights produced which tokens, as newer versions of SGLang tell it."""
+    start = 0
+    for version, tokens in groupby(versions):
+        end = start + len(list(tokens))
+        yield {"version": str(version), "start": start, "end": end}
+        start = end
 
 
 def finish_reason(

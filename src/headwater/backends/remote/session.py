@@ -1,25 +1,24 @@
-"""Requests and weight updates over one vLLM, whichever process runs it at the moment.
+"""Requests and weight updates over one server, whichever process runs it at the moment.
 
 A response never loses a token: everything that arrived is kept, and the rest is asked for again after an update that
 interrupts, after a lost connection and by the process that replaces one that died. Every token has the version of the
 weights that produced it:
 
 - ``interrupt`` and ``drain``: every stream ends before the weights change, so all its tokens have one version.
-- ``in_flight``: streams continue. vLLM labels the tokens at the end of a stream. If a stream breaks after the weights
-  have changed, tokens that may have been on their way meanwhile are generated again.
+- ``in_flight``: streams continue. The server labels the tokens at the end of a stream. If a stream breaks after the
+  weights have changed, tokens that may have been on their way meanwhile are generated again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, aclosing, suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, suppress
 
-from headwater.backends.vllm.link import Link, LinkLost, PauseMode, VllmInfo
-from headwater.backends.vllm.requests import MAX_STUCK, OpenRequest
-from headwater.backends.vllm.wire import Garbage, Span, write_request
+from headwater.backends.remote.link import Garbage, Link, LinkLost, OtherWeights, PauseMode, ServerInfo
+from headwater.backends.remote.model import ServedWeights
+from headwater.backends.remote.requests import MAX_STUCK, OpenRequest, ServedModel, read_stream
 from headwater.core.errors import (
     HeadwaterError,
     LogitsBroken,
@@ -30,56 +29,27 @@ from headwater.core.errors import (
     WaitTimeout,
     WeightsIncomplete,
 )
-from headwater.core.protocols import MemoryTag, Tokenizer, UpdateMode
-from headwater.core.records import StopReason
+from headwater.core.protocols import MemoryTag, UpdateMode
 from headwater.core.waits import named_wait
-from headwater.engine.stops import find_stop
 from headwater.observe.spans import Spans
 
 logger = logging.getLogger(__name__)
 
 _PAUSE_OF: dict[UpdateMode, PauseMode] = {"interrupt": "abort", "drain": "wait", "in_flight": "keep"}
 _LAST_CHUNKS_S = 5.0
-"""How long the last chunks of streams may take after vLLM has paused. Streams without an end are sent again."""
+"""How long the last chunks of streams may take after a pause. Streams without an end are sent again."""
 _HEALTH_EVERY_S = 5.0
 _MAX_SILENT = 3
 """Health checks in a row without an answer, after which a server that accepts connections counts as lost."""
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """What a session must know about the model."""
-
-    tokenizer: Tokenizer
-    end_tokens: tuple[int, ...]
-
-
-@dataclass
-class ServedWeights:
-    """What vLLM was told, so that the process that replaces it can be told the same."""
-
-    version: int = 0
-    folder: str = ""
-    """Where the newest weights are; empty before the first update."""
-    is_needed: bool = False
-    """vLLM does not hold a complete version of this run. Requests wait until it does."""
-    labels: dict[str, int] = field(default_factory=dict)
-    """The version behind every label of weights."""
-
-
 class Session:
-    """Belongs to one event loop.
-
-    session = Session("server 0", model, spans)
-    await session.attach(link, info)
-    session.enter(opened)
-    await session.update(folder, version=3, mode="interrupt", limit_s=600)
-    """
+    """Belongs to one event loop."""
 
     def __init__(self, name: str, model: ServedModel, spans: Spans, *, is_one_of_many: bool = False) -> None:
         self.name = name
         self.weights = ServedWeights()
-        self.info: VllmInfo | None = None
+        self.info: ServerInfo | None = None
         self.is_paused = False
         self.asleep: set[MemoryTag] = set()
         self.failure: RolloutFailed | None = None
@@ -89,15 +59,17 @@ class Session:
         self._spans = spans
         self._is_one_of_many = is_one_of_many
         self._link: Link | None = None
-        self._lost_by = "it has not started yet"
+        self.why_lost = "it has not started yet"
+        """Why there is no connection, or why the last one ended."""
         self._open: dict[OpenRequest, asyncio.Task[None]] = {}
         self._generating = ExitStack()
         self._is_updating = False
         self._gate = asyncio.Event()
         """Open while requests may be sent."""
         self._attached = asyncio.Event()
+        self._detached = asyncio.Event()
         self._control = asyncio.Lock()
-        """Held by whatever changes what vLLM does: one at a time."""
+        """Held by whatever changes what the server does: one at a time."""
 
     # Requests
 
@@ -117,7 +89,7 @@ class Session:
         if self.failure is not None:
             opened.fail(self.failure)
         elif self._is_one_of_many and self._link is None:
-            opened.fail(ServerLost(f"{self.name}: cannot be reached: {self._lost_by}"))
+            opened.fail(ServerLost(f"{self.name}: cannot be reached: {self.why_lost}"))
         else:
             if not self._open:
                 self._generating.enter_context(self._spans.span("generate"))
@@ -137,7 +109,7 @@ class Session:
         return len(wanted)
 
     def fail(self, failure: RolloutFailed) -> None:
-        """vLLM will not come back."""
+        """The server will not come back."""
         self.failure = failure
         for opened in list(self._open):
             opened.fail(failure)
@@ -167,7 +139,9 @@ class Session:
         name = f"{self.name}: request {opened.request.request_id}"
         if opened.num_stuck >= MAX_STUCK:
             raise RolloutFailed(f"{name}: broke {MAX_STUCK} times without a new token; it may be the cause")
-        opened.reading = asyncio.create_task(self._read(opened, link))
+        assert self.info is not None, "attached"
+        read = read_stream(opened, link, self._model, self.weights, labels_tokens=self.info.labels_tokens)
+        opened.reading = asyncio.create_task(read)
         try:
             await asyncio.wait({opened.reading})
         finally:
@@ -186,69 +160,34 @@ class Session:
             raise type(error)(f"{name}: {error}") from error
         if reason != "abort":
             opened.finish(reason)
-        elif not self._is_updating:
+        elif not self._is_updating and not self.asleep:
             opened.num_stuck += 1  # someone else ended it
-
-    async def _read(self, opened: OpenRequest, link: Link) -> StopReason:
-        """Read one stream to its end. ``abort`` means that the rest of the response is missing."""
-        assert self.info is not None, "attached"
-        dialect, has_stopped = self.info.dialect, False
-        body = write_request(opened.rest(), dialect, self._model.end_tokens, opened.sent_version)
-        num_checked = len(opened.tokens)
-        spans: tuple[Span, ...] | None = None
-        reason: StopReason = "abort"  # older versions send no last chunk for a request that was aborted
-        async with aclosing(link.stream(body)) as chunks:
-            async for chunk in chunks:
-                opened.extend(chunk)
-                if chunk.stop_reason is not None:
-                    spans, reason = chunk.spans, chunk.stop_reason
-                    break
-                if not has_stopped and (end := self._end_of(opened, num_checked)) is not None:
-                    has_stopped = True
-                    if opened.num_certain is None:
-                        opened.cut(end)
-                        return "stop"
-                    # Only the last chunk tells the versions.
-                    await link.abort(body["request_id"])
-                num_checked = len(opened.tokens)
-        if spans is not None and dialect.labels_tokens:
-            opened.end_stream(spans, self.weights.labels)
-        end = self._end_of(opened, opened.num_before)
-        if end is None:
-            return reason
-        opened.cut(end)
-        return "stop"
-
-    def _end_of(self, opened: OpenRequest, num_checked: int) -> int | None:
-        """The number of new tokens up to the one that completes a stop string; None if none does."""
-        sampling, given = opened.request.sampling, opened.request.given_tokens
-        if not sampling.stop_strings:
-            return None
-        first = max(len(given) + num_checked, sampling.min_new_tokens)
-        tokens = [*given, *opened.tokens]
-        if first >= len(tokens):
-            return None
-        found = find_stop(self._model.tokenizer, tokens, first, sampling.stop_strings)
-        return None if found is None else found - len(given)
 
     # The connection
 
-    async def attach(self, link: Link, info: VllmInfo) -> None:
+    def is_known(self, info: ServerInfo) -> bool:
+        """Whether a server is the process that was attached last, with the weights that it was given."""
+        return self.info is not None and self.info.instance == info.instance and self.weights.are_on(info.label)
+
+    async def attach(self, link: Link, info: ServerInfo) -> None:
         """Use ``link`` from now on. A process that has replaced another one is told what that one knew."""
-        is_new = self.info is None or self.info.instance != info.instance
+        is_new = not self.is_known(info)
         self.info = info
         if is_new:
             await self._restore(link)
         self._link = link
         self._attached.set()
+        self._detached.clear()
         self._settle()
 
     async def _restore(self, link: Link) -> None:
-        assert self.info is not None, "attaching"
         if self.weights.folder:
-            await link.reload(self.weights.folder)
+            await link.reload(self.weights.folder, self.weights.label)
             self.weights.is_needed = False
-        await self._label(link)
+        elif self.weights.label:  # sent over the network, and not kept
+            self.weights.is_needed = True
+        elif self.weights.is_owned:
+            await self._label(link)
         if self.is_paused:
             await link.pause("keep")
         if self.asleep:
@@ -258,8 +197,9 @@ class Session:
         """Send nothing more over ``link``."""
         if link is not self._link:
             return
-        self._link, self._lost_by = None, why
+        self._link, self.why_lost = None, why
         self._attached.clear()
+        self._detached.set()
         self._settle()
         logger.warning("%s: the connection is lost, and %d requests wait: %s", self.name, self.num_open, why)
         for opened in self._open:
@@ -271,17 +211,22 @@ class Session:
                 self.leave(opened)
 
     async def _suspect(self, link: Link, why: LinkLost) -> None:
-        """A stream broke. If vLLM still answers, only this stream is sent again."""
+        """A stream broke. If the server still answers, only this stream is sent again."""
+        if isinstance(why, OtherWeights):
+            self.lost(link, str(why))
+            return
         try:
             await link.check_alive()
         except (LinkLost, WaitTimeout, RolloutFailed):
             self.lost(link, str(why))
 
     async def until_lost(self, link: Link) -> None:
-        """Return when ``link`` is no longer used; raise ``LinkLost`` if vLLM does not answer health checks."""
+        """Return when ``link`` is no longer used; raise ``LinkLost`` if health checks are not answered."""
         num_silent = 0
         while link is self._link:
-            await asyncio.sleep(_HEALTH_EVERY_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._detached.wait(), _HEALTH_EVERY_S)
+                return
             try:
                 await link.check_alive()
                 num_silent = 0
@@ -289,7 +234,7 @@ class Session:
                 num_silent += 1
                 if num_silent == _MAX_SILENT:
                     self.lost(link, f"{num_silent} health checks in a row had no answer: {error}")
-                    raise LinkLost(self._lost_by) from error
+                    raise LinkLost(self.why_lost) from error
             except (LinkLost, RolloutFailed) as error:
                 self.lost(link, str(error))
                 raise LinkLost(str(error)) from error
@@ -300,13 +245,13 @@ class Session:
             if self.failure is not None:
                 raise self.failure
             if self._is_one_of_many:
-                raise ServerLost(f"{self.name}: cannot be reached: {self._lost_by}")
+                raise ServerLost(f"{self.name}: cannot be reached: {self.why_lost}")
             await self._attached.wait()
         return self._link
 
     def _settle(self) -> None:
         """Open or close the gate."""
-        if self._link is not None and not self.weights.is_needed and not self._is_updating:
+        if self._link is not None and not (self.weights.is_needed or self._is_updating or self.asleep):
             self._gate.set()
         else:
             self._gate.clear()
@@ -317,36 +262,64 @@ class Session:
         async with self._control:
             self.is_paused = paused
             link = await self.link()
-            await (link.pause("keep") if paused else link.resume())
+            await (link.pause("keep") if paused else self._resume(link))
 
-    async def set_asleep(self, tags: Sequence[MemoryTag], asleep: bool) -> None:
+    async def set_asleep(self, tags: Sequence[MemoryTag], asleep: bool, limit_s: float) -> None:
+        """Release memory or take it back. Nothing is generated meanwhile: requests continue after ``wake``."""
         async with self._control:
-            link = await self.link()
-            await (link.sleep(tags) if asleep else link.wake(tags))
-            self.asleep = self.asleep.union(tags) if asleep else self.asleep.difference(tags)
+            link, before = await self.link(), self.asleep
+            try:
+                if not asleep:
+                    await link.wake(tags)
+                    self.asleep = before - set(tags)
+                else:
+                    self.asleep = before | set(tags)
+                    self._settle()
+                    if not before:
+                        await self._pause_for_update(link, "interrupt", limit_s)
+                    await link.sleep(tags)
+            except HeadwaterError:
+                self.asleep = before
+                raise
+            finally:
+                await self._resume(link)
+                self._settle()
+
+    async def _resume(self, link: Link) -> None:
+        if not self.is_paused and not self.asleep:
+            await link.resume()
 
     async def set_version(self, version: int) -> None:
         async with self._control:
             self.weights.version = version
             await self._label(await self.link())
 
-    async def update(self, folder: str, version: int, mode: UpdateMode, limit_s: float) -> None:
-        """Load the weights of ``folder`` as ``version``. ``TransferLost`` if vLLM does not survive it."""
+    async def update(
+        self,
+        version: int,
+        load: Callable[[Link, str], Awaitable[None]],
+        mode: UpdateMode,
+        *,
+        limit_s: float,
+        folder: str = "",
+    ) -> None:
+        """Let ``load`` give the server the weights of ``version`` under a label. A process that replaces it loads
+        them from ``folder``. ``TransferLost`` if the server does not survive the update."""
         async with self._control:
             link = await self.link()
             self._is_updating = True
             self._settle()
             try:
                 await self._pause_for_update(link, mode, limit_s)
-                await self._load(link, folder, version)
-                if not self.is_paused:
-                    await link.resume()
+                await self._load(link, load, version)
+                self.weights.folder = folder
+                await self._resume(link)
             except LinkLost as error:
                 self.lost(link, str(error))
                 raise TransferLost(f"{self.name}: ended during a weight update: {error}") from error
             except BaseException:
                 with suppress(LinkLost, HeadwaterError):
-                    await link.resume()
+                    await self._resume(link)
                 raise
             finally:
                 self._is_updating = False
@@ -366,29 +339,33 @@ class Session:
         if mode == "in_flight" or not reading:
             return
         _, late = await asyncio.wait(reading, timeout=_LAST_CHUNKS_S)
-        for task in late:  # they arrived at a paused vLLM, which has not begun them
+        for task in late:  # they arrived at a paused server, which has not begun them
             task.cancel()
         if late:
             await asyncio.wait(late)
 
-    async def _load(self, link: Link, folder: str, version: int) -> None:
+    async def _load(self, link: Link, load: Callable[[Link, str], Awaitable[None]], version: int) -> None:
         self.weights.is_needed = True  # also if the connection is lost and the same process answers again
+        label = str(version)
         try:
-            await link.reload(folder)
+            await load(link, label)
         except (RequestError, RolloutFailed) as error:
             raise WeightsIncomplete(
                 f"{self.name}: loading version {version} failed, and its weights may be parts of two versions; it "
                 f"generates nothing until an update succeeds: {error}"
             ) from error
-        self.weights.version, self.weights.folder, self.weights.is_needed = version, folder, False
-        await self._label(link)
+        self.weights.version, self.weights.label, self.weights.is_needed = version, label, False
+        self.weights.labels[label] = version
 
     async def _label(self, link: Link) -> None:
-        assert self.info is not None, "attached"
-        label = str(self.weights.version)
-        self.weights.labels[label] = self.weights.version
-        if self.info.dialect.labels_tokens:
-            await link.set_label(label)
+        assert self.info is not None, "attaching"
+        weights, label = self.weights, str(self.weights.version)
+        if not await link.set_label(label):
+            weights.labels[weights.label or self.info.label] = weights.version
+            return
+        weights.labels[label] = weights.version
+        if weights.label:
+            weights.label = label
 
     async def end(self) -> None:
         """Answer every request with the tokens it has."""

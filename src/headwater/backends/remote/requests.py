@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from headwater.backends.vllm.wire import Chunk, Garbage, Span
+from headwater.backends.remote.link import Chunk, Garbage, Link, Sending, Span
+from headwater.backends.remote.model import ServedWeights
 from headwater.core.errors import HeadwaterError
-from headwater.core.records import ModelRequest, ModelResponse, StopReason
+from headwater.core.protocols import Tokenizer
+from headwater.core.records import Delta, ModelRequest, ModelResponse, StopReason
+from headwater.engine.stops import find_stop
 
 MAX_STUCK = 4
 """How often the stream of a request may break without a new token in between."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What must be known about the model to find the end of a response."""
+
+    tokenizer: Tokenizer
+    end_tokens: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -23,6 +35,10 @@ class OpenRequest:
     request: ModelRequest
     deliver: Callable[[ModelResponse | HeadwaterError], None]
     """Called once, with the response or the error."""
+    on_tokens: Callable[[Delta], None] | None = None
+    """Called with new tokens whose version is certain."""
+    num_told: int = 0
+    """How many tokens it was called with."""
     has_ended: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -70,20 +86,28 @@ class OpenRequest:
         self.logprobs += chunk.logprobs
         self.versions += [self.sent_version] * len(chunk.tokens)
 
+    def tell(self) -> None:
+        """Pass on the tokens that will not change any more."""
+        end = len(self.tokens) if self.num_certain is None else self.num_certain
+        if self.on_tokens is not None and self.num_told < end:
+            new = slice(self.num_told, end)
+            self.on_tokens(Delta(tuple(self.tokens[new]), tuple(self.logprobs[new]), tuple(self.versions[new])))
+            self.num_told = end
+
     def weights_change(self) -> None:
         """The stream continues under other weights. Tokens may be on their way, so only its end tells the versions."""
         if self.num_certain is None:
             self.num_certain = len(self.tokens)
 
-    def end_stream(self, spans: tuple[Span, ...], version_of: Mapping[str, int]) -> None:
+    def end_stream(self, spans: tuple[Span, ...], version_of: Callable[[str], int | None]) -> None:
         """Take the versions of the stream's tokens from its labels."""
         labelled: list[int] = []
         for span in spans:
-            if span.label not in version_of:
+            if (version := version_of(span.label)) is None:
                 raise Garbage(f"tokens of weights labelled {span.label!r}, which this run did not publish")
             if span.start != len(labelled):
                 raise Garbage(f"labels of tokens that begin at {span.start} after {len(labelled)} tokens")
-            labelled += [version_of[span.label]] * (span.end - span.start)
+            labelled += [version] * (span.end - span.start)
         if len(labelled) != len(self.tokens) - self.num_before:
             raise Garbage(f"labels of {len(labelled)} tokens for {len(self.tokens) - self.num_before}")
         self.versions[self.num_before :] = labelled
@@ -91,6 +115,18 @@ class OpenRequest:
 
     def cut(self, count: int) -> None:
         del self.tokens[count:], self.logprobs[count:], self.versions[count:]
+
+    def end_after(self, num_checked: int, model: ServedModel) -> int | None:
+        """The number of new tokens up to the one that completes a stop string; None if none does."""
+        sampling, given = self.request.sampling, self.request.given_tokens
+        if not sampling.stop_strings:
+            return None
+        first = max(len(given) + num_checked, sampling.min_new_tokens)
+        tokens = [*given, *self.tokens]
+        if first >= len(tokens):
+            return None
+        found = find_stop(model.tokenizer, tokens, first, sampling.stop_strings)
+        return None if found is None else found - len(given)
 
     def partial(self) -> ModelResponse:
         """What has arrived, without tokens whose version is not known."""
@@ -106,6 +142,7 @@ class OpenRequest:
 
     def _end(self, result: ModelResponse | HeadwaterError) -> None:
         if not self.has_ended:
+            self.tell()
             self.has_ended = True
             self.deliver(result)
 
@@ -121,6 +158,42 @@ class OpenRequest:
             queue_s=started - self.arrived,
             generate_s=now - started,
         )
+
+
+async def read_stream(
+    opened: OpenRequest, link: Link, model: ServedModel, weights: ServedWeights, *, labels_tokens: bool
+) -> StopReason:
+    """Read one stream to its end. ``abort`` means that the rest of the response is missing."""
+    rest, has_stopped = opened.rest(), False
+    sending = Sending(rest, model.end_tokens, opened.sent_version, streams=opened.on_tokens is not None)
+    num_checked = len(opened.tokens)
+    spans: tuple[Span, ...] | None = None
+    reason: StopReason = "abort"  # older versions send no last chunk for a request that was aborted
+    async with aclosing(link.stream(sending)) as chunks:
+        async for chunk in chunks:
+            if opened.num_certain is None:  # otherwise it spans an update, and is checked at its end
+                weights.check(chunk.label)
+            opened.extend(chunk)
+            if chunk.stop_reason is not None:
+                spans, reason = chunk.spans, chunk.stop_reason
+                break
+            if not has_stopped and (end := opened.end_after(num_checked, model)) is not None:
+                has_stopped = True
+                if opened.num_certain is None:
+                    opened.cut(end)
+                    return "stop"
+                # Only the last chunk tells the versions.
+                await link.abort(rest.request_id)
+            elif not has_stopped:
+                opened.tell()
+            num_checked = len(opened.tokens)
+    if spans is not None and labels_tokens:
+        opened.end_stream(spans, weights.version_of)
+    end = opened.end_after(opened.num_before, model)
+    if end is None:
+        return reason
+    opened.cut(end)
+    return "stop"
 
 
 def given_whole(request: ModelRequest, end_tokens: Sequence[int]) -> ModelResponse | None:

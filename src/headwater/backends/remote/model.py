@@ -1,17 +1,17 @@
-"""The model of a run, as a vLLM and the checks of its weights need it."""
+"""The model of a run, as a server of another program and the checks of its weights need it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from headwater.backends import BackendContext
-from headwater.backends.vllm.link import VllmInfo
+from headwater.backends.remote.link import OtherWeights, ServerInfo
 from headwater.core.errors import ConfigError
 from headwater.models.load import end_token_ids, load_model, load_part, local_folder
 from headwater.models.save import save_model
@@ -51,7 +51,7 @@ class RunModel:
     def max_tokens(self) -> int:
         return int(self.skeleton.config.get_text_config().max_position_embeddings)
 
-    def check_same(self, info: VllmInfo, where: str) -> None:
+    def check_same(self, info: ServerInfo, where: str) -> None:
         """Raise if a server loaded a model of other shapes.
 
         Without methods of Headwater in its workers, only its folder tells. If that is on another machine, do nothing.
@@ -71,9 +71,43 @@ class RunModel:
                 )
 
 
+@dataclass
+class ServedWeights:
+    """What the server was told, so that the process that replaces it can be told the same."""
+
+    version: int = 0
+    folder: str = ""
+    """Where the newest weights are; empty before the first update, and if they were not sent through a file."""
+    is_needed: bool = False
+    """The server does not hold a complete version of this run. Requests wait until it does."""
+    is_owned: bool = True
+    """This run decides which weights the server has."""
+    label: str = ""
+    """Of the newest weights; empty before the first update."""
+    labels: dict[str, int] = field(default_factory=dict)
+    """The version behind every label of weights."""
+
+    def version_of(self, label: str) -> int | None:
+        """None for weights that this run did not publish, unless another program publishes them."""
+        if self.is_owned:
+            return self.labels.get(label)
+        return int(label) if label.isascii() and label.isdecimal() else 0
+
+    def are_on(self, label: str) -> bool:
+        """Whether a server that tells this label of its weights has the newest ones, as far as that can be told."""
+        return not (self.is_owned and self.label and label) or label == self.label
+
+    def check(self, label: str) -> None:
+        """Raise if tokens come from weights that the server should not have."""
+        if not self.are_on(label):
+            raise OtherWeights(
+                f"it generates with weights labelled {label!r} instead of {self.label!r}, as if it had been restarted"
+            )
+
+
 @contextmanager
 def model_folder(context: BackendContext) -> Iterator[Path]:
-    """A folder that vLLM can load. A built-in model is written to a temporary one, which exists inside this block."""
+    """A folder that the server can load. A built-in model is written to a temporary one, removed after this block."""
     source = resolve_model(context.model_path)
     if source.kind != "tiny":
         yield local_folder(source)

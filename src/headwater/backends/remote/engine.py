@@ -1,0 +1,325 @@
+"""An ``InferenceEngine`` whose work is done by a server of another program.
+
+A thread with an event loop owns the connection and the open requests (``session.py``). A second thread sends weights.
+``VllmEngine`` and ``SglangEngine`` add how to start a server, how to talk to it, and what it can do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
+
+from headwater.backends import BackendContext, engine_device
+from headwater.backends.launch.child import ChildServer, StartChild
+from headwater.backends.remote.link import LinkLost, ServerInfo
+from headwater.backends.remote.model import RunModel
+from headwater.backends.remote.requests import OpenRequest, ServedModel, given_whole
+from headwater.backends.remote.servers import Server
+from headwater.backends.remote.session import Session
+from headwater.backends.remote.thread import Deliver, EngineThread
+from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, WeightsError
+from headwater.core.protocols import (
+    ALL_TAGS,
+    Capabilities,
+    EngineLimits,
+    EngineStatus,
+    MemoryTag,
+    UpdateMode,
+    WeightFile,
+    WeightUpdate,
+    check_features,
+)
+from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
+from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S
+from headwater.models.device import DTYPES
+from headwater.weights.file import written_file
+from headwater.weights.memory import Receiver
+
+T = TypeVar("T")
+
+
+class RemoteEngine:
+    """What the engines of all programs share."""
+
+    program: ClassVar[str] = ""
+    api_key: str = ""
+    """Of a server that this engine has started."""
+    declared_capabilities: ClassVar[Capabilities] = Capabilities(
+        seeded_sampling=False,  # the same seed gives the same tokens only in the same batch
+        checksums=False,  # its workers store weights in their own layout
+    )
+
+    def __init__(
+        self, name: str, context: BackendContext, model: RunModel, make_server: Callable[[Session], Server]
+    ) -> None:
+        self._config = context.config
+        self._model = model
+        self._name = name
+        self._numbers = itertools.count()
+        self._newest: WeightFile | None = None
+        """Kept until the next version, because a process that replaces this one reads it."""
+        self._resources = ExitStack()
+        self._thread = EngineThread(f"headwater-{self.program.lower()}-engine")
+        atexit.register(self.close)
+        served = ServedModel(context.tokenizer, model.end_tokens)
+        self._session = Session(name, served, context.spans, is_one_of_many=context.is_one_of_many)
+        self._session.weights.is_owned = context.owns_weights
+        self._server = make_server(self._session)
+        try:
+            self._do(self._server.start(), f"{name} starts", limit_s=ENGINE_START_LIMIT_S + 60.0)
+            self._check_run(context)
+        except BaseException:
+            self.close()
+            raise
+
+    # What a program adds
+
+    def _check_run(self, context: BackendContext) -> None:
+        """Raise ``ConfigError`` if the server cannot do what the recipe needs."""
+
+    def _sampling_problem(self, sampling: SamplingParams) -> str | None:
+        """Why the log-probs of such tokens would not be those of the distribution that is sampled from."""
+        raise NotImplementedError
+
+    @property
+    def _info(self) -> ServerInfo:
+        assert self._session.info is not None, "started"
+        return self._session.info
+
+    # What it is
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        modes: tuple[UpdateMode, ...] = ("interrupt", "drain")
+        return replace(
+            self.declared_capabilities,
+            file_weights=True,
+            dtype=self._info.dtype,
+            memory_tags=ALL_TAGS if self._info.can_sleep else (),
+            update_modes=(*modes, "in_flight") if self._info.labels_tokens else modes,
+        )
+
+    @property
+    def limits(self) -> EngineLimits:
+        longest = self._info.max_model_tokens
+        return EngineLimits(self._model.vocab_size, longest, longest, self._config.engine.max_queue)
+
+    def status(self) -> EngineStatus:
+        session = self._session
+        return EngineStatus(
+            version=session.weights.version,
+            num_running=session.num_started,
+            num_waiting=session.num_open - session.num_started,
+            num_restarts=self._server.num_restarts,
+            needs_weights=session.weights.is_needed and session.is_attached,
+            is_paused=session.is_paused,
+            is_asleep=bool(session.asleep),
+            is_alive=not self._thread.is_closed and session.failure is None,
+            is_reachable=session.is_attached,
+            settings={
+                self.program.lower(): self._info.version,
+                "max_sequences": self._info.max_sequences,
+                "url": self.url,
+            },
+        )
+
+    # Requests
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """The response to one request. Cancelling the caller ends the request."""
+        self.check(request)
+        if (whole := given_whole(request, self._model.end_tokens)) is not None:
+            return whole
+
+        def opened(deliver: Deliver) -> Any:
+            return self._opened(OpenRequest(next(self._numbers), request, deliver))
+
+        return await self._thread.answer(opened)
+
+    async def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
+        """Yield new tokens as they arrive. After an update in flight, those whose version is known only at the end of
+        the response arrive then."""
+        self.check(request)
+        if (whole := given_whole(request, self._model.end_tokens)) is not None:
+            yield Delta.of(whole)
+            return
+
+        def opened(deliver: Deliver, take: Callable[[Delta], None]) -> Any:
+            return self._opened(OpenRequest(next(self._numbers), request, deliver, take))
+
+        async with aclosing(self._thread.follow(opened)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    @contextmanager
+    def _opened(self, opened: OpenRequest) -> Iterator[None]:
+        """A request that the server works on within the block."""
+        self._thread.enter(lambda: self._session.enter(opened))
+        try:
+            yield
+        finally:
+            if not opened.has_ended:
+                self._thread.post(lambda: self._session.leave(opened))
+
+    def check(self, request: ModelRequest) -> None:
+        """Raise ``RequestError`` for a request that this engine can never serve."""
+        check_features(request, self.declared_capabilities)
+        name, sampling, size = f"request {request.request_id}", request.sampling, self._model.vocab_size
+        biased = (token for token, _ in sampling.logit_bias)
+        tokens = (*request.input_tokens, *request.given_tokens, *sampling.stop_token_ids, *biased)
+        wrong = next((token for token in tokens if not 0 <= token < size), None)
+        if wrong is not None:
+            raise RequestError(f"{name}: token id {wrong} is outside the vocabulary of {size}")
+        num_tokens, longest = len(request.input_tokens) + sampling.max_new_tokens, self._info.max_model_tokens
+        if num_tokens > longest:
+            raise RequestError(
+                f"{name}: {num_tokens} tokens exceed the limit of the server, {longest} tokens; shorten the prompt, "
+                "lower max_new_tokens, or start the server for longer texts"
+            )
+        if (fault := wrong_stop(sampling.stop_strings)) is not None:
+            raise RequestError(f"{name}: stop_strings{fault}")
+        if (problem := self._sampling_problem(sampling)) is not None:
+            raise RequestError(f"{name}: {problem}")
+
+    def abort(self, request_id: str | None = None) -> int:
+        """End the requests with this id, or all. They return the tokens they have."""
+        return self._do(self._abort(request_id), f"{self._name} aborts requests")
+
+    async def _abort(self, request_id: str | None) -> int:
+        return self._session.abort(request_id)
+
+    # Control
+
+    def pause(self) -> None:
+        self._do(self._session.set_paused(True), f"{self._name} pauses")
+
+    def resume(self) -> None:
+        self._do(self._session.set_paused(False), f"{self._name} resumes")
+
+    def sleep(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        self._check_sleeps()
+        self._do(self._session.set_asleep(tags, True, ENGINE_CALL_LIMIT_S), f"{self._name} goes to sleep")
+
+    def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        self._check_sleeps()
+        self._do(self._session.set_asleep(tags, False, ENGINE_CALL_LIMIT_S), f"{self._name} wakes up")
+
+    def _check_sleeps(self) -> None:
+        if not self._info.can_sleep:
+            raise RolloutFailed(
+                f"{self._name} cannot release its memory: it was started without the option for it, or its device has "
+                "no such memory"
+            )
+
+    def get_version(self) -> int:
+        return self._session.weights.version
+
+    def set_version(self, version: int) -> None:
+        self._do(self._session.set_version(version), f"{self._name} sets its version")
+
+    def weights_checksum(self) -> str:
+        raise WeightsError(f"{self.program} stores weights in its own layout, so they have no checksum")
+
+    def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
+        """Send the weights. ``TransferLost`` if the server's process died; send them again then."""
+        try:
+            chosen = self._mode(mode)
+            Receiver(self._model.skeleton, update.shapes)  # names and shapes
+            return self._thread.submit(self._take, update, chosen)
+        except HeadwaterError as error:
+            refused: Future[None] = Future()
+            refused.set_exception(error)
+            return refused
+
+    def _mode(self, mode: UpdateMode | None) -> UpdateMode:
+        can = self.capabilities.update_modes
+        wanted = mode or self._config.engine.chosen_update_mode
+        if wanted in can:
+            return wanted
+        if mode is None and self._config.engine.update_mode == "auto":
+            return "interrupt"
+        raise WeightsError(f"mode = {wanted}: {self.program} {self._info.version} only has {', '.join(can)}")
+
+    # On the sender's thread
+
+    def _take(self, update: WeightUpdate, mode: UpdateMode) -> None:
+        try:
+            self._send(update, mode)
+        except CancelledError as error:
+            raise RolloutFailed("the engine is closed") from error
+        finally:
+            update.close()
+
+    def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
+        """Write the weights to a file, which the server loads."""
+        written = written_file(update, DTYPES[self._info.dtype], self._config.rollout.weight_folder)  # type: ignore[index]
+        folder, keeps = str(written.path.parent), mode == "in_flight"
+        try:
+            self._update(
+                update.version,
+                mode,
+                lambda link, label: link.reload(folder, label, keeps_cache=keeps),
+                folder=folder,
+            )
+        except BaseException:
+            if self._session.weights.folder == folder:
+                self._keep(written)  # it was loaded before the error, so a server that restarts loads it again
+            else:
+                written.discard()
+            raise
+        self._keep(written)
+
+    def _update(self, version: int, mode: UpdateMode, load: Callable[[Any, str], Any], *, folder: str = "") -> None:
+        limit_s = max(ENGINE_CALL_LIMIT_S, self._config.rollout.timeout_s)
+        work = self._session.update(version, load, mode, limit_s=limit_s, folder=folder)
+        self._do(work, f"{self._name} takes the weights of version {version}", limit_s=limit_s)
+
+    def _keep(self, written: WeightFile) -> None:
+        """Until the next version: a server that restarts loads the newest file."""
+        if self._newest is not None:
+            self._newest.discard()
+        self._newest = written
+
+    # The thread
+
+    def close(self) -> None:
+        """End every request with the tokens it has, and a server that was started here. Closing twice is allowed."""
+        atexit.unregister(self.close)
+        try:
+            self._thread.close(self._end, f"{self._name} ends")
+        finally:
+            if self._newest is not None:
+                self._newest.discard()
+            self._resources.close()
+
+    async def _end(self) -> None:
+        await self._session.end()
+        await self._server.end()
+
+    def _do(self, work: Coroutine[Any, Any, T], what: str, limit_s: float = ENGINE_CALL_LIMIT_S) -> T:
+        try:
+            return self._thread.do(work, what, limit_s)
+        except LinkLost as error:
+            raise RolloutFailed(f"{what}: {error}") from error
+
+
+def starter(context: BackendContext, devices: Sequence[str]) -> tuple[StartChild, bool]:
+    """What starts the process of a server, and whether the learner uses its devices too."""
+    if context.places:
+        return context.places[0].start_child, context.places[0].shares_device
+    return ChildServer.start, engine_device(devices[0], context.config.model.device)[1]
+
+
+def new_key() -> str:
+    """An API key for a server that the run starts."""
+    return secrets.token_urlsafe(32)

@@ -1,0 +1,112 @@
+"""What the Python of a vLLM or SGLang environment runs: the program's server, which ends when standard input closes.
+
+    python headwater_server_child.py vllm --model MODEL ...
+    python headwater_server_child.py sglang --model-path MODEL ...
+
+Headwater is not installed in that environment, so this file uses only the standard library. It chooses a free port,
+adds the options that the program needs to serve a run, and prints one line when the server answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import importlib.util
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+_MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
+_POLL_S = 0.2
+_STOP_LIMIT_S = 10.0
+_HOST = os.environ.get("HEADWATER_CHILD_HOST", "127.0.0.1")
+_KEY = os.environ.get("HEADWATER_CHILD_KEY", "")
+
+
+class Guard:
+    """Refuses every call without the server's key. vLLM's own option protects only some of its calls."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] not in ("http", "websocket") or scope["path"] == "/health" or self._is_known(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            kind = (b"content-type", b"application/json")
+            await send({"type": "http.response.start", "status": 401, "headers": [kind]})
+            await send({"type": "http.response.body", "body": b'{"error": "the API key is missing or wrong"}'})
+
+    def _is_known(self, scope: Any) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, f"Bearer {_KEY}".encode())
+
+
+def main() -> None:
+    program = sys.argv[1]
+    if importlib.util.find_spec(program) is None:
+        sys.exit(f"{sys.executable} has no package {program}; set rollout.launch.python to the Python that has it")
+    port = _free_port()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_announce, args=(port,), daemon=True).start()
+    options = ["--host", _HOST, "--port", str(port), *(_vllm_options() if program == "vllm" else _sglang_options())]
+    sys.argv[1:] = [*options, *sys.argv[2:]]
+    runpy.run_module(_MODULES[program], run_name="__main__", alter_sys=True)
+
+
+def _vllm_options() -> list[str]:
+    options = ["--worker-extension-cls", "headwater_vllm_worker.Worker"]
+    if _KEY:
+        options += ["--middleware", "headwater_server_child.Guard"]
+    # Newer versions offer the interface for tokens only with this option; older ones do not know it.
+    package = importlib.util.find_spec("vllm")
+    assert package is not None, "checked"
+    assert package.origin is not None, "vllm is a package with code"
+    known = Path(package.origin).parent / "entrypoints" / "launchers" / "cli_args.py"
+    if known.is_file() and "enable_scale_out" in known.read_text():
+        options.append("--enable-scale-out")
+    return options
+
+
+def _sglang_options() -> list[str]:
+    return ["--api-key", _KEY] if _KEY else []  # not visible to others: only this process sees its changed arguments
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET6 if ":" in _HOST else socket.AF_INET) as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _announce(port: int) -> None:
+    host = f"[{_HOST}]" if ":" in _HOST else _HOST
+    url = f"http://{host}:{port}"
+    while True:
+        time.sleep(_POLL_S)
+        with contextlib.suppress(OSError, urllib.error.URLError), urllib.request.urlopen(f"{url}/health", timeout=30):
+            print(f"the server answers at {url}", flush=True)  # noqa: T201  read by the process that started this one
+            return
+
+
+def _end_with_parent() -> None:
+    """End all processes of this server when the pipe from the process that started it closes."""
+    while os.read(0, 2**12):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_STOP_LIMIT_S)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
