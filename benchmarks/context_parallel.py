@@ -1,10 +1,11 @@
 """The memory that one rank needs for an update on a long pack, if 1, 2 or 4 ranks compute the pack together.
 
     python benchmarks/context_parallel.py --out benchmarks/results/context_parallel_cpu.json
+    python benchmarks/context_parallel.py --model tiny:qwen3 --rows 1 --length 32768 \
+        --out benchmarks/results/context_parallel_32k_cpu.json
 
 Ranks are processes of this machine and use gloo. The peak is that of the resident memory, beyond what a rank held
-before the update: activations, logits, gathered layers and gradients. A pack has many sequences, because on a CPU the
-mask of a single long one would take more memory than its activations.
+before the update: activations, logits, gathered layers and gradients.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 import gc
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,6 @@ from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.optimizer import held_by
 from headwater.rollout.padding import pad_trajectories
 
-MODEL = "tiny:qwen3-small"
 PROMPT_TOKENS = 16
 NUM_RANKS = (1, 2, 4)
 
@@ -61,23 +62,25 @@ def resident(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def measure(rank: int, num_ranks: int, num_rows: int, length: int, folder: str) -> None:
+def measure(rank: int, num_ranks: int, model: str, num_rows: int, length: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     settings = [
-        *(f"model.path={MODEL}", f"learner.context_parallel={num_ranks}", "model.device=cpu", "model.dtype=float32"),
+        *(f"model.path={model}", f"learner.context_parallel={num_ranks}", "model.device=cpu", "model.dtype=float32"),
         *(f"learner.max_tokens_per_microbatch={num_rows * length}", f"rollout.max_new_tokens={length - PROMPT_TOKENS}"),
+        f"data.max_prompt_tokens={PROMPT_TOKENS}",
     ]
-    learner = build_learner(LearnerSpec(load_config("quickstart", settings).config, MODEL, MODEL))
+    learner = build_learner(LearnerSpec(load_config("quickstart", settings).config, model, model))
     learner.update(batch_of(2, 2 * PROMPT_TOKENS))
     data = batch_of(num_rows, length)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
+    before, began = resident("VmRSS"), time.monotonic()
     stats = learner.update(data)
     result = {
         "peak_mib": (resident("VmHWM") - before) / 2**20,
+        "update_s": time.monotonic() - began,
         "parameter_mib": sum(held_by(each).nbytes for each in learner.actor.engine.module.parameters()) / 2**20,
         "loss": stats["actor/loss"],
         "grad_norm": stats["actor/grad_norm"],
@@ -91,6 +94,7 @@ def measure(rank: int, num_ranks: int, num_rows: int, length: int, folder: str) 
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.add_argument("--model", default="tiny:qwen3-small", help="(default tiny:qwen3-small)")
     parser.add_argument("--rows", type=int, default=32, help="sequences in the pack (default 32)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (default 512)")
     options = parser.parse_args()
@@ -99,11 +103,13 @@ def main() -> None:
     by_ranks = {}
     for num_ranks in NUM_RANKS:
         with tempfile.TemporaryDirectory() as folder:
-            spawn(measure, (num_ranks, options.rows, options.length, folder), nprocs=num_ranks)
+            spawn(measure, (num_ranks, options.model, options.rows, options.length, folder), nprocs=num_ranks)
             by_ranks[num_ranks] = torch.load(f"{folder}/results.pt", weights_only=False)
         peaks = ", ".join(f"{each['peak_mib']:.0f}" for each in by_ranks[num_ranks])
         print(f"{num_ranks} ranks: peak {peaks} MiB", flush=True)
-    write_record(options.out, torch.device("cpu"), model=MODEL, tokens=options.rows * options.length, ranks=by_ranks)
+    write_record(
+        options.out, torch.device("cpu"), model=options.model, tokens=options.rows * options.length, ranks=by_ranks
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python benchmarks/ray_overhead.py --out benchmarks/results/cpu_ray_overhead.json
 
-Every way is a separate ``headwater train``. The median step and its parts come from the metrics of the run, without the
-first two steps; ``start`` is the time from the command to the first step. With the same number of learner ranks and
-servers, the difference between `child process` and `ray` is what Ray costs: batches and weights through its object
-store, and calls of actors.
+Every way is a separate ``headwater train``, and the ways take turns. The median step and its parts come from the
+metrics of the runs, without the first two steps; ``start`` is the time from the command to the first step. With the
+same number of learner ranks and servers, the difference between `child process` and `ray` is what Ray costs: batches
+and weights through its object store, and calls of actors. The record also has the load of the machine: other programs
+make all times longer, and those of ways with more processes most.
 """
 
 from __future__ import annotations
@@ -40,19 +41,35 @@ NUM_SKIPPED = 2
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=20, help="steps of each run (default 20)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each way (default 2)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="only these")
     options = parser.parse_args()
-    results = {}
-    for way in options.ways:
+    starts: dict[str, list[float]] = {way: [] for way in options.ways}
+    taken: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
+    loads = [os.getloadavg()[0]]
+    for way in options.ways * options.rounds:
         with tempfile.TemporaryDirectory() as folder:
-            results[way] = measured(WAYS[way], options.steps, Path(folder))
-        times = ", ".join(f"{name} {value:.3f}" for name, value in results[way].items())
-        print(f"{way:28} {times}", flush=True)
-    write_record(options.out, torch.device("cpu"), num_cores=os.cpu_count(), seconds=results)
+            start, steps = measured(WAYS[way], options.steps, Path(folder))
+        starts[way].append(start)
+        taken[way] += steps
+        loads.append(os.getloadavg()[0])
+    results = {way: {"start": min(starts[way]), **medians(taken[way])} for way in options.ways}
+    for way, seconds in results.items():
+        print(f"{way:28} " + ", ".join(f"{name} {value:.3f}" for name, value in seconds.items()), flush=True)
+    first = results[options.ways[0]]["step"]
+    ratios = {way: seconds["step"] / first for way, seconds in results.items()}
+    load = {"min": min(loads), "max": max(loads)}
+    machine = {"num_cores": os.cpu_count(), "load_average": load}
+    write_record(options.out, torch.device("cpu"), **machine, seconds=results, step_ratio=ratios)
 
 
-def measured(settings: list[str], steps: int, folder: Path) -> dict[str, float]:
-    """Seconds to the first step, and the median of each part of a step."""
+def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Of each part of a step."""
+    return {part: statistics.median(each.get(f"time/{part}_s", 0.0) for each in steps) for part in PARTS}
+
+
+def measured(settings: list[str], steps: int, folder: Path) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds to the first step, and the metrics of the steps that count."""
     fixed = [f"run.root={folder}", f"trainer.total_steps={steps}", "warm_start.num_steps=0"]
     fixed += ["eval.before=false", "eval.after=false", "eval.every_steps=0", "trainer.save_rollouts_every_steps=0"]
     command = [sys.executable, "-m", "headwater.cli.main", "train", "quickstart", *fixed, *settings]
@@ -60,11 +77,8 @@ def measured(settings: list[str], steps: int, folder: Path) -> dict[str, float]:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()
     records: list[dict[str, Any]] = [each for line in lines if (each := json.loads(line))["kind"] == "train"]
-    first = records[0]["time"] - records[0]["time/step_s"]
-    medians = {
-        part: statistics.median(each.get(f"time/{part}_s", 0.0) for each in records[NUM_SKIPPED:]) for part in PARTS
-    }
-    return {"start": first - began, **medians}
+    first: float = records[0]["time"] - records[0]["time/step_s"]
+    return first - began, records[NUM_SKIPPED:]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -14,8 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command import PROCESS_LIMIT_S, ROOT, metrics
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, metrics
+from test_vllm_server import PYTHON
 
+from headwater.observe.doctor import examine
 from headwater.observe.run_directory import RunDirectory
 from headwater.rollout.ledger import LedgerCounts
 
@@ -27,15 +30,15 @@ from ray.cluster_utils import Cluster
 cluster = Cluster()
 nodes = {}
 for line in sys.stdin:
-    command, name, num_cpus = line.split()
+    command, name, num_cpus, dashboard = line.split()
     if command == "add":
-        options = {"include_dashboard": False} if not nodes else {}
+        options = {"include_dashboard": dashboard == "True", "dashboard_host": "127.0.0.1"} if not nodes else {}
         nodes[name] = cluster.add_node(
             num_cpus=int(num_cpus), object_store_memory=150 * 2**20, labels={"role": name}, **options
         )
     else:
         cluster.remove_node(nodes[name], allow_graceful=False)
-    print(cluster.address, flush=True)
+    print(cluster.address, cluster.head_node.webui_url if dashboard == "True" else "", flush=True)
 cluster.shutdown()
 """
 """Adds and removes nodes as its standard input says, and removes all of them when that ends."""
@@ -46,6 +49,9 @@ ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",  # otherwise Ray writes one to the home directory
     "RAY_AUTH_MODE": "token",
 }
+REWARD = "tests/integration/varied_reward.py:compute_score"
+NO_EVALUATION = ["eval.before=false", "eval.after=false", "eval.every_steps=0"]
+TOOLS = ["tools.use=[calculator]", "data.train=[calculator]", "rollout.workflow=tool_agent", "data.task_args={}"]
 SMALL_ACTORS = ["cluster.learner.cpus_per_rank=0.25", "cluster.rollout.cpus_per_server=0.25"]
 
 
@@ -54,23 +60,24 @@ class Nodes:
 
     def __init__(self) -> None:
         self.address = ""
+        self.dashboard = ""
         self._process = subprocess.Popen(
             [sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, **ENVIRONMENT}, start_new_session=True,
         )  # fmt: skip
 
-    def add(self, role: str, num_cpus: int) -> None:
-        self._tell(f"add {role} {num_cpus}")
+    def add(self, role: str, num_cpus: int, *, dashboard: bool = False) -> None:
+        self._tell(f"add {role} {num_cpus} {dashboard}")
 
     def remove(self, role: str) -> None:
-        self._tell(f"remove {role} 0")
+        self._tell(f"remove {role} 0 False")
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-        self.address = self._process.stdout.readline().strip()
+        self.address, _, self.dashboard = self._process.stdout.readline().strip().partition(" ")
         assert self.address, "the process that holds the nodes has ended"
 
     def close(self) -> None:
@@ -92,27 +99,20 @@ def nodes() -> Iterator[Nodes]:
         made.close()
 
 
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "headwater.cli.main", "train", *map(str, arguments)]
+
+
 @contextmanager
 def training(
-    root: Path, *settings: str, environment: Mapping[str, str] = ENVIRONMENT
+    root: Path, *settings: str, environment: Mapping[str, str] = ENVIRONMENT, resume: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
+    start = ["--resume", root / "quickstart"] if resume else ["quickstart", "cluster=ray", f"run.root={root}"]
     with (root / "output.txt").open("w") as output:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "headwater.cli.main",
-                "train",
-                "quickstart",
-                "cluster=ray",
-                f"run.root={root}",
-                *settings,
-            ],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-        )
+            command(*start, *settings),
+            cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment},
+        )  # fmt: skip
     try:
         yield process
     finally:
@@ -147,13 +147,20 @@ def actor_pid(run: Path, pattern: str) -> int:
     return int(re.search(r"process (\d+)", lines[-1])[1])
 
 
-def check_ledger(run: Path, num_steps: int) -> None:
-    """Every step trained whole groups once, and nothing is counted twice or lost."""
-    records = RunDirectory.open(run).read_ledger()
-    assert [record["step"] for record in records] == list(range(1, num_steps + 1))
+def counts_of(run: Path) -> LedgerCounts:
     counts = LedgerCounts(**json.loads((run / "status.json").read_text())["ledger"])
     assert counts.is_balanced
-    assert (counts.trained, counts.dropped) == (32 * num_steps, 0)
+    return counts
+
+
+def check_ledger(run: Path, num_steps: int, num_prompts: int = 32) -> None:
+    """Every step trained whole groups once, and nothing is counted twice or lost."""
+    records = [each for each in RunDirectory.open(run).read_ledger() if each["kind"] == "step"]
+    assert [record["step"] for record in records] == list(range(1, num_steps + 1))
+    trained = [each["id"] for record in records for each in record["trained"]]
+    assert len(trained) == len(set(trained)) == num_prompts * num_steps
+    counts = counts_of(run)
+    assert (counts.trained, counts.dropped) == (num_prompts * num_steps, 0)
 
 
 @pytest.mark.slow
@@ -195,13 +202,14 @@ def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_no
 
 
 @pytest.mark.slow
-def test_a_run_with_reward_actors_survives_the_end_of_a_rank_as_often_as_its_config_allows(tmp_path):
+def test_a_run_with_reward_and_tool_actors_survives_the_end_of_a_rank_as_often_as_its_config_allows(tmp_path):
     run = tmp_path / "quickstart"
     settings = [
         *SMALL_ACTORS, "cluster.learner.num_ranks=2", "rollout.launch.num_servers=1", "cluster.object_store_mib=100",
         "cluster.max_restarts=1", "trainer.checkpoint_every_steps=2", "trainer.total_steps=60",
-        "cluster.reward.num_actors=1", "reward.function=tests/integration/varied_reward.py:compute_score",
-        "warm_start.num_steps=5", "eval.before=false", "eval.after=false", "eval.every_steps=0",
+        "cluster.reward.num_actors=1", f"reward.function={REWARD}",
+        "warm_start.num_steps=5", *NO_EVALUATION, *TOOLS, "cluster.tools.num_actors=1",
+        "cluster.tools.cpus_per_actor=0.25", "rollout.max_new_tokens=16", "cluster.learner.cpus_per_rank=0.1",
     ]  # fmt: skip
     with training(tmp_path, *settings) as process:
         until(process, tmp_path, lambda: num_steps(run) >= 3)
@@ -219,4 +227,68 @@ def test_a_run_with_reward_actors_survives_the_end_of_a_rank_as_often_as_its_con
     assert re.search(r"rank 0 \(node 127\.0\.0\.1, process \d+\) has ended", text.rpartition("Resuming")[2]), text
     assert RunDirectory.open(run).checkpoint_steps()
     assert all(record["reward/failed_calls"] == 0 for record in metrics(run, "train"))
-    assert (run / "logs" / "reward-0.log").exists()
+    assert {"reward-0.log", "tools-0.log"} <= {path.name for path in (run / "logs").iterdir()}
+    diagnosis = examine(RunDirectory.open(run))
+    assert diagnosis.ledger.missing == 0, "what was dispatched when the rank ended is counted"
+    assert [each.is_alive for each in diagnosis.ranks] == [False, True], diagnosis.ranks
+    assert diagnosis.ranks[0].pid == actor_pid(run, "learner rank 0")
+
+
+@pytest.mark.slow
+def test_a_learner_node_that_leaves_ends_the_run_which_resumes_when_there_is_another(tmp_path, nodes):
+    """Meanwhile the ranks of one node send their weights to the servers of another one themselves."""
+    for role in ("loop", "learner", "rollout"):
+        nodes.add(role, 1)
+    run, environment = tmp_path / "quickstart", {**ENVIRONMENT, "RAY_ADDRESS": nodes.address}
+    settings = [
+        *CUT_DOWN, *NO_EVALUATION, *SMALL_ACTORS, "cluster.learner.num_ranks=2", "trainer.checkpoint_every_steps=2",
+        "cluster.learner.labels={role: learner}", "cluster.rollout.labels={role: rollout}", "trainer.total_steps=10000",
+        "rollout.placement=disaggregated", "rollout.weight_transfer=collective", "rollout.max_staleness=1",
+    ]  # fmt: skip
+    with training(tmp_path, *settings, environment=environment) as process:
+        until(process, tmp_path, lambda: num_steps(run) >= 3)
+        nodes.remove("learner")
+        assert process.wait(PROCESS_LIMIT_S) == 2, output(tmp_path)
+    text = " ".join(output(tmp_path).split())
+    assert re.search(r"rank [01] \(node 127\.0\.0\.1, process \d+\) has ended", text), text
+    assert counts_of(run).trained == 4 * len(RunDirectory.open(run).read_ledger())
+    assert all(each["weights/bytes"] > 0 for each in metrics(run, "train")), metrics(run, "train")[0].keys()
+    nodes.add("learner", 1)
+    last = RunDirectory.open(run).checkpoint_steps()[-1]
+    with training(tmp_path, f"trainer.total_steps={last + 2}", environment=environment, resume=True) as process:
+        assert process.wait(PROCESS_LIMIT_S) == 0, output(tmp_path)
+    check_ledger(run, last + 2, num_prompts=4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("aiohttp_cors") is None,
+    reason="NO JOBS OF RAY: its job server is not installed; install it with pip install 'ray[default]'",
+)
+def test_a_run_is_a_job_of_ray(tmp_path, nodes):
+    nodes.add("head", 2, dashboard=True)
+    settings = [*CUT_DOWN, *NO_EVALUATION, *SMALL_ACTORS, f"run.root={tmp_path}"]
+    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", f"http://{nodes.dashboard}"]
+    done = subprocess.run(
+        [*submit, "--", *command("quickstart", "cluster=ray", *settings, f"reward.function={ROOT}/{REWARD}")],
+        capture_output=True, text=True, timeout=PROCESS_LIMIT_S, env={**os.environ, **ENVIRONMENT}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "succeeded" in done.stdout
+    check_ledger(tmp_path / "quickstart", 2, num_prompts=4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason=f"NO REAL VLLM: {PYTHON} does not exist; run `make setup-vllm`")
+@pytest.mark.xdist_group("vllm")
+def test_servers_of_vllm_are_actors(tmp_path):
+    run = tmp_path / "quickstart"
+    settings = [
+        *CUT_DOWN, *NO_EVALUATION, *SMALL_ACTORS, "cluster.object_store_mib=100", "rollout.backend=vllm",
+        "rollout.placement=disaggregated", f"rollout.launch.python={PYTHON}", "rollout.max_staleness=1",
+    ]  # fmt: skip
+    with training(tmp_path, *settings) as process:
+        assert process.wait(PROCESS_LIMIT_S) == 0, output(tmp_path)
+    assert re.search(r"rollout-0 serves at http://127\.0\.0\.1:\d+ \(node", events(run)), events(run)
+    assert "vllm" in (run / "logs" / "rollout-0.log").read_text().lower()
+    check_ledger(run, 2, num_prompts=4)

@@ -116,6 +116,7 @@ def _sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
         ("life", [diagnosis.life.text]),
         ("progress", _progress(diagnosis)),
         ("servers", _servers(diagnosis)),
+        ("ranks", _ranks(diagnosis)),
         ("waits", _waits(diagnosis)),
         ("groups", _groups(diagnosis)),
         ("ledger", _ledger(diagnosis)),
@@ -154,6 +155,14 @@ def _servers(diagnosis: Diagnosis) -> list[str]:
         load = f"{each.num_running} running, {each.num_waiting} waiting"
         lines.append(f"{name}: version {each.version}, {load}{restarts}; {each.state}")
     return lines
+
+
+def _ranks(diagnosis: Diagnosis) -> list[str]:
+    return [
+        f"{each.rank}: {each.device} of {each.host}, process {each.pid}, peak {each.peak_memory_bytes / 2**30:.1f} GiB"
+        f"{f', last call {each.last_call}' if each.last_call else ''}; {each.state}"
+        for each in diagnosis.ranks
+    ]
 
 
 def _waits(diagnosis: Diagnosis) -> list[str]:

@@ -342,7 +342,7 @@ def _ray_site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
             with_absolute_paths(cluster.with_dtype(config)),  # actors have other working directories
             "cuda" if cluster.has_gpus else "cpu",
             cluster.build,
-            lambda: RemoteParts(cluster.places(), cluster.reward_pool(), cluster.weight_transfer()),
+            lambda: RemoteParts(cluster.places(), cluster.reward_pool(), cluster.weight_transfer(), cluster.tools()),
             cluster.log_to,
             is_here=False,
         )

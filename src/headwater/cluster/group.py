@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from headwater.cluster.turns import Activity
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import collect, dispatch
 from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket, LearnerStatus, ProfileOrder, Role
-from headwater.learner.partition import balanced_parts
+from headwater.learner.partition import balanced_parts, imbalance
 
 
 class RankCalls(Protocol):
@@ -25,6 +26,10 @@ class RankCalls(Protocol):
     @property
     def failure(self) -> str:
         """Why the ranks cannot be called any more; empty while they can."""
+        ...
+
+    def activity(self) -> Activity:
+        """What the ranks are doing. Asked from any thread, also while they execute a call."""
         ...
 
     def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -62,8 +67,9 @@ class LearnerGroup:
         return {name: joined.batch[name] for name in results[0]}
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        parts = self._parts(batch, self._config.learner.num_minibatches)
-        return self._first("update", self._for_ranks((part,) for part in parts))
+        rows = balanced_parts(batch, self._num_parts, num_minibatches=self._config.learner.num_minibatches)
+        stats = self._first("update", self._for_ranks((part,) for part in dispatch(batch, rows)))
+        return stats | imbalance(batch, rows)
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
         return self._first("supervise", self._for_ranks((part,) for part in self._parts(batch)))
@@ -130,14 +136,19 @@ class LearnerGroup:
 
     def status(self) -> LearnerStatus:
         """As of the last call that changed it: other threads ask, and the ranks execute one call at a time."""
-        return replace(self._status, failure=self._ranks.failure)
+        now = self._ranks.activity()
+        ranks = tuple(now.of(each) for each in self._status.ranks)
+        return replace(self._status, failure=self._ranks.failure, ranks=ranks)
 
     def close(self) -> None:
         self._ranks.close()
 
-    def _parts(self, batch: DataProto, num_minibatches: int = 1) -> list[DataProto]:
-        num_parts = self._ranks.num_ranks // self._config.learner.context_parallel
-        return dispatch(batch, balanced_parts(batch, num_parts, num_minibatches=num_minibatches))
+    def _parts(self, batch: DataProto) -> list[DataProto]:
+        return dispatch(batch, balanced_parts(batch, self._num_parts))
+
+    @property
+    def _num_parts(self) -> int:
+        return self._ranks.num_ranks // self._config.learner.context_parallel
 
     def _for_ranks(self, arguments: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Neighbouring ranks compute the same part together."""
@@ -159,4 +170,5 @@ class LearnerGroup:
     def _read_status(self) -> LearnerStatus:
         """The status of the first rank, with the largest memory of all ranks."""
         statuses: list[LearnerStatus] = self._ranks.call("status", self._same())
-        return replace(statuses[0], memory_bytes=max(each.memory_bytes for each in statuses))
+        ranks = tuple(each for status in statuses for each in status.ranks)
+        return replace(statuses[0], memory_bytes=max(each.memory_bytes for each in statuses), ranks=ranks)

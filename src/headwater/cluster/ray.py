@@ -40,10 +40,11 @@ except ImportError as error:
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from headwater.cluster.ray_actor import EVENTS, ActorPlace
+from headwater.cluster.ray_actor import EVENTS, ActorPlace, ActorPool
 from headwater.cluster.ray_ranks import RayRanks
 from headwater.cluster.ray_rewards import RayRewardPool
 from headwater.cluster.ray_servers import RayChild, ServerSlot
+from headwater.cluster.ray_tools import RayTools
 
 if TYPE_CHECKING:
     from headwater.core.protocols import Learner
@@ -71,7 +72,7 @@ class RayCluster:
         self._told: list[str] = []
         self._learner_group: Any = None
         self._slots: list[ServerSlot] = []
-        self._rewards: RayRewardPool | None = None
+        self._pools: list[ActorPool] = []
 
     @classmethod
     def join(cls, config: Config, *, is_restart: bool = False) -> RayCluster:
@@ -137,9 +138,9 @@ class RayCluster:
             self.tell(text)
         for slot in self._slots:
             slot.log_to(folder, token)
-        if self._rewards is not None:
-            for number, where in enumerate(self._rewards.log_to(folder, token)):
-                self.tell(f"reward-{number} logs to {where}")
+        for pool in self._pools:
+            for number, where in enumerate(pool.log_to(folder, token)):
+                self.tell(f"{pool.kind}-{number} logs to {where}")
         for rank, where in enumerate(self._ranks.log_to(folder, token)):
             self.tell(f"learner rank {rank} ({self._ranks.places[rank]}) logs to {where}")
 
@@ -220,22 +221,34 @@ class RayCluster:
 
     def reward_pool(self) -> RayRewardPool | None:
         """The actors that score; None if scoring stays on this machine."""
-        settings = self._config.cluster.reward
-        if not settings.num_actors:
+        if not (settings := self._config.cluster.reward).num_actors:
             return None
-        need = self._needs["reward actors"]
-        group = self.reserve(need, need.count, f"{self._config.run.name} rewards")
-        options = [
+        options, max_concurrent = self._placed("reward"), self._config.reward.max_concurrent
+        pool = RayRewardPool.make(options, num_workers=settings.cpus_per_actor, max_concurrent=max_concurrent)
+        self._pools.append(pool)
+        return pool
+
+    def tools(self) -> RayTools | None:
+        """The actors that run tools; None if tools stay on this machine."""
+        if not self._config.cluster.tools.num_actors:
+            return None
+        config = with_absolute_paths(self._config)
+        pool = RayTools.start(self._placed("tools"), config.tools, config.sandbox)
+        self._pools.append(pool)
+        return pool
+
+    def _placed(self, kind: str) -> list[dict[str, Any]]:
+        """Ray's options for the actors of one kind, with room for each."""
+        need = self._needs[f"{kind.removesuffix('s')} actors"]
+        group = self.reserve(need, need.count, f"{self._config.run.name} {kind}")
+        return [
             {
-                "name": f"reward-{number}",
-                "num_cpus": settings.cpus_per_actor,
+                "name": f"{kind}-{number}",
+                "num_cpus": need.each.cpus,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, number),
             }
             for number in range(need.count)
         ]
-        max_concurrent = self._config.reward.max_concurrent
-        self._rewards = RayRewardPool.make(options, num_workers=settings.cpus_per_actor, max_concurrent=max_concurrent)
-        return self._rewards
 
     def _slot(self, number: int) -> ServerSlot:
         config, name = self._config, f"rollout-{number}"
@@ -266,8 +279,8 @@ class RayCluster:
 
     def close(self) -> None:
         """End all actors, give back their resources, and end a Ray that this run has started."""
-        if self._rewards is not None:
-            self._rewards.close()
+        for pool in self._pools:
+            pool.kill()
         if self._ranks is not None:
             self._ranks.close()
         for group in list(self._groups):

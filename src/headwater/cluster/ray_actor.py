@@ -6,17 +6,23 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from headwater.cluster.watch import error_text
 from headwater.core.errors import HeadwaterError, OtherRankFailed
 
 EVENTS = "cluster.log"
 """The file in ``logs/`` in which the training loop records actors. Its first line identifies the folder."""
+
+
+_START_LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,42 @@ class ActorProcess:
     def until_end(self) -> None:
         """Never returns: the call fails when the actor ends."""
         threading.Event().wait()
+
+
+class AsyncActor:
+    """An actor whose methods are coroutines, so it answers while others of them run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        """Ray shows this in its dashboard."""
+        return self._name
+
+    async def log_to(self, folder: Path, token: str) -> str:
+        """Until the actor ends: one that Ray has restarted writes to Ray's own logs."""
+        return redirect_output(folder, token, self._name)
+
+
+class ActorPool:
+    """Several actors of the same kind, seen from the training loop."""
+
+    def __init__(self, kind: str, actors: Sequence[Any]) -> None:
+        self.kind = kind
+        """Its actors are named ``kind-0``, ``kind-1`` and so on."""
+        self._actors = list(actors)
+
+    def log_to(self, folder: Path, token: str) -> list[str]:
+        """Where each actor writes its output from now on."""
+        asked = [actor.log_to.remote(folder, token) for actor in self._actors]
+        places: list[str] = ray.get(asked, timeout=_START_LIMIT_S)
+        return places
+
+    def kill(self) -> None:
+        """End the actors. Those that have ended already are no error."""
+        for actor in self._actors:
+            with suppress(RayError, ValueError):
+                ray.kill(actor)
 
 
 def redirect_output(folder: Path, token: str, name: str) -> str:

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from headwater.cluster.group import LearnerGroup
 from headwater.cluster.ray_actor import ActorPlace, ActorProcess, SentError, death_of
-from headwater.cluster.turns import Turns
+from headwater.cluster.turns import Activity, Turns
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import OtherRankFailed, RankFailed, WaitTimeout
 from headwater.core.waits import wait_until
@@ -167,6 +167,8 @@ class RayRanks:
         self._is_closed = False
         self._condition = threading.Condition()
         self._turns = Turns(self._check)
+        self._asked: Sequence[Future[Any]] = ()
+        """The answers of all ranks to the present call."""
         address = actors[0].open_store.remote()
         self._joining = [actor.join.remote(address) for actor in actors]
         self._lives = [actor.until_end.remote() for actor in actors]
@@ -194,6 +196,10 @@ class RayRanks:
     @property
     def failure(self) -> str:
         return self._failure
+
+    def activity(self) -> Activity:
+        answered = {rank for rank, future in enumerate(self._asked) if future.done()}
+        return replace(self._turns.activity(), answered=answered, ended=self._ended())
 
     def auto_dtype(self, device: str) -> str:
         name: str = ray.get(self._actors[0].auto_dtype.remote(device), timeout=_START_LIMIT_S)
@@ -246,6 +252,7 @@ class RayRanks:
     def _gather(self, name: str, refs: Sequence[Any], *, beside: Sequence[Any] = ()) -> list[Any]:
         """The values of ``refs``, while ``beside`` are calls of other ranks whose errors count too."""
         futures = [ref.future() for ref in refs]
+        self._asked = futures if len(refs) == self.num_ranks else ()
         watched = [*futures, *(ref.future() for ref in beside)]
         for future in watched:
             future.add_done_callback(self._wake)
@@ -318,25 +325,31 @@ class RayRanks:
         while not self._is_closed:
             ended, _ = ray.wait(self._lives, timeout=_LOOK_S)
             if ended and not self._is_closed:
+                is_raised = bool(self._failure)  # by a call, to whoever made it
                 self._failure = self._failure or self._gone()
                 with self._condition:
                     self._condition.notify_all()
-                _thread.interrupt_main(signal.SIGINT)
+                if not is_raised:
+                    _thread.interrupt_main(signal.SIGINT)
                 return
 
     def _gone(self) -> str:
-        """Which ranks have ended, and why."""
-        told = []
+        """Which ranks have ended, and why, with their places."""
+        where = [f" ({place})" for place in self._places] or [""] * self.num_ranks
+        told = [f"rank {rank}{where[rank]} has ended: {cause}" for rank, cause in self._ended().items()]
+        return "; ".join(told) or "a rank has ended"
+
+    def _ended(self) -> dict[int, str]:
+        causes = {}
         for rank, life in enumerate(self._lives):
             ended, _ = ray.wait([life], timeout=0)
             if not ended:
                 continue
-            where = f" ({self._places[rank]})" if self._places else ""
             try:
                 ray.get(life)
             except RayError as error:
-                told.append(f"rank {rank}{where} has ended: {death_of(error)}")
-        return "; ".join(told) or "a rank has ended"
+                causes[rank] = death_of(error)
+        return causes
 
 
 def _errors(futures: Sequence[Future[Any]]) -> list[SentError]:

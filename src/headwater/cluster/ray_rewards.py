@@ -10,30 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from headwater.cluster.ray_actor import death_of, redirect_output
+from headwater.cluster.ray_actor import ActorPool, AsyncActor, death_of
 from headwater.rewards.functions import Failure, RemoteFunction, Scorable
 from headwater.rewards.pool import WorkerPool
 from headwater.rewards.worker_process import Reply
 
-_START_LIMIT_S = 300.0
 
-
-class RewardWorkers:
+class RewardWorkers(AsyncActor):
     """The actor. Calls run concurrently, each in a worker process."""
 
     def __init__(self, name: str, num_workers: int, max_concurrent: int) -> None:
-        self._name = name
+        super().__init__(name)
         self._pools = {False: WorkerPool(num_workers), True: WorkerPool(1, max_concurrent)}
         self._functions: dict[str, RemoteFunction] = {}
-
-    def __repr__(self) -> str:
-        return self._name
 
     async def call(
         self,
@@ -46,20 +40,16 @@ class RewardWorkers:
         known = self._functions.setdefault(key, function)  # a pool knows functions by their identity
         return await self._pools[known.is_async].call(known, arguments, count, timeout_s)
 
-    async def log_to(self, folder: Path, token: str) -> str:
-        """Until the actor ends: one that Ray has restarted writes to Ray's own logs."""
-        return redirect_output(folder, token, self._name)
-
     async def pids(self) -> list[int]:
         """Of the worker processes."""
         return [pid for pool in self._pools.values() for pid in pool.pids]
 
 
-class RayRewardPool:
+class RayRewardPool(ActorPool):
     """The actors, seen from the training loop (``rewards.pool.CallPool``)."""
 
     def __init__(self, actors: Sequence[Any]) -> None:
-        self._actors = list(actors)
+        super().__init__("reward", actors)
         self._num_open = [0] * len(actors)
         self._keys: dict[Scorable, str] = {}
 
@@ -96,13 +86,5 @@ class RayRewardPool:
     def start(self, function: Scorable) -> None:
         """Nothing: workers load a function with its first call."""
 
-    def log_to(self, folder: Path, token: str) -> list[str]:
-        """Where each actor writes its output from now on."""
-        asked = [actor.log_to.remote(folder, token) for actor in self._actors]
-        places: list[str] = ray.get(asked, timeout=_START_LIMIT_S)
-        return places
-
     def close(self) -> None:
-        for actor in self._actors:
-            with suppress(RayError, ValueError):
-                ray.kill(actor)
+        self.kill()

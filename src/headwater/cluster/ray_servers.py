@@ -24,7 +24,7 @@ import ray
 from ray.exceptions import RayError
 
 from headwater.backends.launch.child import ChildServer, Command
-from headwater.cluster.ray_actor import ActorPlace, SentError, death_of, redirect_output
+from headwater.cluster.ray_actor import ActorPlace, AsyncActor, SentError, death_of
 from headwater.core.errors import HeadwaterError, RolloutFailed
 from headwater.core.waits import ENGINE_START_LIMIT_S, named_wait
 
@@ -35,21 +35,15 @@ _DEATH_LIMIT_S = 15.0
 """How long Ray may take to tell how an actor that was killed has ended."""
 
 
-class RolloutServer:
-    """The actor. Its methods are coroutines, so it answers while the server runs."""
+class RolloutServer(AsyncActor):
+    """The actor. It answers while the server runs."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        super().__init__(name)
         self._child: ChildServer | None = None
-
-    def __repr__(self) -> str:
-        return self._name
 
     async def place(self) -> ActorPlace:
         return ActorPlace.here()
-
-    async def log_to(self, folder: Path, token: str) -> str:
-        return redirect_output(folder, token, self._name)
 
     async def start(self, command: Command, python: str) -> str | SentError:
         """Start the server and return its URL. ``python`` is the interpreter of the process that asks."""
@@ -166,8 +160,10 @@ class RayChild:
 
     async def wait(self) -> str:
         try:
-            # Shielded: the keeper gives up waiting and asks again.
-            end = asyncio.shield(asyncio.wrap_future(self._end.future()))
+            ended = asyncio.wrap_future(self._end.future())
+            # Otherwise asyncio would log the error if nothing waits any more when it comes.
+            ended.add_done_callback(lambda future: future.cancelled() or future.exception())
+            end = asyncio.shield(ended)  # the keeper gives up waiting and asks again
             server, self._last_lines = await (asyncio.wait_for(end, _DEATH_LIMIT_S) if self._is_killed else end)
             how = f"has ended, because its {server}"
         except RayError as error:

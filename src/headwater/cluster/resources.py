@@ -123,6 +123,10 @@ def needs_of(config: Config, *, has_gpus: bool) -> list[Need]:
                 "cluster.reward.labels",
             )
         )
+    if tools := cluster.tools.num_actors:
+        each = Room(cluster.tools.cpus_per_actor)
+        labels = cluster.tools.labels
+        needs.append(Need("tool actors", "cluster.tools.num_actors", tools, each, labels, "cluster.tools.labels"))
     return needs
 
 

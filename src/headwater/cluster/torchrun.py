@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,7 +39,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from headwater.cluster.group import LearnerGroup
-from headwater.cluster.turns import Turns
+from headwater.cluster.turns import Activity, Turns
 from headwater.cluster.watch import Watch, error_text
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, HeadwaterError, OtherRankFailed, RankFailed, WaitTimeout
@@ -163,15 +164,22 @@ class TorchrunGroup:
     def failure(self) -> str:
         return self._failure or self._watch.gone()
 
+    def activity(self) -> Activity:
+        return replace(self._turns.activity(), ended=self._watch.ended())
+
     def build(
         self, builder: Callable[[LearnerSpec], LocalLearner], spec: LearnerSpec, *, timeout_s: float
     ) -> LearnerGroup:
         """Build a learner on every rank. ``timeout_s`` limits this call and every later one."""
         self._timeout_s = timeout_s
         # Rank 0 may be anywhere, such as waiting for rollouts, when another rank ends.
-        self._watch.on_gone = lambda: _thread.interrupt_main(signal.SIGINT)
+        self._watch.on_gone = self._interrupt
         self.call(_BUILD, [(builder, spec)] * self.num_ranks)
         return LearnerGroup(spec.config, self)
+
+    def _interrupt(self) -> None:
+        if not self._failure:  # otherwise a call has raised it
+            _thread.interrupt_main(signal.SIGINT)
 
     def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         def together() -> list[Any]:

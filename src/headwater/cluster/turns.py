@@ -1,16 +1,50 @@
-"""Keeps the calls of several threads to the same ranks apart."""
+"""Keeps the calls of several threads to the same ranks apart, and knows what the ranks are doing."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from headwater.core.errors import RankFailed, WaitTimeout
+from headwater.core.protocols import RankStatus
 from headwater.core.waits import wait_until
 
 _TURN_LIMIT_S = 60.0
 """How long a call waits for an export that another thread has not read to its end."""
+
+
+_UNTOLD = "status"
+"""Follows every call that changes something, and would hide it."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the ranks are doing."""
+
+    call: str = ""
+    """The call that they execute; empty if they wait for one."""
+    seconds: float = 0.0
+    """Since it began."""
+    last_call: str = ""
+    """The last call that has ended, and its duration."""
+    answered: Collection[int] = ()
+    """The ranks that have completed the present call, if that is known."""
+    ended: Mapping[int, str] = field(default_factory=dict)
+    """The ranks that have ended, and why."""
+
+    def of(self, rank: RankStatus) -> RankStatus:
+        if rank.rank in self.ended:
+            state = f"ended: {self.ended[rank.rank]}"
+        elif not self.call:
+            state = "idle"
+        elif rank.rank in self.answered:
+            state = f"has completed {self.call} and waits for the others"
+        else:
+            state = f"executes {self.call} for {self.seconds:.0f} s"
+        return replace(rank, state=state, last_call=self.last_call, is_alive=rank.rank not in self.ended)
 
 
 class Turns:
@@ -26,6 +60,14 @@ class Turns:
         self._condition = threading.Condition()
         self._current: tuple[object, str] | None = None
         """Whose turn it is, and the name of the call."""
+        self._began = 0.0
+        self._last = ""
+
+    def activity(self) -> Activity:
+        """What the ranks are doing, asked from any thread. ``answered`` and ``ended`` are not known here."""
+        with self._condition:
+            name = self._current[1] if self._current is not None else ""
+            return Activity(name, time.monotonic() - self._began if name else 0.0, self._last)
 
     @contextmanager
     def take(self, name: str) -> Iterator[None]:
@@ -44,8 +86,10 @@ class Turns:
                     kind="ranks",
                     hard_limit_s=_TURN_LIMIT_S,
                 )
-                self._current = mine
+                self._current, self._began = mine, time.monotonic()
             yield
+            if name != _UNTOLD:
+                self._last = f"{name}, {time.monotonic() - self._began:.1f} s"
         except WaitTimeout as error:
             if self._current is mine:
                 raise

@@ -60,12 +60,16 @@ class Watch:
 
     def gone(self) -> str:
         """Which rank has ended, and what is known about it; empty while all of them live."""
+        return "; ".join(f"rank {rank}: {cause}" for rank, cause in self.ended().items())
+
+    def ended(self) -> dict[int, str]:
+        """The ranks that have ended, and what is known about it."""
         with self._lock:
             for rank in self._watched:
                 process = self._processes[rank]
                 if rank not in self._gone and process is not None and str(process_start(process[0])) != process[1]:
                     self._gone[rank] = "its process has ended (killed, out of memory or crashed; see its output)"
-            return "; ".join(f"rank {rank}: {cause}" for rank, cause in self._gone.items())
+            return dict(self._gone)
 
     def stop(self) -> None:
         self._stop.set()

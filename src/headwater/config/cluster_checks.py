@@ -30,12 +30,17 @@ def cluster_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]
                 (key, "rollout.servers"),
                 "nothing reads this, because rollout.servers names running servers; remove one of the two",
             )
-    if not config.cluster.reward.num_actors:
-        for key in changed_in(config, "cluster.reward"):
+    for part, num_actors in (("reward", config.cluster.reward.num_actors), ("tools", config.cluster.tools.num_actors)):
+        for key in changed_in(config, f"cluster.{part}") if not num_actors else ():
             yield Clash(
-                (key, "cluster.reward.num_actors"),
-                "nothing reads this without actors for rewards; set cluster.reward.num_actors, or remove this",
+                (key, f"cluster.{part}.num_actors"),
+                f"nothing reads this without actors; set cluster.{part}.num_actors, or remove this",
             )
+    if config.cluster.tools.num_actors and not config.tools.use and not config.tools.config:
+        yield Clash(
+            ("cluster.tools.num_actors", "tools.use"),
+            "nothing reads this, because the recipe has no tools; set tools.use or tools.config, or use 0 actors",
+        )
 
 
 def ray_places_servers(config: Config, layers: Layers) -> Iterator[Clash]:

@@ -45,6 +45,17 @@ class RewardActorsConfig:
 
 
 @dataclass(frozen=True)
+class ToolActorsConfig:
+    num_actors: Annotated[int, AtLeast(0, "use 0 to run tools beside the training loop")] = 0
+    """Actors that run the tools, each with its own copy of all of them; 0 runs them on the machine of the training
+    loop. All calls of an episode go to the same actor."""
+    cpus_per_actor: Annotated[float, MoreThan(0)] = 1.0
+    """CPU cores that Ray reserves for each actor."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that a node must have to run an actor."""
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     kind: Literal["local", "ray"] = "local"
     """Where the learner and the servers run: `local` on this machine, or `ray` as actors of a Ray cluster, which the
@@ -52,6 +63,7 @@ class ClusterConfig:
     learner: LearnerRanksConfig = field(default_factory=LearnerRanksConfig)
     rollout: RolloutServersConfig = field(default_factory=RolloutServersConfig)
     reward: RewardActorsConfig = field(default_factory=RewardActorsConfig)
+    tools: ToolActorsConfig = field(default_factory=ToolActorsConfig)
     max_restarts: Annotated[int, AtLeast(0, "use 0 to end the run when a learner rank dies")] = 0
     """How often the run continues from its last checkpoint, with new ranks, after a learner rank has died."""
     wait_for_nodes_s: Annotated[float, AtLeast(0)] = 0.0

@@ -443,6 +443,24 @@ class RewardManager(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One process of a learner."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    peak_memory_bytes: int = 0
+    """The most memory of the device that was ever allocated; on a CPU, the most memory of the process."""
+    state: str = "idle"
+    """In words, for example ``idle``, ``executes update for 12 s`` or ``ended: killed``."""
+    last_call: str = ""
+    """The last call that it has completed, and how long that took."""
+    is_alive: bool = True
+    """False after the process has ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerStatus:
     """The state of a learner."""
 
@@ -456,6 +474,7 @@ class LearnerStatus:
     """Memory of the device that is allocated, of the rank with the most; 0 on a CPU."""
     failure: str = ""
     """Why the learner cannot be used any more, such as a rank that has ended. Empty while it works."""
+    ranks: tuple[RankStatus, ...] = ()
 
 
 class SavedLater(Protocol):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +20,7 @@ from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.parcels import Parcel, SendOrder, SendReport
-from headwater.core.protocols import Bucket, LearnerStatus, ProfileOrder, Role
+from headwater.core.protocols import Bucket, LearnerStatus, ProfileOrder, RankStatus, Role
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
 from headwater.learner.engine import FLOPS, GAP, ForwardEngine, TrainEngine
@@ -68,6 +71,7 @@ class LocalLearner:
     connected: SendOrder | None = None
     _supervised: TrainEngine | None = None
     _sender: PieceSender | None = None
+    _peak_bytes: int = 0
     _snapshots: Snapshots | None = None
     _profiler: Profiler | None = None
 
@@ -247,12 +251,19 @@ class LocalLearner:
 
     def status(self) -> LearnerStatus:
         engine = self.actor.engine
+        on_gpu = engine.device.type == "cuda"
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if on_gpu:
+            # Kept, because a measurement of one stage may reset the counter.
+            peak = self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(engine.device))
+        here = RankStatus(engine.ranks.index, socket.gethostname(), os.getpid(), str(engine.device), peak)
         return LearnerStatus(
             num_ranks=engine.ranks.count,
             device=str(engine.device),
             num_optimizer_steps=engine.optimizer.num_steps,
             learning_rate=engine.optimizer.learning_rate,
-            memory_bytes=torch.cuda.memory_allocated(engine.device) if engine.device.type == "cuda" else 0,
+            memory_bytes=torch.cuda.memory_allocated(engine.device) if on_gpu else 0,
+            ranks=(here,),
         )
 
     def close(self) -> None:

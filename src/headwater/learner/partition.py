@@ -53,6 +53,22 @@ def balanced_parts(batch: DataProto, num_parts: int, *, num_minibatches: int = 1
     return parts
 
 
+def imbalance(batch: DataProto, parts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """How evenly ``parts`` spread the tokens and the work of a batch, and how even parts of adjacent rows would be."""
+    lengths: list[int] = batch.batch["attention_mask"].sum(dim=1).tolist()
+    tokens = [sum(lengths[row] for row in part) for part in parts]
+    in_order = [sum(lengths[row] for row in part) for part in minibatch_rows(len(lengths), len(parts))]
+    costs = [sum(workload(lengths[row]) for row in part) for part in parts]
+    return {
+        "ranks/tokens_mean": sum(lengths) / len(parts),
+        "ranks/tokens_min": min(tokens),
+        "ranks/tokens_max": max(tokens),
+        "ranks/in_order_tokens_min": min(in_order),
+        "ranks/in_order_tokens_max": max(in_order),
+        "ranks/imbalance": len(parts) * max(costs) / max(sum(costs), 1.0) - 1.0,
+    }
+
+
 def _shares(rows: range, uids: Sequence[str], costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """The rows of one mini-batch in at most ``num_parts`` shares of similar cost, the most expensive share first."""
     by_uid: dict[str, list[int]] = {}

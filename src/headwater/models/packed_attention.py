@@ -127,6 +127,10 @@ class _Bucket:
     keys: Tensor
 
 
+_LONG = 4096
+"""Sequences of this length are computed without a mask. Shorter ones keep their results to the bit."""
+
+
 class BucketedAttention:
     """On a CPU and in float32: segments of equal shape are computed together, without padding and in few calls."""
 
@@ -151,14 +155,20 @@ class BucketedAttention:
 
     def _attend(self, bucket: _Bucket, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
         (num, num_queries), num_keys = bucket.queries.shape, bucket.keys.shape[1]
-        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-        if window:
-            visible = visible.triu(num_keys - num_queries - window + 1)
+        # The mask of a long sequence would take more memory than everything else: 5 GiB for 32,768 tokens.
+        is_causal = num_queries == num_keys and num_queries >= _LONG and not window
+        visible = None
+        if not is_causal:
+            visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+            visible = visible.tril(num_keys - num_queries)
+            if window:
+                visible = visible.triu(num_keys - num_queries - window + 1)
         output = F.scaled_dot_product_attention(
             gather_rows(query, bucket.queries).transpose(1, 2),
             gather_rows(key, bucket.keys).transpose(1, 2),
             gather_rows(value, bucket.keys).transpose(1, 2),
             attn_mask=visible,
+            is_causal=is_causal,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from math import isinf
 from typing import Any
 
-from headwater.core.protocols import ServerStatus
+from headwater.core.protocols import RankStatus, ServerStatus
 from headwater.core.waits import OpenWait
 from headwater.observe.evidence import Evidence, gather
 from headwater.observe.findings import Finding, current_waits, findings, missing_from
 from headwater.observe.life import Life, life_of
 from headwater.observe.run_directory import RunDirectory
-from headwater.observe.status_file import LogLine, RunningGroup, StageProgress
+from headwater.observe.status_file import LogLine, RunningGroup, RunStatus, StageProgress
 
 _REWARD = "reward/mean"
 
@@ -42,6 +42,8 @@ class Diagnosis:
     version: int | None
     num_ranks: int
     """Processes that train together."""
+    ranks: tuple[RankStatus, ...]
+    """Each of them, if they are not the process of the run alone; for a run that has ended, at its last heartbeat."""
     learner_failure: str
     """Why the learner cannot be used any more; empty while it works."""
     servers: tuple[ServerStatus, ...]
@@ -96,6 +98,7 @@ def examine(run: RunDirectory, *, verify: bool = False) -> Diagnosis:
         total_steps=evidence.total_steps,
         version=status.version if status else None,
         num_ranks=status.num_ranks if status else 1,
+        ranks=_ranks(status) if status else (),
         learner_failure=status.learner_failure if status else "",
         servers=status.servers if status else (),
         last_metrics=_last_metrics(evidence),
@@ -117,6 +120,11 @@ def examine(run: RunDirectory, *, verify: bool = False) -> Diagnosis:
         is_verified=evidence.is_verified,
         resume=_resume(evidence, life),
     )
+
+
+def _ranks(status: RunStatus) -> tuple[RankStatus, ...]:
+    is_alone = [(each.host, each.pid) for each in status.ranks] == [(status.host, status.pid)]
+    return () if is_alone else status.ranks
 
 
 def _resume(evidence: Evidence, life: Life) -> str:

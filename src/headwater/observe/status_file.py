@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from headwater.core.errors import DiskFull, HeadwaterError, RunError
-from headwater.core.protocols import ServerStatus
+from headwater.core.protocols import RankStatus, ServerStatus
 from headwater.core.records import DropKind
 from headwater.core.waits import OpenWait, open_waits
 from headwater.observe.process import process_start
@@ -103,6 +103,8 @@ class RunStatus:
     servers: tuple[ServerStatus, ...] = ()
     """The servers that generate, if there are several."""
     num_ranks: int = 1
+    ranks: tuple[RankStatus, ...] = ()
+    """The processes that train together."""
     learner_failure: str = ""
     """Why the learner cannot be used any more, such as a rank that has ended."""
     stage: StageProgress | None = None
@@ -293,6 +295,7 @@ def _parse(content: dict[str, Any]) -> RunStatus:
         engine_restarts=int(content.get("engine_restarts", 0)),
         servers=tuple(_server(each) for each in content.get("servers", ())),
         num_ranks=int(content.get("learner", {}).get("num_ranks", 1)),
+        ranks=tuple(_rank(each) for each in content.get("learner", {}).get("ranks", ())),
         learner_failure=str(content.get("learner", {}).get("failure", "")),
         stage=_stage(**content["stage"]) if content.get("stage") else None,
         notices=tuple(map(str, content.get("notices", ()))),
@@ -323,6 +326,19 @@ def _server(content: Mapping[str, Any]) -> ServerStatus:
         is_alive=bool(content["is_alive"]),
         num_restarts=int(content["num_restarts"]),
         state=str(content["state"]),
+    )
+
+
+def _rank(content: Mapping[str, Any]) -> RankStatus:
+    return RankStatus(
+        rank=int(content["rank"]),
+        host=str(content["host"]),
+        pid=int(content["pid"]),
+        device=str(content["device"]),
+        peak_memory_bytes=int(content["peak_memory_bytes"]),
+        state=str(content["state"]),
+        last_call=str(content["last_call"]),
+        is_alive=bool(content["is_alive"]),
     )
 
 

@@ -43,6 +43,8 @@ class TrajectoryLimits:
     """``data.max_prompt_tokens``."""
     get_version: Callable[[], int]
     """The policy version that the engine serves now."""
+    key: str = "rollout.max_new_tokens"
+    """The setting that ``max_new_tokens`` comes from."""
 
     def problem(self, trajectory: Trajectory, prompt: Prompt, *, newest_seen: int) -> str | None:
         """Why a trajectory cannot be trained on, or None. ``newest_seen`` is the newest version in its responses."""
@@ -63,11 +65,11 @@ class TrajectoryLimits:
     def _wrong_length(self, trajectory: Trajectory, prompt: Prompt) -> str | None:
         length = len(trajectory.tokens) - trajectory.prompt_length
         if length > self.max_new_tokens:
-            return f"a response of {length} tokens; max_new_tokens = {self.max_new_tokens} is the limit"
+            return f"a response of {length} tokens; {self.key} = {self.max_new_tokens} is the limit"
         longest = max(self.max_prompt_tokens, len(prompt.tokens)) + self.max_new_tokens
         if len(trajectory.tokens) > longest:
             return (
-                f"{len(trajectory.tokens)} tokens; data.max_prompt_tokens + max_new_tokens = {longest} is the "
+                f"{len(trajectory.tokens)} tokens; data.max_prompt_tokens + {self.key} = {longest} is the "
                 "limit of prompt and response together"
             )
         return None

@@ -29,6 +29,7 @@ from headwater.core.errors import ConfigError
 from headwater.core.registry import nearest, similar_path
 
 LIMITS = ("timeout_s", "max_concurrent", "max_result_tokens", "truncation")
+USE = "tools.use"
 _KEYS = ("use", "class_name", "tool_implementation", "config", "tool_schema", "mcp", *LIMITS)
 
 
@@ -60,7 +61,7 @@ def read_entries(config: ToolsConfig, objects: Sequence[Any] = ()) -> list[ToolE
         settings = config.args.get(name, {})
         if not isinstance(settings, Mapping):
             raise ConfigError([f"tools.args.{name} = {settings!r}: must be a mapping of settings"])
-        entries.append(ToolEntry(f"tools.use = {name}", name, settings))
+        entries.append(ToolEntry(f"{USE} = {name}", name, settings, folder=Path.cwd()))
     if config.config:
         entries += _read_file(Path(config.config).expanduser())
     return [*entries, *(ToolEntry(f"tool {getattr(each, '__name__', type(each).__name__)}", each) for each in objects)]

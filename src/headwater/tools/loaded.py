@@ -30,14 +30,49 @@ class ToolLimits:
     truncation: Side
 
 
+@dataclass(frozen=True)
+class ToolMethods:
+    """What a tool can do. This is also known of a tool in another process."""
+
+    own: frozenset[str]
+    """The methods that it defines itself."""
+    taken: Mapping[str, frozenset[str] | None]
+    """The names of the arguments of each method that it has; None if it takes any."""
+
+    @classmethod
+    def of(cls, tool: Any) -> ToolMethods:
+        # In the tools of other frameworks, a method with the name check means something else.
+        names = (*METHODS, "check") if isinstance(tool, BaseTool) else METHODS
+        own = frozenset(
+            name
+            for name in names
+            if (method := getattr(type(tool), name, None)) is not None and method is not getattr(BaseTool, name)
+        )
+        return cls(own, {name: _taken(getattr(tool, name)) for name in METHODS if getattr(tool, name, None)})
+
+
+@dataclass(frozen=True)
+class MadeTool:
+    """A tool that was made from its entry."""
+
+    tool: Any
+    """An object with the methods of ``BaseTool``."""
+    schema: ToolSchema
+    limits: ToolLimits
+    methods: ToolMethods
+    place: str
+    """Where it is configured, for messages."""
+
+
 class LoadedTool:
     """A tool, its schema, and the slots in which its methods run."""
 
-    def __init__(self, tool: Any, schema: ToolSchema, limits: ToolLimits, texts: ResultText) -> None:
-        self.tool = tool
-        self.schema = schema
-        self.name = schema.name
-        self.limits = limits
+    def __init__(self, made: MadeTool, texts: ResultText) -> None:
+        self.tool = tool = made.tool
+        self.schema = made.schema
+        self.name = made.schema.name
+        self.limits = limits = made.limits
+        self._methods = made.methods
         self._texts = texts
         # A tool may know a lower limit, for example that of the sandbox.
         self._calls = Slots(
@@ -51,8 +86,7 @@ class LoadedTool:
 
     def has_own(self, method: str) -> bool:
         """Whether the tool defines a method itself. Those that do nothing are not called."""
-        own = getattr(type(self.tool), method, None)
-        return own is not None and own is not getattr(BaseTool, method)
+        return method in self._methods.own
 
     async def run(self, call: Callable[[], Any], on_late: Callable[[Any], object] | None = None) -> Any:
         """Call a method in a slot. With ``on_late`` it is never interrupted, and a late result is passed on."""
@@ -135,16 +169,10 @@ class LoadedTool:
                 self._check_takes(method, given, f"{key}.{name}")
 
     def _check_takes(self, method: str, given: Mapping[str, Any], key: str) -> None:
-        function = getattr(self.tool, method, None)
-        if function is None:
+        if method not in self._methods.taken:
             raise DataError(f"{key}: tool {self.name} has no method {method}; remove it")
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):
-            return  # some callables have no signature
-        taken = {each.name for each in signature.parameters.values() if each.kind is not each.POSITIONAL_ONLY}
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
-        wrong = [name for name in given if name not in taken and not takes_any]
+        taken = self._methods.taken[method]
+        wrong = [name for name in given if taken is not None and name not in taken]
         if wrong or not self.has_own(method):
             names = ", ".join(wrong or given)
             raise DataError(f"{key}: {method} of tool {self.name} does not take {names}; remove it, or add a parameter")
@@ -152,3 +180,13 @@ class LoadedTool:
     async def end_background(self, limit_s: float) -> None:
         if self._background:
             await asyncio.wait(set(self._background), timeout=limit_s)
+
+
+def _taken(function: Any) -> frozenset[str] | None:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None  # some callables have no signature
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    return frozenset(each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY)

@@ -14,13 +14,11 @@ from headwater.config.arguments import broken_rules
 from headwater.config.convert import convert_value
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
 from headwater.core.errors import ConfigError, HeadwaterError
-from headwater.core.protocols import Tokenizer
 from headwater.core.registry import blaming, nearest
 from headwater.tools import TOOLS
-from headwater.tools.config import LIMITS, ToolEntry
+from headwater.tools.config import LIMITS, USE, ToolEntry
 from headwater.tools.function import FunctionTool
-from headwater.tools.loaded import LoadedTool, ToolLimits
-from headwater.tools.result_text import ResultText
+from headwater.tools.loaded import MadeTool, ToolLimits, ToolMethods
 from headwater.tools.schema import ToolSchema
 
 logger = logging.getLogger(__name__)
@@ -32,15 +30,15 @@ _GIVEN = ("config", "tool_schema", "sandbox")
 class ToolMaker:
     """Makes tools, and closes what they share."""
 
-    def __init__(self, config: ToolsConfig, sandbox: SandboxConfig, tokenizer: Tokenizer) -> None:
+    start_limit_s = 120.0
+
+    def __init__(self, config: ToolsConfig, sandbox: SandboxConfig) -> None:
         self._config = config
         self._sandbox_config = sandbox
-        self._texts = ResultText(tokenizer)
         self._sandbox: Any = None
         self._made: list[Any] = []
 
-    async def make(self, entries: Sequence[ToolEntry]) -> list[tuple[LoadedTool, str]]:
-        """The tools with the places of their entries."""
+    async def make(self, entries: Sequence[ToolEntry]) -> list[MadeTool]:
         made = []
         for entry in entries:
             tool = self._tool(entry)
@@ -48,9 +46,9 @@ class ToolMaker:
             limits = self._limits(entry)
             if hasattr(tool, "list_tools"):
                 with blaming(entry.place):
-                    made += [(self._loaded(each, None, entry, limits), entry.place) for each in await tool.list_tools()]
+                    made += [_made(each, None, entry, limits) for each in await tool.list_tools()]
             else:
-                made.append((self._loaded(tool, entry.schema, entry, limits), entry.place))
+                made.append(_made(tool, entry.schema, entry, limits))
         return made
 
     async def close(self, limit_s: float) -> None:
@@ -117,12 +115,6 @@ class ToolMaker:
             self._sandbox = Sandbox(self._sandbox_config)
         return self._sandbox
 
-    def _loaded(self, tool: Any, schema: Any, entry: ToolEntry, limits: ToolLimits) -> LoadedTool:
-        if schema is None:
-            get = getattr(tool, "get_openai_tool_schema", None)
-            schema = getattr(tool, "tool_schema", None) or (get() if callable(get) else None)
-        return LoadedTool(tool, ToolSchema.read(schema, entry.place), limits, self._texts)
-
     def _limits(self, entry: ToolEntry) -> ToolLimits:
         defaults = ToolLimits(*(getattr(self._config, key) for key in LIMITS))
         hints = get_type_hints(ToolsConfig, include_extras=True)
@@ -133,6 +125,13 @@ class ToolMaker:
         if problems:
             raise ConfigError(problems)
         return replace(defaults, **{name: convert_value(hints[name], value) for name, value in entry.limits.items()})
+
+
+def _made(tool: Any, schema: Any, entry: ToolEntry, limits: ToolLimits) -> MadeTool:
+    if schema is None:
+        get = getattr(tool, "get_openai_tool_schema", None)
+        schema = getattr(tool, "tool_schema", None) or (get() if callable(get) else None)
+    return MadeTool(tool, ToolSchema.read(schema, entry.place), limits, ToolMethods.of(tool), entry.place)
 
 
 def _absolute(name: str, folder: Path) -> str:
@@ -149,7 +148,7 @@ def _settings(tool_class: Any, entry: ToolEntry) -> dict[str, Any]:
         if name not in _GIVEN and each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
     }  # fmt: skip
     takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.values())
-    key = f"{entry.place}.config" if entry.folder != Path() else f"tools.args.{entry.thing}"
+    key = f"tools.args.{entry.thing}" if entry.place.startswith(USE) else f"{entry.place}.config"
     hints = {name: hint for name, hint in _hints(tool_class).items() if name in parameters}
     problems = [
         f"{key}.{name} = {value!r}: no such setting; {nearest(name, [*parameters])}"

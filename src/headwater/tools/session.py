@@ -196,8 +196,8 @@ class _Instance:
         create = partial(self._bound("create"), instance_id, **self._given("create"))
         # An interrupted creation might be complete or not, so it is never interrupted. One that is complete only after
         # the time limit is released then.
-        made = await self.loaded.run(create, on_late=lambda late: self._release_late(_id_of(late, instance_id)))
-        self._id = _id_of(made, instance_id)
+        made = await self.loaded.run(create, on_late=lambda late: self._release_late(id_of(late, instance_id)))
+        self._id = id_of(made, instance_id)
 
     async def release(self) -> None:
         if self._id:
@@ -229,7 +229,7 @@ class _Instance:
         return given
 
 
-def _id_of(made: Any, given: str) -> str:
+def id_of(made: Any, given: str) -> str:
     """The instance id that ``create`` returned, alone or first in a tuple as in verl, or else the one it was given."""
     first = made[0] if isinstance(made, tuple) and made else made
     return first if isinstance(first, str) and first else given

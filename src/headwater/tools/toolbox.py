@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
 from headwater.core.errors import ConfigError, DataError, HeadwaterError
@@ -23,11 +23,11 @@ from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.core.registry import nearest
 from headwater.core.waits import wait_for_future
-from headwater.tools.base import BaseTool
-from headwater.tools.config import read_entries
-from headwater.tools.loaded import LoadedTool
+from headwater.tools.config import ToolEntry, read_entries
+from headwater.tools.loaded import LoadedTool, MadeTool
 from headwater.tools.making import ToolMaker
 from headwater.tools.offered import OfferedTools
+from headwater.tools.result_text import ResultText
 from headwater.tools.running import call_method
 from headwater.tools.session import ToolSession
 
@@ -39,6 +39,18 @@ _CHECK_LIMIT_S = 120.0
 _CLOSE_LIMIT_S = 10.0
 
 
+class MakesTools(Protocol):
+    """Makes the tools of a run, and closes what they share."""
+
+    @property
+    def start_limit_s(self) -> float:
+        """Limit for making all of them."""
+        ...
+
+    async def make(self, entries: Sequence[ToolEntry]) -> list[MadeTool]: ...
+    async def close(self, limit_s: float) -> None: ...
+
+
 class Toolbox:
     """All tools of a run. Its sessions must run on one event loop."""
 
@@ -48,23 +60,27 @@ class Toolbox:
         sandbox: SandboxConfig,
         tokenizer: Tokenizer,
         tools: Sequence[Any] = (),
+        maker: MakesTools | None = None,
     ) -> None:
-        """``tools`` are objects, classes and functions, in addition to those that ``config`` names."""
+        """``tools`` are objects, classes and functions, in addition to those that ``config`` names. ``maker`` makes all
+        of them elsewhere than in this process."""
         self.counts: Counter[str] = Counter()
         """Calls and failures of all sessions; see ``ToolSession.counts``."""
-        self._maker = ToolMaker(config, sandbox, tokenizer)
-        made = run_apart(self._maker.make(read_entries(config, tools)), "starting the tools")
-        self._tools = _by_name(made)
+        self._maker = maker or ToolMaker(config, sandbox)
+        made = run_apart(self._maker.make(read_entries(config, tools)), "starting the tools", self._maker.start_limit_s)
+        self._tools = _by_name(made, ResultText(tokenizer))
         self._is_closed = False
         self.offered = OfferedTools({name: loaded.schema.as_dict() for name, loaded in self._tools.items()})
         """Which tools a row offers to the model. Prompts are rendered with it, also in other processes."""
 
     @classmethod
-    def from_config(cls, config: ToolsConfig, sandbox: SandboxConfig, tokenizer: Tokenizer) -> Toolbox | None:
+    def from_config(
+        cls, config: ToolsConfig, sandbox: SandboxConfig, tokenizer: Tokenizer, maker: MakesTools | None = None
+    ) -> Toolbox | None:
         """The tools of a recipe, asked whether they work; None if the recipe has no tools."""
         if not config.use and not config.config:
             return None
-        toolbox = cls(config, sandbox, tokenizer)
+        toolbox = cls(config, sandbox, tokenizer, maker=maker)
         try:
             toolbox.check()
         except BaseException:
@@ -82,8 +98,7 @@ class Toolbox:
         async def check_all() -> None:
             problems = []
             for name, loaded in self._tools.items():
-                # A method of this name means something else in the tools of other frameworks.
-                if not isinstance(loaded.tool, BaseTool) or not loaded.has_own("check"):
+                if not loaded.has_own("check"):
                     continue
                 try:
                     await call_method(loaded.tool.check)
@@ -140,16 +155,17 @@ class Toolbox:
             raise DataError(f"row {prompt.uid}: {error}") from error
 
 
-def _by_name(made: Sequence[tuple[LoadedTool, str]]) -> dict[str, LoadedTool]:
+def _by_name(made: Sequence[MadeTool], texts: ResultText) -> dict[str, LoadedTool]:
     tools: dict[str, LoadedTool] = {}
     places: dict[str, str] = {}
-    for loaded, place in made:
-        if loaded.name in tools:
+    for each in made:
+        name = each.schema.name
+        if name in tools:
             raise ConfigError(
-                [f"{place}: the name {loaded.name!r} is taken by {places[loaded.name]}; change the name in one schema"]
+                [f"{each.place}: the name {name!r} is taken by {places[name]}; change the name in one schema"]
             )
-        tools[loaded.name] = loaded
-        places[loaded.name] = place
+        tools[name] = LoadedTool(each, texts)
+        places[name] = each.place
     return tools
 
 
@@ -167,7 +183,7 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-def run_apart(work: Coroutine[Any, Any, T], what: str) -> T:
+def run_apart(work: Coroutine[Any, Any, T], what: str, limit_s: float = _CHECK_LIMIT_S) -> T:
     """Run a coroutine on a separate event loop in another thread, and wait for its result.
 
     Tools are made and checked before the event loop of the episodes exists.
@@ -181,4 +197,4 @@ def run_apart(work: Coroutine[Any, Any, T], what: str) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, name="tools-check", daemon=True).start()
-    return wait_for_future(future, lambda: what, kind="tools", hard_limit_s=_CHECK_LIMIT_S)
+    return wait_for_future(future, lambda: what, kind="tools", hard_limit_s=limit_s)

@@ -36,7 +36,7 @@ from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission
 from headwater.rollout.task_runner import AsyncTaskRunner
-from headwater.tools.toolbox import Toolbox
+from headwater.tools.toolbox import MakesTools, Toolbox
 from headwater.workflows import EpisodeRunner, WorkflowContext, bind_workflow
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
@@ -163,6 +163,8 @@ class RemoteParts:
     """Where scoring functions run."""
     weight_transfer: WeightTransfer | None = None
     """How weights reach servers that are not on this machine; None leaves the choice to ``rollout.weight_transfer``."""
+    tools: MakesTools | None = None
+    """Where tools run."""
 
     def told(self, config: Config) -> Config:
         """The config for the servers."""
@@ -196,7 +198,7 @@ def _build(
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
     processor = load_processor(model_path, config.model.chat_template)
-    toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer)
+    toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer, remote.tools)
     if toolbox is not None:
         after_failure.callback(toolbox.close_unused)
     parser = make_parser(config.tools.parser, tokenizer) if toolbox is not None else None

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from headwater.cluster.group import LearnerGroup
+from headwater.cluster.turns import Activity, Turns
 from headwater.config.schema import Config
-from headwater.core.protocols import LearnerStatus
+from headwater.core.data_proto import DataProto
+from headwater.core.protocols import LearnerStatus, RankStatus
 
 
 class Rank:
     def __init__(self, number: int) -> None:
-        self._number = number
+        self._rank = self._number = number
 
     def offload(self) -> None:
         self._number = 0
@@ -25,8 +30,12 @@ class Rank:
     def checksum(self, role: str) -> str:
         return f"float32-{role}"
 
+    def update(self, part: DataProto) -> dict[str, float]:
+        return {"actor/loss": 0.5}
+
     def status(self) -> LearnerStatus:
-        return LearnerStatus(3, "cuda:0", 0, 0.1, memory_bytes=100 * self._number)
+        here = RankStatus(self._rank, "node", 70 + self._rank, f"cuda:{self._rank}", peak_memory_bytes=2**30)
+        return LearnerStatus(3, "cuda:0", 0, 0.1, memory_bytes=100 * self._number, ranks=(here,))
 
 
 class Calls:
@@ -36,7 +45,11 @@ class Calls:
         self._ranks = [Rank(number) for number in range(3)]
         self.num_ranks = len(self._ranks)
         self.failure = ""
+        self.now = Activity()
         self.made: list[str] = []
+
+    def activity(self) -> Activity:
+        return self.now
 
     def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         self.made.append(name)
@@ -55,7 +68,7 @@ def calls() -> Calls:
 
 def test_the_status_is_that_of_the_ranks_with_the_largest_memory(calls):
     group = LearnerGroup(Config(), calls)
-    assert group.status() == LearnerStatus(3, "cuda:0", 0, 0.1, memory_bytes=200)
+    assert replace(group.status(), ranks=()) == LearnerStatus(3, "cuda:0", 0, 0.1, memory_bytes=200)
     group.offload()
     assert group.status().memory_bytes == 0
 
@@ -67,6 +80,46 @@ def test_asking_for_the_status_calls_no_rank(calls):
     calls.failure = "rank 1: its process has ended"
     assert group.status().failure == calls.failure
     assert calls.made == []
+
+
+def test_the_status_says_what_every_rank_is_doing(calls):
+    group = LearnerGroup(Config(), calls)
+    assert [(each.pid, each.device, each.state) for each in group.status().ranks] == [
+        (70 + rank, f"cuda:{rank}", "idle") for rank in range(3)
+    ]
+    calls.now = Activity("update", 12.3, "compute, 3.1 s", answered={0}, ended={2: "killed"})
+    first, second, third = group.status().ranks
+    assert first.state == "has completed update and waits for the others"
+    assert (second.state, second.last_call, second.is_alive) == ("executes update for 12 s", "compute, 3.1 s", True)
+    assert (third.state, third.is_alive) == ("ended: killed", False)
+
+
+def test_a_turn_is_remembered_but_not_that_of_the_status():
+    turns = Turns(lambda: None)
+    with turns.take("update"):
+        assert turns.activity().call == "update"
+    with turns.take("status"):
+        pass
+    now = turns.activity()
+    assert (now.call, now.last_call.partition(",")[0]) == ("", "update")
+
+
+def test_an_update_tells_how_evenly_the_ranks_are_loaded(calls):
+    lengths = [8, 8, 8, 2, 2, 2]
+    mask = torch.zeros(6, 8, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = 1
+    uids = np.array([f"prompt {row}" for row in range(6)], dtype=object)
+    stats = LearnerGroup(Config(), calls).update(DataProto.from_dict({"attention_mask": mask}, {"uid": uids}))
+    assert stats.pop("ranks/imbalance") == pytest.approx(0, abs=1e-9)
+    assert stats == {
+        "actor/loss": 0.5,
+        "ranks/tokens_mean": 10,
+        "ranks/tokens_min": 10,
+        "ranks/tokens_max": 10,
+        "ranks/in_order_tokens_min": 4,
+        "ranks/in_order_tokens_max": 16,
+    }
 
 
 def test_shapes_are_asked_for_once(calls):

@@ -65,7 +65,10 @@ def test_disaggregated_servers_need_their_own_room():
 def test_running_servers_and_a_cpu_model_need_nothing_more():
     config = ray_config("rollout.backend=native", "rollout.servers=[http://10.0.0.9:1]", "model.device=cpu",
                         "rollout.weight_transfer=file", "rollout.weight_folder=/x",
-                        "cluster.reward.num_actors=2", "cluster.reward.cpus_per_actor=3")  # fmt: skip
-    learner, reward = needs_of(config, has_gpus=True)
+                        "cluster.reward.num_actors=2", "cluster.reward.cpus_per_actor=3",
+                        "tools.use=[calculator]", "rollout.workflow=tool_agent",
+                        "cluster.tools.num_actors=4")  # fmt: skip
+    learner, reward, tools = needs_of(config, has_gpus=True)
+    assert (tools.what, tools.count, tools.each) == ("tool actors", 4, Room(cpus=1))
     assert learner.each == Room(cpus=1)
     assert (reward.what, reward.count, reward.each) == ("reward actors", 2, Room(cpus=3))

@@ -42,6 +42,8 @@ def test_a_resolved_recipe_loads_again(tmp_path):
         (["cluster=ray", "cluster.max_restarts=1"], ["trainer.checkpoint_every_steps"]),
         (["cluster=ray", "cluster.reward.num_actors=1", "reward.where=threads"], ["reward.where=processes"]),
         (["cluster=ray", "cluster.reward.labels={a: b}"], ["cluster.reward.num_actors"]),
+        (["cluster=ray", "cluster.tools.cpus_per_actor=2"], ["set cluster.tools.num_actors"]),
+        (["cluster=ray", "cluster.tools.num_actors=1"], ["the recipe has no tools; set tools.use"]),
     ],
 )
 def test_a_clash_names_the_key_and_the_remedy(settings, words):

@@ -17,7 +17,9 @@ def test_a_skipped_step_does_not_hide_those_that_were_taken():
     stats = actor(engine(num_minibatches=2)).update(data)
     alone = actor(engine()).update(data[6:])
     assert (stats.pop("skipped_steps"), alone.pop("skipped_steps")) == (1, 0)
-    assert stats == pytest.approx(alone)
+    assert stats.pop("flops") > alone.pop("flops")  # a skipped step is computed too
+    # The engine's log-probs are compared with the learner's at the first step only.
+    assert stats == pytest.approx({name: value for name, value in alone.items() if not name.startswith("rollout_gap")})
 
 
 def test_where_every_step_was_skipped_they_are_shown():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
+import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -25,7 +27,8 @@ from headwater.config.schema import LearnerConfig
 from headwater.core.errors import ModelError
 from headwater.learner.engine import ForwardEngine
 from headwater.learner.packed_module import PolicyModule
-from headwater.models.packed_attention import use_packed_attention
+from headwater.models import packed_attention
+from headwater.models.packed_attention import Segments, use_packed_attention
 from headwater.rollout.padding import pad_trajectories
 
 SHAPE: dict[str, Any] = {
@@ -50,6 +53,25 @@ def test_a_model_whose_log_probs_would_be_wrong_is_refused_by_name() -> None:
     ):
         with pytest.raises(ModelError, match=f"{message}.*; use a model"):
             use_packed_attention(AutoModelForCausalLM.from_config(config))
+
+
+def test_long_sequences_are_computed_without_a_mask(monkeypatch) -> None:
+    """Beside short ones and segments that share a prefix, and with the same gradients."""
+    lengths, prefixes = np.array([40, 40, 6, 9]), np.array([0, 0, 0, 6])
+    starts = np.array([0, 40, 80, 86])
+    segments = Segments(starts, lengths, np.array([0, 0, 0, 80]), prefixes)
+    inputs = [torch.randn(95, heads, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 1)]
+    inputs[2] = inputs[2].expand(95, 2, 16)
+
+    def attend(long: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(packed_attention, "_LONG", long)
+        given = [each.clone().requires_grad_() for each in inputs]
+        output = packed_attention.BucketedAttention(segments, torch.device("cpu"))(*given, scale=0.25, window=0)
+        output.square().sum().backward()
+        return [output.detach(), *(each.grad for each in given)]
+
+    for masked, causal in zip(attend(1000), attend(20), strict=True):
+        torch.testing.assert_close(causal, masked)
 
 
 def test_what_changes_nothing_is_accepted() -> None:

@@ -465,6 +465,21 @@ def test_servers_are_shown_and_a_lost_one_is_a_problem(run):
     assert any("4 ranks; the learner has failed: rank 2 has ended" in line for line in lines)
 
 
+def test_ranks_are_shown_unless_the_run_is_the_only_one(run):
+    own = {"rank": 0, "host": socket.gethostname(), "pid": os.getpid(), "device": "cuda:0"}
+    own |= {"peak_memory_bytes": 3 * 2**30, "state": "idle", "last_call": "update, 3.1 s", "is_alive": True}
+    write_status(run, learner={"num_ranks": 1, "ranks": [own]})
+    assert examine(run).ranks == ()
+    other = own | {"rank": 1, "pid": 7, "host": "b", "state": "ended: killed", "is_alive": False, "last_call": ""}
+    write_status(run, learner={"num_ranks": 2, "failure": "rank 1: killed", "ranks": [own, other]})
+    diagnosis = examine(run)
+    assert [each.is_alive for each in diagnosis.ranks] == [True, False]
+    lines = dict(_sections(diagnosis))["ranks"]
+    first = f"0: cuda:0 of {socket.gethostname()}, process {os.getpid()}, peak 3.0 GiB, last call update, 3.1 s; idle"
+    assert lines == [first, "1: cuda:0 of b, process 7, peak 3.0 GiB; ended: killed"]
+    assert json.loads(json.dumps(diagnosis.to_json()))["ranks"][1]["host"] == "b"
+
+
 def test_a_learner_that_waits_is_reported(run):
     write_status(run)
     add_steps(run, 12, **{"time/wait_s": 1.5})

@@ -1,0 +1,272 @@
+"""Tools on other nodes: each actor has its own copy of all tools of a run, and holds the state of some episodes.
+
+    tools = RayTools.start(options, config.tools, config.sandbox)
+    toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer, tools)     # instead of a ``ToolMaker``
+
+All calls of an episode go to the same actor. Limits, counts and truncation stay in the toolbox, in the process of the
+training loop. Ray restarts an actor that has ended, on any node. Episodes whose state it held are told that their tools
+are unavailable; other episodes continue on the new actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from headwater.cluster.ray_actor import ActorPool, AsyncActor, SentError, death_of
+from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
+from headwater.core.errors import HeadwaterError
+from headwater.tools.base import BaseTool, ToolError, ToolUnavailable
+from headwater.tools.config import ToolEntry
+from headwater.tools.loaded import MadeTool
+from headwater.tools.making import ToolMaker
+from headwater.tools.results import BadResult, read_result
+from headwater.tools.running import call_method
+from headwater.tools.schema import ToolSchema
+from headwater.tools.session import id_of
+
+_MAX_CONCURRENCY = 10_000
+"""Calls of one actor at the same time. The toolbox has lower limits; Ray's default is too low for many tools."""
+_MAX_EPISODES = 100_000
+"""Episodes whose actor is remembered. Far more than run at the same time; the oldest are forgotten."""
+_LOST = "the actor that held the state of this episode has ended"
+
+
+@dataclass(frozen=True)
+class Order:
+    """One call of a method of a tool."""
+
+    id: int
+    tool: int
+    """Its place among the tools of the run."""
+    method: str
+    instance_id: str
+    arguments: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    life: str = ""
+    """The life of the actor that has answered earlier calls of this episode; empty before the first one."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    value: Any = None
+    error: SentError | None = None
+    """An error of our own classes."""
+    raised: tuple[str, str] = ("", "")
+    """Another error: the name of its class and its text. The class may not exist on another node."""
+    is_cancelled: bool = False
+    life: str = ""
+
+
+class ToolActor(AsyncActor):
+    """The actor. Its methods are coroutines on one event loop, on which the tools run as well."""
+
+    def __init__(self, name: str, config: ToolsConfig, sandbox: SandboxConfig) -> None:
+        super().__init__(name)
+        self._maker = ToolMaker(config, sandbox)
+        self._life = secrets.token_hex(8)
+        self._tools: list[MadeTool] | None = None
+        self._lock = asyncio.Lock()
+        self._running: dict[int, asyncio.Task[Any]] = {}
+
+    async def describe(self, entries: Sequence[ToolEntry]) -> tuple[list[MadeTool], list[int]] | SentError:
+        """The tools without their objects, and the most calls of each at the same time (0 for no limit)."""
+        try:
+            made = await self._made(entries)
+        except Exception as error:  # noqa: BLE001  raised again in the process of the training loop
+            return SentError.of(error)
+        limits = [int(getattr(each.tool, "max_concurrent", 0)) for each in made]
+        return [replace(each, tool=None) for each in made], limits
+
+    async def call(self, entries: Sequence[ToolEntry], order: Order) -> Answer:
+        if order.life not in ("", self._life):
+            return Answer(error=SentError.of(ToolUnavailable(_LOST)))
+        try:
+            made = (await self._made(entries))[order.tool]
+        except Exception as error:  # noqa: BLE001  an actor that was restarted cannot make its tools
+            return Answer(error=SentError.of(ToolUnavailable(str(error))))
+        given = () if order.method == "check" else (order.instance_id, *order.arguments)
+        call = partial(getattr(made.tool, order.method), *given, **(order.kwargs or {}))
+        is_interrupted = order.method not in ("create", "release")
+        task = self._running[order.id] = asyncio.ensure_future(call_method(call, interrupt=is_interrupted))
+        try:
+            await asyncio.wait({task})
+        finally:
+            del self._running[order.id]
+        return replace(_answer(task, order), life=self._life)
+
+    async def cancel(self, number: int) -> None:
+        if number in self._running:
+            self._running[number].cancel()
+
+    async def close(self, limit_s: float) -> None:
+        await self._maker.close(limit_s)
+
+    async def _made(self, entries: Sequence[ToolEntry]) -> list[MadeTool]:
+        async with self._lock:
+            if self._tools is None:
+                self._tools = await self._maker.make(entries)
+            return self._tools
+
+
+def _answer(task: asyncio.Task[Any], order: Order) -> Answer:
+    try:
+        value = task.result()
+        if order.method == "execute":
+            value = read_result(value)
+        elif order.method == "create":
+            value = id_of(value, order.instance_id)
+        return Answer(value)
+    except asyncio.CancelledError:
+        return Answer(is_cancelled=True)
+    except HeadwaterError as error:
+        return Answer(error=SentError.of(error))
+    except Exception as error:  # noqa: BLE001  a tool may raise anything
+        return Answer(raised=(type(error).__name__, str(error)))
+
+
+@dataclass
+class _Home:
+    """The actor of an episode."""
+
+    actor: int
+    life: str = ""
+
+
+class RemoteTool(BaseTool):
+    """A tool in an actor, which all episodes share."""
+
+    def __init__(self, tools: RayTools, number: int, schema: ToolSchema, max_concurrent: int) -> None:
+        super().__init__(tool_schema=schema)
+        self._tools = tools
+        self._number = number
+        if max_concurrent:
+            self.max_concurrent = max_concurrent
+
+    async def create(self, instance_id: str, **kwargs: Any) -> Any:
+        return await self._tools.call(self._number, "create", instance_id, (), kwargs)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return await self._tools.call(self._number, "execute", instance_id, (parameters,), kwargs)
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        return await self._tools.call(self._number, "calc_reward", instance_id, (), kwargs)
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        with suppress(ToolUnavailable):  # what an actor held has ended with it
+            await self._tools.call(self._number, "release", instance_id, (), kwargs)
+
+    async def check(self) -> None:
+        for actor in range(self._tools.num_actors):
+            await self._tools.ask(actor, Order(self._tools.next_id(), self._number, "check", ""))
+
+
+class RayTools(ActorPool):
+    """The actors, seen from the toolbox (``tools.toolbox.MakesTools``)."""
+
+    start_limit_s = 600.0
+    """Starting a process and importing torch on a slow disk takes long."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        super().__init__("tools", actors)
+        self._entries: Any = ()
+        self._num_open = [0] * len(actors)
+        self._homes: OrderedDict[str, _Home] = OrderedDict()
+        self._ids = itertools.count()
+
+    @classmethod
+    def start(cls, options: Sequence[dict[str, Any]], config: ToolsConfig, sandbox: SandboxConfig) -> RayTools:
+        """One actor per entry of ``options``, which are Ray's."""
+        remote = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=_MAX_CONCURRENCY)
+        actor = remote(ToolActor)
+        return cls([actor.options(**each).remote(each["name"], config, sandbox) for each in options])
+
+    @property
+    def num_actors(self) -> int:
+        return len(self._actors)
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    async def make(self, entries: Sequence[ToolEntry]) -> list[MadeTool]:
+        self._entries = ray.put(list(entries))
+        try:
+            described = await asyncio.gather(*(actor.describe.remote(self._entries) for actor in self._actors))
+        except RayError as error:
+            raise HeadwaterError(f"cluster.tools.num_actors: an actor has ended: {death_of(error)}") from error
+        for each in described:
+            if isinstance(each, SentError):
+                raise each.again() if each.is_ours else HeadwaterError(f"tools in actors of Ray: {each.told()}")
+        made, limits = described[0]
+        return [
+            replace(each, tool=RemoteTool(self, number, each.schema, self.num_actors * limit))
+            for number, (each, limit) in enumerate(zip(made, limits, strict=True))
+        ]
+
+    async def close(self, limit_s: float) -> None:
+        """End the services of the tools, then the actors."""
+        asked = [actor.close.remote(limit_s) for actor in self._actors]
+        with suppress(RayError, TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), limit_s)
+        self.kill()
+
+    async def call(
+        self, tool: int, method: str, instance_id: str, arguments: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a method of a tool in the actor of an episode."""
+        home = self._homes.get(instance_id)
+        if home is None:
+            home = self._homes[instance_id] = _Home(min(range(self.num_actors), key=self._num_open.__getitem__))
+            while len(self._homes) > _MAX_EPISODES:
+                self._homes.popitem(last=False)
+        answer = await self.ask(
+            home.actor, Order(self.next_id(), tool, method, instance_id, arguments, kwargs, home.life)
+        )
+        home.life = answer.life
+        if method == "create":
+            self._homes[answer.value] = home  # a tool may choose its own id
+        return answer.value
+
+    async def ask(self, place: int, order: Order) -> Answer:
+        """The answer of an actor. A cancellation is passed on, and waits until the call there has ended."""
+        actor = self._actors[place]
+        self._num_open[place] += 1
+        try:
+            try:
+                future = asyncio.wrap_future(actor.call.remote(self._entries, order).future())
+            except TypeError as error:  # Ray's error for values that cannot be pickled
+                raise ToolError(f"takes values that cannot be sent to another node ({error})") from error
+            try:
+                answer: Answer = await asyncio.shield(future)
+            except asyncio.CancelledError:
+                actor.cancel.remote(order.id)
+                answer = await future
+        except RayError as error:
+            raise ToolUnavailable(f"its actor tools-{place} has ended: {death_of(error)}") from error
+        finally:
+            self._num_open[place] -= 1
+        _raise(answer)
+        return answer
+
+
+def _raise(answer: Answer) -> None:
+    """Raise the error of an answer, so that messages are those of a tool in this process."""
+    if answer.is_cancelled:
+        raise asyncio.CancelledError
+    if answer.error is not None:
+        raise answer.error.again()
+    name, text = answer.raised
+    if name == BadResult.__name__:
+        raise BadResult(text)
+    if name:
+        raise type(name, (Exception,), {})(text)

@@ -1,0 +1,148 @@
+"""What ``test_ray_tools.py`` runs: tools in actors of a Ray that this process starts.
+
+    python tests/integration/ray_tools.py FOLDER
+
+Writes ``FOLDER/results.json``. The file also has the tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from headwater.cluster import keep_ray_local
+from headwater.core.errors import DataError
+from headwater.tools.base import BaseTool, ToolUnavailable
+
+
+class Counter(BaseTool):
+    """Counts in each episode, in the process of its actor."""
+
+    tool_schema = {  # noqa: RUF012 - the schema of the class
+        "name": "count",
+        "description": "Adds to a counter.",
+        "parameters": {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"]},
+    }
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._values: dict[str, int] = {}
+
+    async def create(self, instance_id: str, start: int = 0) -> str:
+        self._values[f"{instance_id}!"] = start
+        return f"{instance_id}!"  # a tool may choose its own id
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[str, float, dict]:
+        self._values[instance_id] += parameters["by"]
+        return f"{self._values[instance_id]} in {os.getpid()}", 0.5, {"by": parameters["by"]}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return float(self._values[instance_id])
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self._values[instance_id]
+        with (self._folder / "released").open("a") as file:
+            file.write(f"{instance_id}\n")
+
+    async def check(self) -> None:
+        with (self._folder / "checked").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def fail(how: str) -> str:
+    """Fails.
+
+    Args:
+        how: In which way.
+    """
+    if how == "unavailable":
+        raise ToolUnavailable("the service is down")
+    if how == "slow":
+        for _ in range(600):
+            time.sleep(0.1)
+    if how == "bytes":
+        return b"bytes"  # type: ignore[return-value]
+    raise LookupError(f"no {how}")
+
+
+async def use(folder: Path, tools: Any, config: Any) -> dict[str, Any]:
+    from headwater.core.records import Prompt
+    from headwater.core.tool_calls import ToolCall
+    from headwater.models.load import load_tokenizer
+    from headwater.tools.toolbox import Toolbox
+
+    tokenizer = load_tokenizer("tiny:qwen3")
+    toolbox = await asyncio.to_thread(Toolbox.from_config, config.tools, config.sandbox, tokenizer, tools)
+    assert toolbox is not None
+    results: dict[str, Any] = {"names": toolbox.names}
+
+    def prompt(number: int) -> Prompt:
+        kwargs = {"count": {"create_kwargs": {"start": 10 * number}}}
+        return Prompt(f"row{number}", (), "?", (1,), "test", tools_kwargs=kwargs)
+
+    async def call(session: Any, name: str, **arguments: Any) -> dict[str, Any]:
+        return asdict(await session.call(ToolCall("1", name, arguments)))
+
+    async def episode(number: int) -> list[dict[str, Any]]:
+        async with toolbox.open(prompt(number)) as session:
+            found = [await call(session, "count", by=1), await call(session, "count", by=1)]
+            return [*found, await session.rewards()]
+
+    results["episodes"] = await asyncio.gather(*(episode(number) for number in range(4)))
+    async with toolbox.open(prompt(1)) as session:
+        for how in ("unavailable", "slow", "bytes", "key"):
+            began = time.monotonic()
+            results[how] = await call(session, "fail", how=how)
+            results[f"{how} took"] = time.monotonic() - began
+        results["python"] = await call(session, "python", code="print(6 * 7)")
+    try:
+        toolbox.check_row(replace(prompt(1), tools_kwargs={"count": {"create_kwargs": {"begin": 1}}}))
+    except DataError as error:
+        results["row"] = str(error)
+    async with toolbox.open(prompt(2)) as session:
+        first = await call(session, "count", by=1)
+        os.kill(int(first["text"].rpartition(" ")[2]), 9)
+        results["after death"] = [await call(session, "count", by=1)]
+        deadline = time.monotonic() + 120
+        while "state of this episode" not in (last := await call(session, "count", by=1))["text"]:
+            assert time.monotonic() < deadline, last
+            await asyncio.sleep(0.5)
+        results["after death"].append(last)
+    results["later"] = await episode(3)
+    await toolbox.close()
+    results["counts"] = dict(toolbox.counts)
+    return results
+
+
+def main(folder: Path) -> None:
+    keep_ray_local()
+    from headwater.cluster.ray import RayCluster
+    from headwater.config.load import load_config
+
+    here = Path(__file__)
+    uses = f"tools.use=[{here}:Counter, {here}:fail, python]"
+    settings = [
+        "cluster=ray", "cluster.object_store_mib=100", "cluster.learner.cpus_per_rank=0.25",
+        "cluster.rollout.cpus_per_server=0.25", "cluster.tools.num_actors=2", "cluster.tools.cpus_per_actor=0.25",
+        "rollout.workflow=tool_agent", uses, "tools.timeout_s=5", "tools.parser=hermes",
+    ]  # fmt: skip
+    settings.append(f"tools.args={json.dumps({f'{here}:Counter': {'folder': str(folder)}})}")
+    config = load_config("quickstart", settings).config
+    cluster = RayCluster.join(config)
+    try:
+        tools = cluster.tools()
+        results = asyncio.run(use(folder, tools, config))
+    finally:
+        cluster.close()
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

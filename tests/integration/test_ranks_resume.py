@@ -1,0 +1,146 @@
+"""Runs on two ranks that are killed with SIGKILL at arbitrary moments, and resumed, end like one that never was.
+
+The ranks are started as torchrun does, but forked from a process that has imported everything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
+from test_kill import timeless
+
+from headwater.observe.run_directory import RunDirectory
+
+NUM_STEPS = 3
+SETTINGS = [
+    "quickstart", *CUT_DOWN, f"trainer.total_steps={NUM_STEPS}", "eval.before=false", "eval.after=false",
+    "trainer.checkpoint_every_steps=1", "rollout.max_new_tokens=4",
+]  # fmt: skip
+KINDS = {
+    "exact": [*SETTINGS, "run.deterministic=true", "rollout.max_staleness=1"],
+    "timing": [*SETTINGS, "rollout.max_staleness=2"],
+}
+"""``timing`` depends on the order in which groups end: there, no prompt may be lost or trained twice."""
+VICTIMS = ("rank 0", "rank 1", "both")
+
+FORKING = """
+import os, signal, socket, sys, threading
+from headwater.cli.main import main
+from headwater.trainer.recorder import Recorder
+import headwater.trainer.loop, headwater.cluster.torchrun, headwater.learner.learner, headwater.engine.engine
+
+def doomed(place, delay_s, kill):
+    stage, left = Recorder.stage, [place]
+    def counted(self, name, **args):
+        left[0] -= 1
+        if left[0] == 0:
+            threading.Timer(delay_s, kill).start()
+        return stage(self, name, **args)
+    Recorder.stage = counted
+
+def rank_of(number, port, arguments, prepare):
+    pid = os.fork()
+    if pid == 0:
+        output = os.open(os.environ["LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1), os.dup2(output, 2)
+        os.environ |= {
+            "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }
+        prepare()
+        code = main(arguments)
+        sys.stdout.flush()
+        os._exit(code)
+    return pid
+
+for line in sys.stdin:
+    place, delay_s, victim, *arguments = line.rstrip("\\n").split("\\t")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    other = rank_of(1, port, arguments, lambda: None)
+    def kill():
+        if victim != "rank 0":
+            os.kill(other, signal.SIGKILL)
+        if victim != "rank 1":
+            os.kill(os.getpid(), signal.SIGKILL)
+    first = rank_of(0, port, arguments, lambda: doomed(int(place), float(delay_s), kill) if int(place) else None)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (first, other)]
+    print(*codes, flush=True)
+"""
+
+
+class Ranks:
+    """Runs the command on two ranks again and again."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", FORKING], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "LOG": str(log), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"},
+        )  # fmt: skip
+
+    def __call__(self, *arguments: object, place: int = 0, delay_s: float = 0.0, victim: str = "both") -> list[int]:
+        """The exit statuses. The victim is killed ``delay_s`` after stage number ``place`` of the run, if not 0."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write("\t".join([str(place), str(delay_s), victim, "train", *map(str, arguments)]) + "\n")
+        self._server.stdin.flush()
+        return [int(each) for each in self._server.stdout.readline().split()]
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(PROCESS_LIMIT_S)
+
+
+def check_ledger(run: Path) -> None:
+    """Every step trained on its prompts, and no dispatch was trained twice or lost."""
+    steps = [each for each in RunDirectory(run).read_ledger() if each["kind"] == "step"]
+    assert [each["step"] for each in steps] == list(range(1, NUM_STEPS + 1))
+    ids = [each["id"] for step in steps for each in step["trained"]]
+    assert len(ids) == len(set(ids)) == 4 * NUM_STEPS
+    assert is_balanced(run)
+
+
+def is_balanced(run: Path) -> bool:
+    counts = json.loads((run / "status.json").read_text())["ledger"]
+    return counts["dispatched"] == sum(counts[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+
+
+@pytest.mark.slow
+def test_runs_on_two_ranks_that_are_killed_end_bitwise_equal(tmp_path):
+    ranks = Ranks(tmp_path / "log")
+    draw = random.Random(17)
+    try:
+        assert ranks(*KINDS["exact"], f"run.root={tmp_path}", "run.name=whole") == [0, 0], ranks.log.read_text()[-3000:]
+        for kind, settings in KINDS.items():
+            run, killed = tmp_path / kind, []
+            codes = [1]
+            while codes != [0, 0]:
+                victim = VICTIMS[len(killed) % len(VICTIMS)]
+                place = draw.randint(3, 9) if len(killed) < len(VICTIMS) else 0
+                begun = (run / "config.yaml").exists()
+                start = ["--resume", run] if begun else [*settings, f"run.root={tmp_path}", f"run.name={kind}"]
+                codes = ranks(*start, place=place, delay_s=draw.random() * 0.2, victim=victim)
+                assert place or codes == [0, 0], ranks.log.read_text()[-3000:]
+                assert all(code in (0, 2, -signal.SIGKILL) for code in codes), ranks.log.read_text()[-3000:]
+                killed += [victim] if codes != [0, 0] else []
+                if codes == [2, -signal.SIGKILL]:
+                    assert "rank 1: its process has ended" in ranks.log.read_text()
+                    assert is_balanced(run), "what was dispatched when the rank ended is counted"
+            assert killed, "nothing was killed"
+            check_ledger(run)
+            if kind == "exact":
+                assert same_weights(weights(run, NUM_STEPS), weights(tmp_path / "whole", NUM_STEPS))
+                assert timeless(run) == timeless(tmp_path / "whole")
+    finally:
+        ranks.close()

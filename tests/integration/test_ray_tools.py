@@ -1,0 +1,52 @@
+"""Tools in actors of a real Ray: their state, their failures, and an actor that ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from integration import ray_tools
+from integration.command import PROCESS_LIMIT_S, ROOT
+
+pytest.importorskip("ray")
+
+
+@pytest.mark.slow
+def test_tools_in_actors_behave_like_those_of_the_process(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
+    done = subprocess.run(
+        [sys.executable, ray_tools.__file__, str(tmp_path)],
+        capture_output=True, text=True, env=environment, timeout=PROCESS_LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["names"] == ["count", "fail", "python"]
+    homes = []
+    for number, (first, second, rewards) in enumerate(results["episodes"]):
+        (value, pid), (next_value, next_pid) = (each["text"].split(" in ") for each in (first, second))
+        assert (value, next_value) == (f"{10 * number + 1}", f"{10 * number + 2}"), "each episode has its own state"
+        assert pid == next_pid, "an episode stays in its actor"
+        assert (first["reward"], first["metrics"], first["failure"]) == (0.5, {"by": 1.0}, None)
+        assert rewards == {"count": 10 * number + 2}
+        homes.append(pid)
+    assert len(set(homes)) == 2, "episodes are spread over the actors"
+    assert set((tmp_path / "checked").read_text().split()) == set(homes), "every actor checks its tools"
+    failures = {how: (results[how]["failure"], results[how]["text"]) for how in ("unavailable", "slow", "bytes", "key")}
+    assert failures == {
+        "unavailable": ("unavailable", "Error: fail is not available: the service is down"),
+        "slow": ("timed_out", "Error: fail did not finish within 5 s"),
+        "bytes": ("bad_result", "Error: fail returned no valid result"),
+        "key": ("raised", "Error: fail raised LookupError: no key"),
+    }
+    assert results["slow took"] < 30, "the function in the actor is interrupted"
+    assert results["python"]["text"].strip() == "42", results["python"]
+    assert "create of tool count does not take begin" in results["row"]
+    died, lost = results["after death"]
+    assert (died["failure"], lost["failure"]) == ("unavailable", "unavailable")
+    assert "its actor tools-" in died["text"]
+    assert results["later"][1]["text"].startswith("32 in "), "a new episode runs in the actor that was started again"
+    assert results["counts"].get("release_failed", 0) == 0
+    assert len((tmp_path / "released").read_text().split()) == 5, "all but the one whose actor ended"
