@@ -51,7 +51,10 @@ ENVIRONMENT = {
 }
 REWARD = "tests/integration/varied_reward.py:compute_score"
 NO_EVALUATION = ["eval.before=false", "eval.after=false", "eval.every_steps=0"]
-TOOLS = ["tools.use=[calculator]", "data.train=[calculator]", "rollout.workflow=tool_agent", "data.task_args={}"]
+TOOLS = [
+    "tools.use=[calculator]", "data.train=[calculator]", "rollout.workflow=tool_agent", "data.task_args={}",
+    "data.num_train_rows=500",
+]  # fmt: skip
 SMALL_ACTORS = ["cluster.learner.cpus_per_rank=0.25", "cluster.rollout.cpus_per_server=0.25"]
 
 

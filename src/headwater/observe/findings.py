@@ -153,6 +153,10 @@ WAIT_REMEDIES = {
     "engine.update_mode=drain it first finishes all running requests",
     "ranks": "the ranks execute one call together, and an update of a large batch may take long; if it never ends, the "
     "output of the other ranks says more; learner.rank_timeout_s limits a call",
+    "checkpoint": "a checkpoint is copied from the device or written, and the disk may be slow: write to a local one, or "
+    "raise trainer.checkpoint_every_steps",
+    "reward": "a score of the batch is still being computed: make the scoring function faster, or lower "
+    "reward.timeout_s",
     "run_lock": "another machine held this run; if its process has ended, the run continues after a minute",
     "first_requests": "the first requests of a batch enter the engine together, and an episode has not sent its own "
     "yet: a workflow that computes before its first request should do so quickly, or in asyncio.to_thread",

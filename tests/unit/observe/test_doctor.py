@@ -359,6 +359,8 @@ REMEDIES = {
     "engine_call": "does not answer",
     "ranks": "rank_timeout_s",
     "ray": "ray status",
+    "checkpoint": "checkpoint_every_steps",
+    "reward": "reward.timeout_s",
     "run_lock": "another machine",
     "first_requests": "first request",
     "data_future": "DataProtoFuture",
