@@ -359,6 +359,7 @@ REMEDIES = {
     "engine_call": "does not answer",
     "ranks": "rank_timeout_s",
     "ray": "ray status",
+    "checkpoint": "checkpoint_every_steps",
     "run_lock": "another machine",
     "first_requests": "first request",
     "data_future": "DataProtoFuture",
