@@ -104,7 +104,8 @@ def test_a_tiny_model_learns_in_seconds_to_write_what_the_calculator_answers(tmp
     train_here(
         "quickstart", *CUT_DOWN, f"run.root={tmp_path}", "rollout.workflow=tool_agent", "trainer.total_steps=6",
         f"tools.parser={ODD}:WholeExpression", "tools.use=[calculator]", f"reward.function={ODD}:calculated",
-        "rollout.workflow_args={max_turn_tokens: 4, max_assistant_turns: 2}", "rollout.max_new_tokens=64", "data.max_prompt_tokens=96", "trainer.num_prompts_per_step=8",
+        "rollout.workflow_args={max_turn_tokens: 4, max_assistant_turns: 2}", "rollout.max_new_tokens=64",
+        "data.max_prompt_tokens=96", "trainer.num_prompts_per_step=8",
         "rollout.num_samples_per_prompt=8", "learner.learning_rate=3e-3", "eval.before=false", "eval.after=false",
     )  # fmt: skip
     trained = metrics(tmp_path / "quickstart", "train")

@@ -360,6 +360,7 @@ REMEDIES = {
     "ranks": "rank_timeout_s",
     "ray": "ray status",
     "checkpoint": "checkpoint_every_steps",
+    "reward": "reward.timeout_s",
     "run_lock": "another machine",
     "first_requests": "first request",
     "data_future": "DataProtoFuture",
