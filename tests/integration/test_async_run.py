@@ -158,7 +158,10 @@ def test_ctrl_c_in_the_middle_loses_and_repeats_nothing(tmp_path):
 
 def test_a_killed_run_continues_from_its_checkpoint_and_leaves_no_process(tmp_path):
     run = tmp_path / "killed"
-    arguments = ["rollout.placement=disaggregated", "trainer.checkpoint_every_steps=2", "rollout.max_new_tokens=16"]
+    arguments = [
+        "rollout.placement=disaggregated", "rollout.max_new_tokens=16", "trainer.checkpoint_every_steps=2",
+        "trainer.checkpoint_in_background=false",
+    ]  # fmt: skip
     killed = signalled_process(
         3, signal.SIGKILL, "train", *ASYNC, f"run.root={tmp_path}", "run.name=killed", *arguments
     )

@@ -153,10 +153,10 @@ WAIT_REMEDIES = {
     "engine.update_mode=drain it first finishes all running requests",
     "ranks": "the ranks execute one call together, and an update of a large batch may take long; if it never ends, the "
     "output of the other ranks says more; learner.rank_timeout_s limits a call",
-    "checkpoint": "a checkpoint is copied from the device or written, and the disk may be slow: write to a local one, or "
-    "raise trainer.checkpoint_every_steps",
-    "reward": "a score of the batch is still being computed: make the scoring function faster, or lower "
-    "reward.timeout_s",
+    "checkpoint": "a checkpoint is copied or written, and the disk is slow or busy; trainer.checkpoint_every_steps "
+    "makes checkpoints rarer",
+    "reward": "scores that the step needs are not there yet: a slow reward function or judge keeps it waiting; "
+    "reward.timeout_s limits one call, and reward.workers runs more of them at the same time",
     "run_lock": "another machine held this run; if its process has ended, the run continues after a minute",
     "first_requests": "the first requests of a batch enter the engine together, and an episode has not sent its own "
     "yet: a workflow that computes before its first request should do so quickly, or in asyncio.to_thread",

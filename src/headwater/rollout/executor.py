@@ -28,7 +28,6 @@ from typing import Any
 from headwater.core.errors import RunError
 from headwater.core.protocols import InferenceEngine
 from headwater.core.records import DropKind
-from headwater.rollout.buffer import Finished, Selection, select
 from headwater.rollout.dispatcher import BatchTaskDispatcher
 from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, WatchedEngine
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, too_few
@@ -37,7 +36,7 @@ from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.side_by_side import SideBySide
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.source import PromptSource
-from headwater.rollout.staleness import Admission, StalenessManager
+from headwater.rollout.staleness import Admission, Finished, Selection, StalenessManager, select
 from headwater.rollout.task_runner import AsyncTaskRunner
 
 _MAX_BARREN_BATCHES = 2

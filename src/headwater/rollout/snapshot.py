@@ -10,11 +10,10 @@ from typing import Any
 from headwater.core.errors import RunError
 from headwater.core.records import Trajectory
 from headwater.data.json_safe import from_json_safe, to_json_safe
-from headwater.rollout.buffer import Finished
 from headwater.rollout.flight import Dispatch, requests_from_json, requests_to_json
 from headwater.rollout.group import Group, PromptDraw
 from headwater.rollout.ledger import LedgerCounts
-from headwater.rollout.staleness import RolloutCounts
+from headwater.rollout.staleness import Finished, RolloutCounts
 
 DrawAgain = Callable[[int, int], PromptDraw]
 """From ``(index, epoch)`` to the draw that was made there."""

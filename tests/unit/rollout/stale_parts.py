@@ -5,9 +5,9 @@ from __future__ import annotations
 from rollout.executor_parts import draw_of
 
 from headwater.core.records import Trajectory
-from headwater.rollout.buffer import Finished
 from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import Group
+from headwater.rollout.staleness import Finished
 
 
 def row(uid: str, versions: tuple[int, ...], mask: tuple[int, ...] | None = None, sample: int = 0) -> Trajectory:

@@ -12,10 +12,10 @@ from rollout.executor_parts import Rows, draw_of
 from rollout.stale_parts import finished
 
 from headwater.core.records import MAX_REWARD, Trajectory
-from headwater.rollout.buffer import Finished
 from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import Group, PromptDraw
 from headwater.rollout.snapshot import RolloutSnapshot
+from headwater.rollout.staleness import Finished
 
 
 def again(index: int, epoch: int) -> PromptDraw:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from headwater.algorithms.diagnostics import staleness_histogram
 from headwater.core.records import NOT_SAMPLED, Trajectory
-from headwater.rollout.buffer import Finished
 from headwater.rollout.flight import Dispatch, version_runs
 from headwater.rollout.group import Group, PromptDraw
 from headwater.rollout.padding import add_to_scores, pad_trajectories
 from headwater.rollout.snapshot import RolloutSnapshot
+from headwater.rollout.staleness import Finished
 from headwater.trainer.recorder import write_rollouts
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rollout.executor_parts import draw_of
 from rollout.stale_parts import finished, group_of, row
 
-from headwater.rollout.buffer import Selection, all_come_in_time, select
 from headwater.rollout.group import Group
+from headwater.rollout.staleness import Selection, all_come_in_time, select
 
 WAYS = ("mask", "drop", "wait")
 
