@@ -11,7 +11,8 @@ from torch import Tensor
 
 from headwater.algorithms.masked import keep, required
 from headwater.algorithms.policy_losses import PolicyLoss
-from headwater.config.schema import AlgorithmConfig, CriticConfig
+from headwater.config.schema import AlgorithmConfig
+from headwater.config.training_schema import CriticConfig
 from headwater.core.data_proto import DataProto
 from headwater.learner.engine import TrainEngine, mean_stats, minibatches
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwater.config.schema import LoraConfig
+from headwater.config.training_schema import LoraConfig
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.learner.export import ADAPTER, adapted_layers
 

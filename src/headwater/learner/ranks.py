@@ -50,7 +50,7 @@ class Ranks:
         return cls(index, count, num_context)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        if device.type == "cuda":
+        if device.index is not None and device.type == "cuda":
             torch.cuda.set_device(device)  # a mesh of CUDA devices places this process on the current device
         if not dist.is_initialized():
             # FSDP needs a process group even for a single process.

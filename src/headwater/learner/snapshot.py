@@ -32,7 +32,7 @@ _SHARE_OF_MEMORY = 0.5
 MODEL = "model"
 """The name of the copies of the exported model."""
 
-_Copies = dict[str, Tensor]
+_Copies = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

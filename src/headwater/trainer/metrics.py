@@ -178,6 +178,8 @@ class StageMemory:
     def __init__(self) -> None:
         self._host: dict[str, int] = {}
         self._gpu: dict[str, int] = {}
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
 
     def leave(self, stage: str) -> None:
         self._host[stage] = max(self._host.get(stage, 0), resident_bytes())
