@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from headwater.cli.process import interruptible
 from headwater.api.launch import rank_failures_named
+from headwater.cli.process import interruptible
 from headwater.core.errors import RankFailed
 from headwater.core.interrupts import Interrupts
 
