@@ -178,7 +178,7 @@ class StageMemory:
     def __init__(self) -> None:
         self._host: dict[str, int] = {}
         self._gpu: dict[str, int] = {}
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.reset_peak_memory_stats()
 
     def leave(self, stage: str) -> None:
