@@ -92,20 +92,28 @@ def check_ranks(config: Config, num_ranks: int) -> None:
 
 def join() -> TorchrunGroup:
     """Join the process group that torchrun describes in the environment."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    num_here = os.environ.get("LOCAL_WORLD_SIZE")
+    if num_here not in (num_ranks, None):
+        raise ConfigError(
+            [
+                f"--nproc-per-node = {num_here}: torchrun has started {num_ranks} ranks on several machines, and it "
+                "must start all of them on one; use cluster=ray for several machines"
+            ]
+        )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = None
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 [
-                    f"--nproc-per-node = {os.environ.get('LOCAL_WORLD_SIZE', local_rank + 1)}: this machine has "
+                    f"--nproc-per-node = {num_here or local_rank + 1}: this machine has "
                     f"{torch.cuda.device_count()} GPUs; start at most one rank per GPU"
                 ]
             )
         device = local_rank
         torch.cuda.set_device(device)
-    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    if is_one_machine and "lo" in (name for _, name in socket.if_nameindex()):
+    if num_here is not None and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=_COLLECTIVE_LIMIT)

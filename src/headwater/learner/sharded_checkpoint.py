@@ -123,10 +123,25 @@ def write_shards(folder: Path, shards: Shards, copies: Mapping[str, Tensor] | No
 
 
 def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, with_optimizer: bool = True) -> None:
-    """Write ``folder/train``. If one rank cannot write its file, all ranks raise."""
+    """Write ``folder/train``. If one rank cannot write its file, or the first rank cannot see it, all ranks raise."""
     shards = take_shards(model, optimizer, ranks, with_optimizer=with_optimizer)
     with ranks.together():
         write_shards(folder, shards)
+    with ranks.together():
+        if shards.index is not None:
+            _check_all_here(folder / _FOLDER, shards.index)
+
+
+def _check_all_here(path: Path, index: _Index) -> None:
+    """All files of ``index`` are in ``path``. Ranks on other machines may have written to folders of their own."""
+    files = sorted({piece.file for pieces in index.pieces.values() for piece in pieces})
+    if missing := [file for file in files if not (path / file).is_file()]:
+        more = f" and {len(missing) - _NUM_SHOWN} more" if len(missing) > _NUM_SHOWN else ""
+        raise RunError(
+            f"{path}: other ranks have written {', '.join(missing[:_NUM_SHOWN])}{more}, but the files are not here, so "
+            "the checkpoint is incomplete; run.root must be a folder that the machines of all learner ranks share, "
+            "under the same path"
+        )
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:

@@ -47,7 +47,7 @@ class RunFacts:
     @classmethod
     def of(cls, config: Config, num_ranks: int) -> RunFacts:
         rollout = config.rollout
-        launched = rollout.launch.num_servers * rollout.launch.tensor_parallel if rollout.is_separate else 0
+        launched = rollout.launch.count * rollout.launch.tensor_parallel if rollout.is_separate else 0
         return cls(config.data.max_prompt_tokens, num_ranks + (len(rollout.servers) or launched))
 
 

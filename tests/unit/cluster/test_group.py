@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from headwater.cluster.group import LearnerGroup
+from headwater.cluster.torchrun import join
 from headwater.cluster.turns import Activity, Turns
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
+from headwater.core.errors import ConfigError
 from headwater.core.protocols import LearnerStatus, RankStatus
 
 
@@ -134,3 +136,10 @@ def test_shapes_are_asked_for_once(calls):
 def test_the_checksum_is_the_one_that_every_rank_computes(calls):
     group = LearnerGroup(Config(), calls)
     assert [group.checksum("critic"), group.checksum()] == ["float32-critic", "float32-policy"]
+
+
+def test_ranks_of_torchrun_on_several_machines_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"--nproc-per-node = 2: .* 4 ranks on several machines.*use cluster=ray"):
+        join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from learner.test_engine import actor, engine, experience, weights
 
 from headwater.core.errors import DamagedCheckpoint, RunError
+from headwater.learner import sharded_checkpoint
+from headwater.learner.ranks import Ranks
 from headwater.models.load import load_model
 
 
@@ -104,6 +107,25 @@ def test_without_the_optimiser_a_checkpoint_is_a_third_and_the_next_step_uses_ne
     assert second.optimizer.num_steps == first.optimizer.num_steps
     assert not any(optimizer.state for optimizer in second.optimizer.optimizers)
     actor(second).update(experience(2))
+
+
+class Apart(Ranks):
+    """A first rank, and a second one that writes its shards to the disk of another machine."""
+
+    def gather(self, value):
+        elsewhere = {name: replace(piece, file="shard_00001_of_00002.safetensors") for name, piece in value.items()}
+        return [value, elsewhere]
+
+
+def test_a_shard_that_is_not_beside_the_others_fails_the_checkpoint(tmp_path):
+    train_engine = engine()
+    args = (train_engine.module.model, train_engine.optimizer, Apart())
+    with pytest.raises(
+        RunError, match=r"written shard_00001_of_00002\.safetensors, but .* not here.*run\.root must be"
+    ):
+        sharded_checkpoint.save(tmp_path, *args)
+    (tmp_path / "train" / "shard_00001_of_00002.safetensors").touch()
+    sharded_checkpoint.save(tmp_path, *args)
 
 
 def test_a_checkpoint_from_before_the_first_step_goes_on_as_a_fresh_run(tmp_path):

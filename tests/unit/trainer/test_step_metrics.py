@@ -67,6 +67,7 @@ def test_episodes_are_timed_by_what_they_did():
 def test_devices_are_ranks_and_servers():
     for settings, expected in (
         ([], 2),
+        (["rollout.placement=disaggregated"], 3),
         (["rollout.placement=disaggregated", "rollout.launch.num_servers=3"], 5),
         (["rollout.servers=[http://a:1, http://b:1]", "rollout.backend=native"], 4),
     ):
