@@ -9,20 +9,85 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from headwater.api import launch
-from headwater.api.config import Config, Layer
-from headwater.api.result import Result
+from headwater.api.engine import Completion, Engine, Prompts
 from headwater.config import schema
+from headwater.config.builtin import split_arguments
 from headwater.config.checks import files_exist
-from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.config.keys import settings, value_at
+from headwater.config.load import load_config
+from headwater.config.python_values import changed
+from headwater.core.errors import ConfigError, HeadwaterError, RunError
 from headwater.core.registry import EXTENSION_PREFIX
+from headwater.observe.run_directory import RunDirectory
 from headwater.trainer.callbacks import Callback, StepFunction, StopTraining
 
+Layer = str | os.PathLike[str] | Mapping[str, Any] | schema.Config
+"""A recipe by name or path, ``key=value``, a dict of settings, or another config."""
 RewardFunction = Callable[..., Any]
 Callbacks = Sequence[Callback | Callable[[int, Mapping[str, float]], object]]
+
+
+class Config(schema.Config):
+    """All settings of a run, checked together.
+
+        Config("quickstart", trainer={"total_steps": 20})
+        Config("quickstart", "dapo", "trainer.total_steps=20")
+        Config({"model.path": "smollm2", "learner": {"learning_rate": 1e-5}})
+        Config(base, rollout={"temperature": 0.7})
+
+    Recipes are merged first, in order, then the other arguments in order, then the sections given by keyword. Where a
+    recipe has the name of a function, a class or a source of data, the object itself may be given. ``ConfigError``
+    reports all problems at once.
+    """
+
+    given: frozenset[str]
+    """The settings that were given. All others have their defaults."""
+
+    def __init__(self, *layers: Layer, **sections: Any) -> None:
+        recipes: list[str] = []
+        overrides: list[str | Mapping[str, Any]] = []
+        for layer in layers:
+            if isinstance(layer, Config):
+                recipes += layer._recipes
+                overrides += layer._overrides
+            elif isinstance(layer, schema.Config):
+                overrides.append(changed(layer))
+            elif isinstance(layer, Mapping):
+                overrides.append(layer)
+            elif isinstance(layer, str):
+                names, values = split_arguments([layer])
+                recipes += names
+                overrides += values
+            else:
+                recipes.append(os.fspath(layer))
+        if sections:
+            overrides.append(sections)
+        loaded = load_config(recipes, overrides)
+        values_of = {field.name: getattr(loaded.config, field.name) for field in fields(schema.Config)}
+        given = loaded.given & settings(schema.Config).keys()
+        for name, value in {**values_of, "given": given, "_recipes": recipes, "_overrides": overrides}.items():
+            object.__setattr__(self, name, value)
+
+    _recipes: list[str]
+    _overrides: list[str | Mapping[str, Any]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_recipes": [], "_overrides": [self.given_values]}  # without objects of this process
+
+    @property
+    def given_values(self) -> dict[str, Any]:
+        """What was given, by dotted key."""
+        return {key: value_at(self, key) for key in sorted(self.given)}
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{key}={value_at(self, key)!r}" for key in sorted(self.given))
+        return f"Config({shown})"
 
 
 def train(
@@ -194,3 +259,54 @@ def _silent() -> Any:
     from headwater.observe.progress import Display
 
     return Display(Console(quiet=True))
+
+
+@dataclass(frozen=True)
+class Result:
+    """``Result(Path("runs/quickstart"))`` also reads a run that ended earlier."""
+
+    path: Path
+    """The run directory."""
+    is_finished: bool = True
+    """Whether training ended by itself: false after an interrupt. Then ``train(..., resume=result.path)`` continues."""
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict per training step, for example for ``pandas.DataFrame(result.metrics)``."""
+        return self._records("train")
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """One dict per evaluation on held-out prompts."""
+        return self._records("eval")
+
+    @property
+    def step(self) -> int:
+        """Training steps done."""
+        return max((record["step"] for record in self.metrics), default=0)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest checkpoint."""
+        run = RunDirectory(self.path)
+        if not (steps := run.checkpoint_steps()):
+            raise RunError(f"{self.path}: has no checkpoint")
+        return run.checkpoint(steps[-1])
+
+    @property
+    def model_path(self) -> Path:
+        """The trained model, a folder that ``transformers`` and inference servers load."""
+        return self.checkpoint / "model"
+
+    def generate(self, prompts: Prompts, **sampling: Any) -> Completion | list[Completion]:
+        """Generate with the trained model; see ``Engine.generate``. Make an ``Engine`` for more than one call."""
+        with Engine(self.model_path) as engine:
+            return engine.generate(prompts, **sampling)
+
+    def _records(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in RunDirectory(self.path).read_metrics() if record["kind"] == kind]
+
+    def __repr__(self) -> str:
+        rewards = [f"{record['reward/mean']:.3f}" for record in self.evaluations]
+        shown = f", held-out reward {rewards[0]} → {rewards[-1]}" if rewards else ""
+        return f"Result({str(self.path)!r}, {self.step} steps{shown})"

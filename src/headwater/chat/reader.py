@@ -16,11 +16,12 @@ import hashlib
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from headwater.chat.call_events import ArgumentText, CallBegun, CallDone, CallEvent, ContentText
 from headwater.chat.render import REASONING
+from headwater.core.tool_calls import MalformedCall, ToolCall
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -28,6 +29,42 @@ Steps = Generator[None, None, T]
 _ID_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
 """Mistral's templates refuse identifiers that do not have nine letters or digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentText:
+    """Text that is certainly not part of a call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A call whose name is known. Its arguments follow."""
+
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentText:
+    """More of the arguments of the call that began last, as JSON."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDone:
+    """The call is complete, or cannot be read. A ``ToolCall`` has begun before; a ``MalformedCall`` may have begun."""
+
+    call: ToolCall | MalformedCall
+
+
+CallEvent = ContentText | CallBegun | ArgumentText | CallDone
+"""What a stream of a parser reports while the model's message arrives.
+
+Joined, the ``ContentText`` of a stream is ``ParsedReply.content``, and its ``CallDone`` are ``ParsedReply.calls``.
+"""
 
 
 class Reader:

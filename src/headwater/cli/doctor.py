@@ -127,7 +127,7 @@ def _sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
 
 
 def _progress(diagnosis: Diagnosis) -> list[str]:
-    from headwater.observe.life import show_duration
+    from headwater.observe.evidence import show_duration
 
     total = f" of {diagnosis.total_steps}" if diagnosis.total_steps is not None else ""
     version = f", policy version {diagnosis.version}" if diagnosis.version is not None else ""
@@ -168,7 +168,7 @@ def _ranks(diagnosis: Diagnosis) -> list[str]:
 def _waits(diagnosis: Diagnosis) -> list[str]:
     from math import isinf
 
-    from headwater.observe.life import show_duration
+    from headwater.observe.evidence import show_duration
 
     return [
         f"{each.kind}, {show_duration(each.seconds)} of "
@@ -178,7 +178,7 @@ def _waits(diagnosis: Diagnosis) -> list[str]:
 
 
 def _groups(diagnosis: Diagnosis) -> list[str]:
-    from headwater.observe.life import show_duration
+    from headwater.observe.evidence import show_duration
 
     runs = "ran" if diagnosis.life.is_over else "runs"
     lines = [

@@ -42,9 +42,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headwater.cluster.ray_actor import EVENTS, ActorPlace, ActorPool
 from headwater.cluster.ray_ranks import RayRanks
-from headwater.cluster.ray_rewards import RayRewardPool
 from headwater.cluster.ray_servers import RayChild, ServerSlot
-from headwater.cluster.ray_tools import RayTools
+from headwater.cluster.ray_workers import RayRewardPool, RayTools
 
 if TYPE_CHECKING:
     from headwater.core.protocols import Learner

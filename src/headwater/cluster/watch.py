@@ -13,7 +13,7 @@ from contextlib import suppress
 from torch._C._distributed_c10d import Store
 
 from headwater.core.errors import HeadwaterError, OtherRankFailed
-from headwater.observe.process import process_start
+from headwater.core.processes import process_start
 
 logger = logging.getLogger(__name__)
 

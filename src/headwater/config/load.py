@@ -19,14 +19,13 @@ from headwater.config.builtin import display, locate
 from headwater.config.checks import CHECKS, Check
 from headwater.config.cluster_checks import CLUSTER_CHECKS
 from headwater.config.convert import Converter
-from headwater.config.data_checks import DATA_CHECKS
 from headwater.config.keys import sections, settings
 from headwater.config.python_values import PYTHON_CODE, tree_of
 from headwater.config.recipe import RecipeReader, parse_override
 from headwater.config.schema import Config
 from headwater.config.score_checks import SCORE_CHECKS
 from headwater.config.server_checks import SERVER_CHECKS
-from headwater.config.training_checks import TRAINING_CHECKS
+from headwater.config.training_checks import DATA_CHECKS, TRAINING_CHECKS
 from headwater.config.tree import COMMAND_LINE, DEFAULT, Branch, Tree, merge, origins, where
 from headwater.core.errors import ConfigError
 

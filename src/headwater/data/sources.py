@@ -130,7 +130,7 @@ def open_source(
     if isinstance(parsed, FileSource):
         return [FILE_KINDS[path.suffix](path) for path in parsed.paths]
     if isinstance(parsed, DatasetSource):
-        from headwater.data.hub import open_dataset  # most runs have other sources
+        from headwater.data.remote import open_dataset  # most runs have other sources
 
         return [open_dataset(parsed.text, split, subset=given.subset, wanted=given.split)]
     options = _options_of(parsed, task_args, labels)

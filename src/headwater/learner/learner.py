@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import Config
@@ -43,7 +44,6 @@ from headwater.models.save import WeightsToSave, save_model
 from headwater.weights.memory import in_buckets
 
 if TYPE_CHECKING:
-    from headwater.learner.profiler import Profiler
     from headwater.learner.snapshot import Snapshot, Snapshots
     from headwater.weights.pieces import PieceSender
 
@@ -51,6 +51,8 @@ CONVERSATION = "conversation"
 """The object column that ``reward_model`` scores: a list of messages per row, the response last."""
 
 _NUM_SUPERVISED_WARMUP_STEPS = 10
+_MOST_EVENTS = 200_000
+"""Allocations of which a memory snapshot keeps the place in the code."""
 
 
 @dataclass
@@ -233,8 +235,6 @@ class LocalLearner:
     def profile(self, order: ProfileOrder | None) -> None:
         engine = self.actor.engine
         if order is not None and engine.ranks.index in order.ranks:
-            from headwater.learner.profiler import Profiler  # few runs need it
-
             self._profiler = Profiler(order, engine.ranks.index, engine.device)
         elif order is None and self._profiler is not None:
             profiler, self._profiler = self._profiler, None
@@ -333,3 +333,29 @@ def _timed(name: str, model: Actor | Critic, batch: DataProto) -> dict[str, floa
 
 def _negative_log_likelihood(outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
     return PolicyLoss(-outputs["logprobs"])
+
+
+class Profiler:
+    """Records from its creation to ``finish``, which writes the files. Both must happen on the same thread."""
+
+    def __init__(self, order: ProfileOrder, rank: int, device: torch.device) -> None:
+        order.folder.mkdir(parents=True, exist_ok=True)
+        self._start = order.folder / f"{order.name}_rank_{rank}"
+        self._snapshots = order.memory and device.type == "cuda"
+        if self._snapshots:
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self._profile = profile(activities=activities, profile_memory=order.memory, record_shapes=order.memory)
+        self._profile.start()
+
+    def finish(self) -> list[Path]:
+        """Write the trace, and the memory snapshot if there is one."""
+        self._profile.stop()
+        trace = self._start.with_name(f"{self._start.name}.json.gz")
+        self._profile.export_chrome_trace(str(trace))
+        if not self._snapshots:
+            return [trace]
+        snapshot = self._start.with_name(f"{self._start.name}_memory.pickle")
+        torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return [trace, snapshot]

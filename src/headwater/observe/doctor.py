@@ -9,9 +9,8 @@ from typing import Any
 
 from headwater.core.protocols import RankStatus, ServerStatus
 from headwater.core.waits import OpenWait
-from headwater.observe.evidence import Evidence, gather
+from headwater.observe.evidence import Evidence, Life, gather, life_of
 from headwater.observe.findings import Finding, current_waits, findings, missing_from
-from headwater.observe.life import Life, life_of
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import LogLine, RunningGroup, RunStatus, StageProgress
 

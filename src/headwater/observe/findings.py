@@ -10,8 +10,7 @@ from typing import Literal
 from headwater.core.disk import mount_of, show_bytes
 from headwater.core.records import DropKind
 from headwater.core.waits import OpenWait
-from headwater.observe.evidence import Evidence
-from headwater.observe.life import Life, show_duration
+from headwater.observe.evidence import Evidence, Life, show_duration
 from headwater.observe.status_file import Drops, RunningGroup
 
 _GIB = 2**30

@@ -26,8 +26,8 @@ from types import TracebackType
 
 from headwater.core.disk import disk_full
 from headwater.core.errors import RunError
+from headwater.core.processes import boot_id, process_start
 from headwater.core.waits import wait_until
-from headwater.observe.process import boot_id, process_start
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from headwater.core.errors import DiskFull, HeadwaterError, RunError
+from headwater.core.processes import process_start
 from headwater.core.protocols import RankStatus, ServerStatus
 from headwater.core.records import DropKind
 from headwater.core.waits import OpenWait, open_waits
-from headwater.observe.process import process_start
 from headwater.observe.run_directory import write_whole
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from headwater.core.processes import signal_name
 from headwater.core.records import Score
-from headwater.core.signals import signal_name
 from headwater.rewards.functions import Failure
 from headwater.rewards.worker import RUNNING, Frames, Message, frame
 

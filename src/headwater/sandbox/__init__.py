@@ -1,7 +1,6 @@
 """Runs code of a model, isolated from this machine: ``Sandbox``. See docs/sandbox.md."""
 
-from headwater.sandbox.outcome import Limits, Outcome, SandboxUnavailable
-from headwater.sandbox.sandbox import Program, Sandbox
-from headwater.sandbox.session import CodeSession
+from headwater.sandbox.records import Limits, Outcome, SandboxUnavailable
+from headwater.sandbox.sandbox import CodeSession, Program, Sandbox
 
 __all__ = ["CodeSession", "Limits", "Outcome", "Program", "Sandbox", "SandboxUnavailable"]

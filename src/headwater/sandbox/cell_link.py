@@ -11,10 +11,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.core.signals import signal_name
+from headwater.core.processes import signal_name
 from headwater.sandbox.inside import frames
 from headwater.sandbox.inside.watched import GO, INTERRUPT, STOP
-from headwater.sandbox.outcome import Outcome, Status
+from headwater.sandbox.records import Outcome, Status
 
 _GRACE_S = 20.0
 """How much longer than its time limit a cell may take to report. The machine may be busy."""

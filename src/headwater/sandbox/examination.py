@@ -12,7 +12,7 @@ from headwater.config.rollout_schema import SandboxConfig
 from headwater.sandbox.cell_link import CellLost
 from headwater.sandbox.isolation import complaint, remedies, start
 from headwater.sandbox.launch import ENVIRONMENT, Kind
-from headwater.sandbox.outcome import Limits, Outcome, SandboxUnavailable
+from headwater.sandbox.records import Limits, Outcome, SandboxUnavailable
 from headwater.sandbox.sandbox import Sandbox
 from headwater.sandbox.zygote_process import ZygoteLost
 

@@ -11,8 +11,7 @@ from headwater.config.rollout_schema import SandboxConfig
 from headwater.sandbox.cell_link import CellLost
 from headwater.sandbox.inside.confine import Bounds
 from headwater.sandbox.launch import Kind, find_bubblewrap
-from headwater.sandbox.outcome import SandboxUnavailable
-from headwater.sandbox.request import Request
+from headwater.sandbox.records import Request, SandboxUnavailable
 from headwater.sandbox.zygote_process import ZygoteLost, ZygoteProcess
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from headwater.sandbox.cell_link import CellLink, CellNotMade
 from headwater.sandbox.inside.confine import Bounds
 from headwater.sandbox.isolation import choose
 from headwater.sandbox.launch import Kind
-from headwater.sandbox.outcome import SandboxUnavailable
-from headwater.sandbox.request import Request
+from headwater.sandbox.records import Request, SandboxUnavailable
 from headwater.sandbox.zygote_process import ZygoteLost, ZygoteProcess
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from headwater.sandbox import Sandbox
-from headwater.sandbox.session import CodeSession
+from headwater.sandbox.sandbox import CodeSession
 from headwater.tools import TOOLS
 from headwater.tools.base import BaseTool, ToolResponse
 from headwater.tools.code_output import outcome_response

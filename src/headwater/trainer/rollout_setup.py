@@ -25,8 +25,7 @@ from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
-from headwater.rewards.late import LateScores
-from headwater.rewards.managers import REWARD_MANAGERS
+from headwater.rewards.managers import REWARD_MANAGERS, LateScores
 from headwater.rewards.pool import CallPool
 from headwater.rewards.scoring import Scoring
 from headwater.rollout.executor import WorkflowExecutor

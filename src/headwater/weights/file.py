@@ -37,8 +37,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headwater.core.errors import ConfigError, WeightsError
+from headwater.core.processes import process_start
 from headwater.core.protocols import Bucket, UpdateMode, WeightFile, WeightUpdate
-from headwater.observe.process import process_start
 from headwater.weights import TRANSPORTS, Channel, ControlCall, answer
 from headwater.weights.memory import in_buckets, no_weights, not_finite
 

@@ -11,8 +11,8 @@ from chat.written_calls import SCHEMAS, WRITERS
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from headwater.chat.call_events import ArgumentText, CallBegun, CallDone, ContentText
 from headwater.chat.parsers import PARSERS, choose_parser, make_parser
+from headwater.chat.reader import ArgumentText, CallBegun, CallDone, ContentText
 from headwater.core.errors import HeadwaterError
 from headwater.core.tool_calls import MalformedCall, ParsedReply, ToolCall
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import headwater.core.data_future
 import headwater.core.verl_functions
 from headwater.algorithms.advantages import ADVANTAGES
 from headwater.algorithms.corrections import CORRECTIONS
@@ -86,7 +85,7 @@ def test_every_operation_exists() -> None:
     assert [name for name in operations if not hasattr(DataProto, name)] == []
     for name in ("pad_dataproto_to_divisor", "unpad_dataproto", "fold_batch_dim", "unfold_batch_dim"):
         assert hasattr(headwater.core.verl_functions, name)
-    assert hasattr(headwater.core.data_future, "DataProtoFuture")
+    assert hasattr(headwater.core.verl_functions, "DataProtoFuture")
     assert list(inspect.signature(DataProtoItem).parameters) == ["tensors", "non_tensors", "meta_info"]
 
 

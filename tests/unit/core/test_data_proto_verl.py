@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from test_data_proto_strategy import MAX_ROWS, QUICK, assert_same, data_protos, example, uids
 
 from headwater.core.columns import values_equal
-from headwater.core.data_future import DataProtoFuture
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import WaitTimeout
 from headwater.core.verl_functions import (
+    DataProtoFuture,
     fold_batch_dim,
     pad_dataproto_to_divisor,
     unfold_batch_dim,

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, DataError
-from headwater.data.hub import open_dataset
 from headwater.data.load import load_dataset
-from headwater.data.remote import fetch
+from headwater.data.remote import fetch, open_dataset
 from headwater.data.sampler import DataPart, MixingSampler
 from headwater.models.load import load_tokenizer
 from headwater.rollout.source import PromptStream
@@ -190,7 +189,7 @@ def test_folders_of_datasets(tmp_path, monkeypatch):
 
 HUB_SCRIPT = """
 import sys
-from headwater.data.hub import open_dataset
+from headwater.data.remote import open_dataset
 rows = open_dataset("hub:someone/sums/easy", "train")
 print(rows.name, len(rows), rows[0]["prompt"])
 try:

@@ -10,8 +10,7 @@ from tiny import tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from headwater.engine.stops import find_stop
-from headwater.engine.token_pieces import pieces_of
+from headwater.engine.stops import find_stop, pieces_of
 
 
 def encode(text: str) -> list[int]:

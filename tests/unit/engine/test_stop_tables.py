@@ -13,8 +13,7 @@ from headwater.core.records import ModelRequest, SamplingParams
 from headwater.engine import loop, stops
 from headwater.engine.lanes import Drawn, Lanes
 from headwater.engine.sequence import EngineSequence
-from headwater.engine.stops import PieceIndex, StopTables
-from headwater.engine.token_pieces import pieces_of
+from headwater.engine.stops import PieceIndex, StopTables, pieces_of
 
 PAGES = np.array([1], np.int32)
 START = np.array([5], np.int32)

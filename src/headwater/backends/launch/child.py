@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from headwater.backends.launch.keeper import ServerProcess
 from headwater.core.errors import RolloutFailed
-from headwater.core.signals import signal_name
+from headwater.core.processes import signal_name
 from headwater.core.waits import ENGINE_START_LIMIT_S, named_wait
 
 _STOP_LIMIT_S = 15.0

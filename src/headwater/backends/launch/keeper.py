@@ -1,7 +1,7 @@
 """Supervises a server's child process: starts it, watches it, replaces it when it dies, and gives up in the end.
 
-A server that someone else started (``running.py``) is supervised alike, but waited for instead of restarted. How to
-talk to the server is not known here: a ``Service`` connects to each child and takes over from the last one.
+A server that someone else started (``native/places.py``) is supervised alike, but waited for instead of restarted. How
+to talk to the server is not known here: a ``Service`` connects to each child and takes over from the last one.
 """
 
 from __future__ import annotations

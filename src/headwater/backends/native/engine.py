@@ -28,11 +28,10 @@ from typing import Any
 
 from headwater.backends import BACKENDS, SERVER_KEY, BackendContext, check_length, engine_device, engine_settings
 from headwater.backends.launch.child import ChildServer, StartChild
-from headwater.backends.native.channel import EngineChannel
 from headwater.backends.native.client import ConnectionLost
 from headwater.backends.native.places import ForeignServer, OwnServer, check_running, engine_arguments
 from headwater.backends.native.requests import OpenRequest
-from headwater.backends.native.server import NativeServer
+from headwater.backends.native.server import EngineChannel, NativeServer
 from headwater.backends.remote.thread import Deliver, EngineThread
 from headwater.config.schema import WeightEncoding, WeightTransfer
 from headwater.config.server_checks import chosen_transfer

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headwater.backends import SERVER_KEY, BackendContext, other_model
 from headwater.backends.launch.child import HOST, ChildServer, Command, StartChild
 from headwater.backends.launch.keeper import ServerProcess
-from headwater.backends.launch.running import RunningServer
 from headwater.backends.native.client import ConnectionLost, ServerClient
 from headwater.config.schema import Dtype, EngineConfig
-from headwater.core.errors import ConfigError, RolloutFailed
+from headwater.core.errors import ConfigError, RolloutFailed, WaitTimeout
+from headwater.core.waits import named_wait
 from headwater.engine.kv_cache import SHARED_FRACTION
 from headwater.serving.options import KEY_VARIABLE
 
@@ -30,6 +31,9 @@ _OWN_HEARTBEAT_S = 120.0
 """For a process that this one has started: it is killed and replaced if it gives no sign of life in half that time.
 Long, because a new process must load the model."""
 _NUM_BYTES_SHOWN = 200
+_RETRY_S = 0.5
+_PROBE_S = 5.0
+"""How long a server may take to answer whether it is healthy."""
 
 
 @dataclass(frozen=True)
@@ -117,3 +121,60 @@ def check_running(context: BackendContext, url: str, info: Mapping[str, Any]) ->
         )
     if (problem := other_model(context, info["vocab_size"])) is not None:
         raise ConfigError([f"rollout.servers: {url} serves {info['model_path']}, {problem}"])
+
+
+class RunningServer:
+    """A server at a URL. Ending it means to end the connection to it: its process belongs to someone else."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._lost = asyncio.Event()
+
+    @classmethod
+    async def reach(cls, url: str, probe: Callable[[], Awaitable[None]], limit_s: float) -> RunningServer:
+        """Wait until the server answers. ``probe`` asks it, and raises ``OSError`` or ``RolloutFailed`` if it does not.
+
+        After ``limit_s``, raise ``RolloutFailed`` with the last error.
+        """
+        last = "it has not answered yet"
+
+        async def ask() -> None:
+            nonlocal last
+            while True:
+                try:
+                    await asyncio.wait_for(probe(), _PROBE_S)
+                    return
+                except TimeoutError:
+                    last = f"no answer within {_PROBE_S:g} s"
+                except (OSError, RolloutFailed) as error:
+                    last = str(error)
+                await asyncio.sleep(_RETRY_S)
+
+        try:
+            await named_wait(
+                ask(), lambda: f"the server {url} answers; {last}", hard_limit_s=limit_s, kind="server_reached"
+            )
+        except WaitTimeout as error:
+            raise RolloutFailed(
+                f"the server {url} cannot be reached, after {limit_s:g} s of attempts (rollout.server_timeout_s): "
+                f"{last}; start it, or correct rollout.servers"
+            ) from error
+        return cls(url)
+
+    @property
+    def name(self) -> str:
+        return f"server {self.url}"
+
+    @property
+    def last_lines(self) -> str:
+        return ""
+
+    async def wait(self) -> str:
+        await self._lost.wait()
+        return f"{self.name} ended or stopped answering"
+
+    def kill(self) -> None:
+        self._lost.set()
+
+    async def stop(self) -> None:
+        self._lost.set()

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from headwater.chat.call_events import CallDone, CallEvent, ContentText
 from headwater.chat.call_grammar import CallShape, call_grammar
-from headwater.chat.reader import Reader, Steps
+from headwater.chat.reader import CallDone, CallEvent, ContentText, Reader, Steps
 from headwater.chat.render import special_tokens
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import Tokenizer

@@ -10,12 +10,11 @@ The schemas of the tools give the types of the arguments.
 
 from __future__ import annotations
 
-from headwater.chat.call_draft import CallDraft, read_marked_call
+from headwater.chat.call_draft import CallDraft, TextArguments, read_marked_call
 from headwater.chat.call_grammar import CallShape, KeyedArguments
 from headwater.chat.call_json import BadCall
 from headwater.chat.parsers import PARSERS, CallFormat
 from headwater.chat.reader import Reader, Steps
-from headwater.chat.text_arguments import TextArguments
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"

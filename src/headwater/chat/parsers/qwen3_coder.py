@@ -13,12 +13,11 @@ The outer tags may be missing. The schemas of the tools give the types of the ar
 
 from __future__ import annotations
 
-from headwater.chat.call_draft import CallDraft
+from headwater.chat.call_draft import CallDraft, TextArguments
 from headwater.chat.call_grammar import CallShape, KeyedArguments
 from headwater.chat.call_json import BadCall
 from headwater.chat.parsers import PARSERS, CallFormat
 from headwater.chat.reader import Reader, Steps
-from headwater.chat.text_arguments import TextArguments
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"

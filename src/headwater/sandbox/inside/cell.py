@@ -1,19 +1,92 @@
-"""The first process of a cell: receives a program from the owner, gives up all privileges, and becomes the program."""
+"""The first process of a cell: receives a program from the owner, gives up all privileges, and becomes the program.
+
+``Place`` is where the program runs: its scratch folder, and the view of the file system around it. In a test of a
+program, ``serve_calls`` is the program's side.
+"""
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from headwater.sandbox.inside import frames, linux
+from headwater.sandbox.inside import frames, linux, runner
 from headwater.sandbox.inside.confine import Bounds, confine
-from headwater.sandbox.inside.examined import serve_calls
 from headwater.sandbox.inside.examiner import run_tests
-from headwater.sandbox.inside.place import Place
 from headwater.sandbox.inside.runner import run_program, run_session
+from headwater.sandbox.inside.values import decode, encode
+
+USER_ID = 1000
+"""The user and group id that programs see."""
+NAMESPACES = linux.ALL_NAMESPACES
+_SCRATCH = "/tmp"
+_MAX_FILES = 10_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """A scratch folder with a folder to work in."""
+
+    scratch: str
+
+    @property
+    def work(self) -> str:
+        return f"{self.scratch}/work"
+
+    @property
+    def program(self) -> str:
+        return f"{self.work}/main.py"
+
+    def write(self, name: str, contents: bytes) -> str:
+        """Write a file below the working folder and return its path. The owner has checked the name."""
+        path = os.path.join(self.work, name)
+        if "/" in name:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        left = memoryview(contents)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.close(descriptor)
+        return path
+
+    def write_all(self, files: Mapping[str, str]) -> None:
+        """Write files whose contents are in base 64."""
+        for name, contents in files.items():
+            self.write(name, base64.b64decode(contents))
+
+
+def prepare_nested(user_id: int, group_id: int, max_file_bytes: int) -> Place:
+    """In new namespaces: mount an own scratch folder and an own /proc over those that this process inherited."""
+    linux.map_own_user(USER_ID, user_id, group_id)
+    linux.mount("", "/", "", linux.MS_REC | linux.MS_PRIVATE)
+    safe = linux.MS_NOSUID | linux.MS_NODEV
+    linux.mount("tmpfs", _SCRATCH, "tmpfs", safe, f"size={max_file_bytes},nr_inodes={_MAX_FILES},mode=0700")
+    mount_proc()
+    os.mkdir(f"{_SCRATCH}/.shm")
+    linux.mount(f"{_SCRATCH}/.shm", "/dev/shm", "", linux.MS_BIND)
+    return prepare_folder(_SCRATCH)
+
+
+def mount_proc() -> None:
+    """Mount a /proc that shows only the processes of this namespace; nothing else where the kernel can do that."""
+    flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+    try:
+        linux.mount("proc", "/proc", "proc", flags, "subset=pid")
+    except OSError:
+        linux.mount("proc", "/proc", "proc", flags)
+
+
+def prepare_folder(scratch: str) -> Place:
+    """Use a scratch folder that is there already."""
+    place = Place(scratch)
+    os.mkdir(place.work)
+    os.chdir(place.work)
+    os.environ.update(HOME=place.work, TMPDIR=scratch, PWD=place.work)
+    return place
 
 
 @dataclass(frozen=True)
@@ -110,3 +183,72 @@ def _open_input(place: Place, text: str) -> int:
     descriptor = os.open(path, os.O_RDONLY)
     os.unlink(path)
     return descriptor
+
+
+def serve_calls(path: str, calls_from: int, answers_to: int) -> None:
+    """Execute a file as ``__main__``, then answer calls until no more come."""
+    runner.become_script(path)
+    names = runner.new_main(path)
+    status = runner.execute(runner.read(path), path, names)
+    program = _Program(names)
+    if status:
+        program.fault = "the program ended with an error when it was loaded"
+    while (call := frames.read(calls_from)) is not None:
+        frames.write(answers_to, program.answer(call))
+    os._exit(0)
+
+
+class _Program:
+    """The names of the program, and its objects that the tests know."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+        self._kept: list[Any] = []
+        self.fault = ""
+
+    def answer(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Do what the tests ask for and return the value, or the exception in words."""
+        try:
+            if self.fault:
+                raise RuntimeError(self.fault)
+            target = self._resolve(call)
+            if not call["calls"]:
+                return {"value": encode(target, self._keep)}
+            arguments = [decode(each, self._find) for each in call["arguments"]]
+            named = {name: decode(each, self._find) for name, each in call["named"].items()}
+            value = target(*arguments, **named)
+            # The value first: it may be an iterator that reads the arguments.
+            return {
+                "value": encode(value, self._keep),
+                "arguments": [encode(each, self._keep) for each in arguments],
+            }
+        except BaseException as error:  # noqa: BLE001  the tests hear about it
+            return {"error": type(error).__name__, "text": _text(error)}
+
+    def _resolve(self, call: dict[str, Any]) -> Any:
+        path = call["path"]
+        if call["handle"] is not None:
+            target = self._kept[call["handle"]]
+        elif path[0] in self._names:
+            target, path = self._names[path[0]], path[1:]
+        else:
+            raise NameError(f"the program has no {path[0]!r}")
+        for name in path:
+            if isinstance(target, type) and callable(getattr(target, name, None)):
+                target = target()  # a method of a class that the tests have not made an object of
+            target = getattr(target, name)
+        return target
+
+    def _keep(self, value: Any) -> dict[str, Any]:
+        self._kept.append(value)
+        return {"type": "handle", "number": len(self._kept) - 1, "text": _text(value)}
+
+    def _find(self, encoded: dict[str, Any]) -> Any:
+        return self._kept[encoded["number"]]
+
+
+def _text(value: object) -> str:
+    try:
+        return (str(value) if isinstance(value, BaseException) else repr(value))[:1000]
+    except BaseException:  # noqa: BLE001  it is the program's own method
+        return type(value).__name__

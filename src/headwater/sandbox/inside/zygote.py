@@ -23,9 +23,16 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from headwater.sandbox.inside import frames, linux, runner, seccomp
-from headwater.sandbox.inside.cell import Cell, CellLinks, reset_signals
+from headwater.sandbox.inside.cell import (
+    NAMESPACES,
+    Cell,
+    CellLinks,
+    Place,
+    prepare_folder,
+    prepare_nested,
+    reset_signals,
+)
 from headwater.sandbox.inside.confine import Bounds
-from headwater.sandbox.inside.place import NAMESPACES, Place, prepare_folder, prepare_nested
 from headwater.sandbox.inside.watched import Meter, WatchedCell, children
 
 _PRELOADED = (

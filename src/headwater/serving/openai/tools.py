@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headwater.chat.call_events import ArgumentText, CallBegun, CallEvent, ContentText
 from headwater.chat.messages import Message
 from headwater.chat.parsers import CallFormat, CallStream, ToolCallParser
+from headwater.chat.reader import ArgumentText, CallBegun, CallEvent, ContentText
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Grammar
 from headwater.core.tool_calls import MalformedCall

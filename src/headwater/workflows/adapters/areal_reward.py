@@ -14,9 +14,8 @@ from headwater.core.errors import RewardFailed, RewardTimedOut, RolloutFailed
 from headwater.core.protocols import ScorableEpisode
 from headwater.core.records import Answer, Prompt
 from headwater.core.registry import EXTENSION_PREFIX
-from headwater.rewards.functions import ScoringFunction
+from headwater.rewards.functions import ScoringFunction, Signature
 from headwater.rewards.scoring import Scoring, in_daemon_thread
-from headwater.rewards.signature import Signature
 from headwater.workflows.adapters.journal import Journal, current_journal
 from headwater.workflows.episode import WorkflowContext
 

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from headwater.core.errors import AgentFailed, ConfigError
-from headwater.core.signals import signal_name
+from headwater.core.processes import signal_name
 from headwater.core.waits import named_wait
 from headwater.workflows.agents import fork_server
 from headwater.workflows.agents.runner import OFFERED, AgentEnd, AgentSettings, Invitation

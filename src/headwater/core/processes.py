@@ -1,12 +1,21 @@
-"""Identifies a process, also when its id is reused later."""
+"""Identifies a process, also when its id is reused later, and names the signal that ended one."""
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 from pathlib import Path
 
 _ENDED = {"Z", "X", "x"}
+
+
+def signal_name(number: int) -> str:
+    """For example ``SIGKILL``. Most real-time signals have no name: ``signal 35``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def process_start(pid: int) -> str | None:

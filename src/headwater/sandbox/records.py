@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any, Literal
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.errors import HeadwaterError
@@ -13,6 +16,39 @@ from headwater.sandbox.inside.confine import Bounds
 Status = Literal["ok", "failed", "timed_out", "out_of_memory", "too_much_output", "killed"]
 """How a run ended. `failed`: a non-zero exit status, usually an exception. `timed_out`: the limit of time or of
 processor time. `killed`: a signal, too many processes, or the end of the sandbox itself."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A program with its input."""
+
+    code: str = ""
+    stdin: str = ""
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    """Contents of files by their path below the working folder."""
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+                raise ValueError(f"file {name!r}: give a path below the working folder of the program")
+
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes of the scratch folder this needs."""
+        return 4 * (len(self.code) + len(self.stdin) + sum(map(len, self.files.values()))) + 4096 * len(self.files)
+
+    def message(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "stdin": self.stdin,
+            "files": {name: _encode(each) for name, each in self.files.items()},
+        }
+
+
+def _encode(contents: str | bytes) -> str:
+    raw = contents.encode("utf-8", "surrogatepass") if isinstance(contents, str) else contents
+    return base64.b64encode(raw).decode()
 
 
 class SandboxUnavailable(HeadwaterError):
