@@ -20,8 +20,8 @@ from headwater.backends.launch.child import ChildServer, StartChild
 from headwater.backends.remote.link import LinkLost, ServerInfo
 from headwater.backends.remote.model import RunModel
 from headwater.backends.remote.requests import OpenRequest, ServedModel, given_whole
-from headwater.backends.remote.servers import Server
-from headwater.backends.remote.session import Session
+from headwater.backends.remote.servers import RemoteServer
+from headwater.backends.remote.session import RemoteSession
 from headwater.backends.remote.thread import Deliver, EngineThread
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, WeightsError
 from headwater.core.protocols import (
@@ -56,7 +56,7 @@ class RemoteEngine:
     )
 
     def __init__(
-        self, name: str, context: BackendContext, model: RunModel, make_server: Callable[[Session], Server]
+        self, name: str, context: BackendContext, model: RunModel, make_server: Callable[[RemoteSession], RemoteServer]
     ) -> None:
         self._config = context.config
         self._model = model
@@ -68,7 +68,7 @@ class RemoteEngine:
         self._thread = EngineThread(f"headwater-{self.program.lower()}-engine")
         atexit.register(self.close)
         served = ServedModel(context.tokenizer, model.end_tokens)
-        self._session = Session(name, served, context.spans, is_one_of_many=context.is_one_of_many)
+        self._session = RemoteSession(name, served, context.spans, is_one_of_many=context.is_one_of_many)
         self._session.weights.is_owned = context.owns_weights
         self._server = make_server(self._session)
         try:

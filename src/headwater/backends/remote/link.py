@@ -98,7 +98,7 @@ def read_spans(told: Sequence[Mapping[str, Any]] | None) -> tuple[Span, ...]:
     return tuple(Span(str(each["version"]), int(each["start"]), int(each["end"])) for each in told or ())
 
 
-class Link(Protocol):
+class ServerLink(Protocol):
     """One connection to one server. Belongs to one event loop. Every call raises ``LinkLost`` if the server is gone."""
 
     async def describe(self) -> ServerInfo: ...

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from headwater.backends.remote.link import Chunk, Garbage, Link, Sending, Span
+from headwater.backends.remote.link import Chunk, Garbage, Sending, ServerLink, Span
 from headwater.backends.remote.model import ServedWeights
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import Tokenizer
@@ -161,7 +161,7 @@ class OpenRequest:
 
 
 async def read_stream(
-    opened: OpenRequest, link: Link, model: ServedModel, weights: ServedWeights, *, labels_tokens: bool
+    opened: OpenRequest, link: ServerLink, model: ServedModel, weights: ServedWeights, *, labels_tokens: bool
 ) -> StopReason:
     """Read one stream to its end. ``abort`` means that the rest of the response is missing."""
     rest, has_stopped = opened.rest(), False

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from headwater.backends import BackendContext
 from headwater.backends.launch.child import HOST, ChildServer, Command, StartChild
 from headwater.backends.launch.keeper import ChildKeeper, ServerProcess
-from headwater.backends.remote.link import Link, LinkLost, ServerInfo
-from headwater.backends.remote.session import Session
+from headwater.backends.remote.link import LinkLost, ServerInfo, ServerLink
+from headwater.backends.remote.session import RemoteSession
 from headwater.core.errors import ConfigError, HeadwaterError, RolloutFailed, WaitTimeout
 
 _CHILD = Path(__file__).parent / "inside" / "headwater_server_child.py"
@@ -26,14 +26,14 @@ _RETRY_S = 1.0
 _REMEDY = "try its command alone, or change rollout.launch.args"
 
 
-class HttpLink(Link, Protocol):
+class HttpLink(ServerLink, Protocol):
     """A link to an address."""
 
     @property
     def url(self) -> str: ...
 
 
-class Server(Protocol):
+class RemoteServer(Protocol):
     """Brings a session its connection, and replaces it. Belongs to the session's event loop."""
 
     @property
@@ -52,10 +52,10 @@ class ConnectedServer:
 
     def __init__(
         self,
-        session: Session,
+        session: RemoteSession,
         url: str,
-        make_link: Callable[[], Link],
-        check: Callable[[Link, ServerInfo], Awaitable[None]],
+        make_link: Callable[[], ServerLink],
+        check: Callable[[ServerLink, ServerInfo], Awaitable[None]],
         *,
         limit_s: float,
         is_one_of_many: bool = False,
@@ -72,7 +72,7 @@ class ConnectedServer:
         self._check = check
         self._limit_s = limit_s
         self._is_one_of_many = is_one_of_many
-        self._link: Link | None = None
+        self._link: ServerLink | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -135,7 +135,7 @@ class LaunchedServer:
 
     def __init__(
         self,
-        session: Session,
+        session: RemoteSession,
         how: Command,
         make_link: Callable[[str], HttpLink],
         start_child: StartChild = ChildServer.start,

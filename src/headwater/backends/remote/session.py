@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
-from headwater.backends.remote.link import Garbage, Link, LinkLost, OtherWeights, PauseMode, ServerInfo
+from headwater.backends.remote.link import Garbage, LinkLost, OtherWeights, PauseMode, ServerInfo, ServerLink
 from headwater.backends.remote.model import ServedWeights
 from headwater.backends.remote.requests import MAX_STUCK, OpenRequest, ServedModel, read_stream
 from headwater.core.errors import (
@@ -43,7 +43,7 @@ _MAX_SILENT = 3
 """Health checks in a row without an answer, after which a server that accepts connections counts as lost."""
 
 
-class Session:
+class RemoteSession:
     """Belongs to one event loop."""
 
     def __init__(self, name: str, model: ServedModel, spans: Spans, *, is_one_of_many: bool = False) -> None:
@@ -60,7 +60,7 @@ class Session:
         self._model = model
         self._spans = spans
         self._is_one_of_many = is_one_of_many
-        self._link: Link | None = None
+        self._link: ServerLink | None = None
         self.why_lost = "it has not started yet"
         """Why there is no connection, or why the last one ended."""
         self._open: dict[OpenRequest, asyncio.Task[None]] = {}
@@ -136,7 +136,7 @@ class Session:
             if not self._open:
                 self._generating.close()
 
-    async def _send(self, opened: OpenRequest, link: Link) -> None:
+    async def _send(self, opened: OpenRequest, link: ServerLink) -> None:
         opened.begin(self.weights.version)
         name = f"{self.name}: request {opened.request.request_id}"
         if opened.num_stuck >= MAX_STUCK:
@@ -171,7 +171,7 @@ class Session:
         """Whether a server is the process that was attached last, with the weights that it was given."""
         return self.info is not None and self.info.instance == info.instance and self.weights.are_on(info.label)
 
-    async def attach(self, link: Link, info: ServerInfo) -> None:
+    async def attach(self, link: ServerLink, info: ServerInfo) -> None:
         """Use ``link`` from now on. A process that has replaced another one is told what that one knew."""
         is_new = not self.is_known(info)
         self.info = info
@@ -182,7 +182,7 @@ class Session:
         self._detached.clear()
         self._settle()
 
-    async def _restore(self, link: Link) -> None:
+    async def _restore(self, link: ServerLink) -> None:
         if self.weights.folder:
             await link.reload(self.weights.folder, self.weights.label)
             self.weights.is_needed = False
@@ -195,7 +195,7 @@ class Session:
         if self.asleep:
             await link.sleep(sorted(self.asleep))
 
-    def lost(self, link: Link, why: str) -> None:
+    def lost(self, link: ServerLink, why: str) -> None:
         """Send nothing more over ``link``."""
         if link is not self._link:
             return
@@ -212,7 +212,7 @@ class Session:
                 opened.fail(ServerLost(f"{self.name}: {why}", opened.partial()))
                 self.leave(opened)
 
-    async def _suspect(self, link: Link, why: LinkLost) -> None:
+    async def _suspect(self, link: ServerLink, why: LinkLost) -> None:
         """A stream broke. If the server still answers, only this stream is sent again."""
         if isinstance(why, OtherWeights):
             self.lost(link, str(why))
@@ -222,7 +222,7 @@ class Session:
         except (LinkLost, WaitTimeout, RolloutFailed):
             self.lost(link, str(why))
 
-    async def until_lost(self, link: Link) -> None:
+    async def until_lost(self, link: ServerLink) -> None:
         """Return when ``link`` is no longer used; raise ``LinkLost`` if health checks are not answered."""
         num_silent = 0
         while link is self._link:
@@ -242,7 +242,7 @@ class Session:
                 self.lost(link, str(error))
                 raise LinkLost(str(error)) from error
 
-    async def link(self) -> Link:
+    async def link(self) -> ServerLink:
         """The present connection, once there is one."""
         while self._link is None:
             if self.failure is not None:
@@ -288,7 +288,7 @@ class Session:
                 await self._resume(link)
                 self._settle()
 
-    async def _resume(self, link: Link) -> None:
+    async def _resume(self, link: ServerLink) -> None:
         if not self.is_paused and not self.asleep:
             await link.resume()
 
@@ -300,7 +300,7 @@ class Session:
     async def update(
         self,
         version: int,
-        load: Callable[[Link, str], Awaitable[None]],
+        load: Callable[[ServerLink, str], Awaitable[None]],
         mode: UpdateMode,
         *,
         limit_s: float,
@@ -328,7 +328,7 @@ class Session:
                 self._is_updating = False
                 self._settle()
 
-    async def _pause_for_update(self, link: Link, mode: UpdateMode, limit_s: float) -> None:
+    async def _pause_for_update(self, link: ServerLink, mode: UpdateMode, limit_s: float) -> None:
         if mode == "in_flight":
             for opened in self._open:
                 opened.weights_change()
@@ -347,7 +347,7 @@ class Session:
         if late:
             await asyncio.wait(late)
 
-    async def _load(self, link: Link, load: Callable[[Link, str], Awaitable[None]], version: int) -> None:
+    async def _load(self, link: ServerLink, load: Callable[[ServerLink, str], Awaitable[None]], version: int) -> None:
         self.weights.is_needed = True  # also if the connection is lost and the same process answers again
         label = str(version)
         try:
@@ -360,7 +360,7 @@ class Session:
         self.weights.version, self.weights.label, self.weights.is_needed = version, label, False
         self.weights.labels[label] = version
 
-    async def _label(self, link: Link) -> None:
+    async def _label(self, link: ServerLink) -> None:
         assert self.info is not None, "attaching"
         weights, label = self.weights, str(self.weights.version)
         if not await link.set_label(label):

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 from headwater.backends import BACKENDS, SERVER_KEY, BackendContext, check_length, other_model
 from headwater.backends.launch.child import Command
 from headwater.backends.remote.engine import RemoteEngine, new_key, starter
-from headwater.backends.remote.link import Link, ServerInfo
+from headwater.backends.remote.link import ServerInfo, ServerLink
 from headwater.backends.remote.model import RunModel, model_folder
 from headwater.backends.remote.servers import ConnectedServer, LaunchedServer, child_command
-from headwater.backends.remote.session import Session
+from headwater.backends.remote.session import RemoteSession
 from headwater.backends.sglang.http import SglangLink
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
@@ -79,14 +79,14 @@ class SglangEngine(RemoteEngine):
         model, where = RunModel.of(context), f"the SGLang server at {url}"
         key, limit_s = os.environ.get(SERVER_KEY, ""), context.config.rollout.server_timeout_s
 
-        async def check(link: Link, info: ServerInfo) -> None:
+        async def check(link: ServerLink, info: ServerInfo) -> None:
             if context.owns_weights:
                 await link.resume()  # an earlier run may have left it paused
             model.check_same(info, where)
             if info.vocab_size is not None and (problem := other_model(context, info.vocab_size)) is not None:
                 raise ConfigError([f"rollout.servers: {url} serves {info.model}, {problem}"])
 
-        def make(session: Session) -> ConnectedServer:
+        def make(session: RemoteSession) -> ConnectedServer:
             session.weights.is_needed = context.owns_weights
             return ConnectedServer(
                 session,
@@ -142,7 +142,7 @@ class SglangEngine(RemoteEngine):
             super()._send(update, mode)
             return
 
-        async def load(link: Link, label: str) -> None:
+        async def load(link: ServerLink, label: str) -> None:
             assert isinstance(link, SglangLink), "made above"
             sender = await self._joined(link)
             try:

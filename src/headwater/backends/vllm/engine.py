@@ -16,10 +16,10 @@ from typing import ClassVar
 
 from headwater.backends import BACKENDS, SERVER_KEY, BackendContext, check_length
 from headwater.backends.remote.engine import RemoteEngine, new_key, starter
-from headwater.backends.remote.link import Garbage, Link, Sending, ServerInfo
+from headwater.backends.remote.link import Garbage, Sending, ServerInfo, ServerLink
 from headwater.backends.remote.model import RunModel, model_folder
 from headwater.backends.remote.servers import ConnectedServer, LaunchedServer
-from headwater.backends.remote.session import Session
+from headwater.backends.remote.session import RemoteSession
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER, VllmLink
 from headwater.config.traits import BackendTraits
 from headwater.core.errors import ConfigError, RequestError
@@ -82,13 +82,13 @@ class VllmEngine(RemoteEngine):
         model, where = RunModel.of(context), f"the vLLM server at {url}"
         key, limit_s = os.environ.get(SERVER_KEY, ""), context.config.rollout.server_timeout_s
 
-        async def check(link: Link, info: ServerInfo) -> None:
+        async def check(link: ServerLink, info: ServerInfo) -> None:
             if context.owns_weights:
                 await link.resume()  # an earlier run may have left it paused
                 check_reload(info, model, where)
             await check_model(link, model, info, where)
 
-        def make(session: Session) -> ConnectedServer:
+        def make(session: RemoteSession) -> ConnectedServer:
             session.weights.is_needed = context.owns_weights
             return ConnectedServer(
                 session,
@@ -159,7 +159,7 @@ def check_reload(info: ServerInfo, model: RunModel, where: str) -> None:
         )
 
 
-async def check_model(link: Link, model: RunModel, info: ServerInfo, where: str) -> None:
+async def check_model(link: ServerLink, model: RunModel, info: ServerInfo, where: str) -> None:
     """Raise if a running server serves another model than the run trains, as far as that shows."""
     model.check_same(info, where)
     if not await _takes(link, model.vocab_size - 1):
@@ -168,7 +168,7 @@ async def check_model(link: Link, model: RunModel, info: ServerInfo, where: str)
         raise _other_vocabulary(where, "larger", model.vocab_size)
 
 
-async def _takes(link: Link, token: int) -> bool:
+async def _takes(link: ServerLink, token: int) -> bool:
     """Whether a token belongs to the server's vocabulary."""
     probe = ModelRequest("headwater-probe", (token,), SamplingParams(max_new_tokens=1), rng_key=0)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from headwater.backends import BackendContext
 from headwater.backends.remote.link import Chunk, Garbage, LinkLost, PauseMode, Sending, ServerInfo
-from headwater.backends.remote.session import Session
+from headwater.backends.remote.session import RemoteSession
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER
 from headwater.backends.vllm.launch import engine_settings
 from headwater.backends.vllm.wire import dialect_of, read_choice, write_request
@@ -26,7 +26,7 @@ class InProcessServer:
     url = ""
     num_restarts = 0
 
-    def __init__(self, session: Session, context: BackendContext, folder: Path) -> None:
+    def __init__(self, session: RemoteSession, context: BackendContext, folder: Path) -> None:
         self._session = session
         self._context = context
         self._folder = folder
