@@ -138,7 +138,7 @@ class Engine:
         futures = [self._tasks.start(self._engine.agenerate(request)) for request in requests]
         what = f"{len(futures)} responses of {params.max_new_tokens} tokens at most"
         return [
-            self._completion(wait_for_future(each, lambda: what, kind="engine_call", hard_limit_s=_LIMIT_S))
+            self._completion(wait_for_future(each, lambda: what, kind="generation", hard_limit_s=_LIMIT_S))
             for each in futures
         ]
 
