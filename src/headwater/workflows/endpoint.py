@@ -64,7 +64,7 @@ class EndpointWorkflow:
         max_turns: Annotated[int, AtLeast(1)] = 64,
         max_concurrent: Annotated[int, AtLeast(0, "use 0 for no limit")] = 0,
         client_sampling: Literal["ignore", "refuse"] = "ignore",
-        client_grammar: Literal["follow", "refuse"] = "follow",
+        client_grammar: Literal["follow", "ignore", "refuse"] = "follow",
         parser: str = "auto",
         host: str = "127.0.0.1",
         port: Annotated[int, Within(0, 65535)] = 0,
