@@ -104,7 +104,8 @@ class EndpointWorkflow:
         if made and not trained:
             raise AgentFailed(
                 f"the agent of row {episode.prompt.uid}: all its replies had to match a response_format or a required "
-                "tool call, and such replies are not trained; let it ask for plain replies, too"
+                "tool call, and such replies are not trained; let it ask for plain replies, too, or set "
+                f"{_ARGUMENTS}.client_grammar=ignore"
             )
         # The first piece has the refused calls, so that they are counted once: those of this episode, and those since
         # the last one that belong to no running episode.
