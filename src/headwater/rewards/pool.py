@@ -304,15 +304,15 @@ class WorkerPool:
         """Give a deadline to functions that are loading and to calls that run now, and look at the deadlines later."""
         if self._loop is None:
             return
-        now, known = self._loop.time(), worker.load_deadlines
+        now, limits = self._loop.time(), worker.load_deadlines
         loading = [key for key, is_loaded in worker.loaded.items() if not is_loaded]
-        worker.load_deadlines = {key: known.get(key, now + _START_LIMIT_S) for key in loading}
+        worker.load_deadlines = limits = {key: limits.get(key, now + _START_LIMIT_S) for key in loading}
         if not worker.calls:
             return
         for call in worker.running():
             if math.isinf(call.deadline):
                 call.deadline = now + call.timeout_s
-        first = min([*(call.deadline for call in worker.running()), *worker.load_deadlines.values()])
+        first = min([*(call.deadline for call in worker.running()), *limits.values()])
         if worker.watch is None or worker.watch.when() > first:
             if worker.watch is not None:
                 worker.watch.cancel()
@@ -324,13 +324,13 @@ class WorkerPool:
         overdue = [call for call in worker.running() if call.deadline <= now]
         late = [key for key, deadline in worker.load_deadlines.items() if deadline <= now]
         if late and worker.calls:
-            text = f"was not loaded by a reward worker within {_START_LIMIT_S:g} s"
+            failure = Failure("not_loaded", f"was not loaded by a reward worker within {_START_LIMIT_S:g} s")
             self._end(worker)
-            waiting = [call for call in worker.calls.values() if call.key in late]
-            self._replace(worker, Failure("not_loaded", text), waiting)
+            self._replace(worker, failure, [call for call in worker.calls.values() if call.key in late])
             return
         if overdue and (not worker.is_async or any(call.is_cancelled for call in overdue)):
-            self._fail(worker, TIMED_OUT, *(overdue if worker.is_async else ()))
+            self._end(worker)
+            self._replace(worker, TIMED_OUT, overdue if worker.is_async else worker.culprits())
             return
         for call in overdue:
             call.settle(TIMED_OUT)
@@ -367,11 +367,6 @@ class WorkerPool:
         middle = len(calls) // 2
         self._suspects.extend(half for half in (calls[:middle], calls[middle:]) if half)
         self._flush_soon()
-
-    def _fail(self, worker: WorkerProcess, failure: Failure, *calls: Call) -> None:
-        """End a worker because of ``calls``, by default of the one that it runs."""
-        self._end(worker)
-        self._replace(worker, failure, calls or worker.culprits())
 
     def _replace(self, worker: WorkerProcess, failure: Failure, failed: Sequence[Call]) -> None:
         """Let ``failed`` calls fail, and run the other calls of a worker that has ended elsewhere."""
