@@ -23,7 +23,6 @@ from headwater.observe.process import process_start
 from headwater.observe.run_directory import RunDirectory
 
 BALANCED = {"dispatched": 104, "trained": 96, "dropped": 0, "buffered": 4, "in_flight": 4}
-    "generation": "fewer prompts",
 
 
 @pytest.fixture
@@ -353,6 +352,7 @@ def test_a_wait_for_a_batch_while_nothing_runs_is_explained_by_the_capacity(run)
 
 REMEDIES = {
     "batch": "generation is slower than the learner",
+    "generation": "fewer prompts",
     "weights": "update_mode",
     "server_reached": "rollout.servers",
     "router": "unreachable",
