@@ -23,6 +23,7 @@ from headwater.observe.process import process_start
 from headwater.observe.run_directory import RunDirectory
 
 BALANCED = {"dispatched": 104, "trained": 96, "dropped": 0, "buffered": 4, "in_flight": 4}
+    "generation": "fewer prompts",
 
 
 @pytest.fixture
