@@ -103,6 +103,10 @@ def _for_replay(config: Config, path: Path) -> Config:
         trainer=replace(
             config.trainer,
             checkpoint_every_steps=0,
+            checkpoint_in_background=True,
+            checkpoint_dir="",
+            best_metric="",
+            best_mode="max",
             save_rollouts_every_steps=0,
             trackers=(),
             tracker_args={},
