@@ -21,6 +21,7 @@ from headwater.backends import BackendContext
 from headwater.backends.remote import requests as requests_module
 from headwater.backends.remote import servers as servers_module
 from headwater.backends.remote import session as session_module
+from headwater.backends.remote.http import Turns
 from headwater.backends.remote.link import Garbage, Sending, Span
 from headwater.backends.sglang.engine import SglangEngine, command
 from headwater.backends.sglang.http import DIALECTS, dialect_of, read_answer, read_info, write_request
@@ -408,6 +409,35 @@ def test_an_aborted_request_returns_the_tokens_that_the_server_has():
         thread.join(60)
         assert (answers[0].stop_reason, answers[0].output_tokens) == ("abort", (20,))
         assert engine.status().num_running + engine.status().num_waiting == 0
+
+
+def test_streams_of_all_servers_share_the_connections_of_the_process():
+    """Each engine has its own event loop."""
+    turns, together = Turns(2), []
+
+    async def hold(ends: asyncio.Event) -> None:
+        async with turns.turn():
+            together.append(2 - turns._num_free)
+            await ends.wait()
+
+    async def use(count: int) -> None:
+        ends = asyncio.Event()
+        held = [asyncio.create_task(hold(ends)) for _ in range(count)]
+        await asyncio.sleep(0.05)
+        held[-1].cancel()  # it holds a turn or waits for one
+        ends.set()
+        done = await asyncio.gather(*held, return_exceptions=True)
+        assert [isinstance(each, asyncio.CancelledError) for each in done] == [False] * (count - 1) + [True]
+
+    threads = [threading.Thread(target=lambda: asyncio.run(use(20))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(together) >= 3 * 19
+    assert max(together) <= 2
+    assert (turns._num_free, len(turns._waiting)) == (2, 0)
 
 
 def test_the_error_of_a_server_that_refuses_a_group_is_not_hidden(monkeypatch):
