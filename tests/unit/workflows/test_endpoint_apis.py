@@ -133,6 +133,8 @@ def test_the_fields_of_a_response_become_those_of_a_chat():
         "tools": [TOOL],
         "tool_choice": {"type": "function", "name": "search"},
         "max_output_tokens": 7,
+        "background": False,
+        "include": ["reasoning.encrypted_content"],
     }
     chat = chat_body(body)
     assert [each["role"] for each in chat["messages"]] == ["user", "assistant", "tool"]
