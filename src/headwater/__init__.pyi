@@ -1,7 +1,7 @@
-from headwater.api.config import Config as Config
 from headwater.api.engine import Completion as Completion
 from headwater.api.engine import Engine as Engine
-from headwater.api.result import Result as Result
+from headwater.api.train import Config as Config
+from headwater.api.train import Result as Result
 from headwater.api.train import Trainer as Trainer
 from headwater.api.train import train as train
 from headwater.core.errors import ConfigError as ConfigError

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, headwater, metrics, same_weights, train_here, weights
+from command import CUT_DOWN, PROCESS_LIMIT_S, headwater, metrics, python_of, same_weights, train_here, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.core.errors import RunError
@@ -139,7 +139,7 @@ def test_an_exported_model_is_loaded_by_transformers(run, tmp_path):
     assert "trained all weights" in headwater("export", run, "--to", "x", "--adapter").stderr
 
 
-VLLM = Path(os.environ.get("HEADWATER_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+VLLM, HAS_VLLM = python_of("vllm")
 GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -153,7 +153,7 @@ print("TOKENS", json.dumps(done.outputs[0].token_ids))
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
-@pytest.mark.skipif(not VLLM.exists(), reason=f"NO REAL VLLM: {VLLM} does not exist; run `make setup-vllm`")
+@pytest.mark.skipif(not HAS_VLLM, reason=f"NO REAL VLLM: it is not installed for {VLLM}; run `make setup-vllm`")
 def test_an_exported_model_is_loaded_by_vllm(run, tmp_path):
     assert headwater("export", run, "--to", tmp_path / "model").code == 0
     (tmp_path / "generate.py").write_text(f"if __name__ == '__main__':\n{textwrap.indent(GENERATE, '    ')}")
@@ -212,7 +212,7 @@ def test_wrong_settings_are_named(tmp_path):
     assert "trainer.total_epochs = 2 decides" in fails(root, "trainer.total_epochs=2")
     assert "nothing reads the reference" in fails(root, "reference.path=tiny:llama")
     unknown = fails(root, "trainer.best_metric=eval/accuracy", "eval.every_steps=1")
-    assert "the evaluation of step 1 has no such metric; use one of eval/" in unknown
+    assert "the evaluation of step 0 has no such metric; use one of eval/" in unknown
     tokenizer = load_tokenizer("tiny:qwen3")
     tokenizer.add_tokens(["<other>"])
     model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=0)
@@ -317,6 +317,13 @@ def test_log_probs_are_computed_while_responses_are_scored(tmp_path, monkeypatch
     assert same_weights(*(weights(run, 2) for run in runs))
     rows = pq.read_table(runs[0] / "rollouts" / "step_000001.parquet").to_pylist()
     assert all(row["reward"] == len(set(row["response"])) / 9 and "reward_late" not in row for row in rows)
-    refused = fails("reward.join=late", "rollout.max_staleness=1", "algorithm.filter_groups=true")
-    for part in ("does not go with rollout.max_staleness = 1", "algorithm.filter_groups = True", "would save no time"):
+    refused = fails(
+        "reward.join=late", "rollout.max_staleness=1", "algorithm.filter_groups=true", "rollout.max_retries=1"
+    )
+    for part in (
+        "does not go with rollout.max_staleness = 1",
+        "rollout.max_retries = 1",
+        "algorithm.filter_groups = True",
+        "would save no time",
+    ):
         assert part in refused

@@ -145,7 +145,8 @@ def _resume_locked(run: RunDirectory, step: int | None, overrides: Overrides, at
     from headwater.trainer.mirror import fetch_missing
 
     before = load_config(run.config_file, was_accepted=True).config
-    fetch_missing(run, before.trainer.checkpoint_dir, step)
+    if fetch_missing(run, before.trainer.checkpoint_dir, step):
+        before = load_config(run.config_file, was_accepted=True).config
     checkpoints = Checkpoints(run.checkpoints, before.trainer.keep_checkpoints)
     checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
     fits = [fits_checkpoint(before, checkpoint)] if checkpoint else []

@@ -227,7 +227,8 @@ def profiled_steps_exist(config: Config, layers: Layers) -> Iterator[Clash]:
         why = "trainer.profile.steps is empty; name some steps"
         yield from unread(given_in("trainer.profile", layers), ("trainer.profile.steps",), why, layers)
     late = [step for step in profile.steps if step > total]
-    if late and not _was_cut_short("trainer.profile.steps", layers):
+    # With trainer.total_epochs, the data decide the number of steps.
+    if late and not config.trainer.total_epochs and not _was_cut_short("trainer.profile.steps", layers):
         reason = f"the run has no step {late[0]}: trainer.total_steps = {total}; name steps from 1 to {total}"
         yield Clash(("trainer.profile.steps", "trainer.total_steps"), reason)
     if profile.steps and not profile.ranks:

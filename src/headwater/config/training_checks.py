@@ -90,6 +90,11 @@ def scores_can_be_late(config: Config, layers: Layers) -> Iterator[Clash]:
             "with rollouts that run ahead, responses are scored during training anyway",
         ),
         "rollout.on_failure": (config.rollout.on_failure == "drop", "a group is complete before its scores are known"),
+        "rollout.max_retries": (
+            config.rollout.max_retries > 0,
+            "a group is complete before its scores are known, so a failed score would not repeat it; for failed "
+            "scores, set reward.max_retries instead",
+        ),
         "algorithm.filter_groups": (config.algorithm.filter_groups, "groups are filtered by their scores"),
         "rollout.should_accept": (bool(config.rollout.should_accept), "it may look at the scores of a group"),
         "algorithm.advantage": (

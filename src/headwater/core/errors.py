@@ -126,6 +126,10 @@ class RunError(HeadwaterError):
     """A run directory that cannot be used or resumed."""
 
 
+class CopyFailed(RunError):
+    """The copy of a run (``trainer.checkpoint_dir``) cannot be read or written. The run directory is not affected."""
+
+
 class RewardsUnreliable(RunError):
     """Too many scoring calls failed (``reward.max_failed_share``), so the run stops."""
 

@@ -1,9 +1,10 @@
 """Data from elsewhere: datasets of the Hugging Face Hub, folders of datasets, and files at URLs.
 
 The package ``datasets`` opens the first two. Files at ``https://``, ``s3://``, ``gs://``, ``hf://`` and other URLs that
-fsspec opens are copied to a cache, ``$HEADWATER_CACHE/data`` (see ``models.builtin.smollm2.cache_dir``). A file is
-copied again if its size, time or checksum at the source has changed. If the source cannot be reached, an earlier copy
-is used.
+fsspec opens are copied to a cache, ``$HEADWATER_CACHE/data`` (see ``core.disk.cache_dir``). A file is copied again if
+its size, time or checksum at the source has changed, as far as the source tells them: over HTTP that is the size and,
+if the server sends one, the ETag. If the source of a file cannot be reached, an earlier copy is used. A pattern always
+needs its source.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from headwater.config.paths import is_file
@@ -60,8 +60,10 @@ class RLHFDataset:
         self._stores = [store for stores in opened for store in stores]
         self._owners = [number for number, stores in enumerate(opened) for _ in stores]
         """The source of each store."""
-        self._names = _unique_names(self._stores)
-        self._labels = [_label(given, stores[0].name) for given, stores in zip(self._sources, opened, strict=True)]
+        self._names = _unique_names(store.name for store in self._stores)
+        self._labels = _unique_names(
+            _label(given, stores[0].name) for given, stores in zip(self._sources, opened, strict=True)
+        )
         self._starts = [0, *itertools.accumulate(len(store) for store in self._stores)]
         ends = itertools.accumulate(sum(map(len, stores)) for stores in opened)
         self._ends = list(ends)
@@ -250,14 +252,14 @@ def _open_all(
     ]
 
 
-def _unique_names(stores: Sequence[RowStore]) -> list[str]:
-    """Two files with the same name must not share uids: the second ``train`` becomes ``train#2``."""
+def _unique_names(names: Iterable[str]) -> list[str]:
+    """Two files with the same name must not share uids or metrics: the second ``train`` becomes ``train#2``."""
     seen: Counter[str] = Counter()
-    names = []
-    for store in stores:
-        seen[store.name] += 1
-        names.append(store.name if seen[store.name] == 1 else f"{store.name}#{seen[store.name]}")
-    return names
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return unique
 
 
 def _names(stores: Sequence[RowStore]) -> str:

@@ -125,8 +125,8 @@ class ShufflingSampler:
 class MixingSampler:
     """Draws from several parts of a dataset in proportion to their weights, each in its own order and epochs.
 
-    After any number of draws, the count of every part differs by less than one from its exact share: the next draw is
-    from the part that is furthest behind.
+    The next draw is from the part that is furthest behind. So after any number of draws, the count of a part is less
+    than one above its exact share. It is less than one below it with two parts, and less than n - 1 with n parts.
 
     >>> parts = [DataPart("a", 0, 2, weight=3), DataPart("b", 2, 4, weight=1)]
     >>> [draw.index for draw in MixingSampler(parts, seed=0, shuffle=False).take(8)]

@@ -41,8 +41,8 @@ class MetricsRecord:
 
 
 class RunDirectory:
-    """``runs/<name>/``: config.yaml, metrics.jsonl, ledger.jsonl, status.json, writer.lock, reward.png, the folders
-    rollouts, eval and checkpoints, and trace.json if ``trainer.trace`` is set."""
+    """``runs/<name>/``: config.yaml, run_id, metrics.jsonl, ledger.jsonl, status.json, writer.lock, reward.png, the
+    folders rollouts, eval and checkpoints, and trace.json if ``trainer.trace`` is set."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,9 @@ class RunDirectory:
                 path = root / (name if number == 1 else f"{name}-{number}")
                 try:
                     path.mkdir()
-                    return cls(path)
+                    run = cls(path)
+                    run.id_file.write_text(os.urandom(16).hex(), encoding="utf-8")
+                    return run
                 except FileExistsError:
                     number += 1
         except OSError as error:
@@ -83,6 +85,11 @@ class RunDirectory:
                 f"created, for example runs/quickstart{similar_path(path)}"
             )
         return cls(path)
+
+    @property
+    def id_file(self) -> Path:
+        """Random text that tells the run from others of the same name. Copies of the run have it too."""
+        return self.path / "run_id"
 
     @property
     def config_files(self) -> list[Path]:
@@ -202,6 +209,14 @@ def saved_steps(checkpoints: Path) -> list[int]:
 def is_checkpoint_name(name: str) -> bool:
     number = name.removeprefix("step_")
     return name.startswith("step_") and number.isdecimal() and number == f"{int(number):06d}"
+
+
+def set_aside(path: Path) -> None:
+    """Rename a folder whose name another one gets."""
+    number = 1
+    while (aside := path.with_name(f"superseded-{number}_{path.name}")).exists():
+        number += 1
+    path.rename(aside)
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ from headwater.core.errors import ConfigError, DamagedCheckpoint, DiskFull, Head
 from headwater.core.protocols import Learner, SavedLater
 from headwater.core.waits import wait_for_future
 from headwater.observe.manifest import MANIFEST, Damage, damage, num_bytes, seal
-from headwater.observe.run_directory import RunDirectory, saved_steps
+from headwater.observe.run_directory import RunDirectory, saved_steps, set_aside
 from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
 
 if TYPE_CHECKING:
@@ -60,11 +60,9 @@ class BestStep:
         self._sign = 1.0 if mode == "max" else -1.0
         self._value: float | None = None
 
-    def is_improved(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether the metrics of an evaluation are better than all before; then they are the best from now on."""
-        if not self._name:
-            return False
-        if self._name not in metrics:
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Refuse a name that the metrics of an evaluation do not have."""
+        if self._name and self._name not in metrics:
             known = ", ".join(f"eval/{name}" for name in sorted(metrics))
             raise ConfigError(
                 [
@@ -72,6 +70,12 @@ class BestStep:
                     f"one of {known}, or remove this"
                 ]
             )
+
+    def is_improved(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether the metrics of an evaluation are better than all before; then they are the best from now on."""
+        self.check(step, metrics)
+        if not self._name:
+            return False
         value = self._sign * metrics[self._name]
         if self._value is not None and not value > self._value:
             return False
@@ -93,6 +97,8 @@ class Checkpoints:
         self._keep = keep
         self._mirror = mirror
         self._best: int | None = None
+        self._failed_copies: list[str] = []
+        """Why copies could not be made. Each was tried again with the next checkpoint."""
         self._pool: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         """The checkpoint that is being written in the background. There is at most one."""
@@ -112,19 +118,22 @@ class Checkpoints:
         """Keep the checkpoint of ``step``, and no longer the one that was the best before."""
         self._best = step
 
-    def save(self, state: TrainerState, learner: Learner, *, in_background: bool = False) -> Path:
+    def save(
+        self, state: TrainerState, learner: Learner, *, in_background: bool = False, is_last: bool = False
+    ) -> Path:
         """Write a checkpoint under a temporary name and rename it, so that a checkpoint that exists is complete.
 
-        ``in_background`` returns when the learner may continue. ``settle`` then waits for the rest.
+        ``in_background`` returns when the learner may continue. ``settle`` then waits for the rest. ``is_last`` means
+        that no later checkpoint can repeat a copy that fails.
         """
         self.settle()
         target = self._place(state.step)
         if (target / MANIFEST).is_file():
-            if self._mirror is not None and not in_background:
-                self._mirror.update(self._kept())  # for the records that came after it
+            if is_last:
+                self._copy(is_last=True)  # for the records that came after it
             return target
         if target.exists():
-            _set_aside(target)  # something else has the name
+            set_aside(target)  # something else has the name
         for leftover in self._folder.glob(".step_*"):  # left by a process that was killed while saving
             shutil.rmtree(leftover, ignore_errors=True)
         temporary = self._folder / f".{target.name}"
@@ -134,15 +143,23 @@ class Checkpoints:
                 temporary.mkdir(parents=True)
                 learner.save(temporary)
         if not in_background:
-            self._finish(state, target, temporary, None)
+            self._finish(state, target, temporary, None, is_last=is_last)
             return target
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing = self._pool.submit(self._finish, state, target, temporary, snapshot)
         return target
 
-    def _finish(self, state: TrainerState, target: Path, temporary: Path, snapshot: SavedLater | None) -> None:
-        """Write what is missing, then make the checkpoint valid, upload it and remove old ones."""
+    def _finish(
+        self,
+        state: TrainerState,
+        target: Path,
+        temporary: Path,
+        snapshot: SavedLater | None,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Write what is missing, then make the checkpoint valid, remove old ones and upload it."""
         with self._cleaning_up(temporary, target):
             if snapshot is not None:
                 temporary.mkdir(parents=True)
@@ -157,8 +174,20 @@ class Checkpoints:
             if old not in kept:
                 # Renamed first, so that a partly removed checkpoint is never mistaken for a complete one.
                 shutil.rmtree(old.rename(old.with_name(f".{old.name}")))
-        if self._mirror is not None:
-            self._mirror.update(kept)
+        self._copy(is_last=is_last)
+
+    def _copy(self, *, is_last: bool) -> None:
+        """Bring the copy up to date. The checkpoint here is whole, so only the last copy must succeed."""
+        if self._mirror is None:
+            return
+        best = "" if self._best is None else self._place(self._best).name
+        try:
+            self._mirror.update(self._kept(), num_newest=self._keep, best=best)
+        except HeadwaterError as error:
+            if is_last:
+                raise
+            self._failed_copies.append(str(error))
+            logger.warning("%s; this is tried again with the next checkpoint", error)
 
     def _kept(self) -> list[Path]:
         newest = self.all()[-self._keep :]
@@ -172,12 +201,15 @@ class Checkpoints:
 
     def settle(self) -> None:
         """Wait for the checkpoint that is being written, and raise its error if it failed."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
+        if (writing := self._writing) is not None:
             what = "a checkpoint is written in the background"
-            wait_for_future(writing, lambda: what, kind="checkpoint", hard_limit_s=WRITE_LIMIT_S)
+            try:
+                wait_for_future(writing, lambda: what, kind="checkpoint", hard_limit_s=WRITE_LIMIT_S)
+            finally:
+                if writing.done():  # an interrupt leaves it running
+                    self._writing = None
 
-    def finish(self) -> None:
+    def finish(self, say: Callable[[str], object]) -> None:
         """The run ends: wait for a checkpoint that is still being written. If it fails, another error came before."""
         try:
             self.settle()
@@ -186,6 +218,8 @@ class Checkpoints:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+        if failed := self._failed_copies:
+            say(f"Warning: {len(failed)} times, checkpoints could not be copied at once. The last cause: {failed[-1]}")
 
     @contextmanager
     def _cleaning_up(self, temporary: Path, target: Path) -> Iterator[None]:
@@ -215,7 +249,9 @@ class Checkpoints:
         """Rename checkpoints later than ``step``, because the run continues from there and will write new ones."""
         for later in self.all():
             if step_of(later) > step:
-                _set_aside(later)
+                set_aside(later)
+        if self._mirror is not None:
+            self._mirror.set_aside_after(step)
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first. Other folders are ignored."""
@@ -227,6 +263,10 @@ class Checkpoints:
 
     def has(self, step: int) -> bool:
         return (self._place(step) / MANIFEST).is_file()
+
+    def saved_anywhere(self) -> set[int]:
+        """The steps of all checkpoints, also of those that only the copy has."""
+        return {*map(step_of, self.all()), *(self._mirror.steps() if self._mirror is not None else ())}
 
     def at(self, step: int) -> Path:
         path = self._place(step)
@@ -266,13 +306,6 @@ def _best_saved_step(run: RunDirectory, settings: TrainerConfig) -> int:
             f"{', '.join(map(str, sorted(saved))) or 'none'}"
         )
     return int(found)
-
-
-def _set_aside(path: Path) -> None:
-    number = 1
-    while (aside := path.with_name(f"superseded-{number}_{path.name}")).exists():
-        number += 1
-    path.rename(aside)
 
 
 def step_of(checkpoint: Path) -> int:

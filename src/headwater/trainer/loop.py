@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.config.schema import Config
-from headwater.core.errors import DiskFull, HeadwaterError, RankFailed
+from headwater.core.errors import CopyFailed, DiskFull, HeadwaterError, RankFailed, RolloutFailed
 from headwater.core.interrupts import Interrupts
 from headwater.core.protocols import ProfileOrder
 from headwater.core.records import Prompt, Trajectory
@@ -64,6 +64,8 @@ class Trainer:
         self._callbacks = callbacks
         self._unsaid: dict[int, Path] = {}
         """The checkpoint that callbacks were not told about yet."""
+        self._saved_step = NOTHING
+        """The last step that was saved, or is being saved."""
         config = training.config
         self._notices = tuple(notices)
         self._last_step = min(last_step or config.trainer.total_steps, config.trainer.total_steps)
@@ -131,6 +133,7 @@ class Trainer:
         self._stream.load_state_dict(state.rollouts.cursor)
         self._rollouts.restore(state.rollouts, state.step)
         self._state = state
+        self._saved_step = state.step
         self._consistent = True
 
     def status(self) -> dict[str, Any]:
@@ -177,7 +180,7 @@ class Trainer:
                 self._prepare()
                 if not self._config.eval.only:
                     self._train()
-                    self._save(in_background=False)
+                    self._save(is_last=True)
             except KeyboardInterrupt:
                 self._check_learner()
                 is_kept = self._stop()
@@ -189,7 +192,7 @@ class Trainer:
                     self._save_after(error)
                 raise
             finally:
-                self._checkpoints.finish()
+                self._checkpoints.finish(self._display.say)
                 self._recorder.close()
             return True
 
@@ -216,7 +219,7 @@ class Trainer:
 
     def _train(self) -> None:
         with self._recorder.training(self._state.step, self._last_step):
-            while self._state.step < self._last_step:
+            while self._goes_on():
                 batch = self._take()
                 with self._interrupts.deferred("this update"):
                     experience = self._make_experience(batch)
@@ -231,10 +234,14 @@ class Trainer:
         if self._config.eval.after and not _due(self._state.step, self._config.eval.every_steps):
             self._evaluate()
 
-    def _take(self) -> RolloutBatch:
-        """Groups for one step, none of them too old. Later groups continue to be generated if allowed."""
+    def _goes_on(self) -> bool:
+        """Whether there is another step. A callback that is told about a checkpoint may end training."""
         self._checkpoints.check()
         self._tell_saved()
+        return self._state.step < self._last_step
+
+    def _take(self) -> RolloutBatch:
+        """Groups for one step, none of them too old. Later groups continue to be generated if allowed."""
         self._recorder.begin_step()
         self._profile(self._state.step + 1, is_start=True)
         with self._generating(), self._stage("wait", batch=self._state.step + 1):
@@ -306,6 +313,11 @@ class Trainer:
     def _restore_engine(self) -> None:
         """While rollouts are awaited: publish the present version again to an engine whose process was replaced."""
         if self._parts.engine.status().needs_weights:
+            if self._state.warm_started and not self._consistent:
+                raise RolloutFailed(
+                    f"the engine was replaced while it generated with version {self._state.step}, whose weights the "
+                    "learner no longer has; resume from the last checkpoint"
+                )
             # An interrupt must not leave the transfer: the engine's thread would continue to read the export.
             with (
                 self._interrupts.deferred("sending the weights"),
@@ -341,6 +353,7 @@ class Trainer:
             )
             self._recorder.evaluation(self._state.step, result)
         self._tell("on_evaluate", self._state.step, self._recorder.latest)
+        self._best.check(self._state.step, result.metrics())  # step 0 is never the best
         if self._state.step > 0 and self._best.is_improved(self._state.step, result.metrics()):
             self._checkpoints.keep_best(self._state.step)
             self._save()
@@ -355,8 +368,11 @@ class Trainer:
 
     def _find_best(self) -> None:
         """The best checkpoint of an earlier part of the run."""
+        if not self._config.trainer.best_metric:
+            return
+        saved = self._checkpoints.saved_anywhere()
         for step, metrics in self._recorder.evaluations():
-            if 0 < step <= self._state.step and self._checkpoints.has(step) and self._best.is_improved(step, metrics):
+            if 0 < step <= self._state.step and step in saved and self._best.is_improved(step, metrics):
                 self._checkpoints.keep_best(step)
 
     def _warm_start(self) -> None:
@@ -402,8 +418,8 @@ class Trainer:
 
     def _save_after(self, error: Exception) -> None:
         """Save what is consistent. ``error`` is what the user must see, so a failure to save is only said."""
-        if isinstance(error, DiskFull):
-            return  # there is no space for a checkpoint either
+        if isinstance(error, DiskFull | CopyFailed):
+            return  # there is no space for a checkpoint either, or it is saved and only its copy is missing
         try:
             self._save_if_consistent()
         except (HeadwaterError, OSError) as second:
@@ -412,19 +428,28 @@ class Trainer:
     def _save_if_consistent(self) -> None:
         """After an interrupted update the weights belong to no version, and a run could not resume from them."""
         if self._consistent and not self._learner.status().failure:
-            self._save(in_background=False)
+            self._save(is_last=True)
 
     def _check_learner(self) -> None:
         """An interrupt may mean that a rank of the learner has ended; then there is nothing to save with."""
         if failure := self._learner.status().failure:
             raise RankFailed(f"{failure}; resume from the last checkpoint")
 
-    def _save(self, *, in_background: bool = True) -> None:
-        """Save the present step. In the background, the files are written while training continues."""
-        in_background = in_background and self._config.trainer.checkpoint_in_background
+    def _save(self, *, is_last: bool = False) -> None:
+        """Save the present step, once. In the background, the files are written while training continues.
+
+        ``is_last`` waits for all files, also those of an earlier call.
+        """
+        step = self._state.step
+        if step == self._saved_step and not is_last:
+            return
+        in_background = self._config.trainer.checkpoint_in_background and not is_last
         with self._interrupts.deferred("this checkpoint"), self._stage("checkpoint"):
-            saved = self._checkpoints.save(self._state, self._learner, in_background=in_background)
-        self._unsaid = {self._state.step: saved}
+            self._checkpoints.settle()
+            self._tell_saved()  # about the one before, which may be removed now
+            saved = self._checkpoints.save(self._state, self._learner, in_background=in_background, is_last=is_last)
+        if step != self._saved_step:
+            self._saved_step, self._unsaid = step, {step: saved}
         self._tell_saved()
 
     def _tell_saved(self) -> None:

@@ -28,7 +28,8 @@ def test_settings_of_a_resume_are_kept_in_addition_to_the_first(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     for text in ("a: 1", "a: 1", "a: 2", "a: 3"):
         run.write_config(text)
-    assert sorted(path.name for path in run.path.iterdir()) == ["config-2.yaml", "config-3.yaml", "config.yaml"]
+    names = ["config-2.yaml", "config-3.yaml", "config.yaml", "run_id"]
+    assert sorted(path.name for path in run.path.iterdir()) == names
     assert (run.path / "config.yaml").read_text() == "a: 1"
     assert RunDirectory.open(run.path).config_file.read_text() == "a: 3"
 

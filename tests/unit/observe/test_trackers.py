@@ -136,6 +136,11 @@ def test_settings_that_would_have_no_effect_are_refused(settings, problem):
         load_config(["quickstart"], settings)
 
 
+def test_profiled_steps_of_epochs_are_not_known_yet():
+    config = load_config(["quickstart"], ["trainer.profile.steps=[400]", "trainer.total_epochs=2"]).config
+    assert config.trainer.profile.steps == (400,)
+
+
 def test_the_console_prints_all_metrics_or_those_that_are_asked_for(tmp_path):
     output = io.StringIO()
     made = Trackers.of(["console"], {"console": {"only": ["reward/"]}}, Display(Console(file=output, width=80)))

@@ -1,4 +1,4 @@
-"""The learner and the engine's cache take turns on the device."""
+"""The learner and the engine's cache take turns on the device; an engine is replaced; callbacks and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import pytest
 from trainer.experience_parts import RECIPE
 
 from headwater.config.load import load_config
+from headwater.core.errors import RolloutFailed
 from headwater.learner.build import LearnerSpec
 from headwater.learner.learner import LocalLearner
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.trainer import loop
+from headwater.trainer.callbacks import Callback, StopTraining
+from headwater.trainer.checkpoint import Checkpoints
 from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
@@ -135,3 +138,66 @@ def test_an_interrupt_waits_until_a_replaced_engine_has_its_weights(tmp_path, mo
         rollout.close()
     assert sent == [0]
     assert run.checkpoint_steps() == [0]
+
+
+def fit(run: RunDirectory, *overrides: str, callbacks=(), change=lambda rollout: None) -> None:
+    """Train ``SMALL`` without the turns on the device. ``change`` may change the parts of the rollouts."""
+    settings = [*SMALL[1:], "warm_start.num_steps=0", "eval.before=false", "eval.after=false", *overrides]
+    config = load_config(RECIPE, settings).config
+    rollout = build_rollout(config, config.model.path)
+    try:
+        change(rollout)
+        training = build_training(LearnerSpec(config, config.model.path, config.model.path), rollout.tokenizer)
+        Trainer(config, rollout, training, run, Display(), callbacks=callbacks).fit()
+    finally:
+        rollout.close()
+
+
+def test_new_weights_are_never_published_as_the_old_version(tmp_path, monkeypatch):
+    run, sent = RunDirectory.create(tmp_path, "run"), []
+    publish = loop.publish
+
+    def recorded(learner, engine, version, **options):
+        sent.append((version, options.get("is_repeat", False)))
+        return publish(learner, engine, version, **options)
+
+    def replaced_after_the_update(rollout):
+        def finish_all():
+            status = replace(rollout.engine.status(), needs_weights=True)
+            monkeypatch.setattr(rollout.engine, "status", lambda: status)
+            rollout.tasks.while_waiting()
+
+        monkeypatch.setattr(rollout.train_rollouts, "finish_all", finish_all)
+
+    monkeypatch.setattr(loop, "publish", recorded)
+    with pytest.raises(RolloutFailed, match="with version 0, whose weights the learner no longer has; resume"):
+        fit(run, "run.deterministic=true", change=replaced_after_the_update)
+    assert (0, True) not in sent
+    assert run.checkpoint_steps() == [], "the weights belong to no version"
+
+
+class Told(Callback):
+    def __init__(self, stop_at: int = 0) -> None:
+        self.steps: list[int] = []
+        self.stop_at = stop_at
+
+    def on_checkpoint(self, step, path):
+        assert (path / "model").is_dir()
+        self.steps.append(step)
+        if step == self.stop_at:
+            raise StopTraining
+
+
+def test_a_step_is_saved_once_and_callbacks_are_told_once(tmp_path, monkeypatch):
+    settings = [
+        "trainer.total_steps=3", "trainer.checkpoint_every_steps=1", "trainer.keep_checkpoints=1", "eval.every_steps=1",
+        "trainer.best_metric=eval/num_prompts",
+    ]  # fmt: skip
+    told = Told()
+    fit(RunDirectory.create(tmp_path, "run"), *settings, callbacks=[told])
+    assert told.steps == [1, 2, 3]
+    # A checkpoint that is complete when the next step would begin: a callback may still end training.
+    monkeypatch.setattr(Checkpoints, "check", Checkpoints.settle)
+    run, told = RunDirectory.create(tmp_path, "run"), Told(stop_at=1)
+    fit(run, *settings, callbacks=[told])
+    assert run.checkpoint_steps() == told.steps == [1]
