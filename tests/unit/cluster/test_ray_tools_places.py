@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import RayActorError
 
-from headwater.cluster import ray_tools
+from headwater.cluster import ray_workers
 from headwater.cluster.ray_workers import ActorEnded, Answer, RayTools
 
 
@@ -54,7 +54,7 @@ class Actor:
 
 
 def test_new_episodes_leave_out_an_actor_that_has_ended_until_it_is_back(monkeypatch):
-    monkeypatch.setattr(ray_tools, "_PROBE_EVERY_S", 0.01)
+    monkeypatch.setattr(ray_workers, "_PROBE_EVERY_S", 0.01)
 
     async def run() -> None:
         actors = [Actor(), Actor()]
