@@ -6,7 +6,7 @@
 grows with the cluster. Two threads of the controller can be the limit. The event loop handles events and receives
 tokens: compare ``events_per_s`` with ``scheduler_overhead.py`` and ``controller_load.py``. The main thread assembles
 batches and writes rollout files (``batch_assembly.py``), while the learner's GPUs wait; its share is part of the
-simulated step.
+simulated step. Weights are published at the rate within one machine: slower networks give the controller less to do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from options import parser_of
 from record import write_record
 
-from headwater.planner.hardware import GPUS, SHAPES, Training
+from headwater.planner.hardware import GPUS, PUBLISH_RATE, SHAPES, Training
 from headwater.planner.plan import Roofline, Split, predict
 from headwater.planner.workload import Lengths, Workload
 
@@ -37,7 +37,10 @@ def needed(num_gpus: int, mean_tokens: int) -> dict[str, Any]:
         lengths=Lengths.long_tailed(SAMPLES, 8 * mean_tokens, mean=mean_tokens),
         max_staleness=MAX_STALENESS,
     )
-    model = Roofline(SHAPES["qwen2.5-7b"], GPUS["h200"], Training(is_checkpointed=True), context=mean_tokens / 2)
+    model = Roofline(
+        SHAPES["qwen2.5-7b"], GPUS["h200"], Training(is_checkpointed=True), context=mean_tokens / 2,
+        publish_rate=PUBLISH_RATE,
+    )  # fmt: skip
     row = predict(workload, model, split, MAX_STALENESS)
     assert row.prediction is not None, row.problem
     num_sampled = row.prediction.tokens_per_s / (1 - row.prediction.masked_share)
@@ -46,6 +49,7 @@ def needed(num_gpus: int, mean_tokens: int) -> dict[str, Any]:
         "gpus": num_gpus,
         "mean_tokens": mean_tokens,
         "prompts_per_step": workload.num_prompts,
+        "is_shortened": row.is_shortened,
         "event_loop_share": row.controller_load,
         "main_thread_share": main_s,
         **asdict(row.prediction),

@@ -5,7 +5,8 @@
 
 Every episode is a real one: the workflow tool_agent, the tools in their sandbox, groups, states and trajectories. A
 script takes the place of the model, so that the figures are those of the episodes. Several waves of the same size
-follow each other; with bounded memory, later waves need no more than the second.
+follow each other; with bounded memory, the last one needs no more than one in the middle. The memory is that of this
+process. The processes in which the sandbox runs programs are not counted.
 """
 
 from __future__ import annotations
@@ -88,11 +89,13 @@ async def wave(groups: GroupRunner, engine: Scripted, prompts: list[Prompt]) -> 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--episodes", type=int, default=1000)
-    parser.add_argument("--waves", type=int, default=4)
+    parser.add_argument("--waves", type=int, default=4, help="at least 2; with 2, the last is compared with the first")
     parser.add_argument("--turns", type=int, default=3, help="turns with calls in each episode")
     parser.add_argument("--latency", type=float, default=0.5, help="seconds of each reply of the model")
     parser.add_argument("--tools", default="calculator", choices=ARGUMENTS)
     args = parser.parse_args()
+    if args.waves < 2:
+        parser.error(f"--waves {args.waves}: must be at least 2, because the last wave is compared with an earlier one")
     tokenizer = load_tokenizer("tiny:qwen3")
     toolbox = Toolbox(ToolsConfig(use=(args.tools,)), SandboxConfig(), tokenizer)
     (schema,) = toolbox.offered.schemas.values()
@@ -131,9 +134,10 @@ def main() -> None:
 
     before = resident_mib()
     waves = asyncio.run(run())
-    growth = waves[-1]["peak_mib"] - waves[min(1, len(waves) - 1)]["peak_mib"]
+    middle = (len(waves) - 1) // 2
+    growth = waves[-1]["peak_mib"] - waves[middle]["peak_mib"]
     per_episode = 1024 * (waves[0]["peak_mib"] - before) / args.episodes
-    print(f"{per_episode:.0f} KiB per episode; from the second wave to the last, the peak grew by {growth:.1f} MiB")
+    print(f"{per_episode:.0f} KiB per episode; from wave {middle + 1} to the last, the peak grew by {growth:.1f} MiB")
     write_record(
         args.out,
         torch.device("cpu"),
@@ -141,6 +145,7 @@ def main() -> None:
         before_mib=before,
         kib_per_episode=per_episode,
         growth_mib=growth,
+        growth_since_wave=middle + 1,
         calls_per_s=statistics.median(each["calls_per_s"] for each in waves),
     )
 

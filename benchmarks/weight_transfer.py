@@ -1,6 +1,6 @@
 """How fast each transport moves new weights to servers, and how long they stop generating for it.
 
-    python benchmarks/weight_transfer.py --shapes qwen2.5-0.5b qwen2.5-1.5b --out results/gpu_weight_transfer.json
+    python benchmarks/weight_transfer.py --shapes qwen2.5-0.5b --updates 2 --out gpu_weight_transfer_0.5b.json
     python benchmarks/weight_transfer.py --shapes qwen2.5-0.5b --device cpu --updates 2 --sequences 2
 
 Real servers (``headwater serve``) generate without a break while versions are published to them as a run publishes

@@ -35,6 +35,18 @@ PROCESS_LIMIT_S = 1200.0
 SMALL = ["quickstart", *CUT_DOWN]
 
 
+def python_of(name: str) -> tuple[Path, bool]:
+    """The interpreter of an environment that ``make setup-NAME`` makes, and whether everything is installed there.
+
+    The interpreter exists before the packages do, so the Makefile's stamp decides. An interpreter that
+    HEADWATER_NAME_PYTHON names is used as it is.
+    """
+    if told := os.environ.get(f"HEADWATER_{name.upper()}_PYTHON"):
+        return Path(told), Path(told).exists()
+    folder = ROOT / f".venv-{name}"
+    return folder / "bin" / "python", (folder / ".installed").exists()
+
+
 @dataclass(frozen=True)
 class Result:
     code: int

@@ -7,11 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from command import CUT_DOWN, ROOT, headwater, metrics, same_weights, train_here, weights
+from command import CUT_DOWN, headwater, metrics, python_of, same_weights, train_here, weights
 
 from headwater.observe.run_directory import RunDirectory
 
@@ -85,8 +84,8 @@ def sdk_python() -> str:
     """An interpreter that has the Agents SDK."""
     if importlib.util.find_spec("agents") is not None:
         return sys.executable
-    python = Path(os.environ.get("HEADWATER_CLIENTS_PYTHON", ROOT / ".venv-clients" / "bin" / "python"))
-    if not python.exists():
+    python, is_installed = python_of("clients")
+    if not is_installed:
         pytest.skip("NO AGENT FRAMEWORK WAS TESTED: run `pip install openai-agents`, or `make setup-clients`")
     return str(python)
 

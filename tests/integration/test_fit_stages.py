@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, headwater, metrics, same_weights, train_here, weights
+from command import CUT_DOWN, PROCESS_LIMIT_S, headwater, metrics, python_of, same_weights, train_here, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.core.errors import RunError
@@ -139,7 +139,7 @@ def test_an_exported_model_is_loaded_by_transformers(run, tmp_path):
     assert "trained all weights" in headwater("export", run, "--to", "x", "--adapter").stderr
 
 
-VLLM = Path(os.environ.get("HEADWATER_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+VLLM, HAS_VLLM = python_of("vllm")
 GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -153,7 +153,7 @@ print("TOKENS", json.dumps(done.outputs[0].token_ids))
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
-@pytest.mark.skipif(not VLLM.exists(), reason=f"NO REAL VLLM: {VLLM} does not exist; run `make setup-vllm`")
+@pytest.mark.skipif(not HAS_VLLM, reason=f"NO REAL VLLM: it is not installed for {VLLM}; run `make setup-vllm`")
 def test_an_exported_model_is_loaded_by_vllm(run, tmp_path):
     assert headwater("export", run, "--to", tmp_path / "model").code == 0
     (tmp_path / "generate.py").write_text(f"if __name__ == '__main__':\n{textwrap.indent(GENERATE, '    ')}")

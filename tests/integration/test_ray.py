@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, metrics
-from test_vllm_server import PYTHON
+from test_vllm_server import IS_INSTALLED, NO_VLLM, PYTHON
 
 from headwater.observe.doctor import examine
 from headwater.observe.run_directory import RunDirectory
@@ -282,7 +282,7 @@ def test_a_run_is_a_job_of_ray(tmp_path, nodes):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PYTHON.exists(), reason=f"NO REAL VLLM: {PYTHON} does not exist; run `make setup-vllm`")
+@pytest.mark.skipif(not IS_INSTALLED, reason=NO_VLLM)
 @pytest.mark.xdist_group("vllm")
 def test_servers_of_vllm_are_actors(tmp_path):
     run = tmp_path / "quickstart"

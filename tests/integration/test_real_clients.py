@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import ROOT, start_headwater
+from command import python_of, start_headwater
 from real_clients import QUESTIONS
 
 from headwater.models.load import load_model, load_tokenizer
@@ -42,8 +42,8 @@ def url() -> Iterator[str]:
 
 def received(client: str, url: str, folder: Path) -> dict[str, Any]:
     """What a client reports about its calls."""
-    python = Path(os.environ.get("HEADWATER_CLIENTS_PYTHON", ROOT / ".venv-clients" / "bin" / "python"))
-    assert python.exists(), f"{python} does not exist; run `make setup-clients` first"
+    python, is_installed = python_of("clients")
+    assert is_installed, f"the clients are not installed for {python}; run `make setup-clients` first"
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     ended = subprocess.run(
         [python, Path(__file__).with_name("real_clients.py"), client, url, MODEL, folder],

@@ -156,6 +156,21 @@ def test_what_cannot_be_repeated_is_refused(replay, recorded, settings, reason):
     assert reason in result.stderr
 
 
+def test_a_run_of_several_ranks_is_refused(replay, recorded):
+    run = copy_of(recorded, "ranks")
+    status = json.loads((run / "status.json").read_text())
+    assert status["learner"]["num_ranks"] == 1
+    resumed_on_one = run / "metrics.jsonl"
+    first, rest = resumed_on_one.read_text().split("\n", 1)
+    shares = {"ranks/tokens_min": 10.0, "ranks/tokens_max": 12.0}
+    resumed_on_one.write_text(json.dumps({**json.loads(first), **shares}) + "\n" + rest)
+    assert "several learner ranks in some of its steps" in replay(run).stderr
+    (run / "status.json").write_text(json.dumps({**status, "learner": {**status["learner"], "num_ranks": 2}}))
+    result = replay(run)
+    assert result.code == 2
+    assert "was trained by 2 learner ranks, and a replay trains in one process" in result.stderr
+
+
 def test_a_run_without_a_ledger_is_named(replay, recorded):
     run = copy_of(recorded, "empty")
     (run / "ledger.jsonl").unlink()

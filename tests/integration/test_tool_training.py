@@ -135,7 +135,7 @@ def test_a_step_and_another_are_two(tmp_path):
     train_here(*recipe, "run.name=resumed", "trainer.total_steps=1")
     train_here("--resume", tmp_path / "resumed", "trainer.total_steps=2")
     assert same_weights(weights(tmp_path / "resumed", 2), weights(tmp_path / "straight", 2))
-    timed = ("time", "throughput", "rollout/")
+    timed = ("time", "throughput", "memory", "engine", "mfu", "rollout/")
     one, other = (
         [{k: v for k, v in each.items() if not k.startswith(timed)} for each in metrics(tmp_path / name, "train")]
         for name in ("straight", "resumed")

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
-from command import PROCESS_LIMIT_S, ROOT
+from command import PROCESS_LIMIT_S, ROOT, python_of
 
-PYTHON = Path(os.environ.get("HEADWATER_TRACKERS_PYTHON", ROOT / ".venv-trackers" / "bin" / "python"))
+PYTHON, IS_INSTALLED = python_of("trackers")
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(
-        not PYTHON.exists(), reason=f"NO TRACKIO AND MLFLOW: {PYTHON} does not exist; run `make setup-trackers`"
+        not IS_INSTALLED, reason=f"NO TRACKIO AND MLFLOW: not installed for {PYTHON}; run `make setup-trackers`"
     ),
 ]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import PROCESS_LIMIT_S, ROOT, is_gone, metrics, train_here
+from command import PROCESS_LIMIT_S, ROOT, is_gone, metrics, python_of, train_here
 
 from headwater.backends import SERVER_KEY, BackendContext
 from headwater.backends.vllm.engine import VllmEngine
@@ -31,11 +31,12 @@ from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.spans import Spans
 
-PYTHON = Path(os.environ.get("HEADWATER_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+PYTHON, IS_INSTALLED = python_of("vllm")
+NO_VLLM = f"NO REAL VLLM: it is not installed for {PYTHON}; run `make setup-vllm`"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"NO REAL VLLM: {PYTHON} does not exist; run `make setup-vllm`"),
+    pytest.mark.skipif(not IS_INSTALLED, reason=NO_VLLM),
     pytest.mark.xdist_group("vllm"),
 ]
 

@@ -12,12 +12,14 @@ from headwater.core.errors import HeadwaterError, RunError
 
 if TYPE_CHECKING:
     from headwater.config.schema import Config
+    from headwater.observe.run_directory import RunDirectory
     from headwater.rollout.replay import RecordedSchedule
 
 HELP = (
     "Repeat a recorded run. The groups of each step and the policy version of each token are read from ledger.jsonl. "
     "Tokens and updates are computed again, and the weights of every step must equal the recorded ones bit for bit. "
-    "The run must have been made with engine.deterministic=true. The replay gets a separate run directory."
+    "The run must have been made with engine.deterministic=true and one learner rank. The replay gets a separate run "
+    "directory."
 )
 
 
@@ -39,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None:
         schedule = schedule.first(args.steps)
     _check(config, schedule, args.run)
+    _check_ranks(recorded)
     _check_same([load_config(file, was_accepted=True).config for file in recorded.config_files], args.run)
     return _replay(_for_replay(config, args.run), schedule, args.run)
 
@@ -54,6 +57,22 @@ def _check(config: Config, schedule: RecordedSchedule, path: Path) -> None:
         raise RunError(
             f"{path}: was made with engine.update_mode = in_flight, where responses continue with keys and values "
             "of older weights, which cannot be reproduced; record a run with engine.update_mode=interrupt"
+        )
+
+
+def _check_ranks(recorded: RunDirectory) -> None:
+    """Several ranks add gradients in another order than the one rank of a replay, so every weight may differ."""
+    from headwater.observe.status_file import read_status
+
+    status = read_status(recorded.status_file)
+    num_ranks = status.num_ranks if status else 1
+    shares = ((row.get("ranks/tokens_min"), row.get("ranks/tokens_max")) for row in recorded.read_metrics())
+    if num_ranks > 1 or any(least != most for least, most in shares):
+        count = f"{num_ranks} learner ranks" if num_ranks > 1 else "several learner ranks in some of its steps"
+        raise RunError(
+            f"{recorded.path}: was trained by {count}, and a replay trains in one process, whose results differ from "
+            "theirs by rounding; record a run with one rank, or compare two runs with run.deterministic=true on the "
+            "same number of ranks"
         )
 
 

@@ -5,7 +5,7 @@
 
 All calls of an episode go to the same actor. Limits, counts and truncation stay in the toolbox, in the process of the
 training loop. Ray restarts an actor that has ended, on any node. Episodes whose state it held are told that their tools
-are unavailable; other episodes continue on the new actor.
+are unavailable; other episodes use the other actors until its tools are ready again.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _MAX_CONCURRENCY = 10_000
 """Calls of one actor at the same time. The toolbox has lower limits; Ray's default is too low for many tools."""
 _MAX_EPISODES = 100_000
 """Episodes whose actor is remembered. Far more than run at the same time; the oldest are forgotten."""
+_PROBE_EVERY_S = 2.0
+"""How often an actor that has ended is asked whether it is back."""
 _LOST = "the actor that held the state of this episode has ended"
 
 
@@ -135,6 +137,10 @@ def _answer(task: asyncio.Task[Any], order: Order) -> Answer:
         return Answer(raised=(type(error).__name__, str(error)))
 
 
+class ActorEnded(ToolUnavailable):
+    """The actor of a call has ended, before or during it."""
+
+
 @dataclass
 class _Home:
     """The actor of an episode."""
@@ -183,6 +189,8 @@ class RayTools(ActorPool):
         self._num_open = [0] * len(actors)
         self._homes: OrderedDict[str, _Home] = OrderedDict()
         self._ids = itertools.count()
+        self._probes: dict[int, asyncio.Task[None]] = {}
+        """Of the actors that have ended and are not back yet, by their place."""
 
     @classmethod
     def start(cls, options: Sequence[dict[str, Any]], config: ToolsConfig, sandbox: SandboxConfig) -> RayTools:
@@ -215,6 +223,8 @@ class RayTools(ActorPool):
 
     async def close(self, limit_s: float) -> None:
         """End the services of the tools, then the actors."""
+        for probe in list(self._probes.values()):
+            probe.cancel()
         asked = [actor.close.remote(limit_s) for actor in self._actors]
         with suppress(RayError, TimeoutError):
             await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), limit_s)
@@ -226,16 +236,36 @@ class RayTools(ActorPool):
         """Call a method of a tool in the actor of an episode."""
         home = self._homes.get(instance_id)
         if home is None:
-            home = self._homes[instance_id] = _Home(min(range(self.num_actors), key=self._num_open.__getitem__))
+            home = self._homes[instance_id] = _Home(self._next_place())
             while len(self._homes) > _MAX_EPISODES:
                 self._homes.popitem(last=False)
-        answer = await self.ask(
-            home.actor, Order(self.next_id(), tool, method, instance_id, arguments, kwargs, home.life)
-        )
+        order = Order(self.next_id(), tool, method, instance_id, arguments, kwargs, home.life)
+        place = home.actor
+        try:
+            answer = await self.ask(place, order)
+        except ActorEnded:
+            if home.life or method == "release":
+                raise
+            if home.actor == place:  # the episode has no state yet
+                home.actor = self._next_place()
+            answer = await self.ask(home.actor, replace(order, id=self.next_id()))
         home.life = answer.life
         if method == "create":
             self._homes[answer.value] = home  # a tool may choose its own id
         return answer.value
+
+    def _next_place(self) -> int:
+        """The actor with the fewest calls, of those that have not ended if there are any."""
+        places = [place for place in range(self.num_actors) if place not in self._probes]
+        return min(places or range(self.num_actors), key=self._num_open.__getitem__)
+
+    async def _probe(self, place: int) -> None:
+        """Return when an actor has made its tools again."""
+        while True:
+            with suppress(RayError):
+                if not isinstance(await self._actors[place].describe.remote(self._entries), SentError):
+                    return
+            await asyncio.sleep(_PROBE_EVERY_S)
 
     async def ask(self, place: int, order: Order) -> Answer:
         """The answer of an actor. A cancellation is passed on, and waits until the call there has ended."""
@@ -252,7 +282,10 @@ class RayTools(ActorPool):
                 actor.cancel.remote(order.id)
                 answer = await future
         except RayError as error:
-            raise ToolUnavailable(f"its actor tools-{place} has ended: {death_of(error)}") from error
+            if place not in self._probes:
+                self._probes[place] = asyncio.create_task(self._probe(place))
+                self._probes[place].add_done_callback(lambda _: self._probes.pop(place, None))
+            raise ActorEnded(f"its actor tools-{place} has ended: {death_of(error)}") from error
         finally:
             self._num_open[place] -= 1
         _raise(answer)

@@ -87,9 +87,9 @@ class RolloutConfig:
     """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
     the learner's device if there is none."""
     weight_transfer: Literal["auto", "shared_memory", "file", "collective", "cuda_ipc"] = "auto"
-    """How new weights reach servers: `shared_memory` and `cuda_ipc` (weights stay on the GPU) on this machine, through
-    a `file`, or `collective`: the learner's ranks send their parts over the network. `auto` takes the first that
-    works, but never cuda_ipc."""
+    """How new weights reach servers: `shared_memory` or `cuda_ipc` (they stay on the GPU) on this machine, through a
+    `file`, or `collective`: the ranks send their parts over the network. `auto` takes the first that works, but
+    never cuda_ipc."""
     weight_encoding: WeightEncoding = "plain"
     """With weight_transfer=collective: `delta` sends the compressed difference from the weights before, for slow
     networks. The engine gets exactly the same weights. Both sides keep a copy in main memory."""

@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from headwater.core.errors import HeadwaterError, UnknownName
-from headwater.core.stand_ins import importable
+from headwater.core.stand_ins import provide
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
@@ -128,6 +128,7 @@ def similar_path(path: Path) -> str:
 
 def load_object(path: str) -> Any:
     """Import the object that ``package.module:Thing`` or ``path/to/file.py:Thing`` names."""
+    provide()  # the code may be written for verl or AReaL
     if isinstance(path, PythonObject):
         return path.value
     if path.startswith(PYTHON):
@@ -135,8 +136,7 @@ def load_object(path: str) -> Any:
     module_name, _, attribute = path.rpartition(":")
     if not module_name or not attribute:
         raise UnknownName(f"{path!r}: write an extension as 'package.module:Thing' or 'path/to/file.py:Thing'")
-    with importable():  # the file may be written for verl or AReaL
-        module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
     if not hasattr(module, attribute):
         raise UnknownName(f"{module_name} has no {attribute!r}; {nearest(attribute, _offered(module))}")
     return getattr(module, attribute)

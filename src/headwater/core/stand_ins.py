@@ -1,18 +1,15 @@
 """Makes a file for verl or AReaL importable without these packages.
 
-Inside ``importable()``, ``import verl...`` and ``import areal...`` find modules with Headwater's versions of the names
-that rollout classes and tools use. Afterwards these modules are gone again. A package that is installed is never
-replaced. The names themselves are defined in other folders and loaded only when a file imports them.
+After ``provide()``, ``import verl...`` and ``import areal...`` find modules with Headwater's versions of the names that
+rollout classes, tools and reward functions use, also inside a function that is called later. An installed package is
+never replaced. The names themselves are defined in other folders and loaded only when a file imports them.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -28,6 +25,7 @@ _AREAL_OPENAI = "headwater.workflows.adapters.areal_openai"
 
 _LOOP = ("AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "register")
 _BOXES = ("last_boxed_only_string", "remove_boxed")
+_MATH = ("compute_score=math_score", "is_equiv", *_BOXES)
 _API = (
     "AsyncRewardWrapper", "GenerationHyperparameters", "InferenceEngine", "ModelRequest", "ModelResponse",
     "RolloutWorkflow",
@@ -63,8 +61,9 @@ MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "verl.utils.reward_score": (_SCORES, ("_default_compute_score=default_compute_score", "default_compute_score")),
     "verl.utils.reward_score.geo3k": (_SCORES, ("compute_score=geo3k_score",)),
     "verl.utils.reward_score.gsm8k": (_SCORES, ("compute_score=gsm8k_score", "extract_solution=gsm8k_solution")),
+    "verl.utils.reward_score.math": (_SCORES, _MATH),
     "verl.utils.reward_score.math_dapo": (_SCORES, ("compute_score=math_dapo_score", *_BOXES)),
-    "verl.utils.reward_score.math_reward": (_SCORES, ("compute_score=math_score", "is_equiv", *_BOXES)),
+    "verl.utils.reward_score.math_reward": (_SCORES, _MATH),
     "verl.utils.reward_score.math_verify": (_SCORES, ("compute_score=math_verify_score",)),
     "verl.utils.reward_score.search_r1_like_qa_em": (_SCORES, ("compute_score=search_qa_score",)),
     "verl.workers.rollout.llm_server": (_VERL, ("LLMServerClient",)),
@@ -88,8 +87,6 @@ MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """Each module, where the names that it offers come from, and these names; ``theirs=ours`` if ours is another one."""
 
-_lock = threading.RLock()
-
 
 def _with_parents(names: Sequence[str]) -> set[str]:
     split = [name.split(".") for name in names]
@@ -97,19 +94,18 @@ def _with_parents(names: Sequence[str]) -> set[str]:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of ``MODULES`` and their parents, for packages that are not installed."""
+    """Finds the modules of ``MODULES`` and their parents. It is asked last, so it never hides an installed package."""
 
     def __init__(self) -> None:
-        roots = {name.partition(".")[0] for name in MODULES}
-        self._roots = {root for root in roots if importlib.util.find_spec(root) is None}
-        self._known = {name for name in _with_parents(tuple(MODULES)) if name.partition(".")[0] in self._roots}
-        self.made: list[str] = []
+        self._known = _with_parents(tuple(MODULES))
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname.partition(".")[0] not in self._roots:
+        root = fullname.partition(".")[0]
+        if root not in self._known:
             return None
+        if fullname != root and getattr(getattr(sys.modules.get(root), "__spec__", None), "loader", None) is not self:
+            return None  # a module that an installed package does not have
         if fullname not in self._known:
-            root = fullname.partition(".")[0]
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: {root} is not installed, and Headwater provides only the modules that "
                 f"rollout classes and tools need: {', '.join(name for name in MODULES if name.startswith(root))}",
@@ -121,7 +117,6 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        self.made.append(module.__name__)
         source, names = MODULES.get(module.__name__, ("", ()))
         ours = {theirs: own or theirs for theirs, _, own in (name.partition("=") for name in names)}
 
@@ -134,15 +129,10 @@ class _Finder(MetaPathFinder, Loader):
         module.__dict__.update(__getattr__=find, __all__=sorted(ours))
 
 
-@contextmanager
-def importable() -> Iterator[None]:
-    """Inside this block, a file for verl or AReaL can be imported."""
-    with _lock:
-        finder = _Finder()
-        sys.meta_path.insert(0, finder)
-        try:
-            yield
-        finally:
-            sys.meta_path.remove(finder)
-            for name in finder.made:
-                sys.modules.pop(name, None)
+_finder = _Finder()
+
+
+def provide() -> None:
+    """From now on, code for verl or AReaL can be imported."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.append(_finder)

@@ -82,8 +82,18 @@ class Checksum:
         sums.extend(_chunk_sums(part.detach(), self._dtype, start))
 
     def sums(self) -> Sums:
-        """The numbers so far. The device is waited for only here, when all its work is queued."""
-        return {header: _added(chunks) for header, chunks in self._sums.items()}
+        """The numbers so far. A device is waited for only here, once, when all its work is queued.
+
+        One wait for each tensor would take seconds on a GPU on which other processes generate, because each of them
+        would wait for its turn.
+        """
+        parts = [(header, chunk, part) for header, chunks in self._sums.items() for chunk, part in chunks]
+        numbers = _read([part for _, _, part in parts])
+        sums: Sums = {header: {} for header in self._sums}
+        for (header, chunk, _), value in zip(parts, numbers, strict=True):
+            # Parts of one chunk are added as the words within a part are: modulo 2**64.
+            sums[header][chunk] = (sums[header].get(chunk, 0) + value + 2**63) % 2**64 - 2**63
+        return sums
 
     def text(self) -> str:
         """The number type and a hash of all tensors so far."""
@@ -99,12 +109,15 @@ class Checksum:
         return f"{name} {_name(self._dtype or dtype)} {shape}"
 
 
-def _added(chunks: list[tuple[int, Tensor]]) -> dict[int, int]:
-    """Parts of one chunk are added as the words within a part are: modulo 2**64."""
-    values: dict[int, int] = {}
-    numbers = torch.stack([each for _, each in chunks]).tolist() if chunks else []
-    for (chunk, _), value in zip(chunks, numbers, strict=True):
-        values[chunk] = (values.get(chunk, 0) + value + 2**63) % 2**64 - 2**63
+def _read(scalars: list[Tensor]) -> list[int]:
+    """The values of integers that may be on several devices, with one copy from each."""
+    places: dict[torch.device, list[int]] = {}
+    for place, each in enumerate(scalars):
+        places.setdefault(each.device, []).append(place)
+    values = [0] * len(scalars)
+    for here in places.values():
+        for place, value in zip(here, torch.stack([scalars[place] for place in here]).tolist(), strict=True):
+            values[place] = value
     return values
 
 

@@ -157,6 +157,7 @@ WAIT_REMEDIES = {
     "makes checkpoints rarer",
     "reward": "scores that the step needs are not there yet: a slow reward function or judge keeps it waiting; "
     "reward.timeout_s limits one call, and reward.workers runs more of them at the same time",
+    "generation": "the engine generates for a call from Python; fewer prompts or tokens at a time take less",
     "run_lock": "another machine held this run; if its process has ended, the run continues after a minute",
     "first_requests": "the first requests of a batch enter the engine together, and an episode has not sent its own "
     "yet: a workflow that computes before its first request should do so quickly, or in asyncio.to_thread",

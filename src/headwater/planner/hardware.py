@@ -161,10 +161,15 @@ _SEQUENCE_S = 0.9e-6
 """Per sequence in a step, from the same files."""
 _VLLM_STEP_S, _VLLM_SEQUENCE_S = 1.3e-3, 37e-6
 """As the two above, for vLLM 0.23, from the same files. It was limited by its host's processor."""
-_PUBLISH_S, _PUBLISH_RATE = 0.05, 6.5e9
-"""gpu_steps_before_after.json, disaggregated: 3.1 GB through shared memory in 0.5 s."""
+_PUBLISH_S, PUBLISH_RATE = 0.05, 6.5e9
+"""gpu_steps_before_after.json, disaggregated: 3.1 GB through shared memory in 0.5 s. Only within one machine."""
+PUBLISH_RATE_MACHINES = 2.0e9
+"""gpu_weight_transfer_0.5b.json, ``collective`` over gloo to one server, both on one machine. To two servers on the
+learner's own GPU it was 0.46 GB/s. NCCL and a network between machines were not measured."""
 _PUBLISH_RATE_COLOCATED = 15e9
-"""The same file, colocated: 0.2 to 0.3 s."""
+"""gpu_steps_before_after.json, colocated: 0.2 to 0.3 s."""
+GPUS_PER_MACHINE = 8
+"""With more than these, weights are sent to other machines."""
 _PAUSE_S = 0.006
 """gpu_weight_swap_publish_256.json."""
 _STEP_S, _STEP_TOKEN_S = 0.2, 0.8e-6
@@ -255,14 +260,18 @@ def roofline_costs(
     backend: str = "embedded",
     is_colocated: bool = False,
     max_sequences: int = 0,
+    publish_rate: float = PUBLISH_RATE,
 ) -> Costs:
-    """``num_server_gpus`` are those of one server. ``context`` is the mean number of tokens that a token attends to."""
+    """``num_server_gpus`` are those of one server. ``context`` is the mean number of tokens that a token attends to.
+
+    ``publish_rate`` is in bytes per second; a colocated learner has its own.
+    """
     server = num_server_gpus * (1.0 if num_server_gpus == 1 else TENSOR_EFFICIENCY)
     learner = num_learner_gpus * (1.0 if num_learner_gpus == 1 else RANKS_EFFICIENCY)
     is_vllm = backend in ("vllm", "sglang")
     weights = 2.0 * shape.num_parameters
     flops_s = 1 / (gpu.flops * learner)
-    rate = _PUBLISH_RATE_COLOCATED if is_colocated else _PUBLISH_RATE
+    rate = _PUBLISH_RATE_COLOCATED if is_colocated else publish_rate
     free = _CACHE_SHARE * (gpu.memory_bytes * num_server_gpus - weights)
     return Costs(
         generation=GenerationCosts(
@@ -284,11 +293,13 @@ def roofline_costs(
             step_per_token_s=_STEP_TOKEN_S,
         ),
         source=f"{shape.name} on {gpu.name}: rates of the GPU and what Headwater reached of them on an H200",
-        notes=_notes(gpu, num_learner_gpus, num_server_gpus, is_vllm),
+        notes=_notes(gpu, num_learner_gpus, num_server_gpus, is_vllm, rate),
     )
 
 
-def _notes(gpu: Gpu, num_learner_gpus: int, num_server_gpus: int, is_vllm: bool) -> tuple[str, ...]:
+def _notes(
+    gpu: Gpu, num_learner_gpus: int, num_server_gpus: int, is_vllm: bool, publish_rate: float
+) -> tuple[str, ...]:
     notes = []
     if not gpu.is_measured:
         notes.append(f"the {gpu.name} was not measured: its rates are those of the H200, scaled by the datasheets")
@@ -301,5 +312,10 @@ def _notes(gpu: Gpu, num_learner_gpus: int, num_server_gpus: int, is_vllm: bool)
         )
     if is_vllm:
         notes.append("vLLM and SGLang: as vLLM 0.23 on a host whose processor was its limit")
-    notes.append("weights are assumed to reach all servers at the rate that was measured within one machine")
+    how = {
+        PUBLISH_RATE: ", as measured through shared memory within one machine",
+        PUBLISH_RATE_MACHINES: ", as measured over gloo between two processes of one machine; networks and NCCL were "
+        "not measured",
+    }
+    notes.append(f"weights are assumed to reach all servers at {publish_rate / 1e9:g} GB/s{how.get(publish_rate, '')}")
     return tuple(notes)

@@ -10,6 +10,9 @@ from headwater.core.errors import HeadwaterError
 from headwater.planner.costs import Costs
 from headwater.planner.hardware import (
     GIB,
+    GPUS_PER_MACHINE,
+    PUBLISH_RATE,
+    PUBLISH_RATE_MACHINES,
     RANKS_EFFICIENCY,
     Gpu,
     ModelShape,
@@ -73,12 +76,15 @@ class Roofline:
     """The mean number of tokens that a token attends to."""
     backend: str = "embedded"
     max_sequences: int = 0
+    publish_rate: float = 0.0
+    """Bytes per second to servers. 0: as measured, within one machine or over ``collective``."""
 
     @property
     def num_server_gpus(self) -> int:
         return gpus_per_server(self.shape, self.gpu)
 
     def costs(self, split: Split) -> Costs:
+        is_one = split.num_learner_gpus + split.num_servers * split.num_server_gpus <= GPUS_PER_MACHINE
         return roofline_costs(
             self.shape,
             self.gpu,
@@ -89,6 +95,7 @@ class Roofline:
             backend=self.backend,
             is_colocated=split.is_colocated,
             max_sequences=self.max_sequences,
+            publish_rate=self.publish_rate or (PUBLISH_RATE if is_one else PUBLISH_RATE_MACHINES),
         )
 
     def problem(self, split: Split) -> str:
@@ -133,6 +140,8 @@ class Row:
     prediction: Prediction | None
     problem: str = ""
     """Why there is no prediction."""
+    is_shortened: bool = False
+    """Steps are so large that fewer were simulated than a run needs to reach its steady state."""
 
     @property
     def rate(self) -> float:
@@ -149,7 +158,7 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         prediction = asdict(self.prediction) if self.prediction is not None else None
         return {"split": asdict(self.split), "max_staleness": self.max_staleness, "problem": self.problem,
-                "prediction": prediction}  # fmt: skip
+                "is_shortened": self.is_shortened, "prediction": prediction}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -214,7 +223,10 @@ def make_plan(
         by_staleness = [row(best_split, each) for each in sorted({*staleness, at})]
     best = max(possible, key=lambda each: each.rate)
     costs = model.costs(best.split)
-    return Plan(tuple(by_split), tuple(by_staleness), best, costs.notes, costs.source)
+    notes = costs.notes
+    if any(each.is_shortened for each in (*by_split, *by_staleness)):
+        notes += ("the steps are large, so few were simulated, and the rows may not show the steady state",)
+    return Plan(tuple(by_split), tuple(by_staleness), best, notes, costs.source)
 
 
 def splits(num_gpus: int, num_server_gpus: int) -> list[Split]:
@@ -244,4 +256,4 @@ def predict(workload: Workload, model: CostModel, split: Split, max_staleness: i
         predicted = simulate(at, model.costs(split), split.num_servers, num_steps=num_steps, warm_up=warm_up)
     except HeadwaterError as error:
         return Row(split, max_staleness, None, str(error))
-    return Row(split, max_staleness, predicted)
+    return Row(split, max_staleness, predicted, is_shortened=warm_up < 2 + ahead)

@@ -40,7 +40,7 @@ _MAX_BATCH = 64
 _WORTH_STARTING_S = 0.05
 """Another worker starts if calls have waited this long, or if that much work waits. Starting one takes that, too."""
 _START_LIMIT_S = 300.0
-"""Limit for starting a worker and importing a function there."""
+"""Limit for importing a function in a worker, which may have to start first."""
 _CANCEL_LIMIT_S = 5.0
 """How long an async function may take to end after it was cancelled. Then its event loop must be blocked."""
 _MAX_RESERVED = 2
@@ -301,14 +301,18 @@ class WorkerPool:
     # Time limits and deaths
 
     def _begin(self, worker: WorkerProcess) -> None:
-        """Give a deadline to calls that run now, and look at the deadlines later."""
-        if self._loop is None or not worker.calls:
+        """Give a deadline to functions that are loading and to calls that run now, and look at the deadlines later."""
+        if self._loop is None:
             return
-        now = self._loop.time()
+        now, limits = self._loop.time(), worker.load_deadlines
+        loading = [key for key, is_loaded in worker.loaded.items() if not is_loaded]
+        worker.load_deadlines = limits = {key: limits.get(key, now + _START_LIMIT_S) for key in loading}
+        if not worker.calls:
+            return
         for call in worker.running():
             if math.isinf(call.deadline):
                 call.deadline = now + call.timeout_s
-        first = min((call.deadline for call in worker.running()), default=now + _START_LIMIT_S)
+        first = min([*(call.deadline for call in worker.running()), *limits.values()])
         if worker.watch is None or worker.watch.when() > first:
             if worker.watch is not None:
                 worker.watch.cancel()
@@ -317,14 +321,16 @@ class WorkerPool:
     def _look(self, worker: WorkerProcess) -> None:
         assert self._loop is not None
         worker.watch, now = None, self._loop.time()
-        running = worker.running()
-        overdue = [call for call in running if call.deadline <= now]
-        if worker.calls and not running:
-            text = f"was not loaded by a reward worker within {_START_LIMIT_S:g} s"
-            self._fail(worker, Failure("not_loaded", text))
+        overdue = [call for call in worker.running() if call.deadline <= now]
+        late = [key for key, deadline in worker.load_deadlines.items() if deadline <= now]
+        if late and worker.calls:
+            failure = Failure("not_loaded", f"was not loaded by a reward worker within {_START_LIMIT_S:g} s")
+            self._end(worker)
+            self._replace(worker, failure, [call for call in worker.calls.values() if call.key in late])
             return
         if overdue and (not worker.is_async or any(call.is_cancelled for call in overdue)):
-            self._fail(worker, TIMED_OUT, *(overdue if worker.is_async else ()))
+            self._end(worker)
+            self._replace(worker, TIMED_OUT, overdue if worker.is_async else worker.culprits())
             return
         for call in overdue:
             call.settle(TIMED_OUT)
@@ -361,11 +367,6 @@ class WorkerPool:
         middle = len(calls) // 2
         self._suspects.extend(half for half in (calls[:middle], calls[middle:]) if half)
         self._flush_soon()
-
-    def _fail(self, worker: WorkerProcess, failure: Failure, *calls: Call) -> None:
-        """End a worker because of ``calls``, by default of the one that it runs."""
-        self._end(worker)
-        self._replace(worker, failure, calls or worker.culprits())
 
     def _replace(self, worker: WorkerProcess, failure: Failure, failed: Sequence[Call]) -> None:
         """Let ``failed`` calls fail, and run the other calls of a worker that has ended elsewhere."""

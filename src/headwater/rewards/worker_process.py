@@ -70,6 +70,8 @@ class WorkerProcess:
     """Sent and not answered, oldest first. A worker for plain functions runs them in this order."""
     loaded: dict[str, bool] = field(default_factory=dict)
     """Functions that it was told to load, and whether it has done so."""
+    load_deadlines: dict[str, float] = field(default_factory=dict)
+    """When the functions that it is loading have taken too long."""
     frames: Frames = field(default_factory=Frames)
     unsent: bytearray = field(default_factory=bytearray)
     is_reserved: bool = False
@@ -108,9 +110,10 @@ class WorkerProcess:
 
     def running(self) -> list[Call]:
         """Calls whose time counts. Of plain ones it is that of the oldest: with one that takes long, its result is sent
-        before the next one begins."""
-        calls = (each for each in self.calls.values() if self.loaded[each.key])
-        return list(calls) if self.is_async else [each for each in (next(calls, None),) if each is not None]
+        before the next one begins. No plain call begins before all functions are loaded."""
+        if self.is_async:
+            return [each for each in self.calls.values() if self.loaded[each.key]]
+        return list(self.calls.values())[:1] if all(self.loaded.values()) else []
 
     def culprits(self) -> list[Call]:
         """The call that a worker for plain functions was running when it was ended, or else its oldest one."""
@@ -121,6 +124,7 @@ class WorkerProcess:
     def attach(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[WorkerProcess], None]) -> None:
         """Have ``on_message`` called by ``loop`` when something has arrived."""
         self.watch = None  # of an event loop that has ended
+        self.load_deadlines.clear()
         loop.add_reader(self.connection, on_message, self)
         if self.unsent:
             loop.add_writer(self.connection, self._write, loop)

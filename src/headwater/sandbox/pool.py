@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import shutil
 import tempfile
 import threading
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headwater.config.rollout_schema import SandboxConfig
+from headwater.core.descriptors import allow_many_descriptors
 from headwater.core.waits import named_wait, wait_until
 from headwater.sandbox.cell_link import CellLink, CellNotMade
 from headwater.sandbox.inside.confine import Bounds
@@ -27,7 +27,6 @@ from headwater.sandbox.zygote_process import ZygoteLost, ZygoteProcess
 T = TypeVar("T")
 _ATTEMPTS = 3
 _PAUSE_S = 0.1
-_MAX_DESCRIPTORS = 65536
 _QUEUE_LIMIT_S = 3600.0
 """How long a program may wait for its turn."""
 
@@ -138,7 +137,7 @@ class CellPool:
             if self._zygote is None or not self._zygote.is_alive:
                 if self._zygote is not None:
                     self._zygote.close()
-                _allow_many_descriptors()
+                allow_many_descriptors()  # every open session needs four
                 self._zygote = self._new_zygote()
                 self._has_single = self._zygote.kind == "bubblewrap-single"
             return self._zygote
@@ -207,12 +206,3 @@ class CellPool:
 def _num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _allow_many_descriptors() -> None:
-    """Every open session needs four descriptors; the usual limit of 1,024 is for programs that use select()."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

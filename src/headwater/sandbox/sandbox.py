@@ -48,6 +48,11 @@ class Sandbox:
         self.config = config if config is not None else SandboxConfig()
         self._pool = CellPool(self.config)
 
+    @property
+    def max_concurrent(self) -> int:
+        """Programs and sessions at the same time: the setting, or the number of cores that this process may use."""
+        return self._pool.max_concurrent
+
     def start(self) -> Kind:
         """Choose the isolation and start now, so that the first program does not wait. Return what was chosen."""
         return self._pool.start()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -19,6 +19,7 @@ from headwater.tools import TOOLS
 from headwater.tools.config import LIMITS, USE, ToolEntry
 from headwater.tools.function import FunctionTool
 from headwater.tools.loaded import MadeTool, ToolLimits, ToolMethods
+from headwater.tools.running import Slots, call_method
 from headwater.tools.schema import ToolSchema
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,10 @@ class ToolMaker:
     async def close(self, limit_s: float) -> None:
         for tool in self._made:
             close = getattr(tool, "close", None)
-            if not inspect.iscoroutinefunction(close):
+            if not callable(close):
                 continue
             try:
-                await asyncio.wait_for(close(), limit_s)
+                await Slots("close", 1).run(partial(call_method, close), limit_s)
             except Exception:  # a tool may raise anything, and the others must be closed too
                 logger.warning("a tool could not be closed", exc_info=True)
         if self._sandbox is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 from headwater.sandbox import Sandbox
@@ -30,7 +29,7 @@ class Python(BaseTool):
         super().__init__(tool_schema=tool_schema)
         self._sandbox = sandbox
         # More calls would wait inside the sandbox, where waiting counts as time of the call.
-        self.max_concurrent = sandbox.config.max_concurrent or os.cpu_count() or 1
+        self.max_concurrent = sandbox.max_concurrent
 
     async def check(self) -> None:
         await asyncio.to_thread(self._sandbox.start)

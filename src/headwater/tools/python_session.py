@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 from headwater.sandbox import Sandbox
@@ -30,7 +29,7 @@ class PythonSession(BaseTool):
     def __init__(self, *, sandbox: Sandbox, tool_schema: Any = None) -> None:
         super().__init__(tool_schema=tool_schema)
         self._sandbox = sandbox
-        self.max_concurrent = sandbox.config.max_concurrent or os.cpu_count() or 1
+        self.max_concurrent = sandbox.max_concurrent
         self._sessions: dict[str, CodeSession] = {}
         self._turns: dict[str, asyncio.Lock] = {}
 

@@ -28,7 +28,9 @@ _WORK = {
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or one that caused it, says that a device or the machine has no more memory."""
-    while error is not None:
+    seen = set()
+    while error is not None and id(error) not in seen:  # errors may name each other as their cause
+        seen.add(id(error))
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
         text = str(error)

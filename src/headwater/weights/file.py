@@ -29,6 +29,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,7 @@ def written_file(update: WeightUpdate, dtype: torch.dtype, shared_folder: str = 
     """The file with the weights of an update: written now, or before for several engines. Discard it later."""
     if update.file is not None:
         return update.file.hold()
+    _clear_once(shared_folder or tempfile.gettempdir())
     written = FileWeights(update.shapes, dtype, shared_folder, update.version)
     try:
         written.write(update.buckets)
@@ -177,8 +179,6 @@ class FileTransport:
         self._dtype = dtype
         self._shared_folder = shared_folder
         self._newest: WeightFile | None = None
-        for folder in remove_leftovers(shared_folder):
-            logger.info("removed %s, which a killed process had left behind", folder)
 
     def send(self, update: WeightUpdate, channel: Channel, mode: UpdateMode | None) -> None:
         written = written_file(update, self._dtype, self._shared_folder)
@@ -253,6 +253,13 @@ def remove_leftovers(folder: str = "") -> list[Path]:
     """
     found = Path(folder or tempfile.gettempdir()).glob(f"{_PREFIX}*")
     return [each for each in found if _remove_if_left_over(each)]
+
+
+@cache
+def _clear_once(folder: str) -> None:
+    """Remove what killed processes have left in a folder, before this process first writes to it."""
+    for each in remove_leftovers(folder):
+        logger.info("removed %s, which a killed process had left behind", each)
 
 
 def _remove_if_left_over(folder: Path) -> bool:

@@ -110,9 +110,10 @@ class PieceSender:
             failure = failure or _wait_for(works)
         if failure:
             self.close()
-        same = {header: chunks for header, chunks in trained.sums().items() if f" {order.dtype} (" in header}
+        all_trained = trained.sums()
+        same = {header: chunks for header, chunks in all_trained.items() if f" {order.dtype} (" in header}
         seconds = time.perf_counter() - started
-        return SendReport(num_bytes, seconds, {**same, **serving.sums()}, trained.sums(), failure)
+        return SendReport(num_bytes, seconds, {**same, **serving.sums()}, all_trained, failure)
 
     def _post(self, data: Tensor, number: int, encoding: Encoding, itemsize: int) -> list[Pending]:
         assert self._link is not None, "a member of a group has a link"

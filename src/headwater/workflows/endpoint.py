@@ -64,7 +64,7 @@ class EndpointWorkflow:
         max_turns: Annotated[int, AtLeast(1)] = 64,
         max_concurrent: Annotated[int, AtLeast(0, "use 0 for no limit")] = 0,
         client_sampling: Literal["ignore", "refuse"] = "ignore",
-        client_grammar: Literal["follow", "refuse"] = "follow",
+        client_grammar: Literal["follow", "ignore", "refuse"] = "follow",
         parser: str = "auto",
         host: str = "127.0.0.1",
         port: Annotated[int, Within(0, 65535)] = 0,
@@ -104,7 +104,8 @@ class EndpointWorkflow:
         if made and not trained:
             raise AgentFailed(
                 f"the agent of row {episode.prompt.uid}: all its replies had to match a response_format or a required "
-                "tool call, and such replies are not trained; let it ask for plain replies, too"
+                "tool call, and such replies are not trained; let it ask for plain replies, too, or set "
+                f"{_ARGUMENTS}.client_grammar=ignore"
             )
         # The first piece has the refused calls, so that they are counted once: those of this episode, and those since
         # the last one that belong to no running episode.

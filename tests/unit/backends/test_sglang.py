@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,16 +18,20 @@ from player import serving
 from tiny import model, tokenizer
 
 from headwater.backends import BackendContext
+from headwater.backends.remote import requests as requests_module
+from headwater.backends.remote import servers as servers_module
 from headwater.backends.remote import session as session_module
+from headwater.backends.remote.http import Turns
 from headwater.backends.remote.link import Garbage, Sending, Span
 from headwater.backends.sglang.engine import SglangEngine, command
 from headwater.backends.sglang.http import DIALECTS, dialect_of, read_answer, read_info, write_request
 from headwater.config.load import load_config
-from headwater.core.errors import ConfigError, LogitsBroken, RequestError, RolloutFailed
+from headwater.core.errors import ConfigError, HeadwaterError, LogitsBroken, QueueFull, RequestError, RolloutFailed
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.observe.spans import Spans
+from headwater.weights import collective
 from headwater.weights.links import Link, Meeting
 
 ANSWER = {
@@ -186,6 +191,11 @@ class Player:
         self.received: dict[str, torch.Tensor] = {}
         self.before: list[Callable[[], None]] = []
         """Called before the next answers."""
+        self.refused: dict[str, list[int]] = {}
+        """The status of the next answers of a path."""
+        self.held: dict[str, asyncio.Event] = {}
+        """Requests that are generated until they are aborted, if ``holds``."""
+        self.holds = False
         self._groups: dict[str, Link] = {}
 
     def routes(self) -> list[web.RouteDef]:
@@ -195,9 +205,16 @@ class Player:
         body = await asked.json()
         if self.before:
             self.before.pop(0)()
+        if self.refused.get("/generate"):
+            return web.json_response({}, status=self.refused["/generate"].pop(0))
+        if self.holds:
+            aborted = self.held[body["rid"]] = asyncio.Event()
+            await aborted.wait()
         count = body["sampling_params"]["max_new_tokens"]
         pairs = [[-0.5, 20 + place, None] for place in range(count)]
         events = [(1, None), (count, {"type": "length", "length": count})]
+        if self.holds:
+            events, pairs = [(1, {"type": "abort", "message": "Aborted"})], pairs[:1]
         bodies = [
             {
                 "output_ids": [],
@@ -222,6 +239,8 @@ class Player:
 
     async def control(self, asked: web.Request) -> web.Response:
         path = asked.path
+        if self.refused.get(path):
+            return web.json_response({}, status=self.refused[path].pop(0))
         if path.endswith("server_info"):
             if path == "/server_info" and dialect_of(self.version).info_prefix != "/":
                 return web.json_response({"detail": "Not Found"}, status=404)
@@ -230,6 +249,8 @@ class Player:
             return web.json_response({"model_path": "/elsewhere", "weight_version": self.label})
         body = await asked.json()
         self.calls.append(f"{path[1:]} {body.get('weight_version', body.get('mode', ''))}".strip())
+        if path == "/abort_request":
+            self.held[body["rid"]].set()
         if path == "/init_weights_update_group":
             await self._join(body)
         elif path == "/update_weights_from_distributed":
@@ -342,3 +363,91 @@ def until_needed(engine: SglangEngine) -> None:
         asked.cancel()
 
     asyncio.run(asyncio.wait_for(waits(), 60))
+
+
+def test_a_restart_whose_weights_cannot_be_loaded_yet_is_tried_again(monkeypatch):
+    """A server that has lost its weights never answers as if it had them."""
+    monkeypatch.setattr(session_module, "_HEALTH_EVERY_S", 3600.0)
+    monkeypatch.setattr(servers_module, "_RETRY_S", 0.01)
+    player = Player()
+
+    def restarts() -> None:
+        player.label, player.seed = "", 43  # versions that do not tell which weights they have
+        player.refused = {"/generate": [502], "/model_info": [502], "/update_weights_from_disk": [503, 503]}
+
+    with connected(player) as engine:
+        player.before.append(restarts)
+        response = ask(engine)
+        assert (len(response.output_tokens), set(response.output_versions)) == (4, {1})
+        assert player.label == "1"
+        assert player.calls.count("update_weights_from_disk 1") == 2
+        assert engine.status().num_restarts == 1
+
+
+def test_a_server_that_is_full_is_asked_again_later(monkeypatch):
+    monkeypatch.setattr(requests_module, "_FIRST_WAIT_S", 0.001)
+    player = Player()
+    with connected(player) as engine:
+        player.refused["/generate"] = [503, 429] * 4
+        assert len(ask(engine).output_tokens) == 4, "more often than a stream may break"
+        monkeypatch.setattr(requests_module, "_REFUSED_LIMIT_S", -1.0)
+        player.refused["/generate"] = [503]
+        with pytest.raises(QueueFull, match="status 503"):
+            ask(engine)
+
+
+def test_an_aborted_request_returns_the_tokens_that_the_server_has():
+    player = Player()
+    with connected(player) as engine:
+        player.holds = True
+        answers: list[ModelResponse] = []
+        thread = threading.Thread(target=lambda: answers.append(ask(engine)))
+        thread.start()
+        while not player.held:
+            time.sleep(0.01)
+        assert engine.abort("one") == 1
+        thread.join(60)
+        assert (answers[0].stop_reason, answers[0].output_tokens) == ("abort", (20,))
+        assert engine.status().num_running + engine.status().num_waiting == 0
+
+
+def test_streams_of_all_servers_share_the_connections_of_the_process():
+    """Each engine has its own event loop."""
+    turns, together = Turns(2), []
+
+    async def hold(ends: asyncio.Event) -> None:
+        async with turns.turn():
+            together.append(2 - turns._num_free)
+            await ends.wait()
+
+    async def use(count: int) -> None:
+        ends = asyncio.Event()
+        held = [asyncio.create_task(hold(ends)) for _ in range(count)]
+        await asyncio.sleep(0.05)
+        held[-1].cancel()  # it holds a turn or waits for one
+        ends.set()
+        done = await asyncio.gather(*held, return_exceptions=True)
+        assert [isinstance(each, asyncio.CancelledError) for each in done] == [False] * (count - 1) + [True]
+
+    threads = [threading.Thread(target=lambda: asyncio.run(use(20))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(together) >= 3 * 19
+    assert max(together) <= 2
+    assert (turns._num_free, len(turns._waiting)) == (2, 0)
+
+
+def test_the_error_of_a_server_that_refuses_a_group_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(collective, "LIMIT_S", 0.5)
+    player = Player()
+    with serving(*player.routes()) as url:
+        engine = SglangEngine.connect(url, context(f"rollout.servers=[{url}]", "rollout.weight_transfer=collective"))
+        try:
+            player.refused["/init_weights_update_group"] = [500]
+            with pytest.raises(HeadwaterError, match="status 500"):
+                engine.update_weights(WeightUpdate.of(1, model().named_parameters())).result(60)
+        finally:
+            engine.close()

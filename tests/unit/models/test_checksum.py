@@ -94,3 +94,17 @@ def test_a_stream_of_buckets_has_the_checksum_of_all_tensors():
             running.add(tensors[start : start + 2])
         assert running.text() == checksum(tensors, dtype)
         assert running.text() == running.text()
+
+
+def test_a_device_is_waited_for_once(monkeypatch):
+    """Each read of a GPU waits for the processes that share it."""
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 64)
+    running = Checksum(torch.bfloat16)
+    running.add((f"w{number}", some(number, 100)) for number in range(20))
+    running.add([("empty", torch.zeros(0))])
+    before, reads, tolist = running.text(), [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
+    sums = running.sums()
+    assert len(reads) == 1
+    assert (len(sums), len(sums["w3 bfloat16 (100,)"]), sums["empty bfloat16 (0,)"]) == (21, 4, {})
+    assert Checksum.merged([sums]).text() == before

@@ -352,6 +352,7 @@ def test_a_wait_for_a_batch_while_nothing_runs_is_explained_by_the_capacity(run)
 
 REMEDIES = {
     "batch": "generation is slower than the learner",
+    "generation": "fewer prompts",
     "weights": "update_mode",
     "server_reached": "rollout.servers",
     "router": "unreachable",

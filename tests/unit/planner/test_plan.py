@@ -10,9 +10,10 @@ import pytest
 from headwater.cli.main import main
 from headwater.config.schema import Config
 from headwater.core.errors import HeadwaterError
+from headwater.planner import plan as plan_module
 from headwater.planner.costs import Costs, GenerationCosts, LearnerCosts
 from headwater.planner.hardware import GIB, GPUS, SHAPES, Training, gpus_per_server, roofline_costs, shape_of
-from headwater.planner.plan import Measured, Roofline, make_plan, splits
+from headwater.planner.plan import Measured, Roofline, Split, make_plan, splits
 from headwater.planner.workload import Lengths, Workload
 
 H200 = GPUS["h200"]
@@ -91,6 +92,23 @@ def test_the_slower_side_gets_more_gpus():
     # With equal lengths no GPU idles in a synchronous step, so nothing is faster than sharing all of them.
     assert plan.best.rate == max(each.rate for each in plan.by_split)
     assert plan.best.split.is_colocated
+
+
+def test_weights_for_other_machines_are_published_at_the_rate_of_collective():
+    model = Roofline(SHAPES["qwen2.5-7b"], H200, Training(), context=100)
+    here, there = (model.costs(Split(4, count)) for count in (4, 5))
+    assert here.learner.publish_s == pytest.approx(2.4, rel=0.02)
+    assert there.learner.publish_s == pytest.approx(7.7, rel=0.02)
+    assert "6.5 GB/s, as measured through shared memory" in here.notes[-1]
+    assert "2 GB/s, as measured over gloo" in there.notes[-1]
+
+
+def test_a_simulation_that_was_shortened_is_said(monkeypatch):
+    assert not any("few were simulated" in each for each in small_plan(1.0, 1.0).notes)
+    monkeypatch.setattr(plan_module, "_EPISODES_PER_SIMULATION", 1)
+    short = small_plan(1.0, 1.0)
+    assert "few were simulated" in short.notes[-1]
+    assert short.by_staleness[-1].to_json()["is_shortened"]
 
 
 def test_a_model_that_does_not_fit_is_said_with_a_remedy():

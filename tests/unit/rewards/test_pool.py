@@ -21,7 +21,9 @@ from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, RewardTimedOut
 from headwater.core.records import Answer, Score
 from headwater.observe.spans import Spans
+from headwater.rewards.functions import RemoteFunction
 from headwater.rewards.managers.naive import NaiveRewardManager
+from headwater.rewards.pool import WorkerPool
 from headwater.rewards.worker import Frames, frame
 
 FUNCTIONS = """
@@ -260,6 +262,31 @@ def test_a_function_that_only_this_process_can_load(functions, tmp_path):
         made = asyncio.run(outcomes(manager, ["x", "y", "z"]))
     assert [each.cause for each in made] == ["not_loaded"] * 3  # no call is blamed for the end of a worker
     assert "nothing_of_this_name" in str(made[0])
+
+
+def test_every_import_of_a_function_has_its_own_time_limit(functions, tmp_path, monkeypatch):
+    for name, seconds in (("slow", 2.5), ("never", 600)):
+        text = f"import time; time.sleep({seconds})\ndef compute_score(solution_str): return 2.0\n"
+        (tmp_path / f"{name}.py").write_text(text)
+    fast = RemoteFunction(f"{functions}:act", {}, False)
+    slow, never = (RemoteFunction(f"{tmp_path / name}.py:compute_score", {}, False) for name in ("slow", "never"))
+
+    async def run(pool: WorkerPool) -> None:
+        async def call(function: RemoteFunction, **more: str):
+            return await pool.call(function, {"solution_str": "ok", **more}, None, timeout_s=2.0)
+
+        (first,) = await call(fast, ground_truth="")  # leaves a timer behind, which must not end the next import
+        (second,), again = await asyncio.gather(call(slow), call(fast, ground_truth=""))
+        assert (first.value, second.value, again[0].value) == (1.0, 2.0, 1.0)
+        assert pool.num_replaced == 0, "the time of an import is not that of a call"
+        with monkeypatch.context() as patch:
+            patch.setattr("headwater.rewards.pool._START_LIMIT_S", 0.2)
+            failed = await call(never)
+        assert failed.cause == "not_loaded"
+        assert (await call(fast, ground_truth=""))[0].value == 1.0
+
+    with closing(WorkerPool(1)) as pool:
+        asyncio.run(run(pool))
 
 
 def test_other_places_to_run(functions):

@@ -77,6 +77,9 @@ def test_responses_answer_as_chats_do(small):
     assert made["usage"]["total_tokens"] == wanted["usage"]["total_tokens"]
     status, refused = ask(small, "/v1/responses", {"input": "hi", "previous_response_id": "resp_1"})
     assert (status, refused["error"]["param"]) == (400, "previous_response_id")
+    for name, value in [("background", True), ("include", ["message.output_text.logprobs"])]:
+        status, refused = ask(small, "/v1/responses", {"input": "hi", name: value})
+        assert (status, refused["error"]["param"]) == (400, name)
 
 
 def test_a_default_length_is_also_limited_by_the_cache(small):

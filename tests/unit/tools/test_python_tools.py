@@ -72,6 +72,14 @@ def test_a_session_keeps_its_variables_and_ends_with_its_episode():
         assert texts[3:] == [str(number + more) for more in (1, 2, 3, 4)]
 
 
+def test_a_tool_has_as_many_slots_as_its_sandbox(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 999)  # of the machine, not of this process
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    for name in ("python", "python_session"):
+        made = Toolbox.from_config(ToolsConfig(use=(name,)), SandboxConfig(), tiny.tokenizer())
+        assert made._tools["python"].tool.max_concurrent == 3
+
+
 def test_a_call_that_exceeds_the_limit_of_tools_ends_its_program():
     made = Toolbox(ToolsConfig(use=("python",), timeout_s=0.5), LIMITS, tiny.tokenizer())
     assert ask(made, call("python", code="import time; time.sleep(60)"))[0].failure == "timed_out"

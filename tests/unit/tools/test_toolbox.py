@@ -424,6 +424,27 @@ def test_a_tool_is_checked_before_the_run():
     toolbox(Foreign()).check()
 
 
+@pytest.mark.usefixtures("_short_grace")
+def test_a_plain_close_is_called_and_cannot_hold_up_the_end(monkeypatch, caplog):
+    class Closing(Account):
+        def close(self) -> None:  # type: ignore[override]
+            self.log.append("close")
+            self.closed_by = threading.current_thread()
+            self.may_end.wait(600)
+
+    monkeypatch.setattr("headwater.tools.toolbox._CLOSE_LIMIT_S", 1.0)
+    for ends, num_warnings in ((True, 0), (False, 1)):
+        tool = Closing()
+        tool.may_end = threading.Event()
+        if ends:
+            tool.may_end.set()
+        ask(toolbox(tool), call("account"))
+        tool.may_end.set()
+        assert tool.log == ["create", "execute", "release", "close"]
+        assert tool.closed_by is not threading.current_thread()
+        assert sum("could not be closed" in each.getMessage() for each in caplog.records) == num_warnings
+
+
 def test_an_async_tool_that_blocks_is_named(caplog):
     async def block() -> str:
         """Block."""

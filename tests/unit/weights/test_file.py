@@ -179,6 +179,17 @@ def test_a_file_for_several_engines_is_written_once_and_removed_when_the_last_on
         transports[0].send(shared, channels[0], None)
 
 
+def test_the_first_update_removes_what_a_killed_process_has_left_in_the_folder(tmp_path):
+    """Also that of an engine which loads files itself."""
+    left = [tmp_path / f"headwater-weights-{2**22 + 1}-x8k2{end}" for end in ("-v000012", ".partial")]
+    for folder in left:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"")
+    written = file.written_file(WeightUpdate.of(1, [("w", torch.ones(2))]), torch.float32, str(tmp_path))
+    assert list(tmp_path.iterdir()) == [written.path.parent]
+    written.discard()
+
+
 def test_no_space_is_told_with_a_remedy_and_leaves_nothing_behind(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -22,7 +22,7 @@ from headwater.core.errors import ConfigError, InvalidTrajectory, RewardFailed, 
 from headwater.core.protocols import EpisodeInput
 from headwater.core.randomness import derive_key
 from headwater.core.records import SamplingParams
-from headwater.core.stand_ins import MODULES, importable
+from headwater.core.stand_ins import MODULES, provide
 from headwater.tools.toolbox import Toolbox
 from headwater.workflows import Episode, WorkflowContext
 from headwater.workflows.adapters import areal, verl, verl_tools
@@ -55,28 +55,26 @@ def run(kind, made, *answers, rewards=(), arguments=None, **fields):
 # The names
 
 
-def test_the_modules_of_verl_and_areal_exist_only_while_a_file_is_imported():
-    with importable():
-        for name, (_, offered) in MODULES.items():
-            module = importlib.import_module(name)
-            assert all(hasattr(module, each.partition("=")[0]) for each in offered)
-        with importable(), pytest.raises(ModuleNotFoundError, match=r"verl\.utils\.nothing.*not installed"):
-            importlib.import_module("verl.utils.nothing")
-        assert "verl.utils" in sys.modules, "an inner block removes nothing of an outer one"
-    assert not [name for name in sys.modules if name.partition(".")[0] in ("verl", "areal")]
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("verl")
+def test_the_modules_of_verl_and_areal_have_their_names():
+    provide()
+    for name, (_, offered) in MODULES.items():
+        module = importlib.import_module(name)
+        assert all(hasattr(module, each.partition("=")[0]) for each in offered)
+    with pytest.raises(ModuleNotFoundError, match=r"verl\.utils\.nothing.*not installed"):
+        importlib.import_module("verl.utils.nothing")
 
 
 def test_an_installed_package_is_never_replaced(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "areal"]:
+        monkeypatch.delitem(sys.modules, name)
     (tmp_path / "areal").mkdir()
     (tmp_path / "areal" / "__init__.py").write_text("mine = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with importable():
-        assert importlib.import_module("areal").mine == 1
-        assert importlib.import_module("verl.utils.profiler").simple_timer is verl.simple_timer
-        with pytest.raises(ModuleNotFoundError):
-            importlib.import_module("areal.api")
+    provide()
+    assert importlib.import_module("areal").mine == 1
+    assert importlib.import_module("verl.utils.profiler").simple_timer is verl.simple_timer
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'areal\.api'$"):
+        importlib.import_module("areal.api")
     sys.modules.pop("areal")
 
 

@@ -133,6 +133,8 @@ def test_the_fields_of_a_response_become_those_of_a_chat():
         "tools": [TOOL],
         "tool_choice": {"type": "function", "name": "search"},
         "max_output_tokens": 7,
+        "background": False,
+        "include": ["reasoning.encrypted_content"],
     }
     chat = chat_body(body)
     assert [each["role"] for each in chat["messages"]] == ["user", "assistant", "tool"]
@@ -161,11 +163,30 @@ def test_replies_that_must_match_a_grammar_are_not_trained():
             trained = dict(zip(texts, (any(each.loss_mask) for each in made), strict=True))
             assert trained == {'{"x": 1}': False, CALL: False, "plain": True}
         async with served(KeyedEngine(), client_grammar="refuse") as (chat, session):
-            with pytest.raises(openai.BadRequestError, match="client_grammar=follow"):
+            with pytest.raises(openai.BadRequestError, match="client_grammar to follow or ignore"):
                 await chat.create(model="m", messages=ASK, tools=[SEARCH], tool_choice="required")
             assert dict(session.counts) == {"grammar_refused": 1}
 
     asyncio.run(run())
+
+
+def test_with_client_grammar_ignore_all_replies_are_sampled_freely_and_trained(caplog):
+    async def run() -> None:
+        engine = KeyedEngine(["free", "text", CALL])
+        async with served(engine, client_grammar="ignore") as (chat, session):
+            await chat.create(model="m", messages=ASK, response_format={"type": "json_object"})
+            required = {"tools": [SEARCH], "tool_choice": "required"}
+            plain = await chat.create(model="m", messages=[*ASK, *ASK], **required)
+            called = await chat.create(model="m", messages=[*ASK, *ASK, *ASK], **required)
+            assert [each.sampling.grammar for each in engine.requests] == [None] * 3
+            assert plain.choices[0].message.content == "text"
+            assert called.choices[0].message.tool_calls[0].function.name == "search"
+            assert [any(each.loss_mask) for each in trajectories(session)] == [True] * 3
+
+    asyncio.run(run())
+    noted = [each.getMessage() for each in caplog.records if "client_grammar" in each.getMessage()]
+    assert len(noted) == 2, "once for each kind"
+    assert all("has no effect" in each for each in noted)
 
 
 def test_refused_calls_are_a_metric():

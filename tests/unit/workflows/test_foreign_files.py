@@ -13,7 +13,7 @@ import tiny
 from test_adapters import answer, context_of, episode_of
 
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
-from headwater.core.errors import InvalidTrajectory
+from headwater.core.errors import InvalidTrajectory, RolloutFailed
 from headwater.core.registry import load_object
 from headwater.core.tool_calls import ToolCall
 from headwater.rewards.verifier import end_verifier
@@ -27,6 +27,8 @@ from verl.utils.reward_score.gsm8k import extract_solution
 from verl.utils.reward_score.math_dapo import compute_score as dapo_score
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    from verl.utils.reward_score import math
+    assert math.compute_score("\\\\boxed{2}", "2") == 1.0
     assert extract_solution(solution_str) == "1234", extract_solution(solution_str)
     made = gsm8k.compute_score(solution_str, ground_truth, method="strict", score=2.0)
     assert gsm8k.compute_score("#### 5", "6", format_score=0.25) == 0.25
@@ -80,6 +82,15 @@ class Mine(ToolAgentLoop):
     async def _handle_pending_state(self, agent_data: AgentData, sampling_params):
         agent_data.extra_fields["rows"] = len(DataProto.from_dict({}, non_tensors={"x": [1, 2]}))
         return await super()._handle_pending_state(agent_data, sampling_params)
+
+    async def _handle_processing_tools_state(self, agent_data):
+        from verl.utils.reward_score.gsm8k import compute_score  # not imported by any file so far
+        await super()._handle_processing_tools_state(agent_data)
+        return AgentState.INTERACTING
+
+    async def _handle_interacting_state(self, agent_data):
+        agent_data.extra_fields["interacted"] = True
+        return AgentState.GENERATING
 
     async def _call_tool(self, tool_call, tools_kwargs, agent_data):
         agent_data.extra_fields["called"] = tool_call.name
@@ -140,6 +151,21 @@ print("torch" in sys.modules)
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n", "workers stay light"
 
 
+def test_a_function_may_import_verl_when_it_is_called(tmp_path):
+    text = (
+        "def score(text):\n    from verl.utils.reward_score import gsm8k\n    return gsm8k.compute_score(text, '7')\n"
+    )
+    code = """
+import sys
+from headwater.core.registry import load_object
+score = load_object(sys.argv[1])
+assert "verl" not in sys.modules
+print(score("#### 7"))
+"""
+    command = [sys.executable, "-c", code, f"{written(tmp_path, 'late.py', text)}:score"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "1.0\n"
+
+
 def test_tools_that_derive_from_those_of_verl(tmp_path):
     file = written(tmp_path, "tools.py", TOOL)
     config = {
@@ -187,6 +213,10 @@ def test_a_class_that_derives_from_the_tool_agent_loop_of_verl(tmp_path):
     text = tiny.tokenizer().decode(made.response_tokens)
     assert text.index("calculator") < text.index("42") < text.rindex("42")
     assert (made.reward, made.info["called"], made.info["rows"], len(made.turn_ends)) == (0.5, "calculator", 2, 2)
+    assert made.info["interacted"] is True
+    del loop._handle_interacting_state
+    with pytest.raises(RolloutFailed, match=r"Mine is in AgentState\.INTERACTING.*_handle_interacting_state"):
+        asyncio.run(go())
 
 
 def test_a_workflow_for_areal_with_openais_client(tmp_path):

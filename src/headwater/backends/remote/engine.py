@@ -194,10 +194,7 @@ class RemoteEngine:
 
     def abort(self, request_id: str | None = None) -> int:
         """End the requests with this id, or all. They return the tokens they have."""
-        return self._do(self._abort(request_id), f"{self._name} aborts requests")
-
-    async def _abort(self, request_id: str | None) -> int:
-        return self._session.abort(request_id)
+        return self._do(self._session.abort(request_id), f"{self._name} aborts requests")
 
     # Control
 
@@ -299,8 +296,9 @@ class RemoteEngine:
         try:
             self._thread.close(self._end, f"{self._name} ends")
         finally:
-            if self._newest is not None:
-                self._newest.discard()
+            newest, self._newest = self._newest, None
+            if newest is not None:
+                newest.discard()
             self._resources.close()
 
     async def _end(self) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import resource
 import statistics
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from functools import cache
 from typing import Any, ClassVar
 
 import aiohttp
 
-from headwater.backends.remote.link import Garbage, LinkLost
+from headwater.backends.remote.link import Garbage, LinkLost, Overloaded
+from headwater.core.descriptors import allow_many_descriptors
 from headwater.core.errors import RequestError, RolloutFailed, WaitTimeout
 from headwater.core.waits import named_wait
 
@@ -35,15 +40,10 @@ class HttpCalls:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_LIMIT_S)
-        # Each stream is a connection. Those beyond the limit of open files wait here.
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._turns = _stream_turns()
         # A connection is not used again, because the server may close it at the same moment.
-        streams = aiohttp.TCPConnector(limit=max(_FEWEST_STREAMS, most - _SPARE_FILES), force_close=True)
-        self._streams = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=streams)
-        # Control calls must not wait for streams.
-        self._control = aiohttp.ClientSession(
-            headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
-        )
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
 
     async def check_alive(self) -> None:
         await self._call("GET", "/health", limit_s=_HEALTH_LIMIT_S)
@@ -61,28 +61,31 @@ class HttpCalls:
         return {}
 
     async def close(self) -> None:
-        await self._streams.close()
-        await self._control.close()
+        await self._session.close()
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         """The data of each event that answers a request, up to the one that ends the stream."""
         try:
-            async with self._streams.post(self.url + path, json=body, read_bufsize=2**18) as reply:
+            async with self._turns.turn(), self._session.post(self.url + path, json=body, read_bufsize=2**18) as reply:
                 if reply.status != 200:
                     raise refusal(f"POST {self.url}{path}", reply.status, await reply.text(errors="replace"))
                 async for data in _event_data(reply.content):
                     yield data
+        except LinkLost:
+            raise
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise LinkLost(f"POST {path}: {type(error).__name__}: {error}") from error
 
     async def _answer(self, path: str, body: Mapping[str, Any]) -> str:
         """The whole answer to a request that may take as long as it needs."""
         try:
-            async with self._streams.post(self.url + path, json=body) as reply:
+            async with self._turns.turn(), self._session.post(self.url + path, json=body) as reply:
                 text = await reply.text(errors="replace")
                 if reply.status != 200:
                     raise refusal(f"POST {self.url}{path}", reply.status, text)
                 return text
+        except LinkLost:
+            raise
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise LinkLost(f"POST {path}: {type(error).__name__}: {error}") from error
 
@@ -98,7 +101,7 @@ class HttpCalls:
     ) -> dict[str, Any]:
         """A control call. ``is_text`` is for answers that are not JSON and of which only the status matters."""
         what = f"{method} {self.url}{path}"
-        if self._control.closed:
+        if self._session.closed:
             raise LinkLost(f"{what}: its process was replaced or stopped")
         try:
             status, text = await named_wait(
@@ -122,8 +125,57 @@ class HttpCalls:
         return answer
 
     async def _exchange(self, method: str, path: str, body: Any, params: Any) -> tuple[int, str]:
-        async with self._control.request(method, self.url + path, json=body, params=params) as reply:
+        async with self._session.request(method, self.url + path, json=body, params=params) as reply:
             return reply.status, await reply.text(errors="replace")
+
+
+class Turns:
+    """How many streams may be open at the same time, over all servers. They belong to several event loops."""
+
+    def __init__(self, most: int) -> None:
+        self._lock = threading.Lock()
+        self._num_free = most
+        self._waiting: deque[Future[None]] = deque()
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Others wait while ``most`` blocks are entered."""
+        await self._take()
+        try:
+            yield
+        finally:
+            self._give()
+
+    async def _take(self) -> None:
+        with self._lock:
+            if self._num_free:
+                self._num_free -= 1
+                return
+            mine: Future[None] = Future()
+            self._waiting.append(mine)
+        try:
+            await asyncio.wrap_future(mine)
+        except asyncio.CancelledError:
+            if not mine.cancel() and not mine.cancelled():  # it was given in the same moment
+                self._give()
+            raise
+
+    def _give(self) -> None:
+        with self._lock:
+            while self._waiting:
+                following = self._waiting.popleft()
+                if following.set_running_or_notify_cancel():
+                    break
+            else:
+                self._num_free += 1
+                return
+        following.set_result(None)
+
+
+@cache
+def _stream_turns() -> Turns:
+    """Each stream is a connection. Those beyond the limit of open files wait; control calls do not."""
+    return Turns(max(_FEWEST_STREAMS, allow_many_descriptors() - _SPARE_FILES))
 
 
 _MEASURED = {
@@ -174,7 +226,9 @@ async def _event_data(content: aiohttp.StreamReader) -> AsyncGenerator[str, None
 
 def refusal(what: str, status: int, text: str) -> Exception:
     shown = text[:_NUM_CHARACTERS_SHOWN]
-    if status in (502, 503, 504):  # its engine has ended, or a proxy does not reach it
+    if status in (429, 503):
+        return Overloaded(f"{what}: status {status}: {shown}")
+    if status in (502, 504):  # a proxy does not reach it
         return LinkLost(f"{what}: status {status}: {shown}")
     if status in (401, 403):
         return RolloutFailed(

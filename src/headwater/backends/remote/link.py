@@ -17,6 +17,10 @@ class LinkLost(ConnectionError):
     """The server cannot be reached: it has ended, is about to, or the network failed."""
 
 
+class Overloaded(LinkLost):
+    """The server refuses a request for now, because it has too many, or a proxy does not reach it."""
+
+
 class OtherWeights(LinkLost):
     """The server answers with weights that this run did not give it: another process has taken its place."""
 

@@ -19,6 +19,13 @@ MAX_STUCK = 4
 """How often the stream of a request may break without a new token in between."""
 
 
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+"""Between two attempts to send a request to a server that has no room for it."""
+_REFUSED_LIMIT_S = 600.0
+_ABORT_S = 3.0
+"""How long the tokens of aborted requests may take to arrive."""
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """What must be known about the model to find the end of a response."""
@@ -54,6 +61,11 @@ class OpenRequest:
     num_sent: int = 0
     num_stuck: int = 0
     """How often its stream broke since the last token arrived. Updates that interrupt it are not counted."""
+    num_refused: int = 0
+    """How often the server had no room for it since the last token arrived."""
+    refused_since: float = 0.0
+    is_aborted: bool = False
+    """It is not sent again."""
     arrived: float = field(default_factory=time.perf_counter)
     started: float | None = None
     """When the first tokens arrived."""
@@ -61,6 +73,11 @@ class OpenRequest:
     @property
     def stream_id(self) -> str:
         return f"{self.request.request_id}-{self.number}-{self.num_sent}"
+
+    @property
+    def is_silent(self) -> bool:
+        """The present stream is being read, and no token of it has arrived."""
+        return self.reading is not None and not self.reading.done() and len(self.tokens) == self.num_before
 
     def rest(self) -> ModelRequest:
         """The request for the tokens that are still missing."""
@@ -81,10 +98,20 @@ class OpenRequest:
             return
         if self.started is None:
             self.started = time.perf_counter()
-        self.num_stuck = 0
+        self.num_stuck = self.num_refused = 0
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         self.versions += [self.sent_version] * len(chunk.tokens)
+
+    def refused(self) -> float | None:
+        """The server has no room for it now. The seconds until the next attempt; None if there were enough."""
+        now = time.monotonic()
+        if not self.num_refused:
+            self.refused_since = now
+        self.num_refused += 1
+        if now - self.refused_since > _REFUSED_LIMIT_S:
+            return None
+        return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0 ** min(self.num_refused - 1, 10))
 
     def tell(self) -> None:
         """Pass on the tokens that will not change any more."""
@@ -194,6 +221,24 @@ async def read_stream(
         return reason
     opened.cut(end)
     return "stop"
+
+
+async def fetch_tokens(wanted: Sequence[OpenRequest], link: Link) -> None:
+    """Let the server end requests, and wait a moment for the tokens of those that it answers only at their end."""
+
+    async def end(opened: OpenRequest, reading: asyncio.Task[StopReason]) -> None:
+        await link.abort(opened.stream_id)
+        await asyncio.wait({reading})
+
+    ending = [asyncio.create_task(end(each, each.reading)) for each in wanted if each.reading and each.is_silent]
+    if not ending:
+        return
+    try:
+        await asyncio.wait(ending, timeout=_ABORT_S)
+    finally:
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
 
 
 def given_whole(request: ModelRequest, end_tokens: Sequence[int]) -> ModelResponse | None:

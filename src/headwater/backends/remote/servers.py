@@ -104,10 +104,11 @@ class ConnectedServer:
             try:
                 await link.check_alive()
                 info = await link.describe()
-                if not self._session.is_known(info):  # its weights are not those of this run
+                is_new, is_first = not self._session.is_known(info), self._session.info is None
+                if is_new:  # its weights are not those of this run
                     await self._check(link, info)
-                    self.num_restarts += self._session.info is not None
                 await self._session.attach(link, info)
+                self.num_restarts += is_new and not is_first
                 self._link = link
                 return
             except (LinkLost, WaitTimeout) as error:

@@ -16,12 +16,13 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
-from headwater.backends.remote.link import Garbage, Link, LinkLost, OtherWeights, PauseMode, ServerInfo
+from headwater.backends.remote.link import Garbage, Link, LinkLost, OtherWeights, Overloaded, PauseMode, ServerInfo
 from headwater.backends.remote.model import ServedWeights
-from headwater.backends.remote.requests import MAX_STUCK, OpenRequest, ServedModel, read_stream
+from headwater.backends.remote.requests import MAX_STUCK, OpenRequest, ServedModel, fetch_tokens, read_stream
 from headwater.core.errors import (
     HeadwaterError,
     LogitsBroken,
+    QueueFull,
     RequestError,
     RolloutFailed,
     ServerLost,
@@ -102,12 +103,18 @@ class Session:
         if (task := self._open.get(opened)) is not None:
             task.cancel()
 
-    def abort(self, request_id: str | None) -> int:
+    async def abort(self, request_id: str | None) -> int:
         """Answer the requests with this id, or all, with the tokens they have. Return how many there were."""
         wanted = [each for each in self._open if request_id in (None, each.request.request_id)]
         for opened in wanted:
-            opened.finish("abort")
-            self.leave(opened)
+            opened.is_aborted = True
+        try:
+            if self._link is not None:
+                await fetch_tokens(wanted, self._link)
+        finally:
+            for opened in wanted:
+                opened.finish("abort")
+                self.leave(opened)
         return len(wanted)
 
     def fail(self, failure: RolloutFailed) -> None:
@@ -121,7 +128,7 @@ class Session:
     async def _run(self, opened: OpenRequest) -> None:
         """Send a request as often as needed, until it has ended."""
         try:
-            while not opened.has_ended:
+            while not opened.has_ended and not opened.is_aborted:
                 await self._gate.wait()
                 assert self._link is not None, "the gate is closed without a link"
                 await self._send(opened, self._link)
@@ -153,8 +160,14 @@ class Session:
         try:
             reason = opened.reading.result()
         except LinkLost as error:
-            opened.num_stuck += 1
             await self._suspect(link, error)
+            if isinstance(error, Overloaded) and link is self._link:
+                wait_s = opened.refused()
+                if wait_s is None or (self._is_one_of_many and not opened.tokens):  # a router tries other servers
+                    raise QueueFull(f"{name}: {error}; add servers, or send fewer requests") from error
+                await asyncio.sleep(wait_s)
+            else:
+                opened.num_stuck += 1
             return
         except Garbage as error:
             raise RolloutFailed(f"{name}: the answer cannot be used: {error}") from error
@@ -173,10 +186,14 @@ class Session:
 
     async def attach(self, link: Link, info: ServerInfo) -> None:
         """Use ``link`` from now on. A process that has replaced another one is told what that one knew."""
-        is_new = not self.is_known(info)
+        is_new, before = not self.is_known(info), self.info
         self.info = info
         if is_new:
-            await self._restore(link)
+            try:
+                await self._restore(link)
+            except BaseException:
+                self.info = before  # so that the next attempt restores it
+                raise
         self._link = link
         self._attached.set()
         self._detached.clear()
@@ -372,6 +389,6 @@ class Session:
 
     async def end(self) -> None:
         """Answer every request with the tokens it has."""
-        self.abort(None)
         self.failure = self.failure or RolloutFailed(f"{self.name}: the engine is closed")
+        await self.abort(None)
         await asyncio.gather(*self._open.values(), return_exceptions=True)

@@ -293,7 +293,9 @@ class Roster:
         assert member.connect is not None, "checked"
         try:
             engine = member.connect()
-        except HeadwaterError as error:
+        except Exception as error:
+            if not isinstance(error, HeadwaterError):
+                logger.exception("server %s: connecting failed", member.name)
             with self.lock:
                 member.is_connecting = False
                 member.mark_lost(str(error))

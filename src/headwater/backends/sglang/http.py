@@ -96,8 +96,9 @@ class SglangLink(HttpCalls):
             ) from error
 
     async def check_alive(self) -> None:
-        # /health generates a token, which a server that is paused or asleep does not.
-        await self._call("GET", f"{self.dialect.info_prefix}model_info", limit_s=_ALIVE_LIMIT_S)
+        # SGLang's /health generates a token, which a server that is paused or asleep does not.
+        path = "/health" if self.is_ours else f"{self.dialect.info_prefix}model_info"
+        await self._call("GET", path, limit_s=_ALIVE_LIMIT_S)
 
     async def stream(self, sending: Sending) -> AsyncGenerator[Chunk, None]:
         """The answer as one chunk, or as it is generated if the caller wants that."""

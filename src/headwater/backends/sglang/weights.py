@@ -59,8 +59,11 @@ class GroupSender:
         joining = asyncio.create_task(asyncio.to_thread(partial(Link.connect, meeting, 0, size)))
         try:
             await self.link.join_group(body)
-        finally:  # if the server refused, this end gives up at its limit
-            self._group = await joining
+        except BaseException:
+            with suppress(Exception):  # this end gives up at its limit; why the server refused says more
+                (await joining).close()
+            raise
+        self._group = await joining
 
     async def send(self, update: WeightUpdate, dtype: torch.dtype, label: str, *, flush: bool) -> None:
         """Return when the server uses the weights."""

@@ -8,7 +8,8 @@ writer.events(chunks)                            # from its chunks
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from headwater.serving.errors import ApiError, wrong
@@ -19,10 +20,15 @@ _SAME = (
     "chat_template_kwargs", "prompt_cache_key", "safety_identifier", "return_token_ids",
 )  # fmt: skip
 _NO_EFFECT = (
-    "include", "truncation", "reasoning", "stream", "prompt_cache_retention", "stream_options", "max_tool_calls",
-    "store", "service_tier", "background",
+    "truncation", "reasoning", "stream", "prompt_cache_retention", "stream_options", "max_tool_calls", "store",
+    "service_tier",
 )  # fmt: skip
-_READ = ("input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "previous_response_id")
+_READ = (
+    "input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "previous_response_id", "background",
+    "include",
+)  # fmt: skip
+_INCLUDED = ("reasoning.encrypted_content",)
+"""Parts of reasoning items, which responses do not have."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _STREAM_OPTIONS = {"include_usage": True}
 
@@ -32,6 +38,7 @@ def chat_body(body: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()
     unknown = [name for name in body if name not in (*_SAME, *_NO_EFFECT, *_READ) and body[name] is not None]
     if unknown:
         raise ApiError(f"{unknown[0]}: is not supported by /v1/responses; remove it", param=unknown[0])
+    _refuse_unavailable(body)
     chat = {name: body[name] for name in _SAME if body.get(name) is not None}
     instructions = body.get("instructions")
     messages = [{"role": "system", "content": instructions}] if instructions else []
@@ -54,6 +61,14 @@ def chat_body(body: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()
     if body.get("stream"):
         chat |= {"stream": True, "stream_options": _STREAM_OPTIONS}
     return chat
+
+
+def _refuse_unavailable(body: Mapping[str, Any]) -> None:
+    if body.get("background"):
+        raise wrong("background", body["background"], "replies are not stored; remove it and wait for the reply")
+    include = body.get("include") or []
+    if not isinstance(include, list) or any(each not in _INCLUDED for each in include):
+        raise wrong("include", include, "responses have no additional parts; remove it")
 
 
 def input_messages(given: Any) -> list[dict[str, Any]]:
@@ -137,12 +152,13 @@ class ResponseWriter:
             output.append(_message_item(name, "", "completed"))
         return self._response(reply, output, choice["finish_reason"], reply.get("usage"))
 
-    async def events(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream, from the chunks of chat completions."""
         stream = _EventStream(self)
-        async for chunk in chunks:
-            for event in stream.take(chunk):
-                yield event
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                for event in stream.take(chunk):
+                    yield event
         for event in stream.finish():
             yield event
 

@@ -11,7 +11,7 @@ Requests do not leave the process: they are answered as those of the workflow ``
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -71,12 +71,15 @@ class _Transport(httpx.AsyncBaseTransport):
 
 
 class _Lines(httpx.AsyncByteStream):
-    def __init__(self, lines: AsyncIterator[bytes]) -> None:
+    def __init__(self, lines: AsyncGenerator[bytes, None]) -> None:
         self._lines = lines
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for line in self._lines:
             yield line
+
+    async def aclose(self) -> None:
+        await self._lines.aclose()
 
 
 @dataclass

@@ -10,7 +10,6 @@ from typing import Any
 from headwater.core.errors import ConfigError, InvalidTrajectory, RolloutFailed
 from headwater.core.records import Prompt, SamplingParams, Trajectory
 from headwater.core.registry import blaming, is_path, load_object
-from headwater.core.stand_ins import importable
 from headwater.workflows.adapters import areal
 from headwater.workflows.adapters.areal_reward import RunReward
 from headwater.workflows.adapters.binding import bind, construct, constructor_parameters, with_token_lists
@@ -130,8 +129,7 @@ class ArealWorkflow:
             "processor": None,
             "enable_thinking": bool(context.chat_template_args.get("enable_thinking", False)),
         }
-        with importable():  # some constructors import more of AReaL
-            self._made = construct(made, setting, bind(made, setting, own, offered))
+        self._made = construct(made, setting, bind(made, setting, own, offered))
 
     async def run(self, episode: Episode) -> EpisodeResult:
         async with open_journal(episode) as journal:

@@ -11,6 +11,7 @@ from typing import Any
 
 from headwater.chat.next_turn import next_turn
 from headwater.chat.render import MODEL_TURN
+from headwater.core.errors import RolloutFailed
 from headwater.core.tool_calls import ToolCall
 from headwater.tools.base import ToolResponse
 from headwater.workflows.adapters.verl import (
@@ -108,8 +109,12 @@ class ToolAgentLoop(AgentLoopBase):
                 state = await self._handle_pending_state(data, sampling_params)
             elif state is AgentState.GENERATING:
                 state = await self._handle_generating_state(data, sampling_params)
-            else:
+            elif state is AgentState.PROCESSING_TOOLS:
                 state = await self._handle_processing_tools_state(data)
+            elif state is AgentState.INTERACTING:
+                state = await self._handle_interacting_state(data)
+            else:
+                raise RolloutFailed(f"{type(self).__name__}: a method returned {state!r}; return an AgentState")
         start = len(data.prompt_ids) - len(data.response_mask)
         end = start + self.response_length
         return AgentLoopOutput(
@@ -157,6 +162,12 @@ class ToolAgentLoop(AgentLoopBase):
         self._append(agent_data, told, 0, None)
         agent_data.user_turns += 1
         return AgentState.GENERATING
+
+    async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
+        raise RolloutFailed(
+            f"{type(self).__name__} is in {AgentState.INTERACTING}, and verl's interactions are not available; define "
+            "_handle_interacting_state, or use the simulated user of rollout.workflow=tool_agent"
+        )
 
     async def _call_tool(
         self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any], agent_data: AgentData

@@ -10,7 +10,6 @@ from typing import Any
 from headwater.core.errors import InvalidTrajectory, RolloutFailed
 from headwater.core.records import Answer, SamplingParams, Trajectory
 from headwater.core.registry import nearest
-from headwater.core.stand_ins import importable
 from headwater.workflows.adapters.binding import bind, construct, with_token_lists
 from headwater.workflows.adapters.journal import Claim, Journal, open_journal
 from headwater.workflows.adapters.verl import LLMServerClient, TokenOutput
@@ -189,8 +188,7 @@ class VerlWorkflow:
 
     async def run(self, episode: Episode) -> EpisodeResult:
         async with open_journal(episode) as journal:
-            with importable():  # some constructors import more of verl
-                loop = construct(self._loop, self._setting, {**self._bound, "server_manager": JournalServer(journal)})
+            loop = construct(self._loop, self._setting, {**self._bound, "server_manager": JournalServer(journal)})
             output = await loop.run(**self._arguments(episode))
             if output is None:
                 return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,12 @@ class Answer:
     def is_stream(self) -> bool:
         return self.events is not None
 
-    async def lines(self) -> AsyncIterator[bytes]:
+    async def lines(self) -> AsyncGenerator[bytes, None]:
         """The stream as server-sent events."""
         assert self.events is not None
-        async for event in self.events:
-            yield event_bytes(event)
+        async with aclosing(self.events):
+            async for event in self.events:
+                yield event_bytes(event)
         yield b"data: [DONE]\n\n"
 
 
@@ -67,10 +69,11 @@ def _history(session: Session, body: Mapping[str, Any]) -> list[Mapping[str, Any
 async def _stored(
     session: Session, body: Mapping[str, Any], events: AsyncGenerator[dict[str, Any], None]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    async for event in events:
-        if event["type"] in ("response.completed", "response.incomplete"):
-            _store(session, body, event["response"])
-        yield event
+    async with aclosing(events):
+        async for event in events:
+            if event["type"] in ("response.completed", "response.incomplete"):
+                _store(session, body, event["response"])
+            yield event
 
 
 def _store(session: Session, body: Mapping[str, Any], response: Mapping[str, Any]) -> None:

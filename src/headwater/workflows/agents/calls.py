@@ -7,7 +7,7 @@ asks for is therefore treated in one of these ways:
 - ``temperature``, ``top_p`` and other settings of the same kind are replaced by the run's, and the log says so once.
   With ``client_sampling: refuse`` a different value is an error.
 - ``response_format`` and a ``tool_choice`` that requires a call are followed with a grammar, and the reply is not
-  trained. With ``client_grammar: refuse`` they are an error.
+  trained. With ``client_grammar: ignore`` they have no effect, and with ``refuse`` they are an error.
 - What would change the distribution in another way, such as a penalty, is always an error.
 """
 
@@ -64,6 +64,10 @@ class ChatCall:
         if self.tools.choice == "required":
             return f"tool_choice = {self.tools.name or 'required'}"
         return "response_format" if self.answer is not None else ""
+
+    def unconstrained(self) -> ChatCall:
+        """The same call, whose reply may be anything."""
+        return replace(self, answer=None, tools=replace(self.tools, choice="auto", name=""))
 
 
 def read_call(body: Mapping[str, Any], sampling: SamplingParams) -> ChatCall:

@@ -42,7 +42,7 @@ class SessionRules:
     max_turns: int
     """Replies in one episode."""
     client_sampling: Literal["ignore", "refuse"]
-    client_grammar: Literal["follow", "refuse"]
+    client_grammar: Literal["follow", "ignore", "refuse"]
     parser: Callable[[], ToolCallParser]
     """The parser of tool calls. Called when a client sends tools."""
     noted: set[str]
@@ -140,6 +140,8 @@ class Session:
         if self._is_closed:  # while the body was read
             raise episode_ended()
         self._check(call)
+        if self._rules.client_grammar == "ignore":
+            call = call.unconstrained()
         parser = self._parser() if call.tools.schemas else None
         drafts: list[Draft] = []
         self._num_running += call.num_choices
@@ -189,12 +191,14 @@ class Session:
         if self._rules.client_grammar == "refuse":
             raise ApiError(
                 f"{constraint}: replies that are trained on are sampled from the model's own distribution; remove it, "
-                "or set rollout.workflow_args.client_grammar=follow",
+                "or set rollout.workflow_args.client_grammar to follow or ignore",
                 code="grammar_refused",
             )
         if constraint not in self._rules.noted and len(self._rules.noted) < _MOST_NOTES:
             self._rules.noted.add(constraint)
-            log.warning("the agent asked for %s: such replies follow a grammar and are not trained", constraint)
+            ignores = self._rules.client_grammar == "ignore"
+            effect = "it has no effect" if ignores else "such replies follow a grammar and are not trained"
+            log.warning("the agent asked for %s: %s (client_grammar)", constraint, effect)
 
     def _parser(self) -> ToolCallParser:
         try:

@@ -225,7 +225,7 @@ def test_an_engine_that_has_failed_for_good_is_left_out_and_without_any_requests
 def test_a_server_whose_engine_gave_up_is_connected_to_anew(monkeypatch):
     monkeypatch.setattr(roster, "_CONNECT_EVERY_S", 0.05)
     first, second, others = ScriptedEngine(), ScriptedEngine(version=1), ScriptedEngine()
-    attempts = iter([ServerLost("still down"), second])
+    attempts = iter([ServerLost("still down"), ValueError("a proxy answers"), second])
 
     def connect() -> ScriptedEngine:
         attempt = next(attempts)
