@@ -60,7 +60,8 @@ class RunDirectory:
                 try:
                     path.mkdir()
                     run = cls(path)
-                    run.id_file.write_text(os.urandom(16).hex(), encoding="utf-8")
+                    with run.removed_if_unused():
+                        write_whole(run.id_file, os.urandom(16).hex())
                     return run
                 except FileExistsError:
                     number += 1
