@@ -38,7 +38,7 @@ def finished(tmp_path_factory) -> Path:
 
 def test_a_run_leaves_everything_behind(finished):
     assert {path.name for path in finished.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "ledger.jsonl", "status.json", "rollouts", "eval", "checkpoints", "reward.png",
+        "config.yaml", "run_id", "metrics.jsonl", "ledger.jsonl", "status.json", "rollouts", "eval", "checkpoints", "reward.png",
         "writer.lock",
     }  # fmt: skip
     steps = metrics(finished, "train")
