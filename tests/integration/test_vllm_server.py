@@ -146,10 +146,11 @@ def test_responses_that_span_an_update_lose_no_token(engine: VllmEngine) -> None
         for response in answers:
             assert (response.output_len, response.stop_reason) == (160, "length")
             assert list(response.output_versions) == sorted(response.output_versions)
-            num_old = response.output_versions.count(old)
-            assert num_old == 160 if mode == "drain" else 0 < num_old < 160
             if mode != "in_flight":  # whose new tokens attend to keys and values of the old weights
                 assert_sampled_by({old: weights(old), old + 1: weights(old + 1)}, response, sampling)
+        # On a busy machine, a request may reach the server only after the update, and others may end before it.
+        old_tokens = [response.output_versions.count(old) for response in answers]
+        assert all(count == 160 for count in old_tokens) if mode == "drain" else any(0 < n < 160 for n in old_tokens)
         assert not engine.status().num_running
 
 
