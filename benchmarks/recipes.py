@@ -138,7 +138,8 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
     for place, case in enumerate(dict.fromkeys(each.case for each in runs)):
         for number, each in enumerate(one for one in runs if one.case == case and one.rewards):
             steps, rewards, _ = zip(*each.rewards, strict=True)
-            axes.plot(steps, rewards, "o-", color=f"C{place}", markersize=3, alpha=0.8, label=None if number else case)
+            style, label = ("o-", "s--")[place // 10 % 2], None if number else case
+            axes.plot(steps, rewards, style, color=f"C{place}", markersize=3, alpha=0.8, label=label)
     axes.set(xlabel="step", ylabel="held-out reward", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize=8)
