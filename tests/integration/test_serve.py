@@ -587,17 +587,20 @@ def send(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_everything(server, stream):
     num_samples = 3
-    before = server.metrics()
     body = {"prompt": "abc", "max_tokens": 1900, "ignore_eos": True, "n": num_samples, "stream": stream}
-    connection = send(server, "/v1/completions", body)
-    server.wait_for(lambda m: m["num_running"] == num_samples and m["kv_pages_used"] > 0, "not started")
-    if stream:
-        assert b"200 OK" in connection.recv(1000)
-    connection.close()
-    server.wait_for(lambda m: m["num_running"] + m["num_waiting"] + m["kv_pages_used"] == 0, "still there")
-    after = server.metrics()
+    for _ in range(5):
+        before = server.metrics()
+        connection = send(server, "/v1/completions", body)
+        server.wait_for(lambda m: m["num_running"] == num_samples and m["kv_pages_used"] > 0, "not started")
+        if stream:
+            assert b"200 OK" in connection.recv(1000)
+        connection.close()
+        server.wait_for(lambda m: m["num_running"] + m["num_waiting"] + m["kv_pages_used"] == 0, "still there")
+        after = server.metrics()
+        # On a busy machine, the responses may end before the client leaves.
+        if after["num_tokens_generated"] - before["num_tokens_generated"] < 1900 * num_samples:
+            break
     assert after["num_aborted"] - before["num_aborted"] == num_samples
-    assert after["num_tokens_generated"] - before["num_tokens_generated"] < 1900 * num_samples
 
 
 def test_a_client_that_leaves_while_it_waits_is_forgotten(server):
