@@ -131,9 +131,13 @@ def posts_its_reward(base_url, api_key):
 
 def finishes_later(base_url, api_key):
     """Returns at once; a process that is left behind finishes the episode."""
+    left, leaves = os.pipe()
     if os.fork():
+        # The agent's process group is killed when it returns; until then the child must have left it.
+        os.read(left, 1)
         return
     os.setsid()
+    os.write(leaves, b"x")
     time.sleep(0.2)
     ask(base_url, api_key)
     post(base_url, api_key, {"reward": 0.75}, "/finish")
