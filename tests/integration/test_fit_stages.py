@@ -163,7 +163,7 @@ def test_an_exported_model_is_loaded_by_vllm(run, tmp_path):
         timeout=PROCESS_LIMIT_S, env={**os.environ, **settings, "VLLM_HOST_IP": "127.0.0.1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    tokens = json.loads(done.stdout.rpartition("TOKENS")[2])
+    tokens = json.loads(done.stdout.partition("TOKENS")[2].splitlines()[0])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     expected = torch.tensor([[5, 6, 7, 8]])
     for _ in range(8):

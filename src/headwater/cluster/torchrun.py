@@ -223,9 +223,11 @@ class TorchrunGroup:
                 self._run(begin, name)
                 while (item := self._run(advance, name)) is not _DONE:
                     yield item
-            finally:
+            except BaseException:
                 if not self.failure:
                     self._run(end, name)
+                raise
+            self._run(end, name)  # raises if a rank has failed or ended: a part of the items must not look like all
 
     def serve(self) -> None:
         """Execute the calls of rank 0 until it ends."""
