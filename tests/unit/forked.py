@@ -132,6 +132,15 @@ class _Server:
 
 
 _server: _Server | None = None
+_making = threading.Lock()
+
+
+def _the_server() -> _Server:
+    global _server
+    with _making:
+        if _server is None:
+            _server = _Server()
+        return _server
 
 
 def popen(
@@ -144,9 +153,7 @@ def popen(
     text: bool = True,
 ) -> Forked:
     """Start ``python *arguments``: ``-m module ...``, ``-c code ...`` or a script, like ``subprocess.Popen``."""
-    global _server
-    if _server is None:
-        _server = _Server()
+    server = _the_server()
     ours: list[IO[Any] | None] = []
     theirs: list[int] = []
     for place, wanted in enumerate((stdin, stdout, stderr)):
@@ -167,11 +174,11 @@ def popen(
     environment = dict(os.environ if env is None else env)
     request = {"arguments": words, "cwd": str(cwd or Path.cwd()), "environment": environment}
     try:
-        process = Forked(words, _server.start(request, theirs), ours)
+        process = Forked(words, server.start(request, theirs), ours)
     finally:
         for each in theirs:
             os.close(each)
-    _server.add(process)
+    server.add(process)
     return process
 
 
