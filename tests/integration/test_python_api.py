@@ -149,6 +149,14 @@ def test_workflows_and_tools_as_objects(tmp_path):
     assert tooled.train().step == 1
 
 
+def test_a_trainer_only_evaluates(tmp_path):
+    trainer = Trainer(data=ROWS, eval_data=ROWS[:4], reward=lambda solution_str: 0.25, **small(tmp_path))
+    result = trainer.evaluate()
+    assert ([each["step"] for each in result.evaluations], result.metrics) == ([0], [])
+    assert result.evaluations[0]["reward/mean"] == 0.25
+    assert not trainer.config.eval.only, "evaluate() changes no setting of train()"
+
+
 def test_stop_from_another_thread(tmp_path):
     trainer = Trainer(
         data=ROWS,

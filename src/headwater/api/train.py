@@ -178,21 +178,31 @@ class Trainer:
 
     def train(self, *, resume: str | os.PathLike[str] | None = None, step: int | None = None) -> Result:
         """Train to the last step. ``resume`` continues a run with the settings of this object."""
+        if step is not None and resume is None:
+            raise HeadwaterError(f"step = {step}: goes with resume, the directory of a run")
+        return self._run(self.config, resume, step)
+
+    def evaluate(self) -> Result:
+        """Answer the held-out prompts with the model as it is, and train nothing.
+
+        The result has one record in ``evaluations``, and the run directory has the answers.
+        """
+        return self._run(Config(self.config, {"eval.only": True}), None, None)
+
+    def _run(self, config: Config, resume: str | os.PathLike[str] | None, step: int | None) -> Result:
         _refuse_while_importing()
         if launch.is_helper():
             launch.serve_rank()
             sys.exit(0)  # only rank 0 has a result
-        if step is not None and resume is None:
-            raise HeadwaterError(f"step = {step}: goes with resume, the directory of a run")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it would print warnings after a fork
         self._wants_stop.clear()
         display = None if self._progress else _silent()
         if resume is None:
-            _check_files(self.config)
-            config = schema.Config(**{each.name: getattr(self.config, each.name) for each in fields(schema.Config)})
-            ended = launch.start(config, self.config.given, callbacks=self._callbacks, display=display)
+            _check_files(config)
+            plain = schema.Config(**{each.name: getattr(config, each.name) for each in fields(schema.Config)})
+            ended = launch.start(plain, config.given, callbacks=self._callbacks, display=display)
         else:
-            given = [self.config.given_values]
+            given = [config.given_values]
             ended = launch.resume(os.fspath(resume), step, given, callbacks=self._callbacks, display=display)
         return Result(ended.run.path.absolute(), ended.is_finished)
 
