@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from headwater.config.load import load_config
     from headwater.core.disk import disk_full
-    from headwater.observe.progress import lasting_console
+    from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.checkpoint import check_whole, find_checkpoint, step_of
 
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     what = "The adapters" if args.adapter else "The model"
-    lasting_console().print(f"{what} of step {step_of(checkpoint)}: {target}", highlight=False, soft_wrap=True)
+    Display().say(f"{what} of step {step_of(checkpoint)}: {target}")
     return 0
 
 
