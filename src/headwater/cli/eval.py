@@ -44,7 +44,7 @@ class Subject:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "headwater eval RUN|MODEL [RECIPE ...] [key=value ...] [--data SOURCE] [--reward FUNCTION] [--out FOLDER]"
+    parser.usage = "headwater eval RUN|MODEL [RECIPE ...] [key=value ...] [--data SOURCE] [--reward FUNCTION] [options]"
     parser.epilog = EXAMPLES
     parser.add_argument(
         "target", metavar="RUN|MODEL", help="run directory, model folder, hub id, tiny:<preset> or smollm2"
