@@ -247,7 +247,14 @@ def _fit(
         template = getattr(rollout.tokenizer, "chat_template", None)
         notices = [
             *config_notices(config, given, site.device),
-            *data_notices(training.train_data, config, template, rollout.reads_column, rollout.runs_code),
+            *data_notices(
+                training.train_data,
+                config,
+                template,
+                rollout.reads_column,
+                rollout.runs_code,
+                rollout.unread_settings,
+            ),
         ]
         texts = [str(each) for each in notices]
         trainer = Trainer(config, rollout, training, run, display, notices=texts, callbacks=attempts.callbacks)
