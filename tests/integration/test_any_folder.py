@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import pyarrow.parquet as pq
 import pytest
 from command import metrics, weights
 
@@ -65,6 +68,31 @@ def test_a_model_is_evaluated_without_a_run(folders, capsys):
     assert capsys.readouterr().out == shown.partition("rows/eval/0")[0]
     assert {path.name for path in folders[0].iterdir()} >= {"mine.yaml"}
     assert not (folders[0] / "results").exists()
+
+
+def test_an_evaluation_of_several_sources_is_kept(folders, capsys):
+    here, _ = folders
+    (here / "[more].jsonl").write_text((here / "data" / "rows.jsonl").read_text())
+    command = [
+        "eval", "tiny:qwen3", "mine.yaml", "rollout.workflow=rlvr", "data.eval=['data/rows.jsonl', './[more].jsonl']",
+        "eval.num_prompts=2", "eval.batch_size=1", "--out", "kept/here",
+    ]  # fmt: skip
+    assert main(command) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "By data source" in shown
+    assert "[more]" in shown
+    out = here / "kept" / "here"
+    assert {path.name for path in out.iterdir()} == {
+        "report.json", "responses.parquet", "responses_part_002.parquet",
+    }  # fmt: skip
+    report = json.loads((out / "report.json").read_text())
+    assert (report["model"], report["num_prompts"], report["settings"]["batch_size"]) == ("tiny:qwen3", 2, 1)
+    assert {"reward/mean", "reward/rows/mean", "reward/[more]/mean"} <= report.keys()
+    rows = [row for path in sorted(out.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    assert [row["data_source"] for row in rows] == ["rows", "[more]"]
+    assert report["reward/mean"] == sum(row["reward"] for row in rows) / 2
+    assert main(command) == 2
+    assert "--out kept/here: exists and is not empty; name a new folder" in capsys.readouterr().err
 
 
 def test_what_eval_cannot_evaluate(folders, capsys):

@@ -16,9 +16,12 @@ import torch
 from command import CUT_DOWN, PROCESS_LIMIT_S, headwater, metrics, python_of, same_weights, train_here, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from headwater.cli.export import adapter_base, model_card
+from headwater.config.load import load_config
 from headwater.core.errors import RunError
 from headwater.learner.learner import LocalLearner
 from headwater.learner.snapshot import Snapshot
+from headwater.models.builtin.smollm2 import smollm2_folder
 from headwater.models.load import load_model, load_tokenizer, save_model
 from headwater.observe.manifest import damage
 from headwater.observe.run_directory import RunDirectory
@@ -133,6 +136,11 @@ def test_an_exported_model_is_loaded_by_transformers(run, tmp_path):
     ):
         assert part in card, part
     assert str(run) not in card
+    config = load_config(run / "config.yaml", ["model.path=smollm2"]).config
+    card = model_card(RunDirectory(run), config, 4, is_adapter=True, licence="other")
+    assert card.startswith('---\nbase_model: "HuggingFaceTB/SmolLM2-135M-Instruct"\n')
+    assert adapter_base("smollm2") == str(smollm2_folder()), "peft does not know our name"
+    assert adapter_base("org/name") == "org/name"
     again = headwater("export", run, "--to", tmp_path / "best")
     assert (again.code, "exists and is not empty" in again.stderr) == (2, True)
     assert "use the number of a saved step, or best" in headwater("export", run, "--to", "x", "--step", "b").stderr
@@ -244,7 +252,7 @@ def test_a_device_without_memory_is_told_with_settings_that_need_less(tmp_path, 
     told = fails(f"run.root={tmp_path}", *NO_EVAL, "learner.max_tokens_per_microbatch=8192")
     assert "out of memory while updating the policy (CUDA out of memory. Tried to allocate 2.00 GiB.)" in told
     assert "learner.max_tokens_per_microbatch=4096 (now 8192): activations shrink to 50%" in told
-    for setting in ("learner.checkpoint_activations=true", "learner.offload_optimizer=true", "lora.rank=16"):
+    for setting in ("learner.checkpoint_activations=true", "engine.memory_fraction=", "lora.rank=16, in a new run"):
         assert setting in told
     monkeypatch.undo()
     monkeypatch.setattr(LocalLearner, "compute", lambda self, batch, what: fail(self, batch))

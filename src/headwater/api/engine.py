@@ -85,6 +85,9 @@ class Engine:
     def generate(self, prompts: str, **sampling: Any) -> Completion: ...
 
     @overload
+    def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Completion]: ...
+
+    @overload
     def generate(self, prompts: Prompts, **sampling: Any) -> Completion | list[Completion]: ...
 
     def generate(self, prompts: Prompts, *, seed: int | None = None, **sampling: Any) -> Completion | list[Completion]:

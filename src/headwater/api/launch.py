@@ -153,16 +153,17 @@ def _resume_locked(run: RunDirectory, step: int | None, overrides: Overrides, at
     config = load_config(run.config_file, overrides, [files_exist, *fits]).config
     if checkpoint is not None:
         if config.trainer.total_epochs == before.trainer.total_epochs:  # otherwise the data decide the number of steps
-            _check_steps_left(run, step_of(checkpoint), before.trainer.total_steps, config.trainer.total_steps)
+            _check_steps_left(run, step_of(checkpoint), before.trainer.total_steps, config)
         check_whole(run, checkpoint)
     for foreign in run.foreign_checkpoints():
         logger.warning("%s is not a checkpoint and is ignored", foreign)
     return _fit(config, run, checkpoint, attempts)
 
 
-def _check_steps_left(run: RunDirectory, done: int, planned: int, wanted: int) -> None:
-    """``planned`` is the run's number of steps before this resume, and ``wanted`` the one it asks for."""
-    if wanted > done:
+def _check_steps_left(run: RunDirectory, done: int, planned: int, config: Config) -> None:
+    """``planned`` is the run's number of steps before this resume, and ``config`` has the one it asks for."""
+    wanted = config.trainer.total_steps
+    if wanted > done or (wanted == done and _lacks_evaluation(run, done, config)):
         return
     if wanted == planned:
         raise RunError(f"{run.path}: all {done} steps are done; to continue, add for example {_more_steps(done)}")
@@ -170,6 +171,15 @@ def _check_steps_left(run: RunDirectory, done: int, planned: int, wanted: int) -
         f"leave it out to continue to step {planned}" if planned > done else f"give more, such as {_more_steps(done)}"
     )
     raise RunError(f"trainer.total_steps = {wanted}: {run.path} has done {done} steps already; {remedy}")
+
+
+def _lacks_evaluation(run: RunDirectory, step: int, config: Config) -> bool:
+    """Whether the evaluation after the last step, ``step``, was broken off. A resumed run then makes it."""
+    from headwater.data.load import sources_of
+
+    if not config.eval.after or not sources_of(config.data, "eval"):
+        return False
+    return not any(each["kind"] == "eval" and each["step"] == step for each in run.read_metrics())
 
 
 def _more_steps(done: int) -> str:
@@ -237,7 +247,14 @@ def _fit(
         template = getattr(rollout.tokenizer, "chat_template", None)
         notices = [
             *config_notices(config, given, site.device),
-            *data_notices(training.train_data, config, template, rollout.reads_column, rollout.runs_code),
+            *data_notices(
+                training.train_data,
+                config,
+                template,
+                rollout.reads_column,
+                rollout.runs_code,
+                rollout.unread_settings,
+            ),
         ]
         texts = [str(each) for each in notices]
         trainer = Trainer(config, rollout, training, run, display, notices=texts, callbacks=attempts.callbacks)
@@ -269,7 +286,8 @@ def _fit(
             # A second interrupt, while the run was ending.
             if training.learner.status().failure:
                 raise  # the site names the rank
-            display.say(how_to_resume(run, config.trainer.total_steps))
+            total_steps = config.trainer.total_steps
+            display.say(how_to_resume(run, None if _lacks_evaluation(run, total_steps, config) else total_steps))
             return Ended(run, is_finished=False)
     return Ended(run, is_finished=finished)
 
@@ -383,8 +401,9 @@ def _resuming(path: Path) -> str:
     run = RunDirectory(path)
     command = f"headwater train --resume {path}"
     try:
-        total_steps = load_config(run.config_file, was_accepted=True).config.trainer.total_steps
+        config = load_config(run.config_file, was_accepted=True).config
+        done = max(run.checkpoint_steps(), default=0)
+        is_complete = done >= config.trainer.total_steps and not _lacks_evaluation(run, done, config)
     except HeadwaterError:
         return command  # it will report the problem
-    done = max(run.checkpoint_steps(), default=0)
-    return f"{command} {_more_steps(done)}" if done >= total_steps else command
+    return f"{command} {_more_steps(done)}" if is_complete else command

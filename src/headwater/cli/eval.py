@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 from headwater.core.errors import HeadwaterError, RunError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headwater.config.schema import Config
     from headwater.core.protocols import InferenceEngine
     from headwater.core.records import Trajectory
+    from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.evaluate import Evaluation
+    from headwater.trainer.evaluate import Evaluation, Rollouts
 
 HELP = (
     "Show the mean reward of a model on held-out prompts. For a run, its own task and latest checkpoint are used, and "
@@ -28,7 +27,8 @@ EXAMPLES = """\
 examples:
   headwater eval runs/quickstart --show 5                    a run, and some responses
   headwater eval tiny:qwen3 quickstart                       a model on the task of a recipe
-  headwater eval models/mine --data test.jsonl --reward reward.py:compute_score"""
+  headwater eval models/mine --data test.jsonl --reward reward.py:compute_score
+  headwater eval smollm2 smollm2-arithmetic --out results/smollm2     keep the metrics and the responses"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Subject:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "headwater eval RUN|MODEL [RECIPE ...] [key=value ...] [--data SOURCE] [--reward FUNCTION]"
+    parser.usage = "headwater eval RUN|MODEL [RECIPE ...] [key=value ...] [--data SOURCE] [--reward FUNCTION] [options]"
     parser.epilog = EXAMPLES
     parser.add_argument(
         "target", metavar="RUN|MODEL", help="run directory, model folder, hub id, tiny:<preset> or smollm2"
@@ -66,17 +66,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for a run: checkpoint to evaluate; best is the one with the best trainer.best_metric; default the latest",
     )
     parser.add_argument("--show", type=int, metavar="K", default=0, help="print the first K responses")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="new folder for report.json, with all metrics, and the responses as Parquet files",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     if args.show < 0:
         raise HeadwaterError(f"--show = {args.show}: must be >= 0; 0 prints no responses")
+    out = args.out.expanduser() if args.out is not None else None
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise HeadwaterError(f"--out {out}: exists and is not empty; name a new folder")
     subject = _of_run(args) if (Path(args.target).expanduser() / "config.yaml").is_file() else _of_model(args)
     config = subject.config
 
     import torch
 
-    from headwater.observe.progress import lasting_console
+    from headwater.observe.progress import Display
     from headwater.trainer.evaluate import evaluate
     from headwater.trainer.rollout_setup import build_rollout
 
@@ -88,21 +97,33 @@ def run(args: argparse.Namespace) -> int:
             _give_weights(parts.engine, subject.model_path, config.run.seed)
         if parts.eval_data is None:
             raise RunError(f"{subject.name}: no held-out prompts; name some, for example --data test.parquet")
-        console = lasting_console()
-        with console.status("evaluating"):
+        display = Display()
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        with display.console.status("evaluating"):
             result = evaluate(
                 parts.eval_rollouts.rollout_batch,
                 parts.eval_data,
                 config.eval.num_prompts,
                 config.run.seed,
                 batch_size=config.eval.batch_size,
+                save=lambda number, rollouts: _save(out, subject.step, number, rollouts),
             )
     finally:
         parts.close()
-    _print(console, subject, result, args.show)
-    if subject.run is not None:
-        _write_report(console, subject.run, subject.step, result)
+    _print(display, subject, result, args.show)
+    _write_reports(display, subject, result, out)
     return 0
+
+
+def _save(out: Path | None, step: int, number: int, rollouts: Rollouts) -> None:
+    """Write the responses of a batch. Batches after the first have a number in their names."""
+    if out is None:
+        return
+    from headwater.trainer.recorder import write_rollouts
+
+    part = f"_part_{number + 1:03d}" if number else ""
+    write_rollouts(out / f"responses{part}.parquet", step, rollouts)
 
 
 def _give_weights(engine: InferenceEngine, model_path: str, seed: int) -> None:
@@ -188,42 +209,45 @@ def _settings(args: argparse.Namespace) -> list[str]:
     return settings
 
 
-def _print(console: Console, subject: Subject, result: Evaluation, num_shown: int) -> None:
+def _print(display: Display, subject: Subject, result: Evaluation, num_shown: int) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"Held-out prompts, {subject.name}", title_justify="left")
+    console = display.console
+    table = Table(title=f"Held-out prompts, {escape(subject.name)}", title_justify="left")
     for column in ("model" if subject.run is None else "step", "mean reward", "prompts", "response length", "stopped"):
         table.add_column(column, justify="right")
     records = subject.run.read_metrics() if subject.run is not None else []
     before = next((each for each in records if each["kind"] == "eval" and each["step"] == 0), None)
     if before is not None and subject.step > 0:
         table.add_row(*_row("0 (in training)", before))
-    table.add_row(*_row(Path(subject.name).name if subject.run is None else str(subject.step), result.metrics()))
+    name = escape(Path(subject.name).name) if subject.run is None else str(subject.step)
+    table.add_row(*_row(name, result.metrics()))
     console.print(table)
-    _print_samples(console, result)
+    _print_samples(display, result)
     if result.num_dropped:
         console.print(f"[red]{result.num_dropped} prompts have no result[/] (rejected or failed)")
     for prompt, trajectory in result.rollouts[:num_shown]:
-        console.print(f"[bold]{prompt.uid}[/]  reward {trajectory.reward:g}", highlight=False)
+        console.print(f"[bold]{escape(prompt.uid)}[/]  reward {trajectory.reward:g}", highlight=False)
         console.print(f"  prompt    {prompt.text!r}\n  response  {_shown(trajectory)}", markup=False)
 
 
-def _print_samples(console: Console, result: Evaluation) -> None:
+def _print_samples(display: Display, result: Evaluation) -> None:
     """Per data source: the mean, and the statistics over the samples of a prompt."""
+    from rich.markup import escape
     from rich.table import Table
 
-    metrics = result.metrics()
-    sources = sorted({prompt.data_source for prompt, _ in result.rollouts})
+    metrics, sources = result.metrics(), result.sources
     statistics = [name.removeprefix("reward/") for name in metrics if "@" in name and name.count("/") == 1]
     if not statistics and len(sources) < 2:
         return
     table = Table(title="By data source", title_justify="left")
     for column in ("reward", "all", *sources):
-        table.add_column(column, justify="left" if column == "reward" else "right")
+        table.add_column(escape(column), justify="left" if column == "reward" else "right")
     for name in ("mean", *statistics):
         values = [metrics.get("/".join(part for part in ("reward", source, name) if part)) for source in ("", *sources)]
         table.add_row(name, *("" if value is None else f"{value:.3f}" for value in values))
-    console.print(table)
+    display.console.print(table)
 
 
 def _shown(trajectory: Trajectory) -> str:
@@ -237,10 +261,22 @@ def _shown(trajectory: Trajectory) -> str:
     return "".join(f"\n    {line}".rstrip() if line else "" for line in lines)
 
 
-def _write_report(console: Console, run: RunDirectory, step: int, result: Evaluation) -> None:
-    report = run.free_file("eval", f"report_{step:06d}", ".json")
-    report.write_text(json.dumps({"step": step, "time": time.time(), **result.metrics()}, indent=1), encoding="utf-8")
-    console.print(f"Report  {report}", highlight=False, soft_wrap=True)
+def _write_reports(display: Display, subject: Subject, result: Evaluation, out: Path | None) -> None:
+    """The metrics as JSON: in the run directory, if it is a run, and in ``out``, with what was evaluated and how."""
+    from dataclasses import asdict
+
+    from headwater.data.load import sources_of
+
+    values = {"step": subject.step, "time": time.time(), **result.metrics()}
+    config, reports = subject.config, {}
+    if subject.run is not None:
+        reports[subject.run.free_file("eval", f"report_{subject.step:06d}", ".json")] = values
+    if out is not None:
+        about = {"model": subject.model_path, "data": sources_of(config.data, "eval"), "seed": config.run.seed}
+        reports[out / "report.json"] = {**about, "settings": asdict(config.eval), **values}
+    for path, content in reports.items():
+        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        display.say(f"Report  {path}")
 
 
 def _row(step: str, metrics: dict[str, float]) -> list[str]:

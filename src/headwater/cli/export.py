@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from headwater.config.load import load_config
     from headwater.core.disk import disk_full
-    from headwater.observe.progress import lasting_console
+    from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.checkpoint import check_whole, find_checkpoint, step_of
 
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     what = "The adapters" if args.adapter else "The model"
-    lasting_console().print(f"{what} of step {step_of(checkpoint)}: {target}", highlight=False, soft_wrap=True)
+    Display().say(f"{what} of step {step_of(checkpoint)}: {target}")
     return 0
 
 
@@ -146,7 +146,7 @@ def _write_adapter(checkpoint: Path, config: Config, target: Path, dtype: str | 
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.model.path,
+        "base_model_name_or_path": adapter_base(config.model.path),
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
         "lora_dropout": 0.0,
@@ -156,6 +156,17 @@ def _write_adapter(checkpoint: Path, config: Config, target: Path, dtype: str | 
     }
     (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     load_tokenizer(str(checkpoint / "model")).save_pretrained(target)
+
+
+def adapter_base(model_path: str) -> str:
+    """What peft loads as the model below the adapters: a hub id or a folder.
+
+    That of ``smollm2`` is the folder with the weights that were trained on. The ones on the hub differ a little.
+    """
+    from headwater.models.builtin.smollm2 import smollm2_folder
+    from headwater.models.source import resolve_model
+
+    return str(smollm2_folder()) if resolve_model(model_path).kind == "smollm2" else model_path
 
 
 def _adapter_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
@@ -172,11 +183,14 @@ def model_card(run: RunDirectory, config: Config, step: int, *, is_adapter: bool
     """The README.md of the exported folder: recipe, steps, metrics, base model and licence."""
     import headwater
     from headwater.config.explain import changed_settings
+    from headwater.models.builtin.smollm2 import HUB_ID
     from headwater.models.source import resolve_model
 
     records = run.read_metrics()
-    is_folder = resolve_model(config.model.path).kind == "folder"
-    base = Path(config.model.path).name if is_folder else config.model.path
+    kind = resolve_model(config.model.path).kind
+    is_folder = kind == "folder"
+    base = Path(config.model.path).name if is_folder else HUB_ID if kind == "smollm2" else config.model.path
+    quantised = " (with the quantised weights of `headwater fetch smollm2`)" if kind == "smollm2" else ""
     tags = ["headwater", "reinforcement-learning", config.algorithm.advantage]
     front = {
         **({} if is_folder else {"base_model": base}),
@@ -190,7 +204,7 @@ def model_card(run: RunDirectory, config: Config, step: int, *, is_adapter: bool
     lines += [f"# {run.path.name}", ""]
     what = "LoRA adapters for" if is_adapter else "A model based on"
     lines += [
-        f"{what} `{base}`, trained with reinforcement learning by Headwater {headwater.__version__}: "
+        f"{what} `{base}`{quantised}, trained with reinforcement learning by Headwater {headwater.__version__}: "
         f"step {step} of {config.trainer.total_steps}, {config.trainer.num_prompts_per_step} prompts with "
         f"{config.rollout.num_samples_per_prompt} responses in each step, advantage `{config.algorithm.advantage}`, "
         f"loss `{config.algorithm.policy_loss}`, data `{', '.join(map(_source_name, config.data.train))}`.",

@@ -21,6 +21,6 @@ def run(args: argparse.Namespace) -> int:
     console = lasting_console()
     with console.status("fetching smollm2") as status:
         folder = fetch_smollm2(force=args.force, progress=lambda message: status.update(message))
-    console.print(f"smollm2 is ready in {folder}", highlight=False, soft_wrap=True)
+    console.print(f"smollm2 is ready in {folder}", markup=False, highlight=False, soft_wrap=True)
     console.print("Use it with:  model.path=smollm2", highlight=False)
     return 0

@@ -94,13 +94,13 @@ def run(args: argparse.Namespace) -> int:
     _print(console, plan, workload, recipes[0])
     if args.json is not None:
         args.json.write_text(json.dumps(plan.to_json(), indent=1) + "\n", encoding="utf-8")
-        console.print(f"Predictions  {args.json}", highlight=False, soft_wrap=True)
+        console.print(f"Predictions  {args.json}", markup=False, highlight=False, soft_wrap=True)
     if args.write_costs is not None:
         args.write_costs.write_text(model.costs(plan.best.split).to_json(), encoding="utf-8")
-        console.print(f"Costs        {args.write_costs}", highlight=False, soft_wrap=True)
+        console.print(f"Costs        {args.write_costs}", markup=False, highlight=False, soft_wrap=True)
     if args.plot is not None:
         _draw(args.plot, plan.by_staleness)
-        console.print(f"Plot         {args.plot}", highlight=False, soft_wrap=True)
+        console.print(f"Plot         {args.plot}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -59,7 +59,7 @@ def pipe_console(**options: Any) -> Console:
         def on_broken_pipe(self) -> None:
             raise  # the BrokenPipeError that is being handled
 
-    return PipeConsole(**options)
+    return PipeConsole(emoji=False, **options)
 
 
 def is_reader_gone() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from headwater.config.keys import settings, value_at
@@ -25,9 +25,11 @@ def data_notices(
     template: Any,
     reads_column: Callable[[str], bool],
     runs_code: Callable[[Prompt], bool],
+    unread_settings: Callable[[Prompt], Collection[str]] = lambda prompt: (),
 ) -> list[Notice]:
     """``template`` is the tokenizer's chat template. ``reads_column`` is whether the reward function takes a column.
-    ``runs_code`` is whether a tool, or the scorer of a prompt, runs code in the sandbox.
+    ``runs_code`` is whether a tool, or the scorer of a prompt, runs code in the sandbox. ``unread_settings`` are those
+    of ``reward`` that have no effect on the scorers of a prompt.
 
     Some rows, spread over the dataset, stand for all.
     """
@@ -36,6 +38,7 @@ def data_notices(
     notices = list(_template_arguments(config.data.chat_template_args, template))
     if not any(map(runs_code, prompts)):
         notices += _unread_sandbox(config)
+    notices += _unread_reward(config, [frozenset(unread_settings(prompt)) for prompt in prompts])
     notices += _missing_tools(prompts)
     notices += _template_without_tools(prompts, template)
     if not is_path(config.rollout.workflow):  # a custom workflow may read all of a row
@@ -62,6 +65,17 @@ def _unread_sandbox(config: Config) -> Iterator[Notice]:
             yield Notice(
                 f"{key} = {show(value_at(config, key))}",
                 "has no effect, because no tool and no scorer of this run runs code",
+            )
+
+
+def _unread_reward(config: Config, unread: Sequence[frozenset[str]]) -> Iterator[Notice]:
+    """``unread`` are the names that no scorer of a prompt reads."""
+    for name in sorted(frozenset.intersection(*unread)):
+        key = f"reward.{name}"
+        if value_at(config, key) != settings(Config)[key].default():
+            yield Notice(
+                f"{key} = {show(value_at(config, key))}",
+                "has no effect, because the scorers of this run are called directly in its process",
             )
 
 

@@ -52,8 +52,8 @@ from headwater.weights.memory import Receiver
 
 FEATURES: tuple[SamplingFeature, ...] = ("logit_bias", "penalties", "grammar", "top_logprobs", "prompt_logprobs")
 
-_CPU_SEQUENCES, _GPU_SEQUENCES = 256, 1024
-_CPU_PREFILL_TOKENS, _GPU_PREFILL_TOKENS = 1024, 16384
+CPU_SEQUENCES, GPU_SEQUENCES = 256, 1024
+CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 1024, 16384
 _MAX_GPU_PREFILL_TOKENS = 65535
 STREAM_PRIORITY = -1
 """Higher than that of a learner on the same device: a decode step consists of hundreds of small kernels, each of which
@@ -115,9 +115,9 @@ class Engine:
             raise ConfigError(
                 [f"engine.max_prefill_tokens = {config.max_prefill_tokens}: at most {_MAX_GPU_PREFILL_TOKENS}"]
             )
-        max_sequences = config.max_sequences or (_GPU_SEQUENCES if on_gpu else _CPU_SEQUENCES)
+        max_sequences = config.max_sequences or (GPU_SEQUENCES if on_gpu else CPU_SEQUENCES)
         page_tokens = page_tokens_for(config, spec.device)
-        max_prefill_tokens = config.max_prefill_tokens or (_GPU_PREFILL_TOKENS if on_gpu else _CPU_PREFILL_TOKENS)
+        max_prefill_tokens = config.max_prefill_tokens or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
         num_pages = num_pages_for(
             spec,
             config,

@@ -14,7 +14,7 @@ from headwater.engine.model_spec import ModelSpec
 from headwater.models.device import available_ram as available_ram
 
 _GIB = 2**30
-_SERVER_FRACTION = 0.85
+SERVER_FRACTION = 0.85
 SHARED_FRACTION = 0.4
 _GPU_PAGE_TOKENS = 64
 _CPU_PAGE_TOKENS = 16
@@ -171,7 +171,7 @@ def num_pages_for(
         setting = f"engine.kv_cache_gib = {config.kv_cache_gib:g}"
     else:
         on_cpu = spec.device.type == "cpu"
-        fraction = config.memory_fraction or (SHARED_FRACTION if is_shared or on_cpu else _SERVER_FRACTION)
+        fraction = config.memory_fraction or (SHARED_FRACTION if is_shared or on_cpu else SERVER_FRACTION)
         num_free = free_bytes(spec.device)
         num_free -= _workspace_bytes(spec, max_sequences, max_prefill_tokens) + _copy_bytes(spec, num_free)
         num_free -= _page_copy_bytes(page_bytes, max_sequences)

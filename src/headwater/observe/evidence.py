@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from headwater.config.checks import named_sources
 from headwater.config.load import load_config
+from headwater.config.paths import is_whole
 from headwater.config.schema import Config
 from headwater.core.errors import HeadwaterError, RunError
 from headwater.core.processes import process_start
 from headwater.core.records import DropKind
+from headwater.core.registry import PYTHON
 from headwater.observe.manifest import Damage, num_bytes
 from headwater.observe.manifest import damage as damage_of
 from headwater.observe.run_directory import RunDirectory, last_records
@@ -78,9 +81,13 @@ class Evidence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps are done and saved, so that there is nothing to resume."""
+        """Whether all steps are done and saved, and the last one is evaluated, so that there is nothing to resume."""
         total, newest = self.total_steps, self.newest_whole
-        return total is not None and newest is not None and newest >= total
+        if total is None or newest is None or newest < total:
+            return False
+        if self.config is None or not _ends_with_evaluation(self.config):
+            return True
+        return any(record["kind"] == "eval" and record["step"] >= total for record in self.metrics)
 
     @property
     def train_metrics(self) -> list[dict[str, Any]]:
@@ -234,6 +241,13 @@ class Life:
     @property
     def is_over(self) -> bool:
         return self.state in ("killed", "finished", "interrupted", "failed")
+
+
+def _ends_with_evaluation(config: Config) -> bool:
+    """Whether the last step is evaluated: the run has held-out prompts, of its own or of a task."""
+    sources = named_sources(config, config.data.train)
+    has_task = any(not is_whole(source) and not source.startswith(PYTHON) for source in sources)
+    return config.eval.after and (bool(config.data.eval) or has_task)
 
 
 def life_of(evidence: Evidence) -> Life:

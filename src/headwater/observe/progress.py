@@ -43,7 +43,8 @@ class Display:
         """The current stage, for other threads to read."""
 
     def say(self, message: str) -> None:
-        self.console.print(message, highlight=False, soft_wrap=True)
+        """Print a line as it is. It may quote anything, so brackets in it are not rich's markup."""
+        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str, total: int, start: int = 0) -> Iterator[Reporter]:
@@ -134,7 +135,8 @@ class _Lines:
         now = time.monotonic()
         if done in (self._first, self._total) or now - self._last_printed >= _LOG_EVERY_S:
             self._last_printed = now
-            self._console.print(f"{self._name} {done}/{self._total}  {_join(shown)}", highlight=False, soft_wrap=True)
+            line = f"{self._name} {done}/{self._total}  {_join(shown)}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Cell:
@@ -209,4 +211,4 @@ def lasting_console() -> Console:
 
     if sys.stdout is None:  # it was closed before the process started
         return Console(quiet=True)
-    return Console(file=cast(TextIO, LastingOutput(sys.stdout)))
+    return Console(file=cast(TextIO, LastingOutput(sys.stdout)), emoji=False)

@@ -32,6 +32,8 @@ FAILURE_WINDOW = 256
 CONCLUSIVE_START = 32
 """If this many calls at the start of a run have all failed, the others will fail, too."""
 
+_OF_CALLS = frozenset({"where", "workers", "max_concurrent", "timeout_s", "max_retries"})
+"""The settings of ``reward`` that say how a function is called."""
 _REMEDY = "fix the function, or set rollout.on_failure=drop to drop and count such rows"
 
 
@@ -86,6 +88,16 @@ class Scoring:
     def runs_code(self, prompt: Prompt) -> bool:
         """Whether a scorer of this row uses the sandbox."""
         return any("sandbox" in self._function(part, prompt).settings for part in self._parts)
+
+    def unread_settings(self, prompt: Prompt) -> frozenset[str]:
+        """The settings of ``reward`` that have no effect on the calls of any scorer of this row."""
+        return frozenset.intersection(*(self._unread_by(self._function(part, prompt)) for part in self._parts))
+
+    def _unread_by(self, function: ScoringFunction) -> frozenset[str]:
+        if function.is_quick:
+            return _OF_CALLS
+        blocks = self._config.where == "event_loop" and not function.is_async
+        return frozenset({"workers", "timeout_s"}) if blocks else frozenset()
 
     def reads_column(self, name: str) -> bool:
         """Whether a function that the config names receives a column of the data."""

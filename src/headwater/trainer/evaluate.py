@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Any
 
 from headwater.core.randomness import derive_key
 from headwater.core.records import Prompt, Trajectory
-from headwater.data.load import PromptDataset
+from headwater.data.load import MixedDataset, PromptDataset
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, episode_metrics, num_turns, reward_metrics
 
 Rollouts = Sequence[tuple[Prompt, Trajectory]]
@@ -63,6 +64,8 @@ class Evaluation:
     """The share of responses that ended before the length limit."""
     rollouts: Rollouts
     """The responses of the first batch, to be shown."""
+    sources: tuple[str, ...] = ()
+    """The data sources of all prompts that have a result, sorted."""
     more: Mapping[str, float] = field(default_factory=dict)
     """Metrics per data source and over samples, and those of the workflow and the scorer."""
 
@@ -87,18 +90,19 @@ def evaluate(
     batch_size: int = 0,
     save: Callable[[int, Rollouts], None] = lambda number, rollouts: None,
 ) -> Evaluation:
-    """Run the first ``num_prompts`` rows, or all if it is 0. The same seed and weights give the same responses.
+    """Run ``num_prompts`` rows, or all if it is 0; see ``rows_of``. The same seed and weights give the same responses.
 
     ``run_batch`` is ``WorkflowExecutor.rollout_batch``. ``save`` gets the number and the responses of each batch of
     ``batch_size`` prompts, of which only the metrics are kept.
     """
-    num_rows = min(num_prompts or len(dataset), len(dataset))
+    rows = rows_of(dataset, num_prompts)
     outcomes: list[tuple[Prompt, Outcome]] = []
     dropped: list[Dropped] = []
     shown: Rollouts = ()
     num_groups = 0
-    for number, start in enumerate(range(0, num_rows, batch_size or num_rows)):
-        prompts = [dataset[row] for row in range(start, min(start + (batch_size or num_rows), num_rows))]
+    batch_size = batch_size or len(rows)
+    for number, start in enumerate(range(0, len(rows), batch_size)):
+        prompts = [dataset[row] for row in rows[start : start + batch_size]]
         batch = run_batch([PromptDraw(prompt, derive_key(seed, "eval", prompt.uid)) for prompt in prompts])
         rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
         save(number, rollouts)
@@ -107,6 +111,20 @@ def evaluate(
         dropped += batch.dropped
         num_groups += len(batch.groups)
     return summary(outcomes, shown, num_groups, len(dropped))
+
+
+def rows_of(dataset: PromptDataset, num_prompts: int) -> Sequence[int]:
+    """The first ``num_prompts`` rows, or all if it is 0. Several sources take turns, so that each has an equal share.
+
+    A source that has no more rows leaves its turns to the others.
+    """
+    num_rows = min(num_prompts or len(dataset), len(dataset))
+    parts = dataset.parts if isinstance(dataset, MixedDataset) else ()
+    if len(parts) < 2:
+        return range(num_rows)
+    rounds = itertools.zip_longest(*(range(part.start, part.stop) for part in parts))
+    in_turn = (row for rows in rounds for row in rows if row is not None)
+    return list(itertools.islice(in_turn, num_rows))
 
 
 def summary(
@@ -122,6 +140,7 @@ def summary(
         response_length_mean=sum(each.num_tokens for _, each in outcomes) / count,
         stopped_fraction=sum(each.is_stopped for _, each in outcomes) / count,
         rollouts=shown,
+        sources=tuple(sorted({prompt.data_source for prompt, _ in outcomes})),
         more={
             **episode_metrics([each for _, each in outcomes]),
             **reward_metrics(outcomes),

@@ -184,7 +184,7 @@ class Trainer:
             except KeyboardInterrupt:
                 self._check_learner()
                 is_kept = self._stop()
-                if self._state.step < self._last_step or not is_kept:
+                if self._state.step < self._last_step or not is_kept or self._evaluation_missing():
                     status.state = "interrupted"
                     return False
             except Exception as error:
@@ -211,9 +211,9 @@ class Trainer:
     def _evaluation_missing(self) -> bool:
         """Whether the evaluation that belongs to the present step was not made, or was broken off."""
         step, settings = self._state.step, self._config.eval
-        if self._recorder.has_evaluation(step):
+        if self._parts.eval_data is None or self._recorder.has_evaluation(step):
             return False
-        if settings.only:
+        if settings.only or (settings.after and step >= self._last_step):
             return True
         return settings.before if step == 0 else _due(step, settings.every_steps)
 
@@ -231,7 +231,7 @@ class Trainer:
                     self._evaluate()
                 if _due(self._state.step, self._config.trainer.checkpoint_every_steps):
                     self._save()
-        if self._config.eval.after and not _due(self._state.step, self._config.eval.every_steps):
+        if self._config.eval.after and self._evaluation_missing():
             self._evaluate()
 
     def _goes_on(self) -> bool:

@@ -10,6 +10,9 @@ import torch
 from headwater.config.schema import Config
 from headwater.core.disk import show_bytes
 from headwater.core.errors import DeviceMemoryFull
+from headwater.engine.engine import CPU_PREFILL_TOKENS, CPU_SEQUENCES, GPU_PREFILL_TOKENS, GPU_SEQUENCES
+from headwater.engine.kv_cache import SERVER_FRACTION, SHARED_FRACTION
+from headwater.models.device import resolve_device
 
 _WEIGHT_BYTES = 4
 _AVERAGES_BYTES = 8
@@ -24,6 +27,8 @@ _WORK = {
     "offload": "moving the learner between the device and main memory",
 }
 """What the stages of a step do, for the message."""
+NEW_RUN = "in a new run"
+"""Marks settings that a resume refuses to change, because the checkpoint depends on them."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -49,7 +54,7 @@ def memory_full(
     lines = "\n".join(f"  - {line}" for line in remedies(stage, config, num_weights, _vocabulary(shapes)))
     return DeviceMemoryFull(
         f"out of memory while {_WORK.get(stage, stage)} ({cause}). The policy has {num_weights / 1e6:.0f} million "
-        f"weights. These settings need less; change one, then resume:\n{lines}"
+        f"weights. These settings need less; change one, then resume (not those for a new run):\n{lines}"
     )
 
 
@@ -63,17 +68,43 @@ def remedies(stage: str, config: Config, num_weights: int, vocabulary: int) -> I
         yield from _of_forward(config, vocabulary) if stage == "experience" else _of_generation(config, num_weights)
     if stage == "train":
         yield from _of_update(config, num_weights, vocabulary)
-    learner = config.learner
-    if stage in ("train", "experience") and not learner.offload_during_rollout and not config.rollout.is_separate:
-        fraction = config.engine.memory_fraction or 0.4
-        yield (
-            f"engine.memory_fraction={fraction / 2:g} (now {fraction:g}): the KV cache takes that share of the free "
-            "memory, so this frees half of the cache; learner.offload_during_rollout=true frees all of it during "
-            "training"
-        )
+    if stage in ("train", "experience") and _shares_device(config):
+        turns = "; learner.offload_during_rollout=true frees all of it during training"
+        yield f"{_smaller_cache(config)}: frees half of the KV cache{turns if _can_take_turns(config) else ''}"
     if stage in ("train", "experience", "publish") and config.lora.rank == 0:
         saved = (_WEIGHT_BYTES + _AVERAGES_BYTES) * num_weights
-        yield f"lora.rank=16: trains adapters only, which saves about {show_bytes(saved)} of gradients and averages"
+        yield (
+            f"lora.rank=16, {NEW_RUN}: trains adapters only, which saves about {show_bytes(saved)} of gradients and "
+            "averages"
+        )
+
+
+def _shares_device(config: Config) -> bool:
+    """Whether the KV cache takes memory that the learner could use."""
+    return not config.rollout.is_separate and not config.learner.offload_during_rollout
+
+
+def _can_take_turns(config: Config) -> bool:
+    """``learner.offload_during_rollout`` is refused if responses are generated during training."""
+    return _shares_device(config) and config.rollout.max_staleness == 0
+
+
+def _smaller_cache(config: Config) -> str:
+    """The setting that halves the KV cache. ``engine.memory_fraction`` is not read if the size is given."""
+    engine = config.engine
+    if engine.kv_cache_gib:
+        return f"engine.kv_cache_gib={engine.kv_cache_gib / 2:g} (now {engine.kv_cache_gib:g})"
+    is_alone = config.rollout.is_separate and _uses_gpu(config, config.rollout.device)
+    fraction = engine.memory_fraction or (SERVER_FRACTION if is_alone else SHARED_FRACTION)
+    return f"engine.memory_fraction={fraction / 2:g} (now {fraction:g}, a share of the free memory)"
+
+
+def _uses_gpu(config: Config, device: str = "auto") -> bool:
+    """Whether the learner, or a server on ``device``, has a GPU. One in a cluster has one as a rule."""
+    return (
+        config.cluster.kind != "local"
+        or resolve_device(config.model.device if device == "auto" else device).type == "cuda"
+    )
 
 
 def _of_update(config: Config, num_weights: int, vocabulary: int) -> Iterator[str]:
@@ -91,12 +122,15 @@ def _of_update(config: Config, num_weights: int, vocabulary: int) -> Iterator[st
             "learner.checkpoint_activations=true: keeps the input of each layer instead of all its activations, often "
             "a tenth of them, for a third more work"
         )
-    if not learner.offload_optimizer and config.lora.rank == 0:
+    if not learner.offload_optimizer and config.lora.rank == 0 and _uses_gpu(config):
         saved = _AVERAGES_BYTES * num_weights
         yield f"learner.offload_optimizer=true: keeps AdamW's averages in main memory, which saves {show_bytes(saved)}"
     if config.critic.enabled:
         total = (2 * _WEIGHT_BYTES + _AVERAGES_BYTES) * num_weights
-        yield f"critic.path=SMALLER_MODEL, or an advantage without critic such as grpo: saves up to {show_bytes(total)}"
+        yield (
+            f"critic.path=SMALLER_MODEL, or an advantage without critic such as grpo, {NEW_RUN}: saves up to "
+            f"{show_bytes(total)}"
+        )
 
 
 def _of_forward(config: Config, vocabulary: int) -> Iterator[str]:
@@ -112,13 +146,13 @@ def _of_forward(config: Config, vocabulary: int) -> Iterator[str]:
 
 def _of_generation(config: Config, num_weights: int) -> Iterator[str]:
     engine = config.engine
-    fraction = engine.memory_fraction or 0.4
-    yield f"engine.memory_fraction={fraction / 2:g} (now {fraction:g}): halves the KV cache"
-    sequences = engine.max_sequences or 1024
+    on_gpu = _uses_gpu(config, config.rollout.device if config.rollout.is_separate else "auto")
+    yield f"{_smaller_cache(config)}: halves the KV cache"
+    sequences = engine.max_sequences or (GPU_SEQUENCES if on_gpu else CPU_SEQUENCES)
     yield f"engine.max_sequences={max(1, sequences // 2)} (now {sequences}): halves the memory of a decode step"
-    prefill = engine.max_prefill_tokens or 16384
+    prefill = engine.max_prefill_tokens or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
     yield f"engine.max_prefill_tokens={max(1, prefill // 2)} (now {prefill}): halves the memory of a prefill pass"
-    if not config.rollout.is_separate and not config.learner.offload_during_rollout:
+    if on_gpu and _can_take_turns(config):
         saved = (_WEIGHT_BYTES + _AVERAGES_BYTES) * num_weights
         yield (
             f"learner.offload_during_rollout=true: moves the learner to main memory during generation, which frees "

@@ -288,9 +288,10 @@ class EngineWatch:
                 metrics |= {f"engine/{name}_mean": float(values.mean()), f"engine/{name}_max": float(values.max())}
         counts = {name: _since(latest, before, key) for name, key in _COUNTERS.items() if key in latest}
         metrics |= {f"engine/{name}": count for name, count in counts.items()}
-        prompts = counts.get("cached_tokens", 0.0) + counts.get("prefilled_tokens", 0.0)
-        if prompts:
-            metrics["engine/cache_hit_fraction"] = counts["cached_tokens"] / prompts
+        if {"cached_tokens", "prefilled_tokens"} <= counts.keys():
+            prompts = counts["cached_tokens"] + counts["prefilled_tokens"]
+            if prompts:
+                metrics["engine/cache_hit_fraction"] = counts["cached_tokens"] / prompts
         return metrics
 
     def _run(self) -> None:

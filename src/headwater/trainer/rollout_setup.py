@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,6 +64,8 @@ class RolloutParts:
     """Whether the reward function takes a column of the data. True if that is not known."""
     runs_code: Callable[[Prompt], bool]
     """Whether a tool, or the scorer of a prompt, runs code in the sandbox. True if that is not known."""
+    unread_settings: Callable[[Prompt], Collection[str]]
+    """The settings of ``reward`` that have no effect on the scorers of a prompt. None if that is not known."""
     reward_counts: Callable[[], Mapping[str, float]]
     """Metrics about failed scoring calls since it was last called. A custom reward manager may have none."""
     reward_failures: Callable[[], Mapping[str, Mapping[str, Any]]]
@@ -303,6 +305,7 @@ def _build(
         check_prompt=check_prompt,
         reads_column=getattr(reward, "reads_column", lambda name: True),
         runs_code=_code_check(config, reward, toolbox),
+        unread_settings=_unread_check(config, reward),
         reward_counts=getattr(reward, "take_counts", dict),
         reward_failures=getattr(reward, "status", dict),
         close_reward=getattr(reward, "close", lambda: None),
@@ -319,6 +322,11 @@ def _code_check(config: Config, reward: object, toolbox: Toolbox | None) -> Call
     if check is None or is_path(config.rollout.workflow) or (toolbox is not None and toolbox.runs_code):
         return lambda prompt: True
     return check
+
+
+def _unread_check(config: Config, reward: object) -> Callable[[Prompt], Collection[str]]:
+    check: Callable[[Prompt], Collection[str]] | None = getattr(reward, "unread_settings", None)
+    return check if check is not None and not is_path(config.rollout.workflow) else lambda prompt: ()
 
 
 def _prompt_check(config: Config, reward: object, toolbox: Toolbox | None) -> Callable[[Prompt], None]:

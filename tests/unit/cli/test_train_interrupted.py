@@ -9,6 +9,8 @@ import signal
 import pytest
 
 from headwater.cli.main import main
+from headwater.observe.doctor import examine
+from headwater.observe.run_directory import RunDirectory
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.trainer import summary
 from headwater.trainer.checkpoint import Checkpoints
@@ -93,3 +95,25 @@ def test_a_run_whose_last_checkpoint_was_given_up_is_not_finished(tmp_path, caps
     run = tmp_path / "stopped"
     assert lines[-1] == f"Interrupted before the first checkpoint. Start again with:  headwater train --resume {run}"
     assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
+
+
+def test_an_evaluation_after_the_last_step_that_was_broken_off_is_made_by_a_resume(tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_run_evaluation", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        code, lines = train(
+            tmp_path, capsys, "eval.after=true", "eval.num_prompts=2", "trainer.checkpoint_every_steps=2"
+        )
+    run = tmp_path / "stopped"
+    assert code == 130
+    assert lines[-1] == f"Interrupted; everything up to step 2 is saved. Resume with:  headwater train --resume {run}"
+    assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
+    assert examine(RunDirectory(run)).resume == f"headwater train --resume {run}"
+
+    def evaluated() -> list[int]:
+        return [each["step"] for each in RunDirectory(run).read_metrics() if each["kind"] == "eval"]
+
+    assert evaluated() == []
+    assert main(["train", "--resume", str(run)]) == 0
+    assert evaluated() == [2]
+    assert main(["train", "--resume", str(run)]) == 2
+    assert "all 2 steps are done" in capsys.readouterr().err

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import tiny
 
-from headwater.config.schema import Config
+from headwater.config.schema import Config, RewardConfig
 from headwater.data.notices import data_notices
+from headwater.observe.spans import Spans
+from headwater.rewards.managers.naive import NaiveRewardManager
 
 TEMPLATE = "{% if enable_thinking is false %}...{% endif %}{{ messages[0].content }}"
 
@@ -51,3 +54,21 @@ def test_template_arguments_that_the_template_does_not_read():
     (said,) = notices([tiny.prompt()], enable_thinking=False, enable_thinkin=False)
     assert said.startswith("data.chat_template_args.enable_thinkin: has no effect")
     assert notices([tiny.prompt()], template=None, anything=1) == []  # a tokenizer may render chats in code
+
+
+def test_reward_settings_that_no_scorer_reads():
+    rows = [tiny.prompt(data_source="gsm8k"), tiny.prompt(data_source="math")]
+    given = RewardConfig(where="threads", timeout_s=5.0, max_retries=2)
+
+    def said(rows, **settings) -> list[str]:
+        reward = replace(given, **settings)
+        config, scoring = replace(Config(), reward=reward), NaiveRewardManager(reward, Spans())
+        with closing(scoring):
+            told = data_notices(rows, config, None, lambda name: True, lambda prompt: True, scoring.unread_settings)
+        return [each.subject for each in told]
+
+    assert said(rows[:1]) == ["reward.max_retries = 2", "reward.timeout_s = 5.0", "reward.where = 'threads'"]
+    assert said(rows) == [], "the scorer of the second row is not called directly"
+    assert said(rows[1:], where="event_loop") == ["reward.timeout_s = 5.0"], "it blocks the event loop"
+    assert said(rows, functions={"a": {"function": "exact_match"}, "b": {"function": "math"}}) == []
+    assert said(rows, function="exact_match", max_retries=0, where="processes") == ["reward.timeout_s = 5.0"]

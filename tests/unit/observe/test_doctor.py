@@ -567,6 +567,9 @@ def test_the_contents_of_large_checkpoints_are_compared_on_request(run, monkeypa
 def test_a_run_that_is_done_is_not_to_be_resumed(run):
     add_checkpoint(run, 80)
     gone = {"step": 80, "pid": 1, "process_start": "another boot+1"}
+    write_status(run, **gone)
+    assert (examine(run).life.state, bool(examine(run).resume)) == ("killed", True), "its last evaluation is missing"
+    run.append_metrics({"kind": "eval", "step": 80, "time": time.time(), "reward/mean": 0.5})
     for fields in ({"state": "failed", "error": "OSError: no picture"}, gone, gone | {"state": "interrupted"}):
         write_status(run, **fields)
         assert examine(run).resume == ""

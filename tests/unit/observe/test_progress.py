@@ -39,3 +39,13 @@ def test_a_log_gets_the_first_and_the_last_line_whole():
     lines = output.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/50", "50/50"]
     assert lines[0].endswith("0.28/0.06/0.09 s")
+
+
+def test_what_is_said_is_printed_as_it_is():
+    output = io.StringIO()
+    display = Display(Console(file=output, width=40))
+    text = "Stopping: pip install 'headwater[json]' [/tmp/x] [red]not red[/]"
+    display.say(text)
+    with display.stage("train", 1) as reporter:
+        reporter.update(1, {"dropped": "1 [/odd]"})
+    assert output.getvalue().splitlines() == [text, "train 1/1  dropped 1 [/odd]"]

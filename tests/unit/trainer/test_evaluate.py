@@ -8,9 +8,10 @@ import pytest
 import tiny
 
 from headwater.core.records import DropKind
+from headwater.data.sampler import DataPart
 from headwater.rollout.group import Dropped, Group, RolloutBatch
 from headwater.trainer.checkpoint import BestStep
-from headwater.trainer.evaluate import evaluate, expected_best, majority
+from headwater.trainer.evaluate import evaluate, expected_best, majority, rows_of
 
 REWARDS = {"a0": [1.0, 0.0, 0.0, 1.0], "a1": [0.0, 0.0, 0.0, 0.0], "b0": [1.0, 1.0, 1.0, 0.0]}
 ANSWERS = {"a0": ["7", "3", "3", "7"], "a1": ["1", "2", "3", "4"], "b0": ["5", "5", "5", "6"]}
@@ -70,6 +71,27 @@ def test_every_prompt_is_evaluated_in_batches_and_the_samples_are_summarised():
     whole = evaluate(run_batch, PROMPTS, 0, seed=0)
     assert whole.metrics() == found, "batches do not change the result"
     assert evaluate(run_batch, PROMPTS, 2, seed=0).num_prompts == 2
+
+
+class Mixed(list):
+    """Rows of three sources, of 2, 1 and 1 rows."""
+
+    parts = (DataPart("a", 0, 2), DataPart("b", 2, 3), DataPart("lost", 3, 4))
+
+
+def test_several_sources_take_turns_so_that_each_is_evaluated():
+    drawn: list[str] = []
+
+    def run(draws) -> RolloutBatch:
+        drawn.extend(draw.prompt.uid for draw in draws)
+        return run_batch(draws)
+
+    result = evaluate(run, Mixed(PROMPTS), 2, seed=0, batch_size=1)
+    assert drawn == ["a0", "b0"]
+    assert result.sources == ("a", "b"), "of all batches"
+    assert {prompt.data_source for prompt, _ in result.rollouts} == {"a"}
+    assert list(rows_of(Mixed(PROMPTS), 0)) == [0, 2, 3, 1], "a source that has no more rows leaves its turns to others"
+    assert list(rows_of(PROMPTS, 3)) == [0, 1, 2]
 
 
 def test_one_sample_has_no_statistics_over_samples():

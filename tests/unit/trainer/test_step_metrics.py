@@ -105,6 +105,9 @@ def test_the_engine_s_counters_are_those_of_the_step():
     assert (second["engine/preempted"], second["engine/running_mean"]) == (0, 2.0)
     seen.pop(0)
     assert watch.take()["engine/cached_tokens"] == 5, "the engine was replaced, and counts from 0"
+    partial = EngineWatch(lambda: EngineStatus(0, metrics={"num_tokens_prefilled": 15})).take()
+    assert partial["engine/prefilled_tokens"] == 15
+    assert not {"engine/cached_tokens", "engine/cache_hit_fraction"} & partial.keys(), "the engine does not tell"
     with EngineWatch(lambda: EngineStatus(0, is_reachable=False), is_local=False, every_s=0.001) as unknown:
         assert unknown.take() == {}
 

