@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -105,7 +106,7 @@ def settings(folder: Path, args: object) -> list[str]:
         "warm_start.num_sequences_per_step": 16,
         "warm_start.learning_rate": 3e-5 if args.model == "smollm2" else 1e-3,
         "learner.learning_rate": 5e-6 if args.model == "smollm2" else 1e-4,
-        "learner.num_warmup_steps": 5,
+        "learner.num_warmup_steps": min(5, args.steps - 1),
         "learner.max_tokens_per_microbatch": 16384,
         "trainer.num_prompts_per_step": 32,
         "trainer.total_steps": args.steps,
@@ -138,8 +139,10 @@ def main() -> None:
         finally:
             parts.close()
         print(f"held-out reward of the model as it is: {base.reward_mean:.3f}", flush=True)
+        began = time.perf_counter()
         if code := headwater_main(["train", str(recipe), *given]):
             raise SystemExit(code)
+        run_s = time.perf_counter() - began
         records = [json.loads(line) for line in (folder / NAME / "metrics.jsonl").read_text().splitlines()]
     evaluations = [each for each in records if each["kind"] == "eval"]
     shown = ("step", "reward/mean", "tools/calls", "tools/failed_fraction", "episode/turns")
@@ -152,6 +155,7 @@ def main() -> None:
         base_reward=base.reward_mean,
         warm_started_reward=curve[0]["reward/mean"],
         trained_reward=curve[-1]["reward/mean"],
+        run_s=round(run_s, 1),  # the whole command: load the model, warm start, training, evaluations
         evaluations=curve,
         train_rewards=[each["reward/mean"] for each in records if each["kind"] == "train"],
     )

@@ -12,6 +12,7 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.backends.hf import HfEngine
 from headwater.cli.main import main
 from headwater.config.schema import LearnerConfig
+from headwater.core.protocols import WeightUpdate
 from headwater.core.records import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from headwater.engine.sampler import SamplingBatch, sample, uniforms
 from headwater.learner.engine import TrainEngine
@@ -21,7 +22,7 @@ from headwater.models.load import load_model, resolve_dtype
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
 from headwater.rollout.padding import pad_trajectories
-from headwater.weights.memory import copy_weights
+from headwater.weights.memory import Receiver
 
 
 def test_uniforms_are_the_same_bits_as_on_the_cpu():
@@ -75,7 +76,8 @@ def test_engine_and_trainer_agree(dtype, tolerance):
     trajectories = [of_response(prompt.uid, response) for prompt, response in pairs]
     data = pad_trajectories(trajectories, tiny.tokenizer().pad_token_id)
     learner = load_model("tiny:qwen3", dtype="float32", device="auto", seed=0)
-    copy_weights(learner, model.named_parameters())
+    update = WeightUpdate.of(0, model.named_parameters())
+    Receiver(learner, update.shapes).take_all(update)
     trainer = TrainEngine(
         PolicyModule(learner, 1.0), LearnerConfig(learning_rate=1e-3), compute_dtype=resolve_dtype(dtype)
     )

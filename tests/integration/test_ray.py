@@ -185,7 +185,7 @@ def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_no
     settings = [
         *SMALL_ACTORS, "cluster.learner.num_ranks=2", "cluster.learner.labels={role: learner}",
         "rollout.placement=disaggregated", "rollout.launch.num_servers=2", 'cluster.rollout.labels={role: "!learner"}',
-        "rollout.max_staleness=1", "eval.every_steps=0",
+        "rollout.max_staleness=1", "eval.every_steps=0", "trainer.total_steps=40",
     ]  # fmt: skip
     with training(tmp_path, *settings, environment={**ENVIRONMENT, "RAY_ADDRESS": nodes.address}) as process:
         until(process, tmp_path, lambda: num_steps(run) >= 5)
@@ -197,9 +197,9 @@ def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_no
     assert process.returncode == 0, output(tmp_path)
     evaluations = metrics(run, "eval")
     assert evaluations[0]["reward/mean"] < 0.3
-    assert evaluations[-1]["reward/mean"] > 0.8
+    assert evaluations[-1]["reward/mean"] > 0.6
     assert len(re.findall(r"rollout-\d serves", events(run))) >= 5  # two, one killed, and both on the spare node
-    check_ledger(run, 80)
+    check_ledger(run, 40)
     names = {path.name for path in (run / "logs").iterdir()}
     assert names == {"cluster.log", "learner-0.log", "learner-1.log", "rollout-0.log", "rollout-1.log"}
 

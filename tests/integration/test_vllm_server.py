@@ -151,7 +151,8 @@ def test_responses_that_span_an_update_lose_no_token(engine: VllmEngine) -> None
         # On a busy machine, a request may reach the server only after the update, and others may end before it.
         old_tokens = [response.output_versions.count(old) for response in answers]
         assert all(count == 160 for count in old_tokens) if mode == "drain" else any(0 < n < 160 for n in old_tokens)
-        assert not engine.status().num_running
+        while engine.status().num_running:  # as the server says, which is a moment later
+            time.sleep(0.02)
 
 
 def test_ends_aborts_and_pauses(engine: VllmEngine) -> None:

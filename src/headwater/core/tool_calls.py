@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,11 +24,6 @@ class ToolCall:
         """The call as an entry of ``tool_calls`` in a message. Chat templates expect the arguments as a mapping."""
         function = {"name": self.name, "arguments": dict(self.arguments)}
         return {"id": self.call_id, "type": "function", "function": function}
-
-    def as_openai(self) -> dict[str, Any]:
-        """The call as in a reply of the OpenAI API, where the arguments are JSON text."""
-        arguments = json.dumps(dict(self.arguments), ensure_ascii=False)
-        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,10 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for expected, (name, tensor) in zip(shapes, tensors, strict=False):
+        left = iter(tensors)
+        for expected in shapes:
+            # An iterator that ends early must not leave a file that is shorter than its header.
+            name, tensor = next(left, ("nothing", torch.empty(0)))
             if name != expected or tuple(tensor.shape) != shapes[name]:
                 raise ModelError(f"cannot save {name} of shape {tuple(tensor.shape)}: expected {expected}")
             data = tensor.detach().to("cpu", dtypes[name]).contiguous()

@@ -12,6 +12,7 @@ Both the process that trains and the reward workers use this file, so it imports
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ _DEFAULT_FUNCTION = "compute_score"
 ROW_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What a function with ``**settings`` receives."""
 BATCH_NAMES = ("prompts", "completions")
+_QUESTION = "question"
+"""A column that every row has: the prompt's last user message, unless the data has a column of this name."""
 PLURALS = {name: f"{name}s" for name in ROW_NAMES}
 """A function that names one of ``BATCH_NAMES`` or of these works on lists, and returns a list."""
 
@@ -147,6 +150,8 @@ class ScoringFunction:
             rest = prompt.columns.keys() - {*values, "prompt"} if signature.takes_rest else frozenset()
             wanted = signature.columns | rest
             taken |= {name: value for name, value in prompt.columns.items() if name in wanted}
+        if _QUESTION in signature.columns and taken.get(_QUESTION) is None:
+            taken[_QUESTION] = _asked(prompt)
         return taken
 
     def one_call(self, episodes: Sequence[ScorableEpisode]) -> dict[str, Any]:
@@ -166,6 +171,14 @@ def _check_settings(function: ScoreFunction, settings: Mapping[str, Any], settin
     defaults = {name: each.default for name, each in inspect.signature(function).parameters.items()}
     for name, reason in broken_rules(get_type_hints(function, include_extras=True), defaults, settings):
         raise RewardFailed(f"{setting}: its setting {name} = {settings[name]!r}: {reason}", cause="bad_arguments")
+
+
+def _asked(prompt: Prompt) -> str:
+    """The text of the last user message of the prompt. Later ones, such as feedback, belong to the episode."""
+    content = next((each.get("content") for each in reversed(prompt.messages) if each.get("role") == "user"), None)
+    if isinstance(content, (list, tuple)):
+        return "".join(str(part.get("text", "")) for part in content)
+    return "" if content is None else str(content)
 
 
 def _as_conversation(episode: ScorableEpisode) -> tuple[Any, Any]:
@@ -191,6 +204,18 @@ def read_result(result: Any, count: int | None) -> list[Score]:
         shown = repr(result) if values is None else f"{len(values)} values"
         raise BadValue(f"returned {shown} for {wanted}")
     return [to_score(value) for value in values]
+
+
+_SPENT = re.compile(r"(^|_)judge_(prompt_tokens|completion_tokens|cost|retries)$")
+"""What ``llm_judge`` uses up. In a mixture, the name of the part comes first."""
+
+
+def info_of_all(scores: Sequence[Score]) -> dict[str, Any]:
+    """The info of the last of several scores of one episode, with what all of them together have used up."""
+    info = dict(scores[-1].info)
+    for name in filter(_SPENT.search, scores[-1].info):
+        info[name] = sum(value for each in scores if isinstance(value := each.info.get(name), Real))
+    return info
 
 
 class BadValue(Exception):
@@ -251,7 +276,7 @@ class Signature:
     columns: frozenset[str] = frozenset()
     """Its parameters that are columns of the data."""
     required: tuple[str, ...] = ()
-    """Those of ``columns`` that have no default."""
+    """Those of ``columns`` that have no default and that a row may lack."""
     takes_rest: bool = False
     """Whether it receives all other columns of the row, too."""
     is_batched: bool = False
@@ -265,7 +290,7 @@ class Signature:
         """Raise ``RewardFailed`` if the row lacks a column that the function requires."""
         missing = [name for name in self.required if name not in prompt.columns]
         if missing:
-            known = [*ROW_NAMES, "messages", *BATCH_NAMES, *prompt.columns]
+            known = [*ROW_NAMES, "messages", _QUESTION, *BATCH_NAMES, *prompt.columns]
             raise RewardFailed(
                 f"{self.where}: nothing provides its parameter {missing[0]!r} for row {prompt.uid}; "
                 f"{nearest(missing[0], known)}; rename it, give it a default, or set reward.function_args.{missing[0]}",
@@ -297,10 +322,11 @@ def read_signature(function: Callable[..., Any], settings: Mapping[str, Any], se
     if takes_rest and not is_plural:
         names |= {*(BATCH_NAMES if is_batched else ROW_NAMES)}
     columns = named.keys() - provided - settings.keys() - {*plural.values()}
+    no_default = [name for name, each in named.items() if name in columns and each.default is each.empty]
     return Signature(
         names=frozenset(names - settings.keys()),
         columns=frozenset(columns),
-        required=tuple(name for name in named if name in columns and named[name].default is inspect.Parameter.empty),
+        required=tuple(name for name in no_default if name != _QUESTION),
         takes_rest=takes_rest and is_batched and not is_plural,
         is_batched=is_batched,
         plural=plural,

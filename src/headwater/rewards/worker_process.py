@@ -21,6 +21,7 @@ from headwater.core.processes import signal_name
 from headwater.core.records import Score
 from headwater.rewards.functions import Failure
 from headwater.rewards.worker import RUNNING, Frames, Message, frame
+from headwater.sandbox.inside.family import kill_family
 
 _END_LIMIT_S = 1.0
 _READ_BYTES = 2**18
@@ -161,11 +162,11 @@ class WorkerProcess:
         return list(self.frames.add(received)) if received else None
 
     def end(self) -> str:
-        """Kill it with everything it has started. Returns how it ended: if it had already, that does not change."""
+        """Kill it with its descendants and its process group. Returns how it ended: if it had already, that stays."""
         if self.watch is not None:
             self.watch.cancel()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.returncode is None:  # otherwise its number may belong to another process
+            kill_family(self.process.pid)
         self.connection.close()
         os.close(self.lifeline)
         try:

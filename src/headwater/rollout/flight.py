@@ -124,6 +124,7 @@ class JointStart:
             self._is_open = True
             waiting = [(key, gate) for key, gate in sorted(self._arrived, key=lambda each: each[0]) if not gate.done()]
             self._entering = {key for key, _ in waiting}  # a cancelled episode no longer waits
+            self._all_entered.clear()  # one that was cancelled earlier has set it
             for _, gate in waiting:
                 gate.set_result(None)
             if self._entering:

@@ -119,11 +119,12 @@ def _read_entry(entry: Any, place: str, folder: Path) -> ToolEntry:
                 )
         settings = {**settings, **_mapping(implementation, "config", f"{place}.tool_implementation")}
     named = _named(entry, implementation, place)
-    if "mcp" in entry or settings.get("type") == "mcp":
-        named, settings = "mcp", _verl_mcp(_mapping(entry, "mcp", place), settings, place, folder)
     limits = {key: entry[key] for key in LIMITS if entry.get(key) is not None}
     made = ToolEntry(place, named, settings, entry.get("tool_schema"), limits, folder)
-    return _of_verl(made)
+    if "mcp" in entry or settings.get("type") == "mcp":
+        servers = _verl_mcp(_mapping(entry, "mcp", place), place, folder)
+        return replace(_renamed(made, "mcp", _VERL_MCP), settings=servers)
+    return _renamed(made, *_VERL_CLASSES[named]) if named in _VERL_CLASSES else made
 
 
 def _mapping(entry: Mapping[str, Any], key: str, place: str) -> Mapping[str, Any]:
@@ -177,14 +178,14 @@ _VERL_CLASSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }  # fmt: skip
 """verl's own tools, the built-in tools that speak the same protocols, and the names of their settings."""
 
+_VERL_MCP = {"timeout": "timeout_s"}
+
 _VERL_IGNORED = ("type", "rate_limit", "enable_global_rate_limit")
 """Settings of verl's own tools that ``max_concurrent`` replaces."""
 
 
-def _of_verl(entry: ToolEntry) -> ToolEntry:
-    if entry.thing not in _VERL_CLASSES:
-        return entry
-    name, renamed = _VERL_CLASSES[entry.thing]
+def _renamed(entry: ToolEntry, name: str, renamed: Mapping[str, str]) -> ToolEntry:
+    """The built-in tool ``name`` with the settings of a tool of verl's."""
     settings, limits = {}, dict(entry.limits)
     for key, value in entry.settings.items():
         if key in _VERL_IGNORED:
@@ -196,10 +197,12 @@ def _of_verl(entry: ToolEntry) -> ToolEntry:
             limits.setdefault(target, value)
         else:
             settings[target] = value
+        if target == "max_concurrent":  # otherwise the tool's own number of connections would be the limit
+            settings["max_connections"] = limits[target]
     return replace(entry, thing=name, settings=settings, limits=limits)
 
 
-def _verl_mcp(mcp: Mapping[str, Any], config: Mapping[str, Any], place: str, folder: Path) -> Mapping[str, Any]:
+def _verl_mcp(mcp: Mapping[str, Any], place: str, folder: Path) -> Mapping[str, Any]:
     """The settings of the tool ``mcp`` from verl's ``mcp_servers_config_path`` and ``tool_selected_list``."""
     known = ("mcp_servers_config_path", "tool_selected_list")
     for key in mcp:

@@ -15,6 +15,8 @@ from headwater.tools.mcp_connection import Connection, EpisodeConnections, Resta
 from headwater.tools.results import BadResult
 
 _KEYS = ("command", "args", "env", "cwd", "url", "headers", "auth_token", "type", "transport")
+_TRANSPORTS = {"stdio": "command", "http": "url", "streamablehttp": "url"}
+"""What ``type`` or ``transport`` may be, without hyphens and underscores, and the key that belongs to it."""
 _INVALID = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -98,6 +100,8 @@ def _address(name: str, entry: Any) -> ServerAddress:
             raise ConfigError([f"servers.{name}.{key}: no such key; {nearest(key, [*_KEYS])}"])
     if bool(entry.get("command")) == bool(entry.get("url")):
         raise ConfigError([f"servers.{name}: give either command or url"])
+    for key in ("type", "transport"):
+        _check_transport(entry, key, f"servers.{name}.{key}")
     headers = _texts(entry.get("headers"), f"servers.{name}.headers")
     if entry.get("auth_token"):
         headers = {**headers, "Authorization": f"Bearer {entry['auth_token']}"}
@@ -113,6 +117,20 @@ def _address(name: str, entry: Any) -> ServerAddress:
         url=str(entry.get("url") or ""),
         headers=headers,
     )
+
+
+def _check_transport(entry: Mapping[str, Any], key: str, place: str) -> None:
+    value = entry.get(key)
+    if value is None:
+        return
+    wanted = _TRANSPORTS.get(re.sub("[-_]", "", str(value)).lower())
+    if wanted is None:
+        raise ConfigError(
+            [f"{place} = {value!r}: not supported; use stdio with a command, or streamable-http with the server's "
+             "URL for streamable HTTP, which often ends with /mcp"]
+        )  # fmt: skip
+    if not entry.get(wanted):
+        raise ConfigError([f"{place} = {value!r}: needs {wanted}; remove {key}, or give {wanted}"])
 
 
 def _texts(value: Any, key: str) -> dict[str, str]:

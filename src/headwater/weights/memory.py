@@ -34,12 +34,6 @@ def in_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int = BUCKET_BY
         yield bucket
 
 
-def copy_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy named tensors into ``model``. A missing, unknown or wrongly shaped tensor leaves the model unchanged."""
-    update = WeightUpdate.of(0, tensors)
-    Receiver(model, update.shapes).take_all(update)
-
-
 class Receiver:
     """Copies one weight update into a model's parameters, which keep their addresses.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from headwater.core.errors import ConfigError
 from headwater.core.records import Score, Trajectory
+from headwater.rewards.functions import info_of_all
 from headwater.workflows import WORKFLOWS, Episode, WorkflowContext
 
 
@@ -45,7 +46,7 @@ class MultiTurnWorkflow:
                 break
         reward = self._turn_discount ** (len(scores) - 1) * scores[-1].value
         return episode.finish(
-            Score(reward, scores[-1].info),
+            Score(reward, info_of_all(scores)),
             turn_scores=(0.0,) * (len(scores) - 1) + (reward,),
             info={"num_turns": len(scores), "first_reward": scores[0].value},
         )

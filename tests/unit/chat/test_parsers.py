@@ -50,7 +50,7 @@ def check_events(events) -> None:
         elif isinstance(event.call, ToolCall):
             assert begun == CallBegun(event.call.call_id, event.call.name)
             assert json.loads(text) == event.call.arguments
-            event.call.as_openai()["function"]["arguments"].encode()
+            json.dumps(dict(event.call.arguments), ensure_ascii=False).encode()  # no lone surrogate
             begun = None
         else:
             assert event.call.reason

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -177,6 +178,8 @@ def trl(prompts, completions, **kwargs):
 def trl_chat(completions, ground_truth, **kwargs):
     return [float(each[0]["content"] == truth) for each, truth in zip(completions, ground_truth)]
 async def trl_async(completions, level=(5,), **kwargs): return np.array([len(completions[0])]) * level[0]
+def asked(question): return {"score": 1.0, "asked": question}
+def trl_asked(completions, question): return [{"score": 1.0, "asked": each} for each in question]
 def trl_number(completions): return 1.0
 def trl_two(completions): return [1.0, 2.0]
 
@@ -233,6 +236,14 @@ def test_a_function_receives_what_it_names(signatures):
         assert value(name, prompt).value == expected, name
     assert value("with_column") == Score(3.0, {"unit": "none"})
     assert value("with_column", function_args={"level": 7, "unit": "cm"}) == Score(7.0, {"unit": "cm"})
+    parts = ({"role": "user", "content": [{"type": "text", "text": "Why"}, {"type": "text", "text": "?"}]},)
+    for prompt, question in [
+        (plain, "12+34="),
+        (tiny.prompt(columns={"question": "How many?"}), "How many?"),
+        (replace(chat, messages=parts), "Why?"),
+    ]:
+        for name in ("asked", "trl_asked"):
+            assert value(name, prompt, where="threads").info == {"asked": question}
     for name in ("trl_number", "trl_two"):
         with pytest.raises(RewardFailed, match=r"for one completion; return a list with one number"):
             value(name)

@@ -34,9 +34,9 @@ def act(solution_str, ground_truth):
     if what == "hang":
         while True: pass
     if what == "hang_with_child":
-        child = subprocess.Popen(["sleep", "600"])
-        open(argument, "w").write(str(child.pid))
-        child.wait()
+        children = [subprocess.Popen(["sleep", "600"], start_new_session=each) for each in (False, True)]
+        open(argument, "w").write(" ".join(str(each.pid) for each in children))
+        children[0].wait()
     if what == "segfault":
         ctypes.string_at(0)
     if what == "exit":
@@ -176,8 +176,9 @@ def test_a_time_out_kills_the_worker_and_everything_it_started(functions, tmp_pa
     texts = [f"hang_with_child {child_file}", "hang", "ok", "ok"]
     with manager_of(functions, timeout_s=0.5) as manager:
         made = asyncio.run(outcomes(manager, texts))
-        child = int(child_file.read_text())
-        wait_until(lambda: not is_running(child))
+        children = [int(each) for each in child_file.read_text().split()]
+        assert len(children) == 2  # one in the group of the worker, one in a separate group
+        wait_until(lambda: not any(map(is_running, children)))
     assert [type(each) for each in made] == [RewardTimedOut, RewardTimedOut, Score, Score]
     assert made[2].info["pid"] == made[3].info["pid"]
 

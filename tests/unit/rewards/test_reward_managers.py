@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 
 import pytest
 import tiny
 from aiohttp import web
+from workflows.episodes import END, encode
+from workflows.scripted_engine import ScriptedEngine
 
 from headwater.config.load import load_config
 from headwater.config.schema import RewardConfig, SandboxConfig
 from headwater.core.errors import ConfigError, RewardFailed, RewardsUnreliable
-from headwater.core.records import Answer, Score
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Answer, SamplingParams, Score
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.batch import BatchRewardManager
 from headwater.rewards.managers.naive import NaiveRewardManager
 from headwater.rewards.scoring import FAILURE_WINDOW
+from headwater.workflows import Episode, WorkflowContext
+from headwater.workflows.multi_turn import MultiTurnWorkflow
 
 FUNCTIONS = """
 def verl_batch(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0, **kwargs):
@@ -154,6 +160,7 @@ class Judge:
     def __init__(self) -> None:
         self.num_requests: dict[str, int] = {}
         self.keys: set[str] = set()
+        self.questions: list[str] = []
         self.most_at_once = self._num_open = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -166,7 +173,8 @@ class Judge:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.keys.add(request.headers.get("Authorization", ""))
-        asked = (await request.json())["messages"][0]["content"].rpartition("Grade: ")[2]
+        question, _, asked = (await request.json())["messages"][0]["content"].rpartition(" Grade: ")
+        self.questions.append(question)
         count = self.num_requests[asked] = self.num_requests.get(asked, 0) + 1
         if asked.startswith("busy") and count < 3:
             return web.Response(status=429 if count == 1 else 503, headers={"Retry-After": "0"})
@@ -191,43 +199,71 @@ class Judge:
         return web.json_response({"choices": [{"message": {"content": text}}], "usage": usage})
 
 
+@asynccontextmanager
+async def served(judge: Judge) -> AsyncIterator[str]:
+    """The address of a server that answers as ``judge``."""
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", judge.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+def test_a_judge_reads_the_question_of_the_row_and_is_paid_for_every_turn():
+    judge = Judge()
+
+    async def run():
+        async with served(judge) as url:
+            args = {"base_url": url, "model": "m", "prompt": "{question} Grade: {response}", "price_in": 2.0}
+            config = RewardConfig(functions={"quality": {"function": "llm_judge", "args": args}}, workers=1)
+            with closing(NaiveRewardManager(config, Spans())) as manager:
+                context = WorkflowContext(tiny.tokenizer(), manager, SamplingParams(max_new_tokens=200))
+                engine = ScriptedEngine([(*encode("45"), END)] * 3, END)
+                episode = Episode(context, engine, EpisodeInput(tiny.prompt(), sample=0, rng_key=0))
+                return await MultiTurnWorkflow(context).run(episode)
+
+    trajectory = asyncio.run(run())
+    assert judge.questions == ["12+34="] * 3
+    assert trajectory.info["quality"] == 0.75  # of the last answer
+    assert trajectory.reward_info["quality_judge_prompt_tokens"] == 3000
+    assert trajectory.reward_info["quality_judge_cost"] == pytest.approx(0.006)
+
+
 def test_a_judge_is_retried_counted_and_never_believed_blindly(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     judge = Judge()
 
     async def run():
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", judge.answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        async with served(judge) as url:
+            return await score_by(url)
+
+    async def score_by(url: str):
         common = {"base_url": url, "model": "m", "prompt": "{question} Grade: {response}", "api_key_env": "JUDGE_KEY"}
         args = {**common, "price_in": 2.0, "price_out": 10.0, "timeout_s": 1.5, "max_attempts": 3}
-        try:
-            config = RewardConfig(function="llm_judge", function_args=args, max_concurrent=8)
-            with closing(NaiveRewardManager(config, Spans())) as manager:
-                texts = [
-                    "busy",
-                    "refused",
-                    "down",
-                    "slow",
-                    "closes",
-                    "html",
-                    "nonsense",
-                    "high",
-                    "empty",
-                    *["good"] * 20,
-                ]
-                made = await score_all(manager, texts)
-                counts = manager.take_counts()
-            by_key = RewardConfig(function="llm_judge", function_args={**args, "score_key": "score"})
-            with closing(NaiveRewardManager(by_key, Spans())) as manager:
-                (from_json,) = await score_all(manager, ["json"])
-            return dict(zip(texts, made, strict=True)), counts, from_json
-        finally:
-            await runner.cleanup()
+        config = RewardConfig(function="llm_judge", function_args=args, max_concurrent=8)
+        with closing(NaiveRewardManager(config, Spans())) as manager:
+            texts = [
+                "busy",
+                "refused",
+                "down",
+                "slow",
+                "closes",
+                "html",
+                "nonsense",
+                "high",
+                "empty",
+                *["good"] * 20,
+            ]
+            made = await score_all(manager, texts)
+            counts = manager.take_counts()
+        by_key = RewardConfig(function="llm_judge", function_args={**args, "score_key": "score"})
+        with closing(NaiveRewardManager(by_key, Spans())) as manager:
+            (from_json,) = await score_all(manager, ["json"])
+        return dict(zip(texts, made, strict=True)), counts, from_json
 
     made, counts, from_json = asyncio.run(run())
     good = {"judge_prompt_tokens": 1000, "judge_completion_tokens": 10, "judge_cost": 0.0021, "judge_retries": 0}

@@ -104,25 +104,29 @@ def test_the_tools_of_verl_become_ours(folder):
     (folder / "verl.yaml").write_text(
         "tools:\n"
         "  - class_name: verl.tools.search_tool.SearchTool\n"
-        "    config: {retrieval_service_url: 'http://127.0.0.1:1/retrieve', num_workers: 20,\n"
+        "    config: {retrieval_service_url: 'http://127.0.0.1:1/retrieve', num_workers: 120,\n"
         "             rate_limit: 120, timeout: 12, type: native}\n"
         "  - class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool\n"
         "    config: {sandbox_fusion_url: 'http://127.0.0.1:1/run_code', default_timeout: 5, memory_limit_mb: 256,\n"
+        "             num_workers: 70,\n"
         "             default_language: python, enable_global_rate_limit: true, type: native}\n"
         "  - class_name: verl.tools.mcp_search_tool.MCPSearchTool\n"
-        "    config: {type: mcp, rate_limit: 10}\n"
+        "    config: {type: mcp, rate_limit: 10, timeout: 45}\n"
         "    mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [add]}\n"
     )
     entries = read_entries(ToolsConfig(config=str(folder / "verl.yaml")))
     assert [each.thing for each in entries] == ["http_search", "sandbox_fusion", "mcp"]
-    assert entries[0].settings == {"url": "http://127.0.0.1:1/retrieve"}
-    assert entries[0].limits == {"timeout_s": 12, "max_concurrent": 20}
+    assert entries[0].settings == {"url": "http://127.0.0.1:1/retrieve", "max_connections": 120}
+    assert entries[0].limits == {"timeout_s": 12, "max_concurrent": 120}
     assert entries[1].settings["run_timeout_s"] == 5
+    assert entries[1].settings["max_connections"] == entries[1].limits["max_concurrent"] == 70
     assert entries[2].settings == {"servers": {"shop": {"command": "true", "env": {"A": 1}}}, "tools": ["add"]}
+    assert entries[2].limits == {"timeout_s": 45}
 
 
 def test_errors_name_the_file_the_entry_and_the_key(folder):
     path = folder / "tools.yaml"
+    (folder / "servers.json").write_text(json.dumps({"mcpServers": {"shop": {"command": "true"}}}))
     for text, expected in (
         ("- 1", "must be a mapping"),
         ("tools: {}", r"tools = \{\}: must be a list of tools"),
@@ -151,6 +155,18 @@ def test_errors_name_the_file_the_entry_and_the_key(folder):
         ("tools: [{use: mcp, mcp: {mcp_servers_config_path: x}}]", r"mcp_servers_config_path = .*x: cannot be read"),
         ("tools: [{use: mcp, config: {}}]", r"tools\[0\]: give either servers, or command or url"),
         ("tools: [{use: mcp, config: {servers: {a: {comand: x}}}}]", r"tools\[0\]: servers.a.comand: no such key"),
+        (
+            "tools: [{use: mcp, config: {type: mcp, timout: 3}, mcp: {mcp_servers_config_path: servers.json}}]",
+            r"tools\[0\].config.timout: no such setting; did you mean 'timeout'",
+        ),
+        (
+            "tools: [{use: mcp, config: {servers: {a: {url: 'http://x', type: sse}}}}]",
+            r"servers.a.type = 'sse': not supported; use stdio with a command, or streamable-http",
+        ),
+        (
+            "tools: [{use: mcp, config: {servers: {a: {command: x, transport: streamable-http}}}}]",
+            r"servers.a.transport = 'streamable-http': needs url",
+        ),
         ("tools: [", "not valid YAML"),
         ("tools: []\ntools: []", "is given twice"),
     ):

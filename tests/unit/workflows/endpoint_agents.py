@@ -76,11 +76,12 @@ def is_killed(base_url, api_key):
 
 
 def never_ends(base_url, api_key, pids):
-    """Leaves a process behind, too."""
+    """Starts two processes, too, one of them in a separate group."""
     ask(base_url, api_key)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    started = [subprocess.Popen(sleep, start_new_session=each) for each in (False, True)]
     with open(pids, "a") as file:
-        file.write(f"{os.getpid()} {child.pid}\n")
+        file.write(f"{os.getpid()} {started[0].pid} {started[1].pid}\n")
     time.sleep(600)
 
 

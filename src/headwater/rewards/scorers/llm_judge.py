@@ -43,7 +43,7 @@ _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 async def llm_judge(
     solution_str: str,
     ground_truth: Any,
-    messages: list[dict[str, Any]],
+    question: Any,
     *,
     base_url: str,
     model: str,
@@ -69,8 +69,7 @@ async def llm_judge(
     times in all, each within ``timeout_s``; ``reward.timeout_s`` limits all of them together. ``price_in`` and
     ``price_out`` are prices per million tokens, for ``judge_cost``.
     """
-    question = next((str(each["content"]) for each in reversed(messages) if each.get("role") == "user"), "")
-    values = {"question": question, "ground_truth": str(ground_truth), "response": solution_str}
+    values = {"question": str(question), "ground_truth": str(ground_truth), "response": solution_str}
     content = re.sub(r"\{(question|ground_truth|response)\}", lambda found: values[found[1]], prompt)
     body = {
         "model": model,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from headwater.sandbox.inside import frames
 from headwater.sandbox.inside.confine import Bounds
+from headwater.sandbox.inside.family import contents, family
 
 GO, STOP, INTERRUPT = b"g", b"s", b"i"
 """What the owner may ask for. A session runs between go and stop."""
@@ -144,29 +145,10 @@ class Meter:
         return Usage(memory_bytes, virtual_bytes, cpu_s, num_tasks)
 
 
-def family(root: int) -> list[int]:
-    """A process and all its descendants."""
-    found = [root]
-    waiting = [root]
-    while waiting:
-        below = children(waiting.pop())
-        found += below
-        waiting += below
-    return found
-
-
-def children(process: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{process}/task"):
-            found += [int(each) for each in _contents(f"/proc/{process}/task/{task}/children").split()]
-    return found
-
-
 def _memory(process: int) -> tuple[int, int]:
     """Bytes of memory that no file backs, and bytes of addresses."""
     memory_kib = virtual_kib = 0
-    for line in _contents(f"/proc/{process}/status").splitlines():
+    for line in contents(f"/proc/{process}/status").splitlines():
         if line.startswith(_MEMORY_LINES):
             memory_kib += int(line.split()[1])
         elif line.startswith(b"VmSize:"):
@@ -176,13 +158,5 @@ def _memory(process: int) -> tuple[int, int]:
 
 def _work(process: int) -> tuple[float, int]:
     """Processor time, including that of children that have ended, and the number of threads."""
-    fields = _contents(f"/proc/{process}/stat").rpartition(b")")[2].split()
+    fields = contents(f"/proc/{process}/stat").rpartition(b")")[2].split()
     return sum(int(each) for each in fields[11:15]) / _TICKS_PER_S, int(fields[17])
-
-
-def _contents(path: str) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(descriptor, 1 << 16)
-    finally:
-        os.close(descriptor)

@@ -33,7 +33,8 @@ from headwater.sandbox.inside.cell import (
     reset_signals,
 )
 from headwater.sandbox.inside.confine import Bounds
-from headwater.sandbox.inside.watched import Meter, WatchedCell, children
+from headwater.sandbox.inside.family import children
+from headwater.sandbox.inside.watched import Meter, WatchedCell
 
 _PRELOADED = (
     "ast", "bisect", "collections", "copy", "ctypes", "datetime", "decimal", "fractions", "functools", "heapq",

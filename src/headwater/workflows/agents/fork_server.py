@@ -23,6 +23,7 @@ import json
 import os
 import pickle
 import random
+import runpy
 import selectors
 import signal
 import struct
@@ -38,6 +39,8 @@ OUTPUT_KEPT = 4096
 """How many of the last bytes that an agent prints are kept, for the message if it fails."""
 _TRACE_KEPT = 4000
 _PR_SET_PDEATHSIG = 1
+_FAMILY = Path(__file__).parents[2] / "sandbox" / "inside" / "family.py"
+_kill_family = runpy.run_path(str(_FAMILY))["kill_family"]  # in an agent's environment, the package is not installed
 
 
 class Child:
@@ -91,7 +94,7 @@ class Server:
 
     def kill_all(self) -> None:
         for child in self._children.values():
-            _kill(child.pid)
+            _kill_family(child.pid)
 
     def _receive(self) -> bool:
         data = os.read(self._source, 2**20)
@@ -107,7 +110,7 @@ class Server:
             else:
                 for child in self._children.values():
                     if child.number == message[1]:
-                        _kill(child.pid)
+                        _kill_family(child.pid)
         return bool(data)
 
     def _fork(self, number: int, call: dict[str, Any]) -> None:
@@ -138,7 +141,10 @@ class Server:
             ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 continue
-            _kill(child.pid)  # what the agent has started and left behind; the agent itself is a zombie until now
+            # What the agent left behind in its group; the agent itself is a zombie until now. A process that has left
+            # the group may continue, for example to finish the episode.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
             _, status = os.waitpid(child.pid, 0)
             del self._children[child.pid]
             for pipe in child.pipes:
@@ -181,12 +187,6 @@ def _has_more(pipe: int) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         return bool(selector.select(0))
-
-
-def _kill(pid: int) -> None:
-    """End an agent and everything that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _lead_group(pid: int) -> None:
