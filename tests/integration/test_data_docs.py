@@ -87,7 +87,9 @@ def test_the_files_and_commands_of_the_readme_work(folder, capsys):
     assert write_files(README, folder) == ["my.jsonl", "reward.py", "my.yaml"]
     blocks = "".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
     commands = [shlex.split(line, comments=True)[1:] for line in blocks.splitlines() if line.startswith("headwater ")]
-    assert {arguments[0] for arguments in commands} == {"train", "recipes", "config", "eval", "doctor", "replay"}
+    assert {arguments[0] for arguments in commands} == {
+        "train", "recipes", "config", "eval", "doctor", "export", "replay",
+    }  # fmt: skip
     assert "headwater train quickstart" in (ROOT / "Makefile").read_text()  # make quickstart
     assert main(shortened(["train", "quickstart"])) == 0
     for arguments in commands:
@@ -98,6 +100,7 @@ def test_the_files_and_commands_of_the_readme_work(folder, capsys):
         "quickstart", "my", "my-2", "recorded", "recorded-replay",
     }  # fmt: skip
     assert len(metrics(folder / "runs" / "quickstart", "train")) == 2
+    assert (folder / "models" / "mine" / "README.md").exists()
 
 
 def test_the_settings_of_the_readme_exist(folder, capsys):

@@ -18,7 +18,10 @@ RUNS = {
         "algorithm.policy_loss=ppo", "learner.skip_zero_advantages=false",
     ],
     "critic": ["quickstart", "ppo", *CUT_DOWN, "critic.num_warmup_steps=0", "algorithm.corrections=[reject]"],
-    "LoRA": ["quickstart-lora", *CUT_DOWN, "rollout.publish=adapter"],
+    "LoRA, two sources": [
+        "quickstart-lora", *CUT_DOWN, "rollout.publish=adapter", "data.train=[few, many]",
+        "data.sources={few: {source: largest_digit, weight: 1}, many: {source: largest_digit, weight: 3}}",
+    ],
     "tools": ["quickstart-tools", *CUT_DOWN[:-1], "rollout.max_new_tokens=24", "learner.skip_zero_advantages=false"],
 }  # fmt: skip
 ELSEWHERE = ("GPU", "ranks", "reward model")
@@ -98,6 +101,9 @@ def test_what_every_run_must_measure_is_measured_and_finite(records):
         assert last["rollout_gap/logprob_abs_mean"] <= last["rollout_gap/logprob_abs_max"], name
         assert last["memory/host_peak_gib"] >= last["memory/train/host_gib"] > 0, name
         assert sum(each["engine/generated_tokens"] for each in train) > 0, name
+    mixed = records["LoRA, two sources"]["train"]
+    assert [(each["data/few/prompts"], each["data/many/drawn"]) for each in mixed] == [(1, 3), (1, 6)]
+    assert all("data/few/epoch" in each for each in mixed)
     gap = records["sync"]["train"][-1]
     assert gap["rollout_gap/logprob_abs_max"] < 1e-3, "the engine and the learner have the same weights here"
     assert records["critic"]["train"][-1]["value/explained_variance"] <= 1.0

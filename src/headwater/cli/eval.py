@@ -7,7 +7,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import HeadwaterError, RunError
 
@@ -268,7 +268,8 @@ def _write_reports(display: Display, subject: Subject, result: Evaluation, out: 
     from headwater.data.load import sources_of
 
     values = {"step": subject.step, "time": time.time(), **result.metrics()}
-    config, reports = subject.config, {}
+    config = subject.config
+    reports: dict[Path, dict[str, Any]] = {}
     if subject.run is not None:
         reports[subject.run.free_file("eval", f"report_{subject.step:06d}", ".json")] = values
     if out is not None:

@@ -219,6 +219,7 @@ def _print(console: Console, plan: Plan, workload: Workload, recipe: str) -> Non
 def _table(title: str, rows: Sequence[Row]) -> Table:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for column in ("GPUs", "staleness", "tokens/s", "step s", "wait", "servers busy", "lag", "too old", "events/s"):
@@ -226,7 +227,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     for row in rows:
         predicted = row.prediction
         if predicted is None:
-            table.add_row(str(row.split), str(row.max_staleness), row.problem)
+            table.add_row(str(row.split), str(row.max_staleness), Text(row.problem))
             continue
         table.add_row(
             str(row.split),

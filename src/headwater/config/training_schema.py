@@ -70,7 +70,7 @@ class EvalConfig:
     only: bool = False
     """Evaluate once and train nothing."""
     num_prompts: Annotated[int, AtLeast(0, "use 0 for all held-out prompts")] = 256
-    """Maximum number of held-out prompts; 0 means all of them."""
+    """Maximum number of held-out prompts, in equal shares if there are several sources; 0 means all of them."""
     batch_size: Annotated[int, AtLeast(1)] = 1024
     """Held-out prompts that are generated, scored and saved together. A smaller number needs less memory."""
     num_samples_per_prompt: Annotated[int, AtLeast(1)] = 1

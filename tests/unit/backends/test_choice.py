@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from headwater.backends import BACKENDS, BackendContext, engine_device, missing_capabilities
+from headwater.backends.fleet import devices_of_servers
+from headwater.backends.native.engine import NativeEngine
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError
@@ -109,3 +111,39 @@ def test_classes_state_what_their_engines_can_do():
             assert engine.capabilities == backend.declared_capabilities
         finally:
             engine.close()
+
+
+def test_the_devices_of_servers(gpus):
+    def devices(*overrides: str) -> list[tuple[str, ...]]:
+        return devices_of_servers(load_config(None, ["rollout.placement=disaggregated", *overrides]).config)
+
+    gpus(4)
+    assert devices("rollout.device=cpu", "rollout.launch.num_servers=3") == [("cpu",)] * 3
+    two = "rollout.launch.num_servers=2"
+    assert devices(two, "rollout.launch.devices=[cuda:2, cuda:1]") == [("cuda:2",), ("cuda:1",)]
+    pairs = [two, "rollout.backend=vllm", "rollout.launch.tensor_parallel=2"]
+    each = "rollout.launch.devices=[cuda:0, cuda:1, cuda:2, cuda:3]"
+    assert devices(*pairs, each) == [("cuda:0", "cuda:1"), ("cuda:2", "cuda:3")]
+
+
+def test_weights_are_sent_to_a_server_as_the_settings_say(monkeypatch):
+    given = {}
+
+    class Told(Exception):
+        pass
+
+    def note(self, place, **options) -> None:
+        given.update(options)
+        raise Told
+
+    monkeypatch.setattr(NativeEngine, "__init__", note)
+    for settings, expected in [
+        (["rollout.weight_transfer=collective", "rollout.weight_encoding=delta"], ("collective", "delta", "")),
+        (["rollout.weight_transfer=file", "rollout.weight_folder=/shared"], ("file", "plain", "/shared")),
+    ]:
+        settings = ["rollout.backend=native", "rollout.servers=[http://127.0.0.1:1]", *settings]
+        with pytest.raises(Told):
+            NativeEngine.connect(
+                "http://127.0.0.1:1", BackendContext(load_config(None, settings).config, "", None, Spans())
+            )
+        assert tuple(given[name] for name in ("transfer", "encoding", "weight_folder")) == expected

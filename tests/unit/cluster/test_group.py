@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from headwater.api import launch
+from headwater.cluster import torchrun
 from headwater.cluster.group import LearnerGroup
 from headwater.cluster.torchrun import join
 from headwater.cluster.turns import Activity, Turns
+from headwater.config.load import load_config
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import ConfigError
@@ -143,3 +146,20 @@ def test_ranks_of_torchrun_on_several_machines_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"--nproc-per-node = 2: .* 4 ranks on several machines.*use cluster=ray"):
         join()
+
+
+def test_a_call_of_the_ranks_has_the_limit_of_the_settings(monkeypatch):
+    class Joined:
+        failure = ""
+
+        def build(self, make, spec, *, timeout_s):
+            return timeout_s
+
+        def close(self) -> None: ...
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torchrun, "join", Joined)
+    monkeypatch.setattr(torchrun, "check_ranks", lambda *_: None)
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+    with launch._site(load_config("quickstart", ["learner.rank_timeout_s=7"]).config, is_restart=False) as site:
+        assert site.make_learner(None) == 7

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from headwater.backends.launch.child import HOST, PORT, Command
+from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, DiskFull, OtherRankFailed
 
 pytest.importorskip("ray")
 
+from headwater.cluster import ray as cluster_ray
 from headwater.cluster.ray_actor import SentError, death_of
 from headwater.cluster.ray_ranks import _pack, _unpack
 
@@ -73,3 +75,22 @@ def test_a_command_is_completed_where_it_runs():
     assert int(arguments[4]) > 0
     assert arguments[5] == '{"a": 1}'
     assert command.at("127.0.0.1").environment == {"IP": "127.0.0.1", "B": "b"}
+
+
+def test_a_run_joins_ray_with_its_settings(monkeypatch):
+    given = {}
+
+    class Told(Exception):
+        pass
+
+    def needs(config, wait_s):
+        given["wait_s"] = wait_s
+        raise Told
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster_ray.ray, "init", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(cluster_ray, "_checked_needs", needs)
+    settings = ["cluster=ray", "cluster.object_store_mib=90", "cluster.wait_for_nodes_s=7"]
+    with pytest.raises(Told):
+        cluster_ray.RayCluster.join(load_config("quickstart", settings).config)
+    assert (given["object_store_memory"], given["wait_s"]) == (90 * 2**20, 7)

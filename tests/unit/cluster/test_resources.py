@@ -72,3 +72,20 @@ def test_running_servers_and_a_cpu_model_need_nothing_more():
     assert (tools.what, tools.count, tools.each) == ("tool actors", 4, Room(cpus=1))
     assert learner.each == Room(cpus=1)
     assert (reward.what, reward.count, reward.each) == ("reward actors", 2, Room(cpus=3))
+
+
+def test_every_setting_of_an_actor_is_part_of_what_it_needs():
+    config = ray_config(
+        "cluster.learner={num_ranks: 2, cpus_per_rank: 3, strategy: spread, labels: {zone: a}}",
+        "rollout.placement=disaggregated", "rollout.backend=vllm", "rollout.launch.num_servers=3",
+        "rollout.launch.tensor_parallel=2", "cluster.rollout={cpus_per_server: 4, labels: {zone: b}}",
+        "cluster.reward={num_actors: 5, cpus_per_actor: 6, labels: {zone: c}}",
+        "tools.use=[calculator]", "rollout.workflow=tool_agent",
+        "cluster.tools={num_actors: 7, cpus_per_actor: 8, labels: {zone: d}}",
+    )  # fmt: skip
+    learner, servers, reward, tools = needs_of(config, has_gpus=True)
+    assert (learner.count, learner.each, learner.strategy) == (2, Room(cpus=3, gpus=1), "spread")
+    assert (servers.count, servers.each) == (3, Room(cpus=4, gpus=2))
+    assert (reward.count, reward.each) == (5, Room(cpus=6))
+    assert (tools.count, tools.each) == (7, Room(cpus=8))
+    assert [dict(need.labels) for need in (learner, servers, reward, tools)] == [{"zone": name} for name in "abcd"]

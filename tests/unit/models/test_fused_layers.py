@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, LlamaConfig, MixtralConfig
 
+from headwater.config.schema import LearnerConfig
+from headwater.learner import ranks
 from headwater.models import fused_layers
 from headwater.models.fused_layers import use_fused_layers
 
@@ -117,3 +119,19 @@ def test_a_refusal_leaves_the_module_as_it_was(monkeypatch, modeling):
     assert "must be a causal one" in fused_layers._fuse(types.SimpleNamespace(get_decoder=lambda: decoder))
     assert modeling.Norm is Norm
     assert modeling.apply_rotary_pos_emb(1) == 2
+
+
+def test_a_learner_on_a_gpu_uses_fused_layers_if_its_settings_say_so(monkeypatch):
+    fused = []
+    monkeypatch.setattr(ranks, "use_fused_layers", fused.append)
+    module = types.SimpleNamespace(model="model", layers=[], parameters=list)
+    for device, settings in (("cuda", {}), ("cuda", {"fused_layers": False}), ("cuda", {"compile": True}), ("cpu", {})):
+        ranks.shard(
+            module,
+            types.SimpleNamespace(count=1),
+            LearnerConfig(**settings),
+            compute_dtype=torch.float32,
+            device=torch.device(device),
+            trains=True,
+        )
+    assert fused == ["model"], "only the first of them"

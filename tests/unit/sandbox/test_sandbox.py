@@ -17,6 +17,7 @@ import pytest
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.sandbox import Limits, Program, Sandbox, SandboxUnavailable, isolation, launch
 from headwater.sandbox.cell_link import CellLost
+from headwater.sandbox.inside.confine import Bounds
 from headwater.sandbox.zygote_process import ZygoteProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox isolates only on Linux")
@@ -372,3 +373,12 @@ def test_a_closed_sandbox_says_so():
     sandbox.close()
     with pytest.raises(SandboxUnavailable, match="closed"):
         sandbox.run("1")
+
+
+def test_every_limit_comes_from_the_settings():
+    settings = SandboxConfig(
+        memory_mib=64, cpu_s=1.5, timeout_s=2.5, max_processes=3, max_file_mib=4, max_output_kib=5, max_concurrent=6
+    )
+    assert Limits().bounds(settings) == Bounds(64 << 20, 1.5, 2.5, 3, 4 << 20, 5 << 10)
+    with Sandbox(settings) as sandbox:
+        assert sandbox.max_concurrent == 6

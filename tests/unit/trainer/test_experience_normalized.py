@@ -119,3 +119,11 @@ def test_the_weights_of_pieces_count_only_what_corrections_kept():
     made = parts.experience.make(with_logprobs(rollouts, logprobs), version=0).data.batch
     assert made["response_mask"].sum(dim=1).tolist() == [2.0, 0.0, 2.0]
     assert made["sequence_weights"][[0, 2]].tolist() == [1.0, 1.0]
+
+
+def test_every_setting_of_a_normalisation_changes_its_numbers():
+    for key, column in ((REWARDS, "rewards"), (ADVANTAGES, "advantages")):
+        for level, more in (("mean", "leave_one_out: true"), ("std", "unbiased: false"), ("std", "epsilon: 0.5")):
+            given = [f"{key}={{{level}_level: batch{end}}}" for end in ("", f", {more}")]
+            plain, changed = (training(*PLAIN_RETURNS, each).experience.make(batch(), version=0) for each in given)
+            assert (changed.data.batch[column] - plain.data.batch[column]).abs().max() > 1e-3, (key, more)

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -17,7 +18,9 @@ from headwater.config.load import load_config
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import EngineStatus, ProfileOrder
 from headwater.models.flops import PassFlops, named_peak
+from headwater.observe.run_directory import RunDirectory
 from headwater.rollout.group import GroupTimes
+from headwater.trainer.loop import Trainer
 from headwater.trainer.metrics import EngineWatch, RunFacts, StageMemory, length_metrics, rate_metrics, time_metrics
 
 
@@ -180,3 +183,16 @@ def test_chosen_steps_are_profiled(tmp_path):
     assert {"aten::mm", "[memory]"} <= {each.get("name") for each in events}
     with pytest.raises(ConfigError, match=r"trainer.profile.ranks = \[0, 1\]: the learner has 1 ranks"):
         training("trainer.profile.steps=[1]", "trainer.profile.ranks=[0, 1]")
+
+
+def test_the_loop_orders_the_profile_of_the_settings(tmp_path):
+    settings = ["trainer.profile={steps: [3], ranks: [1, 2], memory: true}"]
+    orders = []
+    loop = SimpleNamespace(
+        _config=load_config("quickstart", settings).config,
+        _run=RunDirectory(tmp_path),
+        _learner=SimpleNamespace(profile=orders.append),
+    )
+    for step, is_start in ((2, True), (3, True), (3, False)):
+        Trainer._profile(loop, step, is_start=is_start)
+    assert orders == [ProfileOrder(tmp_path / "profile", "step_000003", (1, 2), memory=True), None]
