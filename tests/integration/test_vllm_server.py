@@ -146,7 +146,8 @@ def updated_while_generating(engine: VllmEngine, mode: str) -> bool:
     answers: list[ModelResponse] = []
     thread = threading.Thread(target=lambda: answers.extend(asyncio.run(ask(engine, 6, sampling))))
     thread.start()
-    until_running(engine, 6)
+    while engine.status().num_running < 6 and thread.is_alive():
+        time.sleep(0.02)
     publish(engine, weights(old + 1), old + 1, mode)
     thread.join(LIMIT_S)
     assert len(answers) == 6
