@@ -163,7 +163,7 @@ def _resume_locked(run: RunDirectory, step: int | None, overrides: Overrides, at
 def _check_steps_left(run: RunDirectory, done: int, planned: int, config: Config) -> None:
     """``planned`` is the run's number of steps before this resume, and ``config`` has the one it asks for."""
     wanted = config.trainer.total_steps
-    if wanted > done or (wanted == done and _lacks_evaluation(run, done, config)):
+    if wanted > done or (wanted == planned == done and _lacks_evaluation(run, done, config)):
         return
     if wanted == planned:
         raise RunError(f"{run.path}: all {done} steps are done; to continue, add for example {_more_steps(done)}")
