@@ -196,7 +196,7 @@ def find_model(model: str) -> str:
                 f"MODEL = {model}: is a run directory without a checkpoint, so there is no model to serve yet; wait "
                 "for its first checkpoint (trainer.checkpoint_every_steps)"
             )
-        _tell(f"{model} is a run directory; serving its newest model, {found[-1]}")
+        _tell(f"{model} is a run directory; loading its newest model, {found[-1]}")
         return _whole(found[-1])
     if (folder / "model" / "config.json").is_file():
         return _whole(folder / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from headwater.api import launch
@@ -61,14 +62,22 @@ def run(args: argparse.Namespace) -> int:
                 f"--resume {args.resume} with the recipe {recipes[0]}: a resumed run uses its own recipe; give "
                 "either a recipe or --resume, and settings to change as key=value"
             )
+        _say_that_it_starts([args.resume])
         ended = launch.resume(args.resume, args.step, overrides)
     elif args.step is not None:
         raise HeadwaterError("--step goes with --resume RUN")
     else:
         _check_complete(recipes)
         loaded = load_config(recipes, overrides, [files_exist])
+        _say_that_it_starts(recipes)
         ended = launch.start(loaded.config, loaded.given)
     return 0 if ended.is_finished else EXIT_INTERRUPTED
+
+
+def _say_that_it_starts(names: Sequence[str]) -> None:
+    """Importing torch and transformers takes seconds on a fast machine, and more on a slow one."""
+    if sys.stdout.isatty():
+        print(f"Starting {' '.join(names)}: loading PyTorch", flush=True)
 
 
 def _check_complete(recipes: Sequence[str]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from headwater.core.registry import PYTHON
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.trainer.metrics import DROP_METRICS, FAILED_CALLS
@@ -124,8 +127,18 @@ def suggestions(run: RunDirectory, train: Sequence[_Record], evaluations: Sequen
             lines.append("Reward barely moved: try a higher learner.learning_rate or more trainer.total_steps.")
     if not evaluations:
         lines.append("No held-out prompts were evaluated: see data.eval and the eval settings.")
-    lines.append(f"Look at responses: headwater eval {run.path} --show 5")
+    if evaluations and not _needs_its_script(run):
+        lines.append(f"Look at responses: headwater eval {run.path} --show 5")
+    else:
+        lines.append(f"Look at responses: the Parquet files in {run.path / 'rollouts'}")
     return lines
+
+
+def _needs_its_script(run: RunDirectory) -> bool:
+    """Whether its data or functions are objects of a Python program, which commands do not have."""
+    with suppress(OSError):
+        return re.search(rf"\b{re.escape(PYTHON)}\w", run.config_file.read_text(encoding="utf-8")) is not None
+    return False
 
 
 def hints(train: Sequence[_Record]) -> list[str]:
@@ -137,7 +150,7 @@ def hints(train: Sequence[_Record]) -> list[str]:
     if _at_the_end(train, "stopped_fraction") < 0.5:
         lines.append("Most responses hit the length limit: raise rollout.max_new_tokens.")
     if informative < 0.2 and reward < 0.1:
-        lines.append("Nearly every group got the same low reward: try an easier task or a longer warm_start.")
+        lines.append("Nearly every group got the same low reward: try an easier task, a better model or a warm_start.")
     elif informative < 0.2 and reward > 0.8:
         lines.append("Most groups already get full reward: try a harder task, for example larger data.task_args.")
     return lines

@@ -28,6 +28,9 @@ def test_advice(tmp_path):
         ({}, "Reward barely moved"),
     ):
         assert advice in " ".join(suggestions(run, [record(step, **changes) for step in range(10)], [{}])), changes
+    assert suggestions(run, [], [{}])[-1] == f"Look at responses: headwater eval {run.path} --show 5"
+    run.write_config("data:\n  train: ['python:rows']\n")
+    assert "Parquet files in" in suggestions(run, [], [{}])[-1], "the command has no objects of a Python program"
 
 
 def test_the_curve_is_a_picture(tmp_path):
