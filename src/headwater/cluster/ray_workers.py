@@ -3,7 +3,7 @@
     pool = RayRewardPool.make(options, num_workers=4, max_concurrent=256)
     reply = await pool.call(function, arguments, None, timeout_s=60.0)      # as ``rewards.pool.WorkerPool``
 
-Each reward actor runs scoring functions in worker processes of its own node. It has no state, so Ray restarts one that
+Each reward actor runs scoring functions in worker processes on its node. It has no state, so Ray restarts one that
 has ended, on any node, and repeats its calls once.
 
     tools = RayTools.start(options, config.tools, config.sandbox)

@@ -244,7 +244,7 @@ class Life:
 
 
 def _ends_with_evaluation(config: Config) -> bool:
-    """Whether the last step is evaluated: the run has held-out prompts, of its own or of a task."""
+    """Whether the run evaluates its last step. It does if it has held-out prompts: its own data or a task's."""
     sources = named_sources(config, config.data.train)
     has_task = any(not is_whole(source) and not source.startswith(PYTHON) for source in sources)
     return config.eval.after and (bool(config.data.eval) or has_task)
