@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from player import serving
 from tiny import model, tokenizer
 
 from headwater.backends import BackendContext
+from headwater.backends.remote import servers
 from headwater.backends.remote import session as session_module
 from headwater.backends.remote.http import read_metrics
 from headwater.backends.remote.link import Chunk, Garbage, LinkLost, Sending, ServerInfo, Span
@@ -378,3 +382,25 @@ def test_a_failed_engine_in_this_process_is_a_lost_server(monkeypatch: pytest.Mo
             ask(engine, request())
     finally:
         engine.close()
+
+
+def test_the_line_that_a_server_is_ready_is_found_although_vllm_changes_what_is_printed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.23 puts the process id before every line that is written to ``sys.stdout``."""
+    spec = importlib.util.spec_from_file_location("headwater_server_child", servers._CHILD)
+    assert spec is not None
+    assert spec.loader is not None
+    child = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(child)
+    plain = sys.stdout.write
+    monkeypatch.setattr(sys.stdout, "write", lambda text: plain(f"(APIServer pid=1) {text}"))
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        server.RequestHandlerClass.do_GET = lambda self: (self.send_response(200), self.end_headers())  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        child._announce(server.server_port)
+        thread.join(60)
+    found = servers._READY.search(capfd.readouterr().out)
+    assert found is not None
+    assert found[1] == f"http://127.0.0.1:{server.server_port}"

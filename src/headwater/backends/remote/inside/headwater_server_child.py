@@ -95,7 +95,8 @@ def _announce(port: int) -> None:
     while True:
         time.sleep(_POLL_S)
         with contextlib.suppress(OSError, urllib.error.URLError), urllib.request.urlopen(f"{url}/health", timeout=30):
-            print(f"the server answers at {url}", flush=True)  # noqa: T201  read by the process that started this one
+            # Not sys.stdout: vLLM 0.23 puts its process id before every line that is printed there.
+            os.write(1, f"\nthe server answers at {url}\n".encode())
             return
 
 
