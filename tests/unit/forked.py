@@ -9,8 +9,10 @@ processes of the session. It ends when none of them is connected.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import gc
 import importlib
 import json
 import os
@@ -33,6 +35,8 @@ PRELOADED = (
     "headwater.trainer.summary", "headwater.cluster.torchrun", "headwater.backends.embedded",
     "headwater.backends.native.engine", "headwater.engine.engine", "headwater.serving.listen",
     "transformers.models.qwen3.modeling_qwen3", "pandas", "matplotlib.figure", "matplotlib.backends.backend_agg",
+    "headwater.cli.train", "headwater.config.training_checks", "headwater.config.explain", "headwater.config.notices",
+    "headwater.learner.snapshot", "headwater.workflows.rlvr", "headwater.rewards.managers.naive",
 )  # fmt: skip
 """What a training run imports. pyarrow imports pandas when it first converts a list."""
 ADDRESS = f"\0headwater-forked-{os.environ.get('HEADWATER_TEST_SESSION') or uuid.uuid4().hex}"
@@ -335,5 +339,10 @@ def _execute(request: dict[str, Any], files: list[int]) -> None:
 if __name__ == "__main__":
     for name in PRELOADED:
         importlib.import_module(name)
+    # What is imported stays. A garbage collection in a forked process would read, and thereby copy, all of it.
+    gc.collect()
+    gc.freeze()
+    # Some extension modules print warnings at exit about objects that still exist.
+    atexit.register(gc.unfreeze)
     if (given := _serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
         _execute(*given)
