@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -163,6 +164,23 @@ def train_small(root: Path, *arguments: object, draws: bool = False) -> Result:
 def train_here(*arguments: object) -> None:
     result = headwater("train", *arguments)
     assert result.code == 0, result.stderr
+
+
+def warm_quickstart(factory: pytest.TempPathFactory) -> Path:
+    """A model after the supervised start of the quickstart, trained once for all test processes.
+
+    It takes longer than the 20 steps in which the quickstart then learns.
+    """
+    base = factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "warm"
+    root.mkdir(exist_ok=True)
+    model = root / "quickstart" / "checkpoints" / "step_000001" / "model"
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not model.exists():
+            evaluation = ("eval.before=false", "eval.after=false")
+            train_here("quickstart", f"run.root={root}", "trainer.total_steps=1", *evaluation)
+    return model
 
 
 def metrics(run: Path, kind: str) -> list[dict]:

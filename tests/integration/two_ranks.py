@@ -252,4 +252,4 @@ def run_and_exit(work: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    (run_and_exit if "RANK" in os.environ else fork_ranks)(partial(main, Path(sys.argv[1]), sys.argv[2:]))
+    fork_ranks(partial(main, Path(sys.argv[1]), sys.argv[2:]))
