@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from command import metrics, train_here, warm_quickstart
+from command import metrics, train_here
 
 from headwater.observe.run_directory import RunDirectory
 
-SETTINGS = [
-    "quickstart-lora", "rollout.publish=adapter", "trainer.total_steps=20", "eval.every_steps=20",
-    "warm_start.num_steps=0",
-]  # fmt: skip
-
-
-@pytest.fixture
-def warm(tmp_path_factory) -> str:
-    return f"model.path={warm_quickstart(tmp_path_factory)}"
+SETTINGS = ["quickstart-lora", "rollout.publish=adapter", "trainer.total_steps=20", "eval.every_steps=20"]
 
 
 def assert_it_learned(root) -> None:
@@ -30,14 +22,14 @@ def assert_it_learned(root) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_reward_rises_with_adapters_alone(tmp_path, warm):
-    train_here(*SETTINGS, warm, f"run.root={tmp_path}")
+def test_reward_rises_with_adapters_alone(tmp_path):
+    train_here(*SETTINGS, f"run.root={tmp_path}")
     assert_it_learned(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_reward_rises_with_adapters_alone_through_two_servers(tmp_path, warm):
+def test_reward_rises_with_adapters_alone_through_two_servers(tmp_path):
     servers = ["rollout.placement=disaggregated", "rollout.launch.num_servers=2", "rollout.max_staleness=1"]
-    train_here(*SETTINGS, warm, *servers, f"run.root={tmp_path}")
+    train_here(*SETTINGS, *servers, f"run.root={tmp_path}")
     assert_it_learned(tmp_path)

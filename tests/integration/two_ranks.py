@@ -1,10 +1,9 @@
-"""What ``test_torchrun.py`` runs on two ranks, in one torchrun: the learner's calls in many settings.
+"""What ``test_torchrun.py`` runs on two ranks: the learner's calls in many settings.
 
-    torchrun --nproc-per-node 2 tests/integration/two_ranks.py FOLDER CASE ...
     python tests/integration/two_ranks.py FOLDER CASE ...
 
-Without torchrun it starts the two ranks itself, which is faster. Rank 0 writes ``FOLDER/results.pt``. The test makes
-the same calls on one rank, with ``take_steps`` and ``resume``.
+It forks the two ranks, which is faster than torchrun. Rank 0 writes ``FOLDER/results.pt``. The test makes the same
+calls on one rank, with ``take_steps`` and ``resume``.
 """
 
 from __future__ import annotations
