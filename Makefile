@@ -19,6 +19,8 @@ TRACKERS := .venv-trackers
 TRACKERS_STAMP := $(TRACKERS)/.installed
 NO_BUBBLEWRAP := $(VENV)/.no-bubblewrap
 WORKERS ?= 3
+# Every test process would otherwise compile all modules and rewrite the assertions of all tests, a quarter of a minute.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: quickstart test fast-tests test-all lint style types setup setup-dev setup-clients setup-vllm setup-trackers bubblewrap install-bubblewrap clean
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from headwater.cli.main import main
+from headwater.trainer import summary
 from headwater.trainer.recorder import Recorder
 
 ROOT = Path(__file__).parents[2]
@@ -54,10 +56,20 @@ class Result:
     stderr: str
 
 
-def headwater(*arguments: object) -> Result:
-    """Run the command in this process, which saves the seconds that importing torch takes in a new one."""
+def headwater(*arguments: object, draws: bool = False) -> Result:
+    """Run the command in this process, which saves the seconds that importing torch takes in a new one.
+
+    Without ``draws``, no reward curve is drawn, which takes a quarter of the time of a small run.
+    """
     output, errors = io.StringIO(), io.StringIO()
-    with contextlib.chdir(ROOT), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+    with (
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if not draws:
+            patch.setattr(summary, "draw_reward_curve", lambda *arguments: None)
         try:
             code = main([*map(str, arguments)])
         except SystemExit as end:  # argparse ends --help and usage errors this way
@@ -145,13 +157,30 @@ def signalled_process(step: int, number: int, *arguments: object) -> Result:
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-def train_small(root: Path, *arguments: object) -> Result:
-    return headwater("train", *SMALL, f"run.root={root}", *arguments)
+def train_small(root: Path, *arguments: object, draws: bool = False) -> Result:
+    return headwater("train", *SMALL, f"run.root={root}", *arguments, draws=draws)
 
 
 def train_here(*arguments: object) -> None:
     result = headwater("train", *arguments)
     assert result.code == 0, result.stderr
+
+
+def warm_quickstart(factory: pytest.TempPathFactory) -> Path:
+    """A model after the supervised start of the quickstart, trained once for all test processes.
+
+    It takes longer than the 20 steps in which the quickstart then learns.
+    """
+    base = factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "warm"
+    root.mkdir(exist_ok=True)
+    model = root / "quickstart" / "checkpoints" / "step_000001" / "model"
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not model.exists():
+            evaluation = ("eval.before=false", "eval.after=false")
+            train_here("quickstart", f"run.root={root}", "trainer.total_steps=1", *evaluation)
+    return model
 
 
 def metrics(run: Path, kind: str) -> list[dict]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from command import CUT_DOWN, metrics, same_weights, train_here, weights
+from command import CUT_DOWN, metrics, same_weights, train_here, warm_quickstart, weights
 
 from headwater.config.builtin import builtin_recipes
 
@@ -15,8 +15,10 @@ NUM_STEPS = 20
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipes", RECIPES, ids=lambda recipes: recipes[-1])
-def test_held_out_reward_rises(recipes, tmp_path):
+def test_held_out_reward_rises(recipes, tmp_path, tmp_path_factory):
     settings = [f"run.root={tmp_path}", "run.name=run", *FOR_A_TINY_MODEL.get(recipes[-1], [])]
+    if recipes[0] == "quickstart":  # the other recipe has its own supervised start
+        settings += [f"model.path={warm_quickstart(tmp_path_factory)}", "warm_start.num_steps=0"]
     train_here(*recipes, *settings, f"trainer.total_steps={NUM_STEPS}", f"eval.every_steps={NUM_STEPS}")
     first, last = (each["reward/mean"] for each in metrics(tmp_path / "run", "eval"))
     assert first < 0.3

@@ -17,7 +17,7 @@ from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
 
 from headwater.observe.run_directory import RunDirectory
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 COMMON = [
     *CUT_DOWN, f"trainer.total_steps={NUM_STEPS}", "eval.before=false", "eval.after=false",
     "trainer.checkpoint_every_steps=1", "trainer.keep_checkpoints=1", "rollout.max_new_tokens=4",

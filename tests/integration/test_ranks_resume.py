@@ -10,9 +10,9 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
 from test_kill import timeless
@@ -83,10 +83,10 @@ class Ranks:
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKING], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "LOG": str(log), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"},
-        )  # fmt: skip
+        environment = {**os.environ, "LOG": str(log), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"}
+        self._server = forked.popen(
+            "-c", FORKING, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def __call__(self, *arguments: object, place: int = 0, delay_s: float = 0.0, victim: str = "both") -> list[int]:
         """The exit statuses. The victim is killed ``delay_s`` after stage number ``place`` of the run, if not 0."""

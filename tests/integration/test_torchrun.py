@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -45,7 +46,7 @@ def environment() -> dict[str, str]:
     scope="module", params=["few", pytest.param("all", marks=[pytest.mark.slow, pytest.mark.xdist_group("ranks")])]
 )
 def learned(request, tmp_path_factory):
-    """The same calls on one rank and on two; all cases under torchrun, and a few without its cost."""
+    """The same calls on one rank and on two."""
     names = FEW if request.param == "few" else tuple(CASES)
     folder = tmp_path_factory.mktemp("ranks")
     model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
@@ -53,13 +54,7 @@ def learned(request, tmp_path_factory):
     alone = {
         name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "of_one" / name) for name in names
     }
-    script = (two_ranks.__file__, folder, *names)
-    if request.param == "few":
-        done = forked.run(*script, env=environment(), timeout=LIMIT_S)
-    else:
-        done = subprocess.run(
-            torchrun(*script), capture_output=True, text=True, env=environment(), timeout=LIMIT_S, check=False
-        )
+    done = forked.run(two_ranks.__file__, folder, *names, env=environment(), timeout=LIMIT_S)
     assert (folder / "results.pt").exists(), done.stderr[-3000:]
     return folder, alone, torch.load(folder / "results.pt", weights_only=False)
 
@@ -237,14 +232,6 @@ def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
     assert steps[0]["reward/mean"] == first["reward/mean"]
 
 
-def train_on_two(*arguments: object, limit_s: float = LIMIT_S) -> None:
-    done = subprocess.run(
-        torchrun("-m", "headwater", "train", *arguments),
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=limit_s, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def assert_same_steps(run: Path, other: Path, *, rel: float) -> None:
     for ours, theirs in zip(metrics(run, "train"), metrics(other, "train"), strict=True):
         assert ours["reward/mean"] == theirs["reward/mean"]
@@ -258,16 +245,19 @@ from integration.two_ranks import fork_ranks
 from headwater.cli.main import main
 fork_ranks(lambda: main(sys.argv[1:]))
 """
-"""The command as torchrun starts it, without the processor time of torchrun."""
+"""The command as torchrun starts it, without the processor time of torchrun and of two more imports of torch."""
+
+
+def train_on_two(run: Path, *arguments: object, limit_s: float = LIMIT_S) -> None:
+    done = forked.run("-c", FORKED, "train", *arguments, cwd=ROOT, env=environment(), timeout=limit_s)
+    assert json.loads((run / "status.json").read_text())["state"] == "finished", done.stderr[-3000:]
 
 
 def test_the_command_takes_the_same_step_on_two_ranks(tmp_path):
     settings = [*SMALL, "trainer.total_steps=1", "eval.before=false", "eval.after=false"]
-    arguments = ("train", *settings, f"run.root={tmp_path}")
-    done = forked.run("-c", FORKED, *arguments, cwd=ROOT, env=environment(), timeout=LIMIT_S)
-    assert (tmp_path / "quickstart" / "metrics.jsonl").exists(), done.stderr[-3000:]
-    train_here(*settings, f"run.root={tmp_path / 'alone'}")
     run, alone = tmp_path / "quickstart", tmp_path / "alone" / "quickstart"
+    train_on_two(run, *settings, f"run.root={tmp_path}")
+    train_here(*settings, f"run.root={tmp_path / 'alone'}")
     assert_same_steps(run, alone, rel=1e-5)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["alone", "quickstart"], "rank 0 alone writes a run"
     assert len(list((run / "checkpoints" / "step_000001" / "train").glob("shard_*_of_00002.safetensors"))) == 2
@@ -276,9 +266,13 @@ def test_the_command_takes_the_same_step_on_two_ranks(tmp_path):
 @pytest.mark.slow
 def test_a_run_continues_on_another_number_of_ranks(tmp_path):
     run = tmp_path / "quickstart"
-    train_on_two(*SMALL, f"run.root={tmp_path}", "trainer.total_steps=1")
+    done = subprocess.run(
+        torchrun("-m", "headwater", "train", *SMALL, f"run.root={tmp_path}", "trainer.total_steps=1"),
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
     train_here("--resume", run, "trainer.total_steps=2")
-    train_on_two("--resume", run, "trainer.total_steps=3")
+    train_on_two(run, "--resume", run, "trainer.total_steps=3")
     assert [each["step"] for each in metrics(run, "train")] == [1, 2, 3]
     assert [each.name for each in tmp_path.iterdir()] == ["quickstart"]
     train_here(*SMALL, f"run.root={tmp_path / 'alone'}", "trainer.total_steps=3")
@@ -287,9 +281,9 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_the_quickstart_learns_on_two_ranks(tmp_path):
-    steps = ("trainer.total_steps=30", "eval.every_steps=30")
-    train_on_two("quickstart", *steps, f"run.root={tmp_path}", limit_s=3 * LIMIT_S)
-    first, last = (each["reward/mean"] for each in metrics(tmp_path / "quickstart", "eval"))
+    run, steps = tmp_path / "quickstart", ("trainer.total_steps=20", "eval.every_steps=20")
+    train_on_two(run, "quickstart", *steps, f"run.root={tmp_path}", limit_s=3 * LIMIT_S)
+    first, last = (each["reward/mean"] for each in metrics(run, "eval"))
     assert first < 0.3
     assert last > 0.6
 

@@ -31,7 +31,8 @@ from headwater.trainer import warm_start
 def finished(tmp_path_factory) -> Path:
     """A run of four steps, never interrupted."""
     root = tmp_path_factory.mktemp("runs")
-    result = train_small(root, "run.name=straight", "trainer.total_steps=4", "trainer.checkpoint_every_steps=2")
+    settings = ("run.name=straight", "trainer.total_steps=4", "trainer.checkpoint_every_steps=2")
+    result = train_small(root, *settings, draws=True)
     assert result.code == 0, result.stderr
     return root / "straight"
 
@@ -129,7 +130,7 @@ def test_a_second_run_of_the_same_name_gets_its_own_folder(tmp_path):
 
 def interrupted_here(step: int, number: int, *arguments: object) -> Result:
     with after_step(step, lambda: send(number)):
-        return headwater(*arguments)
+        return headwater(*arguments, draws=True)
 
 
 @pytest.mark.parametrize("interrupted", [interrupted_here, pytest.param(signalled_process, marks=pytest.mark.slow)])

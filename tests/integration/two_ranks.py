@@ -1,10 +1,9 @@
-"""What ``test_torchrun.py`` runs on two ranks, in one torchrun: the learner's calls in many settings.
+"""What ``test_torchrun.py`` runs on two ranks: the learner's calls in many settings.
 
-    torchrun --nproc-per-node 2 tests/integration/two_ranks.py FOLDER CASE ...
     python tests/integration/two_ranks.py FOLDER CASE ...
 
-Without torchrun it starts the two ranks itself, which is faster. Rank 0 writes ``FOLDER/results.pt``. The test makes
-the same calls on one rank, with ``take_steps`` and ``resume``.
+It forks the two ranks, which is faster than torchrun. Rank 0 writes ``FOLDER/results.pt``. The test makes the same
+calls on one rank, with ``take_steps`` and ``resume``.
 """
 
 from __future__ import annotations
@@ -252,4 +251,4 @@ def run_and_exit(work: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    (run_and_exit if "RANK" in os.environ else fork_ranks)(partial(main, Path(sys.argv[1]), sys.argv[2:]))
+    fork_ranks(partial(main, Path(sys.argv[1]), sys.argv[2:]))

@@ -3,12 +3,16 @@
     process = forked.popen("-m", "headwater", "serve", "tiny:qwen3", stdout=subprocess.PIPE)
 
 Importing them takes a new process about eight seconds of processor time. What a forked process executes is what
-``python`` with these arguments executes. One server (``python forked.py FD``) forks them all; it ends with the tests.
+``python`` with these arguments executes. One server (``python forked.py FD``) forks them all, also for the other test
+processes of the session. It ends when none of them is connected.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
+import gc
 import importlib
 import json
 import os
@@ -19,6 +23,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +34,13 @@ PRELOADED = (
     "transformers.modeling_utils", "headwater.trainer.loop", "headwater.trainer.rollout_setup",
     "headwater.trainer.summary", "headwater.cluster.torchrun", "headwater.backends.embedded",
     "headwater.backends.native.engine", "headwater.engine.engine", "headwater.serving.listen",
+    "transformers.models.qwen3.modeling_qwen3", "pandas", "matplotlib.figure", "matplotlib.backends.backend_agg",
+    "headwater.cli.train", "headwater.config.training_checks", "headwater.config.explain", "headwater.config.notices",
+    "headwater.learner.snapshot", "headwater.workflows.rlvr", "headwater.rewards.managers.naive",
 )  # fmt: skip
+"""What a training run imports. pyarrow imports pandas when it first converts a list."""
+ADDRESS = f"\0headwater-forked-{os.environ.get('HEADWATER_TEST_SESSION') or uuid.uuid4().hex}"
+"""Where the server listens: an abstract socket of this session, which vanishes with the server."""
 _MAX_MESSAGE_BYTES = 2**18
 
 
@@ -85,20 +97,49 @@ class Forked:
 
 
 class _Server:
-    """The process that forks, and the thread that learns from it which processes have ended."""
+    """A connection to the process that forks, and the thread that learns from it which processes have ended."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-        theirs.close()
+        self.process: subprocess.Popen[bytes] | None = None
+        """The server, if this process has started it."""
+        self._socket = self._connected()
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._started: list[int] = []
         self._ended: dict[int, int] = {}
         self._processes: dict[int, Forked] = {}
         threading.Thread(target=self._listen, daemon=True).start()
+
+    def _connected(self) -> socket.socket:
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.settimeout(START_LIMIT_S)
+            try:
+                connection.connect(ADDRESS)
+                if connection.recv(_MAX_MESSAGE_BYTES):
+                    connection.settimeout(None)
+                    return connection
+            except ConnectionRefusedError:
+                assert self.process is None or not self.process.poll(), "the server failed"
+                self._start_server()
+            except ConnectionResetError:
+                pass  # the server was about to end
+            connection.close()
+        raise AssertionError("no server forks processes")
+
+    def _start_server(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(ADDRESS)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                return  # another process of the session was faster
+            listener.listen(64)
+            command = [sys.executable, __file__, str(listener.fileno())]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(command, pass_fds=[listener.fileno()], env=environment)
 
     def start(self, request: Mapping[str, Any], files: list[int]) -> int:
         with self._lock:
@@ -116,10 +157,12 @@ class _Server:
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
-        self.process.wait(60)
+        self._socket.close()
+        if self.process is not None and "PYTEST_XDIST_WORKER" not in os.environ:  # otherwise, others may still use it
+            self.process.wait(60)
 
     def _listen(self) -> None:
-        while message := self._socket.recv(_MAX_MESSAGE_BYTES):
+        while message := self._receive():
             pid, code = json.loads(message)
             with self._changed:
                 if code is None:
@@ -129,6 +172,12 @@ class _Server:
                 else:
                     self._ended[pid] = code
                 self._changed.notify_all()
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(_MAX_MESSAGE_BYTES)
+        except OSError:  # closed
+            return b""
 
 
 _server: _Server | None = None
@@ -193,7 +242,7 @@ def run(*arguments: object, timeout: float, **options: Any) -> subprocess.Comple
 
 
 def close() -> None:
-    """End the server. Processes that it has forked are not ended."""
+    """Disconnect from the server, which ends with its last connection. Processes that it has forked are not ended."""
     global _server
     if _server is not None:
         _server.close()
@@ -203,34 +252,49 @@ def close() -> None:
 # The server
 
 
-def _serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Fork a process for every request, in which this returns the request; None when the tests have ended."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writing)
+    clients: list[socket.socket] = []
+    owners: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([control, reading], [], [])
+        ready, _, _ = select.select([listener, reading, *clients], [], [])
         if reading in ready:
             os.read(reading, 4096)
-            _report(control)
-        if control in ready:
-            message, files, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 3)
+            _report(owners)
+        if listener in ready:
+            client = listener.accept()[0]
+            clients.append(client)
+            _tell(client, "hello")
+        for client in [each for each in clients if each in ready]:
+            try:
+                message, files, _, _ = socket.recv_fds(client, _MAX_MESSAGE_BYTES, 3)
+            except ConnectionResetError:
+                message = b""
             if not message:
-                return None
+                clients.remove(client)
+                client.close()
+                if not clients:
+                    return None
+                continue
             if not (pid := os.fork()):
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for each in (reading, writing):
                     os.close(each)
-                control.close()
+                for connection in (listener, *clients):
+                    connection.close()
                 return json.loads(message), files
             for each in files:
                 os.close(each)
-            control.send(json.dumps((pid, None)).encode())
+            owners[pid] = client
+            _tell(client, (pid, None))
 
 
-def _report(control: socket.socket) -> None:
+def _report(owners: dict[int, socket.socket]) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -238,7 +302,12 @@ def _report(control: socket.socket) -> None:
             return
         if not pid:
             return
-        control.send(json.dumps((pid, os.waitstatus_to_exitcode(status))).encode())
+        _tell(owners.pop(pid), (pid, os.waitstatus_to_exitcode(status)))
+
+
+def _tell(client: socket.socket, message: object) -> None:
+    with contextlib.suppress(OSError):  # it has left
+        client.send(json.dumps(message).encode())
 
 
 def _execute(request: dict[str, Any], files: list[int]) -> None:
@@ -270,5 +339,10 @@ def _execute(request: dict[str, Any], files: list[int]) -> None:
 if __name__ == "__main__":
     for name in PRELOADED:
         importlib.import_module(name)
+    # What is imported stays. A garbage collection in a forked process would read, and thereby copy, all of it.
+    gc.collect()
+    gc.freeze()
+    # Some extension modules print warnings at exit about objects that still exist.
+    atexit.register(gc.unfreeze)
     if (given := _serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
         _execute(*given)
