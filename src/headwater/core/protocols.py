@@ -73,6 +73,8 @@ class WeightUpdate:
     """Where the weights are already, for engines that read files (``Capabilities.file_weights``)."""
     adapters_alone: bool = False
     """Only the LoRA adapters, for an engine that has the other weights already (``Capabilities.adapters``)."""
+    again: Callable[[], Iterator[Bucket]] | None = None
+    """Exports the same buckets once more, for servers that take the weights one after another."""
 
     @classmethod
     def of(cls, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
