@@ -302,7 +302,7 @@ class Roster:
         )
 
     def _states(self) -> str:
-        return "; ".join(f"{each.name} at version {each.version}: {each.state(0)}" for each in self.members.values())
+        return "; ".join(f"{each.name}: {each.state(0)}, version {each.version}" for each in self.members.values())
 
     # Health
 
