@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from headwater.core.dispatch import collect, dispatch
 from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket, LearnerStatus, ProfileOrder, Role
 from headwater.learner.partition import balanced_parts, imbalance
+from headwater.learner.rank_files import clear_reports, wait_for_ranks
 
 
 class RankCalls(Protocol):
@@ -41,6 +42,18 @@ class RankCalls(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RanksWriting:
+    """A checkpoint that the ranks write in the background."""
+
+    folder: Path
+
+    def write(self) -> None:
+        """Wait until the first rank has put the model together, which it does when all ranks have written."""
+        wait_for_ranks(self.folder, [0])
+        clear_reports(self.folder)
 
 
 class LearnerGroup:
@@ -119,8 +132,11 @@ class LearnerGroup:
     def save(self, folder: Path) -> None:
         self._everywhere("save", folder.absolute())
 
-    def snapshot(self) -> None:
-        """Every rank would need a second copy of its shard, so ranks only ``save``."""
+    def snapshot(self, folder: Path) -> RanksWriting | None:
+        """The ranks begin to write at once, each its own files. None if one of them has too little memory for a copy."""
+        folder = folder.absolute()
+        started = self._ranks.call("start_snapshot", self._same(folder))
+        return RanksWriting(folder) if all(started) else None
 
     def load(self, folder: Path) -> None:
         self._everywhere("load", folder.absolute())
