@@ -13,6 +13,7 @@ from headwater.cluster.turns import Activity
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import collect, dispatch
+from headwater.core.errors import RankFailed
 from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket, LearnerStatus, ProfileOrder, Role
 from headwater.learner.partition import balanced_parts, imbalance
@@ -49,11 +50,19 @@ class RanksWriting:
     """A checkpoint that the ranks write in the background."""
 
     folder: Path
+    ranks: RankCalls
 
     def write(self) -> None:
-        """Wait until the first rank has put the model together, which it does when all ranks have written."""
-        wait_for_ranks(self.folder, [0])
+        """Wait until the first rank has put the model together, which it does when all ranks have written.
+
+        If a rank ends, the caller removes the folder, and the others give up as well.
+        """
+        wait_for_ranks(self.folder, [0], self._check)
         clear_reports(self.folder)
+
+    def _check(self) -> None:
+        if self.ranks.failure:
+            raise RankFailed(f"{self.folder.name.lstrip('.')} is incomplete: {self.ranks.failure}")
 
 
 class LearnerGroup:
@@ -136,7 +145,7 @@ class LearnerGroup:
         """The ranks begin to write at once, each its own files. None if one of them has too little memory for a copy."""
         folder = folder.absolute()
         started = self._ranks.call("start_snapshot", self._same(folder))
-        return RanksWriting(folder) if all(started) else None
+        return RanksWriting(folder, self._ranks) if all(started) else None
 
     def load(self, folder: Path) -> None:
         self._everywhere("load", folder.absolute())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -48,11 +48,12 @@ def reporting(folder: Path, rank: int) -> Iterator[None]:
         partial.replace(path)
 
 
-def wait_for_ranks(folder: Path, ranks: Iterable[int]) -> None:
-    """Return when these ranks have written their files."""
+def wait_for_ranks(folder: Path, ranks: Iterable[int], check: Callable[[], None] = lambda: None) -> None:
+    """Return when these ranks have written their files. ``check`` raises if a rank has ended."""
     missing = set(ranks)
 
     def is_done() -> bool:
+        check()
         for rank in sorted(missing):
             if _has_written(folder, rank):
                 missing.discard(rank)
