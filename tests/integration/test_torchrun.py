@@ -159,7 +159,9 @@ def test_errors_name_the_rank(learned):
     _, _, together = learned
     assert "over learner.max_tokens_per_forward_pass = 4" in together["too long"]
     assert re.match(r"rank 1 of 2: .*blocked/train: cannot save .*Is a directory", together["cannot save"])
-    assert re.match(r"rank 0: rank 1: .*blocked later/train: cannot save .*Is a directory", together["cannot save later"])
+    assert re.match(
+        r"rank 0: rank 1: .*blocked later/train: cannot save .*Is a directory", together["cannot save later"]
+    )
     assert "run.root must be a folder that the machines of all learner ranks share" in together["not shared"]
     assert len(together["after an error"]) == 2, "an error on all ranks leaves them usable"
     for text in (together["alone"], together["after a failure"], together["failure"]):

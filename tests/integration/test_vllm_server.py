@@ -253,7 +253,13 @@ def test_vllm_runs_in_this_process() -> None:
 
 def test_a_run_trains_with_vllm_in_its_process(tmp_path: Path) -> None:
     """Three steps, in vLLM's environment. Its log-probs are the learner's after every update, so it has the weights."""
-    settings = ["rollout.backend=vllm", *CUT_DOWN, "trainer.total_steps=3", "eval.num_prompts=4", f"run.root={tmp_path}"]
+    settings = [
+        "rollout.backend=vllm",
+        *CUT_DOWN,
+        "trainer.total_steps=3",
+        "eval.num_prompts=4",
+        f"run.root={tmp_path}",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(
         [PYTHON, "-m", "headwater", "train", "quickstart", *settings],

@@ -142,7 +142,7 @@ class LearnerGroup:
         self._everywhere("save", folder.absolute())
 
     def snapshot(self, folder: Path) -> RanksWriting | None:
-        """The ranks begin to write at once, each its own files. None if one of them has too little memory for a copy."""
+        """The ranks begin to write at once, each its own files. None if one has too little memory for a copy."""
         folder = folder.absolute()
         started = self._ranks.call("start_snapshot", self._same(folder))
         return RanksWriting(folder, self._ranks) if all(started) else None

@@ -573,8 +573,8 @@ class Learner(Protocol):
         ...
 
     def snapshot(self, folder: Path) -> SavedLater | None:
-        """A copy of what ``save`` writes, to be written to ``folder`` while training continues; None if this learner can
-        only ``save``. The folder exists. The copy is valid until the next one is taken."""
+        """A copy of what ``save`` writes, to be written to ``folder`` while training continues; None if this learner
+        can only ``save``. The folder exists. The copy is valid until the next one is taken."""
         ...
 
     def load(self, folder: Path) -> None: ...

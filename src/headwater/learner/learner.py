@@ -217,7 +217,9 @@ class LocalLearner:
 
         def write(copies: Mapping[str, Mapping[str, Tensor]], rest: saving.Rest) -> None:
             if num_ranks == 1:
-                save_model(model, self.tokenizer, folder / "model", WeightsToSave(shapes, dtypes, copies[saving.MODEL].items()))
+                save_model(
+                    model, self.tokenizer, folder / "model", WeightsToSave(shapes, dtypes, copies[saving.MODEL].items())
+                )
             saving.write_parts(folder, parts, copies)
             if num_ranks > 1:
                 saving.write_rest(folder, rest, copies[saving.MODEL])

@@ -4,8 +4,8 @@
         write_my_files(folder)                 # on a thread of this rank
     wait_for_ranks(folder, range(1, 8))        # on the first rank; raises the error of a rank that has failed
 
-They do so through small files in the folder of the checkpoint, which all of them see. A thread that writes must not take
-part in collective operations: the training step uses them at the same time, and both would wait for each other.
+They do so through small files in the folder of the checkpoint, which all of them see. A thread that writes must not
+take part in collective operations: the training step uses them at the same time, and both would wait for each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def reporting(folder: Path, rank: int) -> Iterator[None]:
     report: dict[str, object] = {}
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  reported to the rank that waits for it
         logger.warning("rank %d could not write its files of a checkpoint: %s", rank, error)
         needed = error.needed_bytes if isinstance(error, DiskFull) else 0
         report = {"error": str(error) or type(error).__name__, "is_full": isinstance(error, DiskFull), "needed": needed}

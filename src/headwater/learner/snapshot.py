@@ -6,7 +6,9 @@
     snapshot.write()                     # on any thread
 
 With several ranks, each one copies and writes its shard. The first rank then puts the model together from the files of
-all ranks, one tensor at a time, so nothing is gathered and no collective operation runs beside training. On a GPU, the copies go to page-locked memory on a separate stream. That memory is kept for the next snapshot.
+all ranks, one tensor at a time, so nothing is gathered and no collective operation runs beside training.
+
+On a GPU, the copies go to page-locked memory on a separate stream. That memory is kept for the next snapshot.
 """
 
 from __future__ import annotations

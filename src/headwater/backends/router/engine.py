@@ -218,8 +218,8 @@ class RouterEngine:
         """Send the weights to all servers, over one stream that they read in lockstep, or through one file.
 
         With ``update_order="rolling"``, they take them one after another. A server that takes weights gets no new
-        requests, and the others generate meanwhile: sessions that have seen the new version only go to servers that have
-        it.
+        requests, and the others generate meanwhile: sessions that have seen the new version only go to servers that
+        have it.
 
         A server that is lost or too slow gets no requests until the weights are sent again (``needs_weights``).
         """

@@ -50,8 +50,8 @@ class RouterOptions:
     health_limit_s: float = 15.0
     """A server that does not report its status for this long counts as lost."""
     no_server_limit_s: float = 600.0
-    """Requests fail if no server could take any request for this long, or if all servers have had older weights for this
-    long than a request has seen."""
+    """Requests fail if no server could take any request for this long, or if all servers have had older weights than a
+    request has seen for this long."""
     update_start_limit_s: float = ENGINE_CALL_LIMIT_S
     """How long a server may take to begin a weight update. Running responses may have to end first."""
     update_bucket_limit_s: float = 120.0
@@ -223,7 +223,7 @@ class Roster:
             return self.members.get(name or "")
 
     async def _until_updated(self, waiting: asyncio.Future[str]) -> str:
-        """Wait for a server with newer weights. One request names the wait for all of them, so that it is shown once."""
+        """Wait for a server with newer weights. One request names the wait for all of them: it is shown once."""
         if self._is_wait_named:
             return await waiting
         self._is_wait_named = True
@@ -246,8 +246,8 @@ class Roster:
             versions = [self.policy.missing_version(each.key) for each in self.works.values()]
             wanted = [each for each in versions if each is not None]
             return (
-                f"{len(wanted)} requests wait for a server with version {min(wanted, default=0)} or newer, because they "
-                f"have tokens of it ({self._states()})"
+                f"{len(wanted)} requests wait for a server with version {min(wanted, default=0)} or newer, because "
+                f"they have tokens of it ({self._states()})"
             )
 
     def leave(self, work: Work) -> None:
@@ -272,7 +272,9 @@ class Roster:
                 f"request {work.request.request_id}: {self.policy.num_waiting} requests wait for a server already; "
                 "send it again later, or add servers"
             )
-        name = self.policy.enter(work.key, work.request.session, first=work.num_tries > 0, seen_version=work.newest_version or 0)
+        name = self.policy.enter(
+            work.key, work.request.session, first=work.num_tries > 0, seen_version=work.newest_version or 0
+        )
         work.num_tries += 1
         work.is_in_policy = True
         if name is None and all(each.is_gone for each in self.members.values()):
