@@ -76,7 +76,7 @@ def _has_written(folder: Path, rank: int) -> bool:
     if "error" not in report:
         return True
     message = f"rank {rank}: {report['error']}"
-    raise DiskFull(message, needed_bytes=report["needed"]) if report.get("is_full") else RunError(message)
+    raise DiskFull(message, needed_bytes=int(report["needed"])) if report.get("is_full") else RunError(message)
 
 
 def clear_reports(folder: Path) -> None:
