@@ -24,6 +24,8 @@ from headwater.planner.workload import Lengths, Workload
 
 MAX_STALENESS = 4
 SAMPLES = 16
+MAX_EPISODES = 1_000_000
+"""More than `headwater plan` simulates, so that also the largest cluster reaches its steady state."""
 
 
 def needed(num_gpus: int, mean_tokens: int) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def needed(num_gpus: int, mean_tokens: int) -> dict[str, Any]:
         SHAPES["qwen2.5-7b"], GPUS["h200"], Training(is_checkpointed=True), context=mean_tokens / 2,
         publish_rate=PUBLISH_RATE,
     )  # fmt: skip
-    row = predict(workload, model, split, MAX_STALENESS)
+    row = predict(workload, model, split, MAX_STALENESS, max_episodes=MAX_EPISODES)
     assert row.prediction is not None, row.problem
     num_sampled = row.prediction.tokens_per_s / (1 - row.prediction.masked_share)
     main_s = model.costs(split).learner.step_per_token_s * num_sampled

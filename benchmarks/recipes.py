@@ -4,8 +4,9 @@
     python benchmarks/recipes.py quickstart --settings trainer.total_steps=20
 
 A case is a recipe, or several joined by ``+``; later ones change earlier ones. ``name=recipe+recipe;key=value`` gives
-it a name and settings of its own. ``--settings`` are for all of them. Every run is a process of
-``headwater train``. A run that fails is shown with its last words and is in the record, but not in the table.
+it a name and settings of its own. ``--settings`` are for all of them. ``--add`` completes the table with seeds of an
+earlier record. Every run is a process of ``headwater train``. A run that fails is shown with its last words and is in
+the record, but not in the table.
 """
 
 from __future__ import annotations
@@ -102,6 +103,13 @@ def run_all(jobs: Sequence[tuple[Case, int]], common: Sequence[str], num: int, l
             yield future.result()
 
 
+def earlier_runs(record: Path, cases: Sequence[str], runs: Sequence[Run]) -> list[Run]:
+    """The runs of an earlier record that belong to one of these cases, with other seeds."""
+    done = {(each.case, each.seed) for each in runs}
+    found = [Run(**each) for each in json.loads(record.read_text())["runs"]]
+    return [each for each in found if each.case in cases and (each.case, each.seed) not in done]
+
+
 def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     rows = []
     for case in dict.fromkeys(each.case for each in runs):
@@ -154,6 +162,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="runs at a time (default 1)")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for all together (default 3600)")
     parser.add_argument("--settings", nargs="*", default=[], metavar="key=value", help="for all runs")
+    parser.add_argument(
+        "--add", type=Path, metavar="RECORD", help="add the runs of the same cases in an earlier record"
+    )
     parser.add_argument("--plot", type=Path, help="draw the held-out rewards here, as a PNG")
     options: argparse.Namespace = parser.parse_args()
     load = os.getloadavg()[0]
@@ -168,6 +179,8 @@ def main() -> None:
         if run.error:
             print(f"  failed: {run.error}", flush=True)
     order = {Case.read(text).name: place for place, text in enumerate(options.cases)}
+    if options.add is not None:
+        runs += earlier_runs(options.add, list(order), runs)
     runs.sort(key=lambda each: (order[each.case], each.seed))
     rows = rows_of(runs)
     print(f"\n{'case':<36} {'before':>6} {'after':>6} {'best':>6} {'steps':>5} {'s/step':>6} {'wall s':>6}")

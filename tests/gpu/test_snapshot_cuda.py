@@ -28,11 +28,11 @@ def test_a_snapshot_is_the_checkpoint_of_its_moment_while_passes_continue(tmp_pa
         for number in range(2):
             learner.supervise(batch)
             learner.save(tmp_path / f"{name} saved {number}")
-            snapshot = learner.snapshot()
+            snapshot = learner.snapshot(tmp_path / f"{name} later {number}")
             assert snapshot is not None
             learner.compute(batch, ["logprobs"])
             learner.supervise(batch)
-            snapshot.write(tmp_path / f"{name} later {number}")
+            snapshot.write()
             assert files(tmp_path / f"{name} later {number}") == files(tmp_path / f"{name} saved {number}"), name
         learner.close()
 

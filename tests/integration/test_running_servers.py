@@ -9,16 +9,21 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from command import CUT_DOWN, after_step, headwater, metrics, train_here
 from running import Running, free_port
 
 from headwater.backends import BackendContext
 from headwater.backends.fleet import make_fleet
+from headwater.backends.router import updates
+from headwater.backends.router.engine import RouterEngine
+from headwater.backends.router.member import Member
 from headwater.config.load import load_config
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, ServerLost
 from headwater.core.protocols import Bucket, InferenceEngine, WeightUpdate
@@ -155,6 +160,54 @@ def test_what_two_servers_generated_ahead_is_replayed_to_the_same_bits(servers, 
     told = headwater("replay", run)
     assert told.code == 0, told.stderr
     assert "The weights of all 4 steps equal the recorded ones, bit for bit" in told.stdout
+
+
+@pytest.mark.parametrize(
+    "transfer", ["shared_memory", *(pytest.param(each, marks=pytest.mark.slow) for each in ("file", "collective"))]
+)
+def test_a_rolling_update_lets_the_other_server_generate(servers, tmp_path, monkeypatch, transfer):
+    """A conversation goes on while one server has the old version and the other one the new: it never goes back."""
+    turns: list[int] = []
+    routers: list[RouterEngine] = []
+    make, send = RouterEngine.__init__, updates._send
+
+    def make_and_keep(self: RouterEngine, *arguments: Any, **keywords: Any) -> None:
+        make(self, *arguments, **keywords)
+        routers.append(self)
+
+    def send_after_a_turn(update: WeightUpdate, mode: Any, members: Mapping[str, Member], *rest: Any) -> Any:
+        [updated] = members.values()
+        [other] = [each for each in routers[-1]._roster.all() if each is not updated]
+        if update.version:  # before the first update, the other one has no weights of the run
+            states = {each.name: each.state for each in routers[-1].status().servers}
+            assert states == {updated.name: f"taking the weights of version {update.version}", other.name: "serving"}
+            asked = ModelRequest(f"t{len(turns)}", (5, 6), SamplingParams(2, ignore_end=True), 0, session="watched")
+            turn = asyncio.run(asyncio.wait_for(routers[-1].agenerate(asked), LIMIT_S))
+            assert set(turn.output_versions) == {other.version}
+            turns.append(other.version)
+        return send(update, mode, members, *rest)
+
+    monkeypatch.setattr(RouterEngine, "__init__", make_and_keep)
+    monkeypatch.setattr(updates, "_send", send_after_a_turn)
+    settings = [*SHORT, "trainer.total_steps=4", "rollout.max_staleness=2", "rollout.max_new_tokens=48",
+                "rollout.max_concurrent_groups=4", "algorithm.policy_loss=decoupled", "engine.deterministic=true",
+                "algorithm.old_logprobs=recompute", "rollout.update_order=rolling",
+                f"rollout.weight_transfer={transfer}"]  # fmt: skip
+    train_here("quickstart-multi-turn", *settings, *named(*servers), f"run.root={tmp_path}")
+    run = tmp_path / "quickstart-multi-turn"
+    # While the first server takes version 1, the other one has 0; while that one takes it, the first has 1; and so on.
+    assert turns == [0, 1, 1, 2, 2, 3, 3, 4]
+    record = RunDirectory.open(run).read_ledger()[-1]
+    assert record["counts"] == {"dispatched": 16, "trained": 16, "dropped": 0, "buffered": 0, "in_flight": 0}
+    assert lags(run) <= {0, 1, 2}
+    for step in range(1, 5):
+        for row in pq.read_table(run / "rollouts" / f"step_{step:06d}.parquet").to_pylist():
+            made = [version for version in row["versions"] if version >= 0]
+            assert made == sorted(made), "an episode went back to older weights"
+    told = headwater("doctor", run).stdout
+    assert all(f"{each.url}: version 4" in told for each in servers), told
+    told = headwater("replay", run)
+    assert "The weights of all 4 steps equal the recorded ones, bit for bit" in told.stdout, told.stderr
 
 
 def test_a_server_gets_the_weights_of_the_run_first_and_keeps_them_over_a_broken_connection(servers):

@@ -19,7 +19,7 @@ import pytest
 import torch
 from integration import two_ranks
 from integration.command import ROOT, SMALL, metrics, train_here
-from integration.two_ranks import CASES, COMMON, FEW, RESUMED, build, resume, spec_of, take_steps
+from integration.two_ranks import CASES, COMMON, FEW, RESUMED, build, later_than, resume, spec_of, take_steps
 from safetensors.torch import load_file
 
 from headwater.models.load import load_model, load_tokenizer, save_model
@@ -137,10 +137,27 @@ def test_checkpoints_are_read_by_another_number_of_ranks(learned):
     assert saved.config.architectures == ["Qwen3ForCausalLM"]
 
 
+def test_what_ranks_write_in_the_background_is_the_checkpoint_of_its_moment(learned):
+    folder, alone, _ = learned
+    for number in ("of_one", "of_two"):
+        for name in alone:
+            saved, later = (files(each) for each in (folder / number / name, later_than(folder / number / name)))
+            assert saved.keys() == later.keys(), f"{number}, {name}"
+            assert [key for key in saved if saved[key] != later[key]] == [], f"{number}, {name}"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_errors_name_the_rank(learned):
     _, _, together = learned
     assert "over learner.max_tokens_per_forward_pass = 4" in together["too long"]
     assert re.match(r"rank 1 of 2: .*blocked/train: cannot save .*Is a directory", together["cannot save"])
+    assert re.match(
+        r"rank 0: rank 1: .*blocked later/train: cannot save .*Is a directory", together["cannot save later"]
+    )
+    assert "run.root must be a folder that the machines of all learner ranks share" in together["not shared"]
     assert len(together["after an error"]) == 2, "an error on all ranks leaves them usable"
     for text in (together["alone"], together["after a failure"], together["failure"]):
         assert text == "rank 1 of 2: MemoryError: no room for the gradients"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import PROCESS_LIMIT_S, ROOT, is_gone, metrics, python_of, train_here
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, is_gone, metrics, python_of, train_here
 
 from headwater.backends import SERVER_KEY, BackendContext
 from headwater.backends.vllm.engine import VllmEngine
@@ -29,6 +29,7 @@ from headwater.core.protocols import WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_tokenizer
+from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
 
 PYTHON, IS_INSTALLED = python_of("vllm")
@@ -248,6 +249,31 @@ def test_vllm_runs_in_this_process() -> None:
     if "NO PACKAGE" in done.stdout:
         pytest.skip(f"{PYTHON} lacks a package of Headwater: {done.stdout.strip()[-200:]}")
     assert done.stdout.strip().endswith("all is well"), done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_a_run_trains_with_vllm_in_its_process(tmp_path: Path) -> None:
+    """Three steps, in vLLM's environment. Its log-probs are the learner's after every update, so it has the weights."""
+    settings = [
+        "rollout.backend=vllm",
+        *CUT_DOWN,
+        "trainer.total_steps=3",
+        "eval.num_prompts=4",
+        f"run.root={tmp_path}",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [PYTHON, "-m", "headwater", "train", "quickstart", *settings],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False,
+    )  # fmt: skip
+    if "No module named" in done.stderr and done.returncode:
+        pytest.skip(f"{PYTHON} lacks a package of Headwater: {done.stderr.strip()[-200:]}")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    steps = metrics(tmp_path / "quickstart", "train")
+    assert [each["step"] for each in steps] == [1, 2, 3]
+    assert max(each["rollout_gap/logprob_abs_max"] for each in steps) < TOLERANCE
+    ledger = RunDirectory.open(tmp_path / "quickstart").read_ledger()
+    assert len({each["weights"] for each in ledger if each["kind"] == "step"}) == 3, "every step changes the weights"
+    assert ledger[-1]["counts"] == {"dispatched": 12, "trained": 12, "dropped": 0, "buffered": 0, "in_flight": 0}
 
 
 def test_a_killed_server_is_replaced_and_loses_no_token(engine: VllmEngine) -> None:

@@ -127,7 +127,7 @@ def exported(learner: Learner, case: Case) -> dict[str, torch.Tensor]:
 
 
 def take_steps(learner: Learner, case: Case, folder: Path) -> dict[str, Any]:
-    """Two steps, with passes without a gradient before them and a checkpoint between them."""
+    """Two steps, with passes without a gradient before them and a checkpoint between them, also in the background."""
     data = experience(case)
     computed = learner.compute(data, case.what)
     if "reference_logprobs" in computed:
@@ -136,7 +136,12 @@ def take_steps(learner: Learner, case: Case, folder: Path) -> dict[str, Any]:
     after_one = learner.compute(data, case.what)
     learner.save(folder)
     saved = checksums(learner, case)
+    later = later_than(folder)
+    later.mkdir(parents=True)
+    snapshot = learner.snapshot(later)
+    assert snapshot is not None
     second = learner.update(data)
+    snapshot.write()
     return {
         "computed": computed,
         "after_one": after_one,
@@ -145,6 +150,11 @@ def take_steps(learner: Learner, case: Case, folder: Path) -> dict[str, Any]:
         "weights": exported(learner, case),
         "status": learner.status(),
     }
+
+
+def later_than(folder: Path) -> Path:
+    """Where the same checkpoint is written while training continues."""
+    return folder.with_name(f"{folder.name} later")
 
 
 def resume(learner: Learner, case: Case, folder: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
@@ -214,6 +224,10 @@ def main(folder: Path, names: list[str]) -> None:
         blocked = folder / "blocked"
         (blocked / "train" / "shard_00001_of_00002.safetensors").mkdir(parents=True)
         results["cannot save"] = error_of(lambda: learner.save(blocked))
+        blocked = folder / "blocked later"
+        (blocked / "train" / "shard_00001_of_00002.safetensors").mkdir(parents=True)
+        results["cannot save later"] = error_of(lambda: learner.snapshot(blocked).write())
+        results["not shared"] = error_of(lambda: learner.snapshot(folder / "nowhere"))
         results["after an error"] = group.call("held_bytes", [()] * 2)
         results["alone"] = error_of(lambda: group.call("fail_alone", [(1,)] * 2))
         results["after a failure"] = error_of(lambda: group.call("held_bytes", [()] * 2))

@@ -139,7 +139,8 @@ def _resume(path: Path, step: int | None, overrides: Overrides, attempts: _Attem
 
 
 def _resume_locked(run: RunDirectory, step: int | None, overrides: Overrides, attempts: _Attempts) -> Ended:
-    from headwater.config.checks import files_exist, fits_checkpoint
+    from headwater.config.checks import fits_checkpoint
+    from headwater.config.extension_checks import START_CHECKS
     from headwater.config.load import load_config
     from headwater.trainer.checkpoint import Checkpoints, check_whole, step_of
     from headwater.trainer.mirror import fetch_missing
@@ -150,7 +151,7 @@ def _resume_locked(run: RunDirectory, step: int | None, overrides: Overrides, at
     checkpoints = Checkpoints(run.checkpoints, before.trainer.keep_checkpoints)
     checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
     fits = [fits_checkpoint(before, checkpoint)] if checkpoint else []
-    config = load_config(run.config_file, overrides, [files_exist, *fits]).config
+    config = load_config(run.config_file, overrides, [*START_CHECKS, *fits]).config
     if checkpoint is not None:
         if config.trainer.total_epochs == before.trainer.total_epochs:  # otherwise the data decide the number of steps
             _check_steps_left(run, step_of(checkpoint), before.trainer.total_steps, config)

@@ -18,7 +18,7 @@ from headwater.api import launch
 from headwater.api.engine import Completion, Engine, Prompts
 from headwater.config import schema
 from headwater.config.builtin import split_arguments
-from headwater.config.checks import files_exist
+from headwater.config.extension_checks import START_CHECKS
 from headwater.config.keys import settings, value_at
 from headwater.config.load import load_config
 from headwater.config.python_values import changed
@@ -216,7 +216,7 @@ class Trainer:
 
 
 def _check_files(config: Config) -> None:
-    if problems := [clash.line(config, {}) for clash in files_exist(config, {})]:
+    if problems := [clash.line(config, {}) for check in START_CHECKS for clash in check(config, {})]:
         raise ConfigError(problems)
 
 

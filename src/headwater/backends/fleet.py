@@ -49,7 +49,7 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
     again = starts if rollout.servers or context.places else {}
     return RouterEngine(
         [RoutedServer(name, engine, connect=again.get(name)) for name, engine in zip(starts, engines, strict=True)],
-        RouterOptions(weight_folder=rollout.weight_folder),
+        RouterOptions(weight_folder=rollout.weight_folder, update_order=rollout.update_order),
     )
 
 

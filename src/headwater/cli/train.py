@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         launch.serve_rank()
         return 0
     from headwater.config.builtin import split_arguments
-    from headwater.config.checks import files_exist
+    from headwater.config.extension_checks import START_CHECKS
     from headwater.config.load import load_config
 
     recipes, overrides = split_arguments(args.arguments)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         raise HeadwaterError("--step goes with --resume RUN")
     else:
         _check_complete(recipes)
-        loaded = load_config(recipes, overrides, [files_exist])
+        loaded = load_config(recipes, overrides, START_CHECKS)
         _say_that_it_starts(recipes)
         ended = launch.start(loaded.config, loaded.given)
     return 0 if ended.is_finished else EXIT_INTERRUPTED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,9 +13,11 @@ from headwater.cluster.turns import Activity
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import collect, dispatch
+from headwater.core.errors import RankFailed
 from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket, LearnerStatus, ProfileOrder, Role
 from headwater.learner.partition import balanced_parts, imbalance
+from headwater.learner.rank_files import clear_reports, wait_for_ranks
 
 
 class RankCalls(Protocol):
@@ -41,6 +43,26 @@ class RankCalls(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RanksWriting:
+    """A checkpoint that the ranks write in the background."""
+
+    folder: Path
+    ranks: RankCalls
+
+    def write(self) -> None:
+        """Wait until the first rank has put the model together, which it does when all ranks have written.
+
+        If a rank ends, the caller removes the folder, and the others give up as well.
+        """
+        wait_for_ranks(self.folder, [0], self._check)
+        clear_reports(self.folder)
+
+    def _check(self) -> None:
+        if self.ranks.failure:
+            raise RankFailed(f"{self.folder.name.lstrip('.')} is incomplete: {self.ranks.failure}")
 
 
 class LearnerGroup:
@@ -119,8 +141,11 @@ class LearnerGroup:
     def save(self, folder: Path) -> None:
         self._everywhere("save", folder.absolute())
 
-    def snapshot(self) -> None:
-        """Every rank would need a second copy of its shard, so ranks only ``save``."""
+    def snapshot(self, folder: Path) -> RanksWriting | None:
+        """The ranks begin to write at once, each its own files. None if one has too little memory for a copy."""
+        folder = folder.absolute()
+        started = self._ranks.call("start_snapshot", self._same(folder))
+        return RanksWriting(folder, self._ranks) if all(started) else None
 
     def load(self, folder: Path) -> None:
         self._everywhere("load", folder.absolute())

@@ -120,7 +120,7 @@ def read_declared(traits: type[T], name: str) -> Declared[T] | None:
         source = _source(path)
         return _read(kind, source, name, _registered(source) or name)
     module, attribute = split_path(name)
-    found = Path(module).expanduser().resolve() if module.endswith(".py") else _module_file(module)
+    found = Path(module).expanduser().resolve() if module.endswith(".py") else module_file(module)
     if found is None or not found.is_file():
         return None
     return _read(kind, _source(found), name, attribute)
@@ -147,7 +147,7 @@ class Source:
             if parts and path is not None and not path.is_file():
                 path = folder.joinpath(*parts[:-1], f"{parts[-1]}.py")
         else:
-            path = _module_file(statement.module or "")
+            path = module_file(statement.module or "")
         if path is None or not path.is_file():
             return None
         source = _source(path)
@@ -188,7 +188,7 @@ def _parse(path: Path, changed_ns: int, size: int) -> Source:
     return Source(path, bindings)
 
 
-def _module_file(module: str) -> Path | None:
+def module_file(module: str) -> Path | None:
     """The file of a module, found as an import would find it, but without running its packages."""
     loaded = sys.modules.get(module or "builtins")  # an object of a notebook has none
     if loaded is not None:

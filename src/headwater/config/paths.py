@@ -69,7 +69,7 @@ def with_absolute_paths(config: Config) -> Config:
     """The same config with every relative path joined to the working directory."""
     for key, setting in settings(Config).items():
         value = value_at(config, key)
-        make = _EXACT.get(key) or (_extension if _names_extensions(setting.hint) else None)
+        make = _EXACT.get(key) or (_extension if names_extensions(setting.hint) else None)
         if make is _source and config.data.dataset:
             make = _existing  # only that class knows what the names mean
         if make is not None and (made := _each(value, make)) != value:
@@ -161,10 +161,11 @@ _EXACT: Mapping[str, Callable[[str], str]] = {
 }
 
 
-def _names_extensions(hint: Any) -> bool:
+def names_extensions(hint: Any) -> bool:
+    """Whether values of a type name files of a registry folder, or code elsewhere."""
     if get_origin(hint) is Annotated:
         return any(isinstance(part, Extension) for part in get_args(hint)[1:])
-    return any(_names_extensions(part) for part in get_args(hint))
+    return any(names_extensions(part) for part in get_args(hint))
 
 
 def _each(value: Any, make: Callable[[str], str]) -> Any:

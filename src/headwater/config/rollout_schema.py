@@ -96,6 +96,9 @@ class RolloutConfig:
     publish: Literal["full", "adapter"] = "full"
     """What the engine gets after an update of LoRA adapters: `full` merges them into all weights, `adapter` sends them
     alone, and the embedded engine computes them beside its weights: far fewer bytes, slower generation."""
+    update_order: Literal["together", "rolling"] = "together"
+    """How several servers take new weights: `together` at the same time, or `rolling`, one after another while the
+    others generate. An episode never goes back to older weights."""
     weight_folder: str = ""
     """Folder for weight_transfer=file that the run and all servers see under this path, such as a network file system.
     Empty means a temporary folder of this machine."""

@@ -313,8 +313,8 @@ class TrainerConfig:
     best_mode: Literal["max", "min"] = "max"
     """Whether a larger or a smaller best_metric is better."""
     checkpoint_in_background: bool = True
-    """Write checkpoints from a copy in main memory while training continues. With several ranks, or too little main
-    memory for the copy, only checksums and uploads are in the background. false waits for all of it."""
+    """Write checkpoints from a copy in main memory while training continues; each rank copies its own part. With too
+    little main memory for the copy, only checksums and uploads are in the background. false waits for all of it."""
     checkpoint_dir: str = ""
     """A folder or an fsspec URL, such as s3://bucket/runs, that gets a copy of the kept checkpoints and the records, in
     a folder named after the run. `headwater train --resume` accepts it. Empty makes no copy."""

@@ -233,6 +233,36 @@ def weight_encoding_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def update_order_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
+    rollout = config.rollout
+    if rollout.update_order == "together":
+        return
+    remedy = "or set it back to 'together'"
+    num_servers = len(rollout.servers) or (rollout.launch.count if rollout.is_separate else 0)
+    if num_servers < 2 and (rollout.is_separate or config.cluster.kind == "local"):
+        yield Clash(
+            ("rollout.update_order", "rollout.launch.num_servers", "rollout.servers"),
+            "the run has only one engine, so no other one generates meanwhile; use rollout.placement=disaggregated "
+            f"with rollout.launch.num_servers=2, {remedy}",
+        )
+    if rollout.max_staleness == 0:
+        yield Clash(
+            ("rollout.update_order", "rollout.max_staleness"),
+            "rollout.max_staleness = 0 generates nothing during an update; use more, " + remedy,
+        )
+    if config.run.deterministic:
+        yield Clash(
+            ("rollout.update_order", "run.deterministic"),
+            f"run.deterministic finishes all responses before an update; set it to false, {remedy}",
+        )
+    if rollout.weight_encoding == "delta":
+        yield Clash(
+            ("rollout.update_order", "rollout.weight_encoding"),
+            "the ranks connect to one server at a time, and the first update of a connection is whole, so delta saves "
+            f"nothing; use rollout.weight_encoding=plain, {remedy}",
+        )
+
+
 def weight_folder_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
     rollout = config.rollout
     if rollout.weight_folder and not (rollout.is_separate and chosen_transfer(config) == "file"):
@@ -276,6 +306,7 @@ SERVER_CHECKS: tuple[Check, ...] = (
     engine_settings_are_read,
     weight_transfer_works,
     weight_folder_is_read,
+    update_order_is_read,
     weight_encoding_is_read,
     server_limits_are_read,
     adapters_can_be_published,

@@ -73,6 +73,8 @@ class WeightUpdate:
     """Where the weights are already, for engines that read files (``Capabilities.file_weights``)."""
     adapters_alone: bool = False
     """Only the LoRA adapters, for an engine that has the other weights already (``Capabilities.adapters``)."""
+    again: Callable[[], Iterator[Bucket]] | None = None
+    """Exports the same buckets once more, for servers that take the weights one after another."""
 
     @classmethod
     def of(cls, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
@@ -480,8 +482,8 @@ class LearnerStatus:
 class SavedLater(Protocol):
     """The state of a learner at one moment."""
 
-    def write(self, folder: Path) -> None:
-        """Write it as ``Learner.save`` does, on any thread."""
+    def write(self) -> None:
+        """Write it as ``Learner.save`` does, on any thread, and return when all files are there."""
         ...
 
 
@@ -570,9 +572,9 @@ class Learner(Protocol):
         """Write the state of training, and the policy as ``model/`` in the Hugging Face format."""
         ...
 
-    def snapshot(self) -> SavedLater | None:
-        """A copy of what ``save`` writes, to be written while training continues; None if this learner can only
-        ``save``. The copy is valid until the next one is taken."""
+    def snapshot(self, folder: Path) -> SavedLater | None:
+        """A copy of what ``save`` writes, to be written to ``folder`` while training continues; None if this learner
+        can only ``save``. The folder exists. The copy is valid until the next one is taken."""
         ...
 
     def load(self, folder: Path) -> None: ...

@@ -145,6 +145,26 @@ def wait_for_future(
                 while_waiting()
 
 
+def poll(
+    predicate: Callable[[], bool],
+    describe: Callable[[], str],
+    *,
+    kind: str,
+    every_s: float,
+    hard_limit_s: float,
+    soft_limit_s: float = 30.0,
+) -> None:
+    """Wait until ``predicate`` is true, for state that sends no notifications, such as a file. It may raise."""
+    if predicate():
+        return
+    with _Wait(kind, describe, hard_limit_s, soft_limit_s) as wait:
+        while True:
+            time.sleep(min(every_s, wait.until_next_s()))
+            if predicate():
+                return
+            wait.log_or_raise()
+
+
 _open_waits_lock = threading.Lock()
 _open_waits: dict[int, _Wait] = {}
 _numbers = itertools.count()

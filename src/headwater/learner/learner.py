@@ -8,6 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from headwater.learner.export import (
 )
 from headwater.learner.lora import without_adapters
 from headwater.learner.optimizer import held_by
+from headwater.learner.rank_files import reporting, see_folder, wait_for_ranks
 from headwater.learner.reward_model import RewardModel
 from headwater.models.checksum import checksum
 from headwater.models.device import DTYPES
@@ -75,6 +77,7 @@ class LocalLearner:
     _sender: PieceSender | None = None
     _peak_bytes: int = 0
     _snapshots: Snapshots | None = None
+    _writer: ThreadPoolExecutor | None = None
     _profiler: Profiler | None = None
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
@@ -198,28 +201,56 @@ class LocalLearner:
         if self.critic is not None:
             self.critic.engine.save(folder / "critic", with_optimizer=settings.checkpoint_optimizer)
 
-    def snapshot(self) -> Snapshot | None:
-        """With several ranks there is none: each of them would need its own copy of the gathered model."""
-        engine = self.actor.engine
-        if engine.ranks.count > 1:
-            return None
-        from headwater.learner.snapshot import MODEL, Snapshots, write_parts  # only runs that save need it
+    def snapshot(self, folder: Path) -> Snapshot | None:
+        """With several ranks, all of them call this together, and each writes its own files of the snapshot."""
+        from headwater.learner import snapshot as saving  # only runs that save need it
 
+        engine = self.actor.engine
         if self._snapshots is None:
-            self._snapshots = Snapshots(engine.device)
+            self._snapshots = saving.Snapshots(engine.device, engine.ranks)
         engines = {"": engine, **({"critic": self.critic.engine} if self.critic is not None else {})}
         with_optimizer = self.config.trainer.checkpoint_optimizer
         parts = {name: each.shards(with_optimizer=with_optimizer) for name, each in engines.items()}
-
-        model = engine.module.model
+        model, num_ranks = engine.module.model, engine.ranks.count
         shapes, dtypes = weight_shapes(model), self._saved_dtypes(model, self._saved_dtype)
+        known = saving.trained_names(model)
 
-        def write(folder: Path, copies: Mapping[str, Mapping[str, Tensor]]) -> None:
-            weights = WeightsToSave(shapes, dtypes, copies[MODEL].items())
-            save_model(model, self.tokenizer, folder / "model", weights)
-            write_parts(folder, parts, copies)
+        def write(copies: Mapping[str, Mapping[str, Tensor]], rest: saving.Rest) -> None:
+            if num_ranks == 1:
+                save_model(
+                    model, self.tokenizer, folder / "model", WeightsToSave(shapes, dtypes, copies[saving.MODEL].items())
+                )
+            saving.write_parts(folder, parts, copies)
+            if num_ranks > 1:
+                saving.write_rest(folder, rest, copies[saving.MODEL])
+            if num_ranks > 1 and self._is_first:
+                wait_for_ranks(folder, range(1, num_ranks))
+                joined = saving.joined_weights(folder, shapes, known, parts[""], rest)
+                save_model(model, self.tokenizer, folder / "model", WeightsToSave(shapes, dtypes, joined))
+                saving.remove_rest(folder)
 
         return self._snapshots.take(parts, model, write)
+
+    def start_snapshot(self, folder: Path) -> bool:
+        """On every rank: copy this rank's part, and write it on a thread. False if there is too little memory.
+
+        ``rank_files.wait_for_ranks(folder, [0])`` waits until all ranks have written their files.
+        """
+        ranks = self.actor.engine.ranks
+        with ranks.together():
+            see_folder(folder)
+        taken = self.snapshot(folder)
+        if taken is None:
+            return False
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+        def write() -> None:
+            with reporting(folder, ranks.index):
+                taken.write()
+
+        self._writer.submit(write)
+        return True
 
     def settle(self) -> None:
         """Wait for a snapshot that is being copied, before weights change or move."""
@@ -268,6 +299,8 @@ class LocalLearner:
 
     def close(self) -> None:
         """Leave the group of engines. Nothing else is held beyond the memory of this object."""
+        if self._writer is not None:
+            self._writer.shutdown()
         if self._snapshots is not None:
             self._snapshots.close()
         if self._sender is not None:

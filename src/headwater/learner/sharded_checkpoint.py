@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,14 +28,14 @@ from headwater.learner.ranks import Ranks
 from headwater.models.save import write_safetensors
 from headwater.models.sharded_load import first_row
 
-_FOLDER = "train"
+FOLDER = "train"
 _INDEX = "index.json"
 _FORMAT = "headwater-shards-1"
 _NUM_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """The part of a tensor that one file holds, under the tensor's name."""
 
     file: str
@@ -56,7 +56,7 @@ class _Index:
     """The scale of the adapters, which their shapes do not show; None without adapters."""
     shapes: Mapping[str, list[int]]
     """Of every tensor as a whole."""
-    pieces: Mapping[str, list[_Piece]]
+    pieces: Mapping[str, list[Piece]]
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT, **asdict(self)})
@@ -67,7 +67,7 @@ class _Index:
             content = json.loads(path.read_bytes())
             if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
                 raise ValueError(f"{path.name} is not in the format {_FORMAT}")
-            pieces = {name: [_Piece(**each) for each in parts] for name, parts in content.pop("pieces").items()}
+            pieces = {name: [Piece(**each) for each in parts] for name, parts in content.pop("pieces").items()}
             index = cls(pieces=pieces, **content)
             if index.shapes.keys() != pieces.keys():
                 raise ValueError(f"{path.name} does not list the same tensors twice")
@@ -94,29 +94,58 @@ def take_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, with_op
     """The trained weights and, unless ``with_optimizer`` is false, AdamW's state. Nothing is copied yet."""
     optimizer.settle()
     state = dict(_state(model, optimizer if with_optimizer else None))
-    file = f"shard_{ranks.index:05d}_of_{ranks.count:05d}.safetensors"
+    file = shard_file(ranks)
     with ranks.together():
-        held = {
-            name: (_Piece(file, _start(tensor), list(held_by(tensor).shape)), tensor)
-            for name, tensor in state.items()
-            if held_by(tensor).numel() and (ranks.index == 0 or _is_split(tensor))
-        }
-    everywhere: list[dict[str, _Piece]] = ranks.gather({name: piece for name, (piece, _) in held.items()})
-    index = _Index(
-        optimizer.num_steps,
-        with_optimizer,
-        adapter_alpha(model),
-        {name: list(tensor.shape) for name, tensor in state.items()},
-        {name: [each[name] for each in everywhere if name in each] for name in state},
-    )
-    tensors = {name: held_by(tensor) for name, (_, tensor) in held.items()}
+        held = {name: tensor for name, tensor in state.items() if writes(tensor, ranks)}
+        pieces = {name: piece_of(tensor, file) for name, tensor in held.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+    everywhere = {**{name: [] for name in state}, **gather_pieces(pieces, ranks)}
+    index = _Index(optimizer.num_steps, with_optimizer, adapter_alpha(model), shapes, everywhere)
+    tensors = {name: held_by(tensor) for name, tensor in held.items()}
     return Shards(file, tensors, index if ranks.index == 0 else None)
+
+
+def shard_file(ranks: Ranks) -> str:
+    return f"shard_{ranks.index:05d}_of_{ranks.count:05d}.safetensors"
+
+
+def writes(tensor: Tensor, ranks: Ranks) -> bool:
+    """Whether this rank writes a part of the tensor. One that is not split is written by the first rank."""
+    return bool(held_by(tensor).numel()) and (ranks.index == 0 or _is_split(tensor))
+
+
+def piece_of(tensor: Tensor, file: str) -> Piece:
+    return Piece(file, _start(tensor), list(held_by(tensor).shape))
+
+
+def gather_pieces(pieces: Mapping[str, Piece], ranks: Ranks) -> dict[str, list[Piece]]:
+    """The pieces of all ranks, by the name of their tensor. All ranks must call it together."""
+    everywhere: list[Mapping[str, Piece]] = ranks.gather(dict(pieces))
+    names = dict.fromkeys(name for each in everywhere for name in each)
+    return {name: [each[name] for each in everywhere if name in each] for name in names}
+
+
+def read_tensors(places: Mapping[str, tuple[Path, str, list[Piece], tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
+    """Put tensors together from the files of several ranks, one at a time.
+
+    ``places`` has, for each name, the folder, the tensor's name in the files, its pieces and its shape.
+    """
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+        for name, (folder, stored, pieces, shape) in places.items():
+            for piece in pieces:
+                if folder / piece.file not in files:
+                    files[folder / piece.file] = stack.enter_context(_opened(folder / piece.file))
+            there = {piece.file: files[folder / piece.file] for piece in pieces}
+            whole = torch.empty(shape, dtype=there[pieces[0].file].get_tensor(stored).dtype)
+            _fill_from(whole, stored, pieces, there)
+            yield name, whole
 
 
 def write_shards(folder: Path, shards: Shards, copies: Mapping[str, Tensor] | None = None) -> None:
     """Write this rank's file of ``folder/train``, and the index if it has it. ``copies`` replace the tensors."""
-    path = folder / _FOLDER
-    _write(path, shards.file, shards.tensors if copies is None else copies)
+    path = folder / FOLDER
+    write_tensors(path, shards.file, shards.tensors if copies is None else copies)
     if shards.index is not None:
         with _writing(path):
             (path / _INDEX).write_text(shards.index.to_json(), encoding="utf-8")
@@ -129,7 +158,7 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, 
         write_shards(folder, shards)
     with ranks.together():
         if shards.index is not None:
-            _check_all_here(folder / _FOLDER, shards.index)
+            _check_all_here(folder / FOLDER, shards.index)
 
 
 def _check_all_here(path: Path, index: _Index) -> None:
@@ -150,7 +179,7 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> 
     A checkpoint of another model, or with missing or truncated files, is refused before anything is read. Changed
     bytes are found by the checkpoint's manifest, which the trainer checks before.
     """
-    path = folder / _FOLDER
+    path = folder / FOLDER
     with ranks.together(), ExitStack() as stack:
         index = _Index.read(path / _INDEX)
         files = _open(path, index, stack)
@@ -168,7 +197,7 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> 
 
 def read_weights(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """The trained weights in ``folder/train`` whose names contain ``prefix``, put together from all files."""
-    path = folder / _FOLDER
+    path = folder / FOLDER
     index = _Index.read(path / _INDEX)
     with ExitStack() as stack:
         files = _open(path, index, stack)
@@ -199,7 +228,8 @@ def _start(tensor: Tensor) -> list[int]:
     return [first_row(tensor), *[0] * (tensor.ndim - 1)]
 
 
-def _write(path: Path, file: str, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, file: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write the file of one rank."""
     with _writing(path, sum(each.nbytes for each in tensors.values())):
         path.mkdir(parents=True, exist_ok=True)
         shapes = {name: tuple(each.shape) for name, each in tensors.items()}
@@ -243,11 +273,15 @@ def _opened(file: Path) -> Any:
         raise ValueError(f"{file.name} {size}: {_reason(error)}") from error
 
 
-@torch.no_grad()
 def _fill(tensor: Tensor, name: str, index: _Index, files: Mapping[str, Any]) -> None:
     """Read the part of ``tensor`` that this rank holds, from all pieces that overlap with it."""
+    _fill_from(tensor, name, index.pieces[name], files)
+
+
+@torch.no_grad()
+def _fill_from(tensor: Tensor, name: str, pieces: Sequence[Piece], files: Mapping[str, Any]) -> None:
     held, start = held_by(tensor), _start(tensor)
-    for piece in index.pieces[name]:
+    for piece in pieces:
         if not held.ndim:
             held.copy_(files[piece.file].get_tensor(name))
             continue

@@ -3,13 +3,18 @@
     snapshot = snapshots.take(...)       # starts to copy to main memory, on another thread
     ...                                  # generation and forward passes: the weights do not change
     snapshots.settle()                   # before the weights change or move
-    snapshot.write(folder)               # on any thread
+    snapshot.write()                     # on any thread
 
-On a GPU the copies go to page-locked memory on a separate stream. That memory is kept for the next snapshot.
+With several ranks, each one copies and writes its shard. The first rank then puts the model together from the files of
+all ranks, one tensor at a time, so nothing is gathered and no collective operation runs beside training.
+
+On a GPU, the copies go to page-locked memory on a separate stream. That memory is kept for the next snapshot.
 """
 
 from __future__ import annotations
 
+import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -18,11 +23,24 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from headwater.core.waits import wait_for_future
-from headwater.learner.export import merged_pieces
+from headwater.learner.export import merged_pieces, plain_name, trained_parameters
 from headwater.learner.optimizer import PinnedMemory, held_by
-from headwater.learner.sharded_checkpoint import Shards, write_shards
+from headwater.learner.ranks import Ranks
+from headwater.learner.sharded_checkpoint import (
+    FOLDER,
+    Piece,
+    Shards,
+    gather_pieces,
+    piece_of,
+    read_tensors,
+    shard_file,
+    write_shards,
+    write_tensors,
+    writes,
+)
 from headwater.models.device import available_ram
 
 COPY_LIMIT_S = 600.0
@@ -31,8 +49,19 @@ _SHARE_OF_MEMORY = 0.5
 
 MODEL = "model"
 """The name of the copies of the exported model."""
+_REST = ".rest"
+"""The folder of pieces that are only needed to put the model together."""
 
 _Copies = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The weights of the exported model that ``train/`` does not have: frozen ones, and those with merged adapters."""
+
+    file: str
+    pieces: Mapping[str, list[Piece]]
+    """Of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +69,11 @@ class Snapshot:
     """A consistent copy of the learner's state. It is valid until the next one is taken."""
 
     _copied: Future[Mapping[str, _Copies]]
-    _write: Callable[[Path, Mapping[str, _Copies]], None]
+    _write: Callable[[Mapping[str, _Copies]], None]
 
-    def write(self, folder: Path) -> None:
-        """Write the files of a checkpoint. May be called on any thread."""
-        self._write(folder, wait_for_copies(self._copied))
+    def write(self) -> None:
+        """Write the files of a checkpoint, or those of this rank. May be called on any thread."""
+        self._write(wait_for_copies(self._copied))
 
 
 def wait_for_copies(copied: Future[Mapping[str, _Copies]]) -> Mapping[str, _Copies]:
@@ -54,10 +83,11 @@ def wait_for_copies(copied: Future[Mapping[str, _Copies]]) -> Mapping[str, _Copi
 
 
 class Snapshots:
-    """Copies the tensors of a learner in one process to main memory, one snapshot at a time."""
+    """Copies the tensors that this process holds of a learner to main memory, one snapshot at a time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self._device = device
+        self._ranks = ranks
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._memory: PinnedMemory | None = None
@@ -69,33 +99,53 @@ class Snapshots:
         self,
         parts: Mapping[str, Shards],
         model: nn.Module,
-        write: Callable[[Path, Mapping[str, _Copies]], None],
+        write: Callable[[Mapping[str, _Copies], Rest], None],
     ) -> Snapshot | None:
         """Copy the tensors of ``parts`` and the merged weights of ``model``; None if there is too little memory.
 
-        ``write`` gets the copies by the names of the parts, and the merged weights as ``MODEL``.
+        ``write`` gets the copies by the names of the parts, and the merged weights as ``MODEL``. With several ranks,
+        all of them must call this together, and ``MODEL`` has this rank's pieces of those that are not trained.
         """
         self.settle()
         num_bytes = sum(each.nbytes for shards in parts.values() for each in shards.tensors.values())
-        num_bytes += sum(each.nbytes for each in model.parameters() if not each.requires_grad)
-        if not self._places and num_bytes > _SHARE_OF_MEMORY * available_ram():
+        num_bytes += sum(held_by(each).nbytes for each in model.parameters() if not each.requires_grad)
+        if self._ranks.max(int(self._is_too_large(num_bytes))):
             return None
         if self._memory is None:
             self._memory = PinnedMemory(num_bytes)
         # Tensors are looked up here: during a forward pass, FSDP replaces the parameters of the modules.
         wanted = {part: dict(shards.tensors) for part, shards in parts.items()}
-        wanted[MODEL] = dict(self._merged(model))
+        file = shard_file(self._ranks)
+        with self._ranks.together():
+            merged = list(self._merged(model, file))
+        wanted[MODEL] = {name: held for name, held, _ in merged}
+        rest = Rest(file, gather_pieces({name: piece for name, _, piece in merged}, self._ranks))
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._last = self._pool.submit(self._copy, wanted)
-        return Snapshot(self._last, write)
+        return Snapshot(self._last, lambda copies: write(copies, rest))
+
+    def _is_too_large(self, num_bytes: int) -> bool:
+        """The ranks of one machine share its memory. After the first copy, its memory is used again."""
+        hosts = self._ranks.gather(socket.gethostname())
+        return not self._places and num_bytes * hosts.count(socket.gethostname()) > _SHARE_OF_MEMORY * available_ram()
 
     @torch.no_grad()
-    def _merged(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def _merged(self, model: nn.Module, file: str) -> Iterator[tuple[str, Tensor, Piece]]:
         """The weights of the exported model. Those that are computed, because of adapters, are copied at once."""
+        known = trained_names(model) if self._ranks.count > 1 else {}
+        layouts = {plain_name(name): each for name, each in model.named_parameters()}
         for name, weight, is_computed in merged_pieces(model):
-            held = held_by(weight)
-            yield name, self._place(MODEL, name, held).copy_(held, non_blocking=True) if is_computed else held
+            if name in known:
+                continue
+            own = layouts[name]
+            if is_computed and isinstance(weight, DTensor) and isinstance(own, DTensor):
+                weight = weight.redistribute(placements=own.placements)
+            if writes(weight, self._ranks):
+                held, piece = held_by(weight), piece_of(weight, file)
+                if is_computed:
+                    held = self._place(MODEL, name, held).copy_(held, non_blocking=True)
+                yield name, held, piece
 
     def settle(self) -> None:
         """Wait until the present tensors have been copied. A failure is raised by ``Snapshot.write``."""
@@ -143,7 +193,40 @@ class Snapshots:
         self._pool.shutdown()
 
 
+def trained_names(model: nn.Module) -> dict[str, str]:
+    """The weights of the exported model that are trained as they are, and their names in ``train/``."""
+    return {plain_name(name): f"model.{name}" for name, _ in trained_parameters(model) if "lora_" not in name}
+
+
 def write_parts(folder: Path, parts: Mapping[str, Shards], copies: Mapping[str, _Copies]) -> None:
     """Write the shards of each part into the sub-folder of its name."""
     for part, shards in parts.items():
         write_shards(folder / part, shards, copies[part])
+
+
+def write_rest(folder: Path, rest: Rest, copies: _Copies) -> None:
+    """Write this rank's pieces of weights that are not in ``train/``, until the model was put together."""
+    if copies:
+        write_tensors(folder / _REST, rest.file, copies)
+
+
+def joined_weights(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, str], trained: Shards, rest: Rest
+) -> Iterator[tuple[str, Tensor]]:
+    """The exported model, from the files that all ranks have written."""
+    assert trained.index is not None, "only the first rank puts the model together"
+    pieces = trained.index.pieces
+    return read_tensors(
+        {
+            name: (folder / FOLDER, known[name], pieces[known[name]], shape)
+            if name in known
+            else (folder / _REST, name, rest.pieces[name], shape)
+            for name, shape in shapes.items()
+        }
+    )
+
+
+def remove_rest(folder: Path) -> None:
+    """The model was put together."""
+    if (folder / _REST).exists():
+        shutil.rmtree(folder / _REST)

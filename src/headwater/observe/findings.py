@@ -144,6 +144,8 @@ WAIT_REMEDIES = {
     "again at the same address",
     "router": "no server takes the request: all are unreachable, full or without the newest weights; look at the list "
     "of servers above",
+    "newer_weights": "an episode never goes back to older weights, and the servers that have newer ones are lost or "
+    "full: look at the versions in the list of servers above",
     "ray": "the Ray cluster has no room yet: `ray status` shows what is free; start the missing nodes, or lower the "
     "numbers of cluster.learner and cluster.rollout",
     "engine_start": "the engine is loading its model: if that never ends, lack of memory is the usual cause "

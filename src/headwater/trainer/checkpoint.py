@@ -137,10 +137,10 @@ class Checkpoints:
         for leftover in self._folder.glob(".step_*"):  # left by a process that was killed while saving
             shutil.rmtree(leftover, ignore_errors=True)
         temporary = self._folder / f".{target.name}"
-        snapshot = learner.snapshot() if in_background else None
-        if snapshot is None:
-            with self._cleaning_up(temporary, target):
-                temporary.mkdir(parents=True)
+        with self._cleaning_up(temporary, target):
+            temporary.mkdir(parents=True)
+            snapshot = learner.snapshot(temporary) if in_background else None
+            if snapshot is None:
                 learner.save(temporary)
         if not in_background:
             self._finish(state, target, temporary, None, is_last=is_last)
@@ -162,8 +162,7 @@ class Checkpoints:
         """Write what is missing, then make the checkpoint valid, remove old ones and upload it."""
         with self._cleaning_up(temporary, target):
             if snapshot is not None:
-                temporary.mkdir(parents=True)
-                snapshot.write(temporary)
+                snapshot.write()
             rest = {field.name: getattr(state, field.name) for field in fields(state) if field.name != "rollouts"}
             (temporary / "state.json").write_text(json.dumps(rest), encoding="utf-8")
             (temporary / "rollouts.json").write_text(state.rollouts.to_json(), encoding="utf-8")

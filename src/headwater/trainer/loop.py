@@ -99,7 +99,8 @@ class Trainer:
             engine_metrics=self._engine_watch.take,
         )
         adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
-        self._send = partial(publish, self._learner, rollout.engine, adapters=adapters)
+        num_turns = len(rollout.engine.status().servers) if config.rollout.update_order == "rolling" else 1
+        self._send = partial(publish, self._learner, rollout.engine, num_turns=num_turns, adapters=adapters)
         """Publish the present weights as a version."""
         self._rollouts.expect_batches(config.trainer.total_steps)
         self._books = self._rollouts.close_books(self._stream.state_dict)

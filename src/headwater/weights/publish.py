@@ -66,8 +66,12 @@ class AdaptersAlone:
         if is_repeat:  # for servers that have lost their weights
             self._base = None
         alone = self._base is not None
-        shapes, exported = learner.unmerged_shapes(alone), learner.export_unmerged(alone)
-        return WeightUpdate(version, shapes, checksums.watch(exported), is_repeat, adapters_alone=alone)
+
+        def export() -> Iterator[Bucket]:
+            return checksums.watch(learner.export_unmerged(alone))
+
+        shapes = learner.unmerged_shapes(alone)
+        return WeightUpdate(version, shapes, export(), is_repeat, adapters_alone=alone, again=export)
 
     def texts(self, checksums: StreamChecksums) -> tuple[str, str]:
         """The checksums of all weights, after an update of all or of the adapters."""
@@ -92,6 +96,7 @@ def publish(
     version: int,
     *,
     longest_response_s: float = 0.0,
+    num_turns: int = 1,
     is_repeat: bool = False,
     adapters: AdaptersAlone | None = None,
 ) -> Published:
@@ -102,11 +107,12 @@ def publish(
     the run.
 
     The wait ends after ``ENGINE_CALL_LIMIT_S``, or after ``longest_response_s`` if that is longer, because running
-    responses may have to end first. If the engine's process dies during the transfer, the weights are sent again to the
+    responses may have to end first. ``num_turns`` is the number of servers that take the weights one after another,
+    and each of them has this time. If the engine's process dies during the transfer, the weights are sent again to the
     process that replaces it. With ``is_repeat``, the same weights were published before, and only servers that do not
     have them need them. ``adapters`` is given if only LoRA adapters are sent.
     """
-    limit_s = max(longest_response_s, ENGINE_CALL_LIMIT_S)
+    limit_s = max(longest_response_s, ENGINE_CALL_LIMIT_S) * num_turns
     for num_lost in range(1, _MAX_LOST + 1):
         try:
             return _publish_once(learner, engine, version, limit_s, is_repeat, adapters)
@@ -135,7 +141,11 @@ def _publish_once(
         update = adapters.update(cast(AdapterSource, learner), version, checksums, is_repeat)
     else:
         direct = DirectSend(learner) if isinstance(learner, RankedSource) else None
-        update = WeightUpdate(version, learner.shapes(), checksums.watch(learner.export()), is_repeat, direct)
+
+        def export() -> Iterator[Bucket]:
+            return checksums.watch(learner.export())
+
+        update = WeightUpdate(version, learner.shapes(), export(), is_repeat, direct, again=export)
     started = time.perf_counter()
     done = engine.update_weights(update)
     try:
@@ -179,21 +189,33 @@ class StreamChecksums:
     checksums = StreamChecksums(torch.bfloat16)
     engine.update_weights(WeightUpdate(version, shapes, checksums.watch(learner.export())))
     serving, trained = checksums.texts()
+
+    Servers that take the weights one after another read several streams of the same weights. The first one that is read
+    to its end counts.
     """
 
     def __init__(self, serving_dtype: torch.dtype) -> None:
-        self._serving, self._trained = Checksum(serving_dtype), Checksum()
-        self._itemsize = serving_dtype.itemsize
+        self._dtype = serving_dtype
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._is_complete = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._serving, self._trained = Checksum(self._dtype), Checksum()
         self.num_bytes = 0
         """So far, in the engine's number type."""
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def watch(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
         exported = WeightUpdate(0, {}, buckets)
+        is_known = self._is_complete
+        if not is_known:
+            self._begin()  # a server that was lost may have read a part of an earlier stream
         try:
             for bucket in buckets:
-                self._add(bucket)
+                if not is_known:
+                    self._add(bucket)
                 yield bucket
+            self._is_complete = True
         finally:
             exported.close()
 
@@ -216,7 +238,7 @@ class StreamChecksums:
         for name, tensor in bucket:
             by_device.setdefault(tensor.device, []).append((name, tensor))
         for device, tensors in by_device.items():
-            self.num_bytes += sum(tensor.numel() for _, tensor in tensors) * self._itemsize
+            self.num_bytes += sum(tensor.numel() for _, tensor in tensors) * self._dtype.itemsize
             with self._beside(device, tensors):
                 self._trained.add(tensors)
                 self._serving.add(tensors, same=self._trained)

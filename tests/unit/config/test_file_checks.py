@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwater.config.checks import files_exist, fits_checkpoint
+from headwater.config.extension_checks import START_CHECKS, extensions_exist
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError
 
@@ -44,6 +45,48 @@ def test_a_pattern_that_matches_nothing(write):
 def test_reading_a_recipe_needs_no_files(write):
     write("unrelated.yaml", "")
     assert load_config(None, ["data.train=missing.jsonl"]).config.data.train == ("missing.jsonl",)
+
+
+def test_a_name_that_a_file_does_not_have_is_reported_without_running_it(write):
+    write("mine.py", "import surely_not_installed\nraise SystemExit\ndef compute_score(solution_str): ...\n")
+    write("broken.py", "def f(:\n")
+    keys = {
+        "reward.function": "reward.function",
+        "rollout.should_accept": "rollout.should_accept",
+        "reward.functions.own.function": "reward.functions.own.function",
+        "rollout.workflow": "rollout.workflow",
+    }
+    for key, blamed in keys.items():
+        (problem,) = refused(None, [f"{key}=mine.py:compute_scor"], extensions_exist)
+        assert problem.startswith(f"{blamed} = 'mine.py:compute_scor' (command line): mine.py has no 'compute_scor'")
+        assert "did you mean 'compute_score'? known: compute_score" in problem
+        (problem,) = refused(None, [f"{key}=mien.py:compute_score"], extensions_exist)
+        assert "no such file: mien.py" in problem
+        assert "did you mean mine.py?" in problem
+        load_config(None, [f"{key}=mine.py:compute_score"], START_CHECKS)
+    assert "not valid Python" in refused(None, ["reward.function=broken.py:f"], extensions_exist)[0]
+    (problem,) = refused(None, ["reward.function=gsm8"], extensions_exist)
+    assert "no such scorer; did you mean 'gsm8k'?" in problem
+    assert "mine.py:compute_score" in refused(None, ["reward.function=mine.py"], extensions_exist)[0]
+    assert "has no 'scores'" in refused(None, ["reward.function=headwater.rewards.answers:scores"], extensions_exist)[0]
+
+
+def test_names_that_only_running_a_file_would_tell_are_accepted(write):
+    texts = [
+        "from os.path import *",
+        "from os import path as score",
+        "try:\n    import score\nexcept ImportError:\n    score = None",
+        "for score in ():\n    pass",
+        "def make():\n    global score\n    score = 1",
+        "globals()['score'] = print",
+        "def __getattr__(name): ...",
+        "score, other = print, 1",
+        "if True:\n    async def score(): ...",
+    ]
+    for number, text in enumerate(texts):
+        write(f"file{number}.py", text)
+        load_config(None, [f"reward.function=file{number}.py:score"], START_CHECKS)
+    load_config(None, ["reward.function=surely_not_installed.module:score"], START_CHECKS)
 
 
 DECIDED = [

@@ -12,6 +12,9 @@ VLLM = "rollout.backend=vllm"
 NEAR = "rollout.servers=[http://127.0.0.1:8000, http://localhost:8001]"
 FAR = "rollout.servers=[http://127.0.0.1:8000, http://10.9.8.7:8000]"
 
+ROLLING = "rollout.update_order=rolling"
+AHEAD = "rollout.max_staleness=1"
+
 CLASHES = [
     ([NEAR], "rollout.servers", ["rollout.backend = embedded", "rollout.backend=native"]),
     ([NATIVE], "rollout.backend = 'native'", ["rollout.servers", "rollout.placement=disaggregated"]),
@@ -39,10 +42,20 @@ CLASHES = [
     ([NATIVE, FAR, "rollout.weight_transfer=shared_memory"], "rollout.weight_transfer", ["no memory in common"]),
     ([OWN, "rollout.weight_transfer=cuda_ipc", "model.device=cpu"], "rollout.weight_transfer", ["no memory on a GPU"]),
     ([NATIVE, FAR, "rollout.weight_transfer=file"], "rollout.weight_transfer", ["cannot read a temporary file"]),
+    ([OWN, ROLLING, AHEAD], "rollout.update_order = 'rolling'", ["only one engine", "rollout.launch.num_servers=2"]),
+    ([NATIVE, NEAR, ROLLING], "rollout.update_order", ["rollout.max_staleness = 0", "generates nothing"]),
+    ([NATIVE, NEAR, ROLLING, AHEAD, "run.deterministic=true"], "rollout.update_order", ["run.deterministic"]),
+    (
+        [NATIVE, NEAR, ROLLING, AHEAD, "rollout.weight_transfer=collective", "rollout.weight_encoding=delta"],
+        "rollout.update_order",
+        ["delta saves nothing"],
+    ),
 ]
 
 FITTING = [
     [NATIVE, NEAR],
+    [NATIVE, NEAR, ROLLING, AHEAD],
+    [OWN, "rollout.launch.num_servers=2", ROLLING, AHEAD],
     [NATIVE, NEAR, "engine.deterministic=true", "engine.update_mode=interrupt"],
     [NATIVE, FAR, "rollout.weight_folder=/nfs/weights"],
     [NATIVE, FAR],

@@ -21,10 +21,10 @@ def test_a_snapshot_is_the_checkpoint_of_its_moment(tmp_path):
         learner = build_learner(LearnerSpec(load_config(recipe).config, MODEL, MODEL))
         learner.supervise(batch)
         learner.save(tmp_path / f"{name} saved")
-        snapshot = learner.snapshot()
+        snapshot = learner.snapshot(tmp_path / f"{name} later")
         assert snapshot is not None
         learner.supervise(batch)
-        snapshot.write(tmp_path / f"{name} later")
+        snapshot.write()
         assert files(tmp_path / f"{name} later") == files(tmp_path / f"{name} saved"), name
         learner.save(tmp_path / f"{name} after")
         changed = files(tmp_path / f"{name} after")

@@ -355,6 +355,7 @@ REMEDIES = {
     "weights": "update_mode",
     "server_reached": "rollout.servers",
     "router": "unreachable",
+    "newer_weights": "versions in the list of servers",
     "engine_start": "memory",
     "engine_call": "does not answer",
     "ranks": "rank_timeout_s",
@@ -375,7 +376,7 @@ REMEDIES = {
 
 def wait_kinds_in_use():
     """Of all waits in the source tree that name theirs."""
-    waits = {"named_wait", "wait_until", "wait_for_future", "wait"}
+    waits = {"named_wait", "wait_until", "wait_for_future", "wait", "poll"}
     files = Path(headwater.__file__).parent.rglob("*.py")
     sources = [text for file in files if 'kind="' in (text := file.read_text())]
     calls = [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]

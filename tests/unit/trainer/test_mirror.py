@@ -31,12 +31,13 @@ class OneFile:
         (folder / "model").mkdir()
         (folder / "model" / "weights.bin").write_text(self.content)
 
-    def snapshot(self) -> OneFile:
+    def snapshot(self, folder: Path) -> OneFile:
+        self.folder = folder
         return self
 
-    def write(self, folder: Path) -> None:
+    def write(self) -> None:
         self.may_write.wait(60)
-        self.save(folder)
+        self.save(self.folder)
 
 
 def state(step: int) -> TrainerState:

@@ -23,7 +23,7 @@ from headwater.models.checksum import checksum
 from headwater.models.load import load_model
 from headwater.observe.spans import Spans
 from headwater.weights.memory import in_buckets
-from headwater.weights.publish import publish
+from headwater.weights.publish import StreamChecksums, publish
 
 LIMIT_S = 60.0
 
@@ -159,3 +159,16 @@ def test_the_engine_may_take_as_long_as_a_new_process_does():
     finally:
         engine.close()
     assert seen == [ENGINE_CALL_LIMIT_S, ENGINE_CALL_LIMIT_S, 1e6]
+
+
+def test_the_first_whole_stream_of_several_decides_the_checksums():
+    """Servers that take weights one after another read a stream each, and the first one may be lost."""
+    learner, expected = Learner(1), checksum(tiny.model(1).named_parameters())
+    checksums = StreamChecksums(torch.float32)
+    broken = checksums.watch(learner.export())
+    next(broken)
+    broken.close()
+    for _ in range(2):
+        assert len(list(checksums.watch(learner.export()))) > 1
+        assert checksums.texts() == (expected, expected)
+    assert checksums.num_bytes == sum(each.nbytes for each in learner.model.parameters())

@@ -25,7 +25,7 @@ from headwater.backends.router.member import (
 )
 from headwater.backends.router.requests import answer, stream
 from headwater.backends.router.roster import Roster, RouterOptions
-from headwater.backends.router.updates import send_to_all
+from headwater.backends.router.updates import send_in_turn, send_to_all
 from headwater.core.errors import (
     HeadwaterError,
     MemoryRefused,
@@ -217,6 +217,10 @@ class RouterEngine:
     def update_weights(self, update: WeightUpdate, mode: UpdateMode | None = None) -> Future[None]:
         """Send the weights to all servers, over one stream that they read in lockstep, or through one file.
 
+        With ``update_order="rolling"``, they take them one after another. A server that takes weights gets no new
+        requests, and the others generate meanwhile: sessions that have seen the new version only go to servers that
+        have it.
+
         A server that is lost or too slow gets no requests until the weights are sent again (``needs_weights``).
         """
         try:
@@ -230,10 +234,18 @@ class RouterEngine:
     def _send(self, update: WeightUpdate, mode: UpdateMode | None) -> None:
         roster = self._roster
         refused: dict[str, BaseException] = {}
+        receivers: dict[str, Member] = {}
+
+        def on_begin(member: Member) -> None:
+            with roster.lock:
+                member.num_updates += 1
+                member.updating = f"the weights of version {update.version}"
+                roster.sync(member)
 
         def on_end(member: Member, error: BaseException | None) -> None:
             with roster.lock:
                 member.num_updates += 1
+                member.updating = ""
                 if error is None:
                     member.version, member.stale, member.num_refusals = update.version, "", 0
                 elif isinstance(error, WeightsError) and not _changed_weights(error):
@@ -245,9 +257,14 @@ class RouterEngine:
 
         try:
             receivers = self._receivers(update)
-            send_to_all(update, mode, receivers, on_end, self._options)
+            if self._options.update_order == "rolling":
+                send_in_turn(update, mode, receivers, on_begin, on_end, self._options)
+            else:
+                send_to_all(update, mode, receivers, on_end, self._options)
         finally:
             update.close()
+            for member in receivers.values():  # if the export failed, a server was not told
+                member.updating = ""
         # So that the status tells about this update.
         wait([each.start(each.ask, "status") for each in receivers.values()], timeout=_REPORT_LIMIT_S)
         with roster.lock:
@@ -260,7 +277,7 @@ class RouterEngine:
                 roster.sync(member)
 
     def _receivers(self, update: WeightUpdate) -> dict[str, Member]:
-        """The servers that take an update, once there is one: all that can be reached.
+        """The servers that take an update, once there is one: all that can be reached, the least loaded first.
 
         An update that is repeated is only for those that do not have it.
         """
@@ -283,7 +300,7 @@ class RouterEngine:
             self._begin_version(update.version)
             for member in found.values():
                 member.num_updates += 1
-            return found
+            return dict(sorted(found.items(), key=lambda each: roster.policy.num_open(each[0])))
 
     def _begin_version(self, version: int) -> None:
         if self._roster.published is not None and version < self._roster.published:

@@ -47,6 +47,8 @@ class Member:
         self.limits = server.engine.limits
         self.version = server.engine.get_version()
         self.is_draining = False
+        self.updating = ""
+        """Which weights it takes now, while other servers generate; empty if none."""
         self.is_restoring = False
         """It is back, and is being told whether the router is paused or asleep."""
         self.lost = ""
@@ -69,7 +71,7 @@ class Member:
     @property
     def is_open(self) -> bool:
         """Whether it may get requests."""
-        return not (self.is_draining or self.is_restoring or self.lost or self.stale)
+        return not (self.is_draining or self.is_restoring or self.updating or self.lost or self.stale)
 
     @property
     def is_gone(self) -> bool:
@@ -96,6 +98,8 @@ class Member:
             return "coming back"
         if self.is_draining:
             return f"draining, {num_open} requests left" if num_open else "drained"
+        if self.updating:
+            return f"taking {self.updating}"
         if self.stale:
             return f"without the newest weights: {self.stale}"
         return "serving"

@@ -56,6 +56,8 @@ class _Waiting:
     session: str
     ticket: int
     floor: int
+    seen: int
+    """The newest version of the tokens that the request has already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,9 @@ class Policy:
         self._forgotten_floor = 0
         for session in self._sessions.values():
             session.floor = 0
+        for queue in self._queues.values():
+            for waiting in queue.values():
+                waiting.seen = 0
         self._serve_queue()
 
     def num_open(self, name: str) -> int:
@@ -152,14 +157,25 @@ class Policy:
 
     # Requests
 
-    def enter(self, key: int, session: str = "", *, first: bool = False) -> str | None:
-        """The server for a request, or None if it waits. ``first`` puts it before all others that wait."""
-        floor = self._floor(session)
+    def enter(self, key: int, session: str = "", *, first: bool = False, seen_version: int = 0) -> str | None:
+        """The server for a request, or None if it waits. ``first`` puts it before all others that wait.
+
+        ``seen_version`` is the newest of the tokens that it has already, which another server generated.
+        """
+        floor = max(self._floor(session), seen_version)
         if (server := self._choose(session, floor)) is not None:
             return self._place(key, session, server)
         ticket = next(self._early_tickets if first else self._tickets)
-        self._wait(_Waiting(key, session, ticket, floor), first=first)
+        self._wait(_Waiting(key, session, ticket, floor, seen_version), first=first)
         return None
+
+    def missing_version(self, key: int) -> int | None:
+        """The version that a request waits for, because all open servers have older weights. Otherwise None."""
+        if key not in self._queue_of:
+            return None
+        waiting = self._queues[self._queue_of[key]][key]
+        floor = max(self._floor(waiting.session), waiting.seen)
+        return floor if floor > self._newest else None
 
     def leave(self, key: int, seen_version: int | None = None) -> None:
         """A request has ended, or its caller no longer waits. ``seen_version`` is the newest of its tokens."""
@@ -293,7 +309,7 @@ class Policy:
         """Give places to waiting requests, the oldest first, until no server has room for any of them."""
         closed: set[int] = set()
         while (waiting := self._next_waiting(closed)) is not None:
-            floor = self._floor(waiting.session)
+            floor = max(self._floor(waiting.session), waiting.seen)
             if floor > waiting.floor:  # its session has seen newer weights while it waited
                 self._requeue(waiting, floor)
                 continue

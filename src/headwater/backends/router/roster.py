@@ -11,14 +11,15 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from headwater.backends.router.member import Member, RoutedServer, check_alike, common_capabilities
 from headwater.backends.router.policy import MAX_SESSIONS, Policy
 from headwater.backends.router.work import Work
-from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed
+from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed, WaitTimeout
 from headwater.core.protocols import Capabilities, InferenceEngine
 from headwater.core.records import ModelRequest
-from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_until
+from headwater.core.waits import ENGINE_CALL_LIMIT_S, named_wait, wait_until
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ _LOOK_S = 0.01
 """Time between the health checks of two servers: those of hundreds of servers must not keep the controller busy."""
 _CONNECT_EVERY_S = 5.0
 """Time between two attempts to connect to a server whose engine has given up."""
+
+
+UpdateOrder = Literal["together", "rolling"]
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,16 @@ class RouterOptions:
     health_limit_s: float = 15.0
     """A server that does not report its status for this long counts as lost."""
     no_server_limit_s: float = 600.0
-    """Requests fail if no server could take any request for this long."""
+    """Requests fail if no server could take any request for this long, or if all servers have had older weights than a
+    request has seen for this long."""
     update_start_limit_s: float = ENGINE_CALL_LIMIT_S
     """How long a server may take to begin a weight update. Running responses may have to end first."""
     update_bucket_limit_s: float = 120.0
     """A server that takes longer for one bucket of a weight update is dropped from it."""
     weight_folder: str = ""
     """Where weights are written, once for all servers, if they read files (``rollout.weight_folder``)."""
+    update_order: UpdateOrder = "together"
+    """Whether all servers take new weights at the same time, or one after another (``rollout.update_order``)."""
 
 
 class Roster:
@@ -80,6 +87,7 @@ class Roster:
         self._restore = restore
         self._keys = itertools.count()
         self._none_open_since: float | None = None
+        self._is_wait_named = False
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="headwater-router", daemon=True)
         self._watcher.start()
@@ -205,13 +213,42 @@ class Roster:
             self.check_open()
             name = self._enter(work)
             waiting = work.place = None if name is not None else work.loop.create_future()
+            missing = self.policy.missing_version(work.key)
         if waiting is not None:
             try:
-                name = await waiting
+                name = await (waiting if missing is None else self._until_updated(waiting))
             finally:
                 work.place = None
         with self.lock:
             return self.members.get(name or "")
+
+    async def _until_updated(self, waiting: asyncio.Future[str]) -> str:
+        """Wait for a server with newer weights. One request names the wait for all of them: it is shown once."""
+        if self._is_wait_named:
+            return await waiting
+        self._is_wait_named = True
+        try:
+            return await named_wait(
+                asyncio.shield(waiting), self._describe_short, kind="newer_weights", hard_limit_s=self._short_limit_s
+            )
+        except WaitTimeout:
+            return await waiting  # newer weights are there, but no free place yet: otherwise the watcher has ended it
+        finally:
+            self._is_wait_named = False
+
+    @property
+    def _short_limit_s(self) -> float:
+        """After it, the watcher has certainly looked."""
+        return self.options.no_server_limit_s + self.options.health_limit_s
+
+    def _describe_short(self) -> str:
+        with self.lock:
+            versions = [self.policy.missing_version(each.key) for each in self.works.values()]
+            wanted = [each for each in versions if each is not None]
+            return (
+                f"{len(wanted)} requests wait for a server with version {min(wanted, default=0)} or newer, because "
+                f"they have tokens of it ({self._states()})"
+            )
 
     def leave(self, work: Work) -> None:
         """The work no longer waits for a server, or its server is done with it."""
@@ -235,7 +272,9 @@ class Roster:
                 f"request {work.request.request_id}: {self.policy.num_waiting} requests wait for a server already; "
                 "send it again later, or add servers"
             )
-        name = self.policy.enter(work.key, work.request.session, first=work.num_tries > 0)
+        name = self.policy.enter(
+            work.key, work.request.session, first=work.num_tries > 0, seen_version=work.newest_version or 0
+        )
         work.num_tries += 1
         work.is_in_policy = True
         if name is None and all(each.is_gone for each in self.members.values()):
@@ -260,10 +299,12 @@ class Roster:
                 work.loop.call_soon_threadsafe(_give, work, name)
 
     def _no_server(self, work: Work) -> RolloutFailed:
-        states = "; ".join(f"{each.name}: {each.state(0)}" for each in self.members.values())
         return RolloutFailed(
-            f"request {work.request.request_id}: no server can take it ({states}); start or add a server"
+            f"request {work.request.request_id}: no server can take it ({self._states()}); start or add a server"
         )
+
+    def _states(self) -> str:
+        return "; ".join(f"{each.name}: {each.state(0)}, version {each.version}" for each in self.members.values())
 
     # Health
 
@@ -342,6 +383,7 @@ class Roster:
         with self.lock:
             if any(each.is_open for each in self.members.values()):
                 self._none_open_since = None
+                self._fail_short()
                 return
             now = time.monotonic()
             self._none_open_since = self._none_open_since or now
@@ -352,6 +394,22 @@ class Roster:
                 if work.place is not None:
                     with suppress(RuntimeError):
                         work.loop.call_soon_threadsafe(_fail, work, self._no_server(work))
+
+    def _fail_short(self) -> None:
+        """Fail the requests for which all open servers have had too old weights for too long."""
+        now = time.monotonic()
+        for work in self.works.values():
+            if work.place is None or (version := self.policy.missing_version(work.key)) is None:
+                work.short_since = None
+                continue
+            work.short_since = work.short_since or now
+            if now - work.short_since >= self.options.no_server_limit_s:
+                error = RolloutFailed(
+                    f"request {work.request.request_id}: it has tokens of version {version}, and all servers that "
+                    f"serve have had older weights for {now - work.short_since:.0f} s ({self._states()})"
+                )
+                with suppress(RuntimeError):
+                    work.loop.call_soon_threadsafe(_fail, work, error)
 
 
 def _give(work: Work, name: str) -> None:

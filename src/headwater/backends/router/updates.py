@@ -1,9 +1,12 @@
-"""Send one weight update to all servers of a router, over one stream or through one file."""
+"""Send one weight update to all servers of a router, over one stream or through one file.
+
+All servers take it at the same time, or one after another while the others generate.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,6 +15,7 @@ from functools import partial
 from headwater.backends.router.member import Member
 from headwater.backends.router.roster import RouterOptions
 from headwater.core.errors import HeadwaterError, TransferLost, WeightsError
+from headwater.core.parcels import DirectSend
 from headwater.core.protocols import UpdateMode, WeightUpdate
 from headwater.core.waits import wait_for_future
 from headwater.models.checksum import dtype_of_checksum
@@ -23,6 +27,10 @@ logger = logging.getLogger(__name__)
 WHOLE_LIMIT_S = 600.0
 """Per server, for weights that it does not read from the stream: the learner's ranks send them, with stricter limits
 for every bucket, or it loads a file."""
+
+
+Results = dict[str, BaseException | None]
+"""Why each server did not take the weights; None if it did."""
 
 
 def send_to_all(
@@ -38,7 +46,54 @@ def send_to_all(
     """
     with ExitStack() as held:
         update, is_streamed = _prepare(update, members, options.weight_folder, held)
-        _send(update, mode, members, on_end, options, is_streamed)
+        _raise_if_none(_send(update, mode, members, on_end, options, is_streamed))
+
+
+def send_in_turn(
+    update: WeightUpdate,
+    mode: UpdateMode | None,
+    members: Mapping[str, Member],
+    on_begin: Callable[[Member], None],
+    on_end: Callable[[Member, BaseException | None], None],
+    options: RouterOptions,
+) -> None:
+    """As ``send_to_all``, one server after another. ``on_begin`` is called when it is a server's turn."""
+    results: Results = {}
+    skipped: set[str] = set()
+    with ExitStack() as held:
+        prepared, is_streamed = _prepare(update, members, options.weight_folder, held)
+        for name, member in members.items():
+            if member.lost:
+                skipped.add(name)
+                results[name] = TransferLost(f"it was lost: {member.lost}")
+                on_end(member, results[name])
+                continue
+            on_begin(member)
+            its = _for_one(prepared, is_streamed, is_first=results.keys() <= skipped)
+            results |= _send(its, mode, {name: member}, on_end, options, is_streamed)
+            _keep_report(update, its)
+    _raise_if_none(results)
+
+
+def _for_one(update: WeightUpdate, is_streamed: bool, *, is_first: bool) -> WeightUpdate:
+    """The update for one server of several, with a stream that was not read yet."""
+    if update.direct is not None:
+        return replace(update, direct=DirectSend(update.direct.learner))
+    if is_first or not is_streamed or isinstance(update.buckets, Sequence):
+        return update
+    if update.again is None:
+        raise WeightsError(
+            "the stream of weights can be read only once, so servers cannot take it one after another; use "
+            'update_order="together"'
+        )
+    return replace(update, buckets=update.again())
+
+
+def _keep_report(update: WeightUpdate, its: WeightUpdate) -> None:
+    """What the learner's ranks have sent to one server, for the one who published the update."""
+    if update.direct is not None and its.direct is not None and its.direct.reports:
+        update.direct.reports = its.direct.reports
+        update.direct.pause_s = max(update.direct.pause_s, its.direct.pause_s)
 
 
 def _prepare(
@@ -66,7 +121,7 @@ def _send(
     on_end: Callable[[Member, BaseException | None], None],
     options: RouterOptions,
     is_streamed: bool,
-) -> None:
+) -> Results:
     start_limit_s, bucket_limit_s = options.update_start_limit_s, options.update_bucket_limit_s
     fan_out = FanOut(
         update,
@@ -75,7 +130,7 @@ def _send(
         bucket_limit_s=bucket_limit_s,
         why_lost=lambda name: members[name].lost,
     )
-    results: dict[str, BaseException | None] = {}
+    results: Results = {}
 
     def end(name: str, error: BaseException | None) -> None:
         if name not in results:
@@ -97,7 +152,7 @@ def _send(
     for name, future in futures.items():
         if name not in results:
             end(name, _error_of(members[name], future, update.version, limit_s))
-    _raise_if_none(results)
+    return results
 
 
 def _error_of(member: Member, future: Future[None], version: int, limit_s: float) -> BaseException | None:
@@ -120,7 +175,7 @@ def _error_of(member: Member, future: Future[None], version: int, limit_s: float
     return None
 
 
-def _raise_if_none(results: Mapping[str, BaseException | None]) -> None:
+def _raise_if_none(results: Results) -> None:
     """One server with the new weights is enough: the others get them again when they are back."""
     failures = {name: error for name, error in results.items() if error is not None}
     for name, error in failures.items():

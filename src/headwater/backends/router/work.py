@@ -41,6 +41,8 @@ class Work:
     """The caller was interrupted, because the server does not return what it has. Another one continues."""
     refused_since: float | None = None
     """When a server first refused it because its queue was full, if none has taken it since."""
+    short_since: float | None = None
+    """Since when all servers that serve have had older weights than it has seen."""
     whole: ModelResponse | None = None
     """The response, if one server has generated all of it. Nothing is copied then."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -33,6 +34,10 @@ class ScriptedEngine:
         self.most_open = self.num_open = self.num_served = 0
         self.sessions: list[str] = []
         self.fails_update: Exception | None = None
+        self.may_update = threading.Event()
+        """An update waits for it after its first bucket."""
+        self.may_update.set()
+        self.is_updating = False
         self.has_failed = False
         self.pause_s = 0.0
         self._aborted: set[int] = set()
@@ -142,6 +147,8 @@ class ScriptedEngine:
             taken = []
             try:
                 for bucket in update.buckets:
+                    self.is_updating = True
+                    self.may_update.wait(30)
                     if self.is_dead:
                         raise TransferLost("connection reset")
                     if self.fails_update is not None:
@@ -153,9 +160,8 @@ class ScriptedEngine:
             else:
                 done.set_result(None)
             finally:
+                self.is_updating = False
                 update.close()
-
-        import threading
 
         threading.Thread(target=take, daemon=True).start()
         return done

@@ -15,9 +15,18 @@ from backends.router.scripted import ScriptedEngine, expected
 
 from headwater.backends.router import roster
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
-from headwater.core.errors import ConfigError, QueueFull, RolloutFailed, ServerLost, WeightsError, WeightsIncomplete
+from headwater.core.errors import (
+    ConfigError,
+    QueueFull,
+    RolloutFailed,
+    ServerLost,
+    TransferLost,
+    WeightsError,
+    WeightsIncomplete,
+)
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import Delta, Grammar, ModelRequest, ModelResponse, SamplingParams
+from headwater.core.waits import open_waits
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -407,6 +416,82 @@ def test_no_session_sees_a_version_go_back():
                 response = await asyncio.wait_for(router.agenerate(request(turn, 3, session="one")), 30)
                 assert min(response.output_versions) >= seen
                 seen = max(response.output_versions)
+
+        asyncio.run(scene())
+
+
+ROLLING = replace(FAST, update_order="rolling")
+
+
+def again(version: int, value: float, **fields) -> WeightUpdate:
+    """An update whose stream can be read several times, as a learner exports it."""
+    return replace(update(version, value, **fields), again=lambda: update(version, value).buckets)
+
+
+def test_a_rolling_update_closes_one_server_at_a_time_and_the_others_generate():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    with routed(*engines, options=ROLLING) as router:
+        for each in engines:
+            each.may_update.clear()
+        done = router.update_weights(again(1, 5.0))
+        asked: list[ModelRequest] = []
+        for _ in range(2):
+            until(lambda: any(each.is_updating for each in engines))
+            [updated] = [each for each in engines if each.is_updating]
+            [other] = [each for each in engines if not each.is_updating]
+            num_before, more = updated.num_served, [request(len(asked) + place, 5) for place in range(4)]
+            asked += more
+            responses = asyncio.run(all_of(router, more))
+            assert all(is_whole(each, response) for each, response in zip(more, responses, strict=True))
+            assert {version for each in responses for version in each.output_versions} == {other.version}
+            assert updated.num_served == num_before, "a server that takes weights gets no requests"
+            states = [each.state for each in router.status().servers]
+            assert sorted(states) == ["serving", "taking the weights of version 1"]
+            assert [each.version for each in router.status().servers] == [each.version for each in engines]
+            assert not done.done()
+            updated.may_update.set()
+            until(lambda each=updated: not each.is_updating)
+        done.result(30)
+        assert [each.weights for each in engines] == ["w0=10,w1=12,w2=14"] * 2
+        assert router.get_version() == 1
+        with pytest.raises(WeightsError, match="only once"):
+            router.update_weights(update(2, 5.0)).result(30)
+
+
+def test_a_server_that_dies_in_a_rolling_update_gets_the_weights_later():
+    engines = [ScriptedEngine(), ScriptedEngine(), ScriptedEngine()]
+    with routed(*engines, options=ROLLING) as router:
+        engines[0].fails_update = TransferLost("connection reset")
+        router.update_weights(again(1, 5.0)).result(30)
+        assert [each.version for each in engines] == [0, 1, 1]
+        assert router.status().needs_weights
+        engines[0].fails_update = None
+        router.update_weights(again(1, 5.0, is_repeat=True)).result(30)
+        assert not router.status().needs_weights
+        assert {each.state for each in router.status().servers} == {"serving"}
+
+
+def test_a_request_that_only_older_servers_could_take_waits_by_name_and_fails_after_a_limit():
+    engines = [ScriptedEngine(version=1), ScriptedEngine()]
+    with routed(*engines, options=replace(FAST, no_server_limit_s=1.0)) as router:
+        router.drain("s1")
+        asyncio.run(router.agenerate(request(0, 3, session="one")))
+        router.undrain("s1")
+        router.drain("s0")
+
+        async def scene() -> None:
+            turns = [asyncio.create_task(router.agenerate(request(key, 3, session="one"))) for key in (1, 2)]
+            await asyncio.sleep(0.3)
+            [named] = [each for each in open_waits() if each.kind == "newer_weights"]
+            assert "2 requests wait for a server with version 1 or newer" in named.description
+            for failed in await asyncio.wait_for(asyncio.gather(*turns, return_exceptions=True), 30):
+                assert isinstance(failed, RolloutFailed)
+                assert "has tokens of version 1" in str(failed)
+            assert (await router.agenerate(request(3, 3, session="two"))).output_versions == (0, 0, 0)
+            turn = asyncio.create_task(router.agenerate(request(4, 3, session="one")))
+            await asyncio.sleep(0.1)
+            engines[1].version = 1
+            assert (await asyncio.wait_for(turn, 30)).output_versions == (1, 1, 1)
 
         asyncio.run(scene())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -26,6 +26,8 @@ class Routing(RuleBasedStateMachine):
         self.is_open: dict[str, bool] = {}
         self.placed: dict[int, tuple[str, str]] = {}
         self.waiting: dict[int, str] = {}
+        self.own: dict[int, int] = {}
+        """The newest version of the tokens that a request had when it came."""
         self.seen: dict[str, int] = {}
         """The newest version that each session has seen."""
         self.newest = 0
@@ -40,6 +42,7 @@ class Routing(RuleBasedStateMachine):
         # A session that was forgotten may only go back if no open server has what it saw.
         best = max(self.version[each] for each in self.is_open if self.is_open[each])
         assert not session or self.version[name] >= min(self.seen.get(session, 0), best)
+        assert self.version[name] >= self.own[key], "its tokens would go back"
         self.placed[key] = (name, session)
 
     @rule(name=st.sampled_from(NAMES), capacity=st.integers(1, 4))
@@ -76,10 +79,11 @@ class Routing(RuleBasedStateMachine):
         self.policy.set_version(name, self.newest)
         self.take_placed()
 
-    @rule(session=st.sampled_from(SESSIONS), first=st.booleans())
-    def enter(self, session: str, first: bool) -> None:
+    @rule(session=st.sampled_from(SESSIONS), first=st.booleans(), data=st.data())
+    def enter(self, session: str, first: bool, data: st.DataObject) -> None:
         self.count += 1
-        name = self.policy.enter(self.count, session, first=first)
+        self.own[self.count] = data.draw(st.integers(0, self.newest)) if first else 0
+        name = self.policy.enter(self.count, session, first=first, seen_version=self.own[self.count])
         if name is None:
             self.waiting[self.count] = session
         else:
@@ -119,13 +123,76 @@ class Routing(RuleBasedStateMachine):
         free = [each for each, is_open in self.is_open.items() if is_open and loads[each] < self.capacity[each]]
         if free and self.waiting:
             best = max(self.version[each] for each in free)
-            for session in self.waiting.values():
-                assert session, "a request without a session accepts every version"
-                assert max(self.seen.values(), default=0) > best
+            for key, session in self.waiting.items():
+                assert session or self.own[key] > best, "a request without a session accepts every newer version"
+                assert max(self.own[key], *self.seen.values(), 0) > best
+
+    @invariant()
+    def what_waits_for_newer_weights_is_known(self) -> None:
+        newest = max((self.version[each] for each, is_open in self.is_open.items() if is_open), default=0)
+        for key in self.waiting:
+            missing = self.policy.missing_version(key)
+            assert missing is None or missing > newest
+            assert missing is not None or self.own[key] <= newest
+        assert all(self.policy.missing_version(key) is None for key in self.placed)
 
 
 TestRouting = Routing.TestCase
 TestRouting.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@given(st.data(), st.integers(2, 4), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_rolling_updates_never_take_an_episode_back(data, num_servers, capacity):
+    """One server after another closes, takes the next version and opens; some are lost and come back with it."""
+    many, names = policy(num_servers, capacity=capacity), [f"s{number}" for number in range(num_servers)]
+    version, queue = dict.fromkeys(names, 0), []
+    seen: dict[str, int] = {}
+    running: dict[int, tuple[str, str]] = {}
+    waiting: dict[int, str] = {}
+    lost: set[str] = set()
+
+    def begin(key: int, episode: str, name: str) -> None:
+        assert version[name] >= seen.get(episode, 0), "the episode would go back to older weights"
+        running[key] = (name, episode)
+
+    def hand_out() -> None:
+        for key, name in many.take_placed():
+            begin(key, waiting.pop(key), name)
+
+    for key in range(60):
+        action = data.draw(st.sampled_from(["turn", "turn", "end", "roll", "lose"]))
+        if action == "turn":
+            episode = f"episode {data.draw(st.integers(0, 5))}"
+            name = many.enter(key, episode)
+            waiting |= {key: episode} if name is None else {}
+            if name is not None:
+                begin(key, episode, name)
+        elif action == "end" and running:
+            ended = data.draw(st.sampled_from(sorted(running)))
+            name, episode = running.pop(ended)
+            many.leave(ended, version[name])
+            seen[episode] = max(seen.get(episode, 0), version[name])
+        elif action == "roll":
+            queue = queue or sorted(names, key=many.num_open)
+            name = queue.pop(0)
+            many.set_open(name, False)
+            hand_out()
+            version[name] = max(version.values()) + (len(queue) == num_servers - 1)
+            many.set_version(name, version[name])
+            many.set_open(name, True)
+            lost.discard(name)
+        elif action == "lose" and len(lost) < num_servers - 1:
+            lost.add(name := data.draw(st.sampled_from(sorted(set(names) - lost))))
+            many.set_open(name, False)
+        hand_out()
+        assert many.num_waiting == len(waiting)
+    for number, name in enumerate(names):  # when all servers have the newest weights, none waits for weights
+        version[name] = max(version.values()) + (number == 0)
+        many.set_version(name, version[name])
+        many.set_open(name, True)
+        hand_out()
+    assert all(many.missing_version(key) is None for key in waiting)
 
 
 def policy(num_servers: int, capacity: int = 100, **options) -> Policy:
