@@ -131,11 +131,11 @@ class Evidence:
         return sum(spent) / sum(step_s) if spent and sum(step_s) > 0 else None
 
 
-def gather(run: RunDirectory, *, verify: bool = False) -> Evidence:
+def gather(run: RunDirectory, *, verify: bool = False, most_bytes: int | None = None) -> Evidence:
     """Read everything. A file that cannot be read is reported in ``damage``; the others are still used.
 
-    The contents of checkpoints are compared with their manifests if they are small or ``verify`` is true, and otherwise
-    only the sizes of their files.
+    The contents of checkpoints are compared with their manifests if they have at most ``most_bytes`` in total (None: 8
+    GiB) or ``verify`` is true, and otherwise only the sizes of their files.
     """
     damage: list[str] = []
     status = ledger = None
@@ -154,7 +154,7 @@ def gather(run: RunDirectory, *, verify: bool = False) -> Evidence:
         damage.append(f"{run.config_file} cannot be read by this version: {str(error).splitlines()[0]}")
     steps = run.checkpoint_steps()
     sizes = {step: num_bytes(run.checkpoint(step)) for step in steps}
-    is_verified = verify or sum(sizes.values()) <= _QUICK_BYTES
+    is_verified = verify or sum(sizes.values()) <= (_QUICK_BYTES if most_bytes is None else most_bytes)
     return Evidence(
         run=run,
         now=time.time(),
