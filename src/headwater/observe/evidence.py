@@ -8,11 +8,12 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from headwater.config.checks import named_sources
-from headwater.config.load import load_config
+from headwater.config.load import LoadedConfig, load_config
 from headwater.config.paths import is_whole
 from headwater.config.schema import Config
 from headwater.core.errors import HeadwaterError, RunError
@@ -149,7 +150,8 @@ def gather(run: RunDirectory, *, verify: bool = False, most_bytes: int | None = 
         damage.append(str(error))
     config = None
     try:
-        config = load_config(run.config_file, was_accepted=True).config
+        file = run.config_file.stat()
+        config = recorded_config(run.config_file, file.st_mtime_ns, file.st_size).config
     except (HeadwaterError, OSError, ValueError) as error:
         damage.append(f"{run.config_file} cannot be read by this version: {str(error).splitlines()[0]}")
     steps = run.checkpoint_steps()
@@ -173,6 +175,12 @@ def gather(run: RunDirectory, *, verify: bool = False, most_bytes: int | None = 
         is_verified=is_verified,
         free_bytes=shutil.disk_usage(run.path).free,
     )
+
+
+@lru_cache(maxsize=64)
+def recorded_config(path: Path, changed_ns: int, num_bytes: int) -> LoadedConfig:
+    """The settings in ``path``. They are read again when the file has changed."""
+    return load_config(path, was_accepted=True)
 
 
 def _checkpoint_damage(run: RunDirectory, steps: Sequence[int], *, contents: bool) -> dict[int, tuple[Damage, ...]]:
