@@ -1,6 +1,7 @@
 # make quickstart   set up, then train the quickstart recipe
 # make test         set up, then lint, type check and run the tests (minutes)
 # make test-all     set up, then the long tests, also with other projects' programs as clients
+# make ui           build the page of the dashboard after a change in ui/ (needs npm; its result is committed)
 # WORKERS=4         number of test processes (default 3: on two cores, one of them usually waits for something)
 PYTHON ?= python3
 VENV := .venv
@@ -20,7 +21,7 @@ TRACKERS_STAMP := $(TRACKERS)/.installed
 NO_BUBBLEWRAP := $(VENV)/.no-bubblewrap
 WORKERS ?= 3
 
-.PHONY: quickstart test fast-tests test-all lint style types setup setup-dev setup-clients setup-vllm setup-trackers bubblewrap install-bubblewrap clean
+.PHONY: quickstart test fast-tests test-all lint style types ui setup setup-dev setup-clients setup-vllm setup-trackers bubblewrap install-bubblewrap clean
 
 quickstart: setup
 	@$(BIN)/headwater train quickstart
@@ -116,6 +117,10 @@ $(TRACKERS_STAMP):
 	@$(PYTHON) -m venv $(TRACKERS)
 	@$(TRACKERS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check trackio mlflow PyYAML rich
 	@touch $@
+
+# Users need no npm: what this builds is committed, and shipped in the wheel.
+ui:
+	@cd ui && npm ci --no-fund --no-audit --loglevel=error && npm run --silent check && npm run --silent build
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(VLLM) $(TRACKERS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
