@@ -1,6 +1,6 @@
 """What each metric means, for the page: the tables of ``docs/metrics.md``, shipped as ``metric_texts.json``.
 
-    python -m headwater.dashboard.metric_texts docs/metrics.md     # writes the file again; a test compares them
+python -m headwater.dashboard.metric_texts docs/metrics.md     # writes the file again; a test compares them
 """
 
 from __future__ import annotations

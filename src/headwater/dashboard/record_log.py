@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,7 +103,7 @@ class Table:
         joined = np.concatenate(parts) if parts else np.zeros(0)
         return joined[np.argsort(self._all_steps(), kind="stable")]
 
-    def keys(self) -> Iterator[str]:
+    def names(self) -> Iterator[str]:
         """Every key, without ``time``, in the order of the records."""
         return (key for key in dict.fromkeys(key for chunk in self._chunks for key in chunk.keys) if key != "time")
 

@@ -51,7 +51,8 @@ class Buckets:
         finite = np.isfinite(values)
         sums = np.add.reduceat(np.where(finite, values, 0.0), self.starts)
         counts = np.add.reduceat(finite.astype(np.int64), self.starts)
-        return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+        means: Floats = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+        return means
 
     def low(self, values: Floats) -> Floats:
         found = np.minimum.reduceat(np.where(np.isfinite(values), values, np.inf), self.starts)
@@ -62,7 +63,8 @@ class Buckets:
         return np.where(np.isfinite(found), found, np.nan)
 
     def last(self, values: NDArray[Any]) -> NDArray[Any]:
-        return values[self.ends - 1]
+        found: NDArray[Any] = values[self.ends - 1]
+        return found
 
 
 def sampled(
@@ -74,7 +76,7 @@ def sampled(
     end = len(steps) if last is None else int(np.searchsorted(steps, last, "right"))
     end = max(begin, end)
     buckets = Buckets(end - begin, points)
-    known = set(table.keys())
+    known = set(table.names())
     series: dict[str, Any] = {}
     for key in keys:
         if key not in known:
@@ -99,11 +101,12 @@ def sampled(
 
 def listed(log: RecordLog) -> dict[str, Any]:
     """Every key of a run, in groups, with what it means."""
-    known, groups = texts(), {}
+    known = texts()
+    groups: dict[str, list[dict[str, Any]]] = {}
     for kind in KINDS:
         table = log.tables[kind]
         counts = table.counts()
-        for key in table.keys():
+        for key in table.names():
             told = known.of(key, kind)
             entry = {"key": key, "kind": kind, "text": told.text, "last": table.last(key), "num": counts.get(key, 0)}
             groups.setdefault(told.group, []).append(entry)
@@ -120,7 +123,7 @@ def listed(log: RecordLog) -> dict[str, Any]:
 
 def staleness(table: Table) -> dict[str, Any]:
     """Shares of trained tokens by how many versions old they are."""
-    matches = sorted((int(match[1]), key) for key in table.keys() if (match := _LAG.fullmatch(key)))
+    matches = sorted((int(match[1]), key) for key in table.names() if (match := _LAG.fullmatch(key)))
     steps, buckets = table.steps(), Buckets(len(table), FEW_POINTS)
     columns = [np.nan_to_num(table.column(key)) for _, key in matches]
     lags = np.array([lag for lag, _ in matches], dtype=np.float64)
@@ -164,5 +167,3 @@ def stages(table: Table) -> dict[str, Any]:
         "reward_s": jsonable(buckets.mean(reward)) if np.isfinite(reward).any() else None,
         "totals": {name: float(each.sum()) for name, each in shown.items()},
     }
-
-

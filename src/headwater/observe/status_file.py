@@ -146,9 +146,9 @@ class StatusFile:
     ``read`` is called on the writing thread and returns values that JSON can hold. The doctor uses ``step``,
     ``total_steps``, ``version``, ``ledger`` (counts), ``oldest`` (see ``RunningGroup``), ``episodes`` (counts by
     stage), ``capacity``, ``drops`` (kind to count and message), ``reward_failures`` (cause to count and message),
-    ``engine`` (see ``ENGINE_FIELDS``), ``engine_restarts``, ``servers`` (see ``ServerStatus``), ``learner`` (see ``LearnerStatus``), ``notices``
-    (texts) and ``stage`` (see ``StageProgress``). All of them are optional. If ``read`` raises, the file keeps the
-    values of the last successful call.
+    ``engine`` (see ``ENGINE_FIELDS``), ``engine_restarts``, ``servers`` (see ``ServerStatus``), ``learner`` (see
+    ``LearnerStatus``), ``notices`` (texts) and ``stage`` (see ``StageProgress``). All of them are optional. If ``read``
+    raises, the file keeps the values of the last successful call.
     """
 
     def __init__(self, path: Path, read: Callable[[], Mapping[str, Any]], every_s: float = HEARTBEAT_S) -> None:

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from headwater.observe.trackers import Trackers
 
 
+_GROUP_TOKENS = 1 << 20
+"""About how many tokens a row group of a rollout file has."""
+
+
 class Recorder:
     """The only writer of a run's metrics and records. All metrics pass through ``_log``, as ``MetricsRecord``.
 
@@ -286,7 +290,10 @@ def write_rollouts(
         if name == LEARNER_LOGPROBS:
             gaps = [_largest_gap(each, its) for each, its in zip(arrays, lists, strict=True)]
             table = table.append_column("logprob_gap", pa.array(gaps, pa.float64()))
-    write_table(table, path, "the rollouts")
+    num_tokens = sum(len(each.tokens) for each in arrays)
+    # A reader of one rollout reads its whole row group.
+    rows_per_group = max(1, _GROUP_TOKENS * len(rollouts) // max(1, num_tokens))
+    write_table(table, path, "the rollouts", rows_per_group)
 
 
 def _count(noted: object) -> int:

@@ -43,11 +43,11 @@ def write_tokens(path: Path, tokenizer: Any) -> None:
     write_table(table.replace_schema_metadata({IS_EXACT: b"0" if known is None else b"1"}), path, "the vocabulary")
 
 
-def write_table(table: pa.Table, path: Path, what: str) -> None:
+def write_table(table: pa.Table, path: Path, what: str, rows_per_group: int | None = None) -> None:
     """Write a Parquet file under another name and rename it, so that a reader never sees an incomplete one."""
     temporary = path.with_name(f".{path.name}")
     try:
-        pq.write_table(table, temporary)
+        pq.write_table(table, temporary, row_group_size=rows_per_group)
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
