@@ -9,7 +9,7 @@ export function number(value: Maybe | undefined, digits = 4): string {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en-US").replaceAll(",", "\u202f");
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(Math.max(0, digits - 2)).replace("e+", "e");
+  if (size >= 1e6 || size < 1e-3) return Number(value.toPrecision(Math.max(1, digits - 1))).toExponential().replace("e+", "e");
   if (size >= 1000) return Math.round(value).toLocaleString("en-US").replaceAll(",", "\u202f");
   return Number(value.toPrecision(digits)).toString();
 }

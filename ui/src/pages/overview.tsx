@@ -19,19 +19,22 @@ interface Group {
   minimum?: number;
 }
 
-const GROUPS: Group[] = [
+const REWARDS: Group[] = [
   { title: "Reward", kind: "train", keys: ["reward/mean", "shaped_reward/mean"] },
-  { title: "Held-out reward by source", kind: "eval", keys: ["reward/mean", /^reward\/[^/@]+\/mean$/] },
+  { title: "Held-out reward", kind: "eval", keys: ["reward/mean", /^reward\/[^/@]+\/mean$/] },
   { title: "Response length", unit: "tokens", kind: "train", keys: ["response_length/mean", "response_length/max", "response_length/min"], minimum: 0 },
-  { title: "Cut and stopped responses", unit: "share", kind: "train", keys: ["response_length/clip_ratio", "stopped_fraction"], minimum: 0 },
+  { title: "Entropy", unit: "nats", kind: "train", keys: ["actor/entropy"], minimum: 0 },
   { title: "KL", kind: "train", keys: ["kl/reference", "actor/reference_kl", "actor/approx_kl"] },
-  { title: "Entropy", unit: "nats", kind: "train", keys: ["actor/entropy"] },
-  { title: "Engine against learner", unit: "log-prob", kind: "train", keys: ["rollout_gap/logprob_abs_mean", "rollout_gap/logprob_abs_max", "rollout_gap/k3_kl"], minimum: 0 },
-  { title: "Loss and gradient", kind: "train", keys: ["actor/loss", "actor/grad_norm"] },
-  { title: "Informative groups", unit: "share", kind: "train", keys: ["groups/informative_fraction", "actor/clip_fraction"], minimum: 0 },
+  { title: "Engine against learner", unit: "difference of log-probs", kind: "train", keys: ["rollout_gap/logprob_abs_mean", "rollout_gap/logprob_abs_max", "rollout_gap/k3_kl"], minimum: 0 },
+];
+
+const SYSTEM: Group[] = [
   { title: "Throughput", unit: "tokens per second", kind: "train", keys: ["throughput/tokens_per_s", "throughput/generated_tokens_per_s"], format: short, minimum: 0 },
-  { title: "Memory", unit: "GiB", kind: "train", keys: ["memory/gpu_peak_gib", "memory/gpu_gib", "memory/host_peak_gib", "memory/host_gib", "memory/machine_used_gib"], minimum: 0 },
-  { title: "Tools", unit: "per episode", kind: "train", keys: ["tools/calls", "tools/failed_fraction", "episode/turns"], minimum: 0 },
+  { title: "Memory", unit: "GiB", kind: "train", keys: ["memory/gpu_peak_gib", "memory/gpu_gib", "memory/host_peak_gib", "memory/machine_used_gib"], minimum: 0 },
+  { title: "Loss and gradient", kind: "train", keys: ["actor/loss", "actor/grad_norm"] },
+  { title: "Groups that teach", unit: "share", kind: "train", keys: ["groups/informative_fraction", "actor/clip_fraction"], minimum: 0 },
+  { title: "How responses end", unit: "share", kind: "train", keys: ["stopped_fraction", "response_length/clip_ratio"], minimum: 0 },
+  { title: "Tools", unit: "per episode", kind: "train", keys: [/^tools\/(calls|failed_fraction)$/], minimum: 0 },
 ];
 
 export function OverviewPage({ name, run }: { name: string; run: RunDetail }) {
@@ -75,31 +78,42 @@ export function OverviewPage({ name, run }: { name: string; run: RunDetail }) {
 function chosen(group: Group, keys: Keys): { key: string; text: string }[] {
   const known = keys.groups.flatMap((each) => each.keys).filter((each) => each.kind === group.kind);
   const found = group.keys.flatMap((wanted) => known.filter((each) => (typeof wanted === "string" ? each.key === wanted : wanted.test(each.key))));
-  return [...new Map(found.map((each) => [each.key, each])).values()].slice(0, 8);
+  const single = [...new Map(found.map((each) => [each.key, each])).values()].slice(0, 8);
+  // With one data source its curve is the mean, drawn twice.
+  return group.kind === "eval" && single.length === 2 ? single.slice(0, 1) : single;
+}
+
+/** Without the folder that all of them share. */
+function labels(keys: string[]): string[] {
+  const folder = keys[0]?.split("/")[0] ?? "";
+  return keys.length > 1 && keys.every((key) => key.startsWith(`${folder}/`)) ? keys.map((key) => key.slice(folder.length + 1)) : keys;
 }
 
 function Curves({ name, keys, view }: { name: string; keys: Keys; view: View }) {
+  const draw = (group: Group) => {
+    const found = chosen(group, keys);
+    return found.length ? <GroupChart key={group.title} name={name} group={group} found={found} view={view} /> : null;
+  };
   return (
     <div class="charts">
-      {GROUPS.map((group) => {
-        const found = chosen(group, keys);
-        return found.length ? <GroupChart key={group.title} name={name} group={group} found={found} view={view} /> : null;
-      })}
-      <StalenessChart name={name} />
+      {REWARDS.map(draw)}
       <StagesChart name={name} />
+      <StalenessChart name={name} />
+      {SYSTEM.map(draw)}
     </div>
   );
 }
 
 function GroupChart({ name, group, found, view }: { name: string; group: Group; found: { key: string; text: string }[]; view: View }) {
   const names = found.map((each) => each.key);
+  const short_ = labels(names);
   const answer = useLoad(JSON.stringify([name, group.kind, names]), (signal) => askMetrics(name, names, group.kind, signal), ["metrics"]);
   return (
     <Shown answer={answer} what={group.title}>
       {(data) => {
-        const curves: Curve[] = found.flatMap(({ key, text }) => {
+        const curves: Curve[] = found.flatMap(({ key, text }, at) => {
           const series = data.series[key];
-          return series ? [{ label: key, values: series.mean, low: series.min, high: series.max, text }] : [];
+          return series ? [{ label: short_[at] ?? key, values: series.mean, low: series.min, high: series.max, text: `${key}: ${text}` }] : [];
         });
         return <Chart title={group.title} unit={group.unit} steps={data.steps} times={data.times} curves={curves} view={view} format={group.format} minimum={group.minimum} />;
       }}
@@ -114,10 +128,11 @@ function StalenessChart({ name }: { name: string }) {
       {(data) =>
         data.steps.length === 0 ? null : (
           <Chart
-            title="Staleness of trained tokens"
-            unit="share by versions behind"
+            title="Staleness"
+            unit="share of tokens, by versions behind"
             steps={data.steps}
             isStacked
+            isOrdered
             minimum={0}
             format={percent}
             curves={data.lags.map((lag, at) => ({ label: lag === 0 ? "current" : `${lag} behind`, values: data.shares[at] ?? [], text: `Share of tokens that were sampled ${lag} versions before the update; mean age now ${fixed(data.mean[data.mean.length - 1], 2)}` }))}

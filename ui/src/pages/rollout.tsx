@@ -166,7 +166,7 @@ function TokenView({ name, rollout, place }: { name: string; rollout: Rollout; p
         {rollout.exact_bytes ? null : <p class="muted">The run has no tokenizer that could be read, so bytes of tokens are not known.</p>}
         {hasLearner ? null : (
           <p class="muted">
-            The file has no log-probs of the learner. Runs with <code>algorithm.old_logprobs=recompute</code> write them.
+            The file has no log-probs of the learner. Runs with <code>trainer.save_learner_logprobs=true</code> write them.
           </p>
         )}
       </div>

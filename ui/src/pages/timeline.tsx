@@ -12,6 +12,9 @@ const [LEFT, ROW, TOP] = [96, 30, 26];
 
 type Span = [number, number];
 
+/** Generation in the first colour, the learner in the second, and the rest in grey. */
+const KINDS: Record<string, number> = { generate: 0, reward: 0, experience: 1, train: 1, publish: 1 };
+
 export function TimelinePage({ name }: { name: string }) {
   const [window_, setWindow] = useState<Span | null>(null);
   const [asked, setAsked] = useState<Span | null>(null);
@@ -121,15 +124,14 @@ function Bars({ data, shown, setWindow }: { data: Timeline; shown: Span; setWind
       context.beginPath();
       context.rect(LEFT, y, inside, ROW);
       context.clip();
-      for (const [begin, end, count, label] of row.bars) {
+      for (const [begin, end, , label] of row.bars) {
         if (end < from || begin > to) continue;
         const [left, right] = [x(begin), x(end)];
-        context.fillStyle = line(theme, index);
+        context.fillStyle = line(theme, KINDS[row.name] ?? 6);
         context.fillRect(left, y + 5, Math.max(1, right - left), ROW - 10);
-        const text = label || (count > 1 ? `${count}×` : "");
-        if (text && right - left > 46) {
+        if (label && right - left > 46) {
           context.fillStyle = colour("--surface");
-          context.fillText(text, Math.max(left, LEFT) + 5, y + ROW / 2, right - Math.max(left, LEFT) - 8);
+          context.fillText(label, Math.max(left, LEFT) + 5, y + ROW / 2, right - Math.max(left, LEFT) - 8);
         }
       }
       context.restore();

@@ -50,9 +50,11 @@ interface Props {
   isStacked?: boolean;
   format?: (value: Maybe | undefined) => string;
   minimum?: number;
+  /** Curves are steps of one scale, from light to dark. */
+  isOrdered?: boolean;
 }
 
-export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, height = 180, isStacked, format = number, minimum }: Props) {
+export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, height = 180, isStacked, isOrdered, format = number, minimum }: Props) {
   const theme = useTheme();
   const box = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
@@ -61,8 +63,10 @@ export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, h
   const byTime = view.byTime && times !== undefined && !isStacked;
   const isLog = view.isLog && !isStacked;
   const shown = curves.filter((curve) => !hidden.includes(curve.label));
-  const shape = JSON.stringify([theme, byTime, isLog, isStacked, height, view.smoothing > 0, shown.map((each) => [each.label, each.low != null, each.colour]), minimum]);
+  const drawn = [...shown].reverse(); // the first curve lies on top
+  const shape = JSON.stringify([theme, byTime, isLog, isStacked, isOrdered && curves.length, height, view.smoothing > 0, shown.map((each) => [each.label, each.low != null, each.colour]), minimum]);
   const labels = curves.map((curve) => curve.label);
+  const colourAt = (at: number) => (isOrdered ? faint(line(theme, 0), Math.min(1, 0.3 + (0.7 * at) / Math.max(1, curves.length - 1))) : line(theme, at));
 
   const data = useMemo((): uPlot.AlignedData => {
     const x = byTime ? (times ?? []) : steps;
@@ -74,7 +78,7 @@ export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, h
         columns.unshift([...below]);
       }
     } else {
-      for (const curve of shown) {
+      for (const curve of drawn) {
         const values = isLog ? positive(curve.values) : curve.values;
         if (view.smoothing > 0) columns.push(smooth(values, view.smoothing), values);
         else columns.push(values);
@@ -91,14 +95,14 @@ export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, h
     const [muted, grid] = [style.getPropertyValue("--muted").trim(), style.getPropertyValue("--grid").trim()];
     const series: uPlot.Series[] = [{}];
     const bands: uPlot.Band[] = [];
-    const colourOf = (curve: Curve) => line(theme, curve.colour ?? labels.indexOf(curve.label));
+    const colourOf = (curve: Curve) => colourAt(curve.colour ?? labels.indexOf(curve.label));
     if (isStacked) {
       for (const curve of [...shown].reverse()) {
         series.push({ stroke: colourOf(curve), width: 1, fill: faint(colourOf(curve), theme === "dark" ? 0.55 : 0.45), points: { show: false } });
       }
       for (let each = 1; each < shown.length; each++) bands.push({ series: [each, each + 1] });
     } else {
-      for (const curve of shown) {
+      for (const curve of drawn) {
         const colour = colourOf(curve);
         const points = { show: steps.length < 3, size: 6, fill: colour };
         series.push({ stroke: colour, width: 1.75, spanGaps: true, points });
@@ -119,12 +123,12 @@ export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, h
         legend: { show: false },
         cursor: { sync: { key: SYNC.key }, y: false, drag: { x: true, y: false }, points: { size: 6 } },
         scales: {
-          x: { time: byTime },
+          x: { time: byTime, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
           y: isLog ? { distr: 3 } : minimum !== undefined ? { range: (_, low, high) => [Math.min(low, minimum), high > minimum ? high * 1.05 : minimum + 1] } : {},
         },
         axes: [
           { ...axis, size: 26, gap: 4, values: byTime ? undefined : (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? number(tick) : "")) },
-          { ...axis, size: 52, gap: 4, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))) },
+          { ...axis, size: 52, gap: 4, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick).replace(/\.?0+e/, "e"))) },
         ],
         series,
         bands,
@@ -176,7 +180,7 @@ export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, h
         {curves.map((curve, index) => (
           <li key={curve.label}>
             <button type="button" class="key" title={curve.text || undefined} aria-pressed={!hidden.includes(curve.label)} onClick={() => toggle(curve.label)}>
-              <span class="swatch" aria-hidden="true" style={{ background: line(theme, curve.colour ?? index) }} />
+              <span class="swatch" aria-hidden="true" style={{ background: colourAt(curve.colour ?? index) }} />
               <span>{curve.label}</span>
               <span class="num value">{curve.values.length ? format(curve.values[place]) : NONE}</span>
             </button>

@@ -21,7 +21,7 @@ export function Conversation({ messages, turnRewards = [] }: { messages: Message
         if (message.role === "assistant") turn += 1;
         const reward = message.role === "assistant" ? turnRewards[turn - first] : undefined;
         return (
-          <li key={at} class={`message role-${message.role}`}>
+          <li key={at} class={`utterance role-${message.role}`}>
             <header>
               <span class="role">{message.role}</span>
               {message.name ? <code>{message.name}</code> : null}

@@ -20,48 +20,43 @@ export function partsOf(ledger: Ledger): Part[] {
   return parts;
 }
 
-const [WIDTH, TOP, ROW] = [640, 8, 44];
+const [WIDTH, TOP, FLOW, LABEL, GAP] = [640, 6, 150, 38, 8];
 
 export function LedgerFlow({ ledger }: { ledger: Ledger }) {
   const parts = partsOf(ledger);
-  const whole = ledger.dispatched || 1;
-  const height = TOP * 2 + Math.max(parts.length * ROW, 120);
-  const flow = height - TOP * 2;
-  let from = TOP;
+  const whole = Math.max(1, ledger.dispatched);
+  const sizes = parts.map((part) => (part.count / whole) * FLOW);
+  const slots = sizes.map((size) => Math.max(size, LABEL) + GAP);
+  const height = slots.reduce((sum, slot) => sum + slot, 2 * TOP);
+  const left = (height - FLOW) / 2;
   const sum = parts.reduce((total, part) => total + part.count, 0);
   const equation = `${number(ledger.dispatched)} dispatched = ${number(ledger.trained)} trained + ${number(ledger.dropped)} dropped + ${number(ledger.buffered)} buffered + ${number(ledger.in_flight)} in flight${ledger.missing ? ` + ${number(ledger.missing)} missing` : ""}`;
+  const before = (values: number[], at: number) => values.slice(0, at).reduce((total, value) => total + value, 0);
   return (
     <div class="ledger">
       <svg viewBox={`0 0 ${WIDTH} ${height}`} role="img" aria-label={equation}>
-        <rect class="flow-node" x="118" y={TOP} width="8" height={flow} rx="2" />
-        <text x="108" y={height / 2 - 8} text-anchor="end" class="flow-name">
+        <rect class="flow-node" x="118" y={left} width="6" height={FLOW} rx="1" />
+        <text x="106" y={height / 2 - 6} text-anchor="end" class="flow-name">
           dispatched
         </text>
-        <text x="108" y={height / 2 + 14} text-anchor="end" class="flow-count">
+        <text x="106" y={height / 2 + 13} text-anchor="end" class="flow-count">
           {number(ledger.dispatched)}
         </text>
         {parts.map((part, at) => {
-          const size = (part.count / whole) * flow;
-          const y = TOP + at * (flow / parts.length);
-          const room = flow / parts.length - 8;
-          const end = Math.max(part.count ? 2 : 0, Math.min(room, size));
-          const middle = y + room / 2;
-          const begin = from;
-          from += size;
+          const size = sizes[at] ?? 0;
+          const shown = part.count ? Math.max(1.5, size) : 0;
+          const begin = left + before(sizes, at);
+          const middle = TOP + before(slots, at) + ((slots[at] ?? 0) - GAP) / 2;
+          const end = middle - shown / 2;
           return (
             <g key={part.name} class={`flow-${part.kind}`}>
               <title>{`${part.name}: ${part.text}`}</title>
-              {part.count ? (
-                <path
-                  class="flow"
-                  d={`M126,${begin} C250,${begin} 250,${middle - end / 2} 370,${middle - end / 2} L370,${middle + end / 2} C250,${middle + end / 2} 250,${begin + Math.max(1, size)} 126,${begin + Math.max(1, size)} Z`}
-                />
-              ) : null}
-              <rect class="flow-end" x="370" y={middle - Math.max(1, end / 2)} width="6" height={Math.max(2, end)} rx="1" />
-              <text x="388" y={middle - 2} class="flow-name">
+              {part.count ? <path class="flow" d={`M124,${begin} C260,${begin} 260,${end} 400,${end} L400,${end + shown} C260,${end + shown} 260,${begin + shown} 124,${begin + shown} Z`} /> : null}
+              <rect class="flow-end" x="400" y={middle - Math.max(1, shown / 2)} width="6" height={Math.max(2, shown)} rx="1" />
+              <text x="418" y={middle - 4} class="flow-name">
                 {part.name}
               </text>
-              <text x="388" y={middle + 15} class="flow-count">
+              <text x="418" y={middle + 14} class="flow-count">
                 {number(part.count)} <tspan class="flow-share">{percent(part.count / whole)}</tspan>
               </text>
             </g>
