@@ -15,6 +15,7 @@ import numpy as np
 from headwater.core.errors import HeadwaterError
 from headwater.core.records import DropKind
 from headwater.dashboard.metric_texts import texts
+from headwater.dashboard.rollout_files import FOLDERS
 from headwater.dashboard.runs import Run
 from headwater.dashboard.series import mean_lag, sampled
 from headwater.observe.doctor import Diagnosis, examine

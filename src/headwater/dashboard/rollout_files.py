@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from headwater.dashboard.arrow_arrays import numbers_of
 from headwater.dashboard.errors import Refused, bad_request, not_found, unreadable
 
 Source = Literal["train", "eval"]
@@ -248,7 +249,7 @@ class OpenFile:
             if name in table.column_names:
                 facts[field] = _numbers(table[name], FACTS[field])
         if "tokens" in table.column_names:
-            lengths = pc.list_value_length(table["tokens"]).to_numpy(zero_copy_only=False)
+            lengths = numbers_of(pc.list_value_length(table["tokens"]))
             facts["length"] = np.maximum(0, np.nan_to_num(lengths).astype(np.int64) - facts["prompt_length"])
         for name, field in _TEXTS.items():
             facts[field] = -1
@@ -279,20 +280,20 @@ class OpenFile:
 
 def _contains(column: Any, text: str) -> Any:
     hits = pc.match_substring(column, text, ignore_case=True)
-    return hits.fill_null(False).to_numpy(zero_copy_only=False).astype(bool)
+    return np.nan_to_num(numbers_of(hits)).astype(bool)
 
 
 def _value(column: Any, place: int) -> Any:
     scalar = column[place]
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return scalar.values.to_numpy(zero_copy_only=False) if scalar.is_valid else np.zeros(0)
+        return numbers_of(scalar.values) if scalar.is_valid else np.zeros(0)
     return scalar.as_py()
 
 
 def _numbers(column: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         return np.zeros(len(column), dtype)
-    values: NDArray[np.float64] = column.to_numpy(zero_copy_only=False).astype(np.float64)
+    values: NDArray[np.float64] = numbers_of(column).astype(np.float64)
     if dtype.kind == "f":
         return values.astype(dtype)
     limit = np.iinfo(dtype).max
@@ -307,7 +308,8 @@ def _codes(column: Any, names: Names) -> NDArray[np.int64]:
         return np.full(len(column), -1)
     encoded = joined.dictionary_encode()
     of_each = np.array([*(names.number(text) for text in encoded.dictionary.to_pylist()), -1])
-    codes: NDArray[np.int64] = of_each[encoded.indices.fill_null(len(of_each) - 1).to_numpy(zero_copy_only=False)]
+    places = np.nan_to_num(numbers_of(encoded.indices), nan=-1).astype(np.int64)
+    codes: NDArray[np.int64] = of_each[places]
     return codes
 
 

@@ -84,7 +84,8 @@ class Vocabulary:
                 return
             self._stamp, self._bytes, self.problem = stamp, None, ""
             try:
-                table = pq.read_table(self._path, columns=["bytes"], use_threads=False)
+                with pq.ParquetFile(self._path) as file:
+                    table = file.read(columns=["bytes"], use_threads=False)
                 joined = table["bytes"].combine_chunks()
                 if not pa.types.is_binary(joined.type):
                     raise ValueError("its column bytes has another type")
