@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from browsing import Dashboard, browser, page_of, serious_findings
+from browsing import Dashboard, browser, page_of, serious_findings, until
 from command import CUT_DOWN, ROOT, headwater, start_headwater
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard_browser")]
@@ -68,9 +68,11 @@ def make_huge(run: Path) -> None:
     file = run / "rollouts" / "step_000003.parquet"
     rows = pq.read_table(file)
     first = rows.slice(0, 1).to_pylist()[0]
+    length = len(first["tokens"])
     for name, value in first.items():
-        if isinstance(value, list):
+        if isinstance(value, list) and len(value) == length:
             first[name] = value + [value[-1]] * MILLION
+    first["response_length"] += MILLION
     pq.write_table(pa.Table.from_pylist([first], schema=rows.schema), file)
 
 
@@ -103,7 +105,7 @@ def test_runs_are_listed_searched_and_compared(chrome: Any, dashboard: Dashboard
     with page_of(chrome, dashboard.url) as page:
         assert names_of(page) == {"first", "second", "hostile", "huge", "damaged"}
         page.get_by_label("Search runs").fill("sec")
-        page.wait_for_function("document.querySelectorAll('table.runs tbody tr').length === 1")
+        until(page, "document.querySelectorAll('table.runs tbody tr').length === 1")
         assert names_of(page) == {"second"}
         page.get_by_label("Search runs").fill("no such run")
         page.get_by_text("No run matches").wait_for()
@@ -139,7 +141,7 @@ def test_a_run_shows_its_numbers(chrome: Any, dashboard: Dashboard, runs: Path) 
         chart.wait_for()
         chart.locator(".plot").focus()
         page.keyboard.press("ArrowLeft")
-        page.wait_for_function("[...document.querySelectorAll('.where')].some(each => each.textContent === 'step 2')")
+        until(page, "[...document.querySelectorAll('.where')].some(each => each.textContent === 'step 2')")
         page.get_by_label("Log scale").check()
         page.get_by_label("By time").check()
         page.get_by_role("link", name="Timeline", exact=True).click()
@@ -166,13 +168,13 @@ def test_rollouts_are_filtered_and_grouped(chrome: Any, dashboard: Dashboard, ru
         page.keyboard.press("Enter")
         wanted = sum(row["reward"] >= most for row in rows)
         assert wanted < 8, "the filter has something to leave out"
-        page.wait_for_function(f"document.querySelectorAll('table.rollouts tbody tr').length === {wanted}")
+        until(page, f"document.querySelectorAll('table.rollouts tbody tr').length === {wanted}")
         page.get_by_label("Reward from").fill("1000")
         page.keyboard.press("Enter")
         page.get_by_text("No rollout matches the filters.").wait_for()
         page.get_by_role("button", name="Remove the filters").click()
         page.get_by_label("Sort by").select_option("length")
-        page.wait_for_function("document.querySelectorAll('table.rollouts tbody tr').length === 8")
+        until(page, "document.querySelectorAll('table.rollouts tbody tr').length === 8")
         page.get_by_label("All 3 steps").check()
         page.get_by_text("of 24", exact=False).first.wait_for()
         page.get_by_label("All 3 steps").uncheck()
@@ -199,7 +201,8 @@ def test_the_values_of_a_token_are_those_of_the_file(chrome: Any, dashboard: Das
         places = [0, row["prompt_length"], len(row["tokens"]) - 1]
         for place in places:
             page.goto(re.sub(r"&at=\d+", "", page.url) + f"&at={place}")
-            page.wait_for_function(
+            until(
+                page,
                 "place => document.querySelector('[data-value=token-place]')?.textContent.startsWith(place)",
                 arg=f"{place} of",
             )
@@ -220,7 +223,7 @@ def test_the_values_of_a_token_are_those_of_the_file(chrome: Any, dashboard: Das
             assert read(values["token-difference"]) == pytest.approx(difference, abs=6e-7)
         # Hovering shows another token without choosing it.
         page.locator(".tok[data-at='0']").hover()
-        page.wait_for_function("document.querySelector('[data-value=token-place]').textContent.startsWith('0 of')")
+        until(page, "document.querySelector('[data-value=token-place]').textContent.startsWith('0 of')")
 
 
 def read(text: str) -> float:
@@ -248,23 +251,21 @@ def test_everything_can_be_done_with_the_keyboard(chrome: Any, dashboard: Dashbo
         before = page.locator("[data-value=token-place]").inner_text()
         page.locator(".token-field").focus()
         page.keyboard.press("ArrowRight")
-        page.wait_for_function(
-            "before => document.querySelector('[data-value=token-place]').textContent !== before", arg=before
-        )
+        until(page, "before => document.querySelector('[data-value=token-place]').textContent !== before", arg=before)
         colour = page.get_by_label("Colour by").input_value()
         page.keyboard.press("c")
-        page.wait_for_function("colour => document.querySelector('.token-view select').value !== colour", arg=colour)
+        until(page, "colour => document.querySelector('.token-view select').value !== colour", arg=colour)
         page.keyboard.press("m")
-        page.wait_for_function("location.hash.includes('at=')")
+        until(page, "location.hash.includes('at=')")
         url = page.url
         page.keyboard.press("]")
-        page.wait_for_function("url => location.href !== url", arg=url)
+        until(page, "url => location.href !== url", arg=url)
         page.keyboard.press("g")
         page.locator(".side-by-side > li").first.wait_for()
         page.keyboard.press("d")
-        page.wait_for_function("document.documentElement.dataset.theme === 'light'")
+        until(page, "document.documentElement.dataset.theme === 'light'")
         page.keyboard.press("d")
-        page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+        until(page, "document.documentElement.dataset.theme === 'dark'")
 
 
 PAGES = ("", "run/first", "run/first/metrics", "run/first/rollouts", "run/first/rollouts?show=groups", "ROLLOUT",
@@ -277,8 +278,8 @@ def open_every_page(page: Any, url: str) -> Iterator[str]:
     for name in PAGES:
         page.goto(f"{url}{link}" if name == "ROLLOUT" else f"{url}#/{name}")
         page.locator("main").wait_for()
-        page.wait_for_function("document.querySelector('main').innerText.trim().length > 40")
-        page.wait_for_function("!document.querySelector('main .state.loading')")
+        until(page, "document.querySelector('main').innerText.trim().length > 40")
+        until(page, "!document.querySelector('main .state.loading')")
         yield name
 
 
@@ -323,19 +324,19 @@ def test_a_rollout_of_a_million_tokens_is_paged(chrome: Any, dashboard: Dashboar
         page.locator(".token-field .tok").first.wait_for()
         assert page.locator(".token-field .tok").count() == PAGE_TOKENS
         page.get_by_role("button", name="Next", exact=True).click()
-        page.wait_for_function(f"document.querySelector('.token-field .tok')?.dataset.at === '{PAGE_TOKENS}'")
+        until(page, f"document.querySelector('.token-field .tok')?.dataset.at === '{PAGE_TOKENS}'")
         page.goto(f"{page.url.split('&')[0]}&at={MILLION}")
-        page.wait_for_function(f"document.querySelector('.tok.is-chosen')?.dataset.at === '{MILLION}'")
+        until(page, f"document.querySelector('.tok.is-chosen')?.dataset.at === '{MILLION}'")
         assert page.locator(".token-field .tok").count() <= PAGE_TOKENS
 
 
 def test_a_half_written_run_is_explained(chrome: Any, dashboard: Dashboard) -> None:
     with page_of(chrome, f"{dashboard.url}#/run/damaged") as page:
         page.get_by_role("heading", name="damaged").wait_for()
-        page.wait_for_function("!document.querySelector('main .state.loading')")
+        until(page, "!document.querySelector('main .state.loading')")
         for tab in ("metrics", "rollouts?step=3", "timeline", "engine", "config"):
             page.goto(f"{dashboard.url}#/run/damaged/{tab}")
-            page.wait_for_function("!document.querySelector('main .state.loading')")
+            until(page, "!document.querySelector('main .state.loading')")
             assert len(page.locator("main").inner_text()) > 60, tab
         page.goto(f"{dashboard.url}#/run/damaged/rollouts?step=3")
         page.get_by_text("step_000003.parquet").first.wait_for()
@@ -371,7 +372,7 @@ def test_an_export_needs_no_server(chrome: Any, dashboard: Dashboard, tmp_path: 
         page.get_by_text("✓ adds up").wait_for()
         for tab in ("Metrics", "Timeline", "Engine", "Config"):
             page.get_by_role("link", name=tab, exact=True).click()
-            page.wait_for_function("!document.querySelector('main .state.loading, main .state.failed')")
+            until(page, "!document.querySelector('main .state.loading, main .state.failed')")
         page.get_by_role("link", name="Rollouts", exact=True).click()
         page.locator("table.rollouts .row-link").first.click()
         page.locator(".token-field .tok.is-chosen").wait_for()
@@ -388,10 +389,10 @@ def test_a_live_run_is_followed(chrome: Any, dashboard: Dashboard, runs: Path) -
             page.get_by_role("link", name="living").click()
             page.get_by_text("running").first.wait_for()
             steps = "Number(document.querySelector('.title .steps')?.textContent.match(/step (\\d+)/)?.[1] ?? 0)"
-            page.wait_for_function(f"{steps} >= 1")
+            until(page, f"{steps} >= 1")
             seen = page.evaluate(steps)
             page.locator("figure.chart", has_text="Entropy").wait_for()
-            page.wait_for_function(f"{steps} > {seen}")
+            until(page, f"{steps} > {seen}")
             page.get_by_text("finished").first.wait_for()
             assert page.evaluate(steps) == 25
             page.get_by_text("100 dispatched = 100 trained").wait_for()
@@ -433,7 +434,7 @@ def test_screenshots(chrome: Any, tmp_path: Path) -> None:
                         continue
                     page.goto(f"{served.url}#/{place}")
                     page.locator(wait).first.wait_for()
-                    page.wait_for_function("!document.querySelector('main .state.loading')")
+                    until(page, "!document.querySelector('main .state.loading')")
                     if name == "dashboard-tokens":
                         page.locator("table.rollouts .row-link").first.click()
                         page.locator(".token-field .tok.is-chosen").wait_for()

@@ -66,6 +66,13 @@ export async function askMetrics(run: string, keys: string[], kind: string, sign
   return { ...first, series: Object.assign({}, ...found.map((each) => each.series)) };
 }
 
+interface Loaded<T> {
+  key: string | null;
+  scope: string | null;
+  data: T | null;
+  error: Failure | null;
+}
+
 export interface Answer<T> {
   data: T | null;
   error: Failure | null;
@@ -73,9 +80,12 @@ export interface Answer<T> {
   reload: () => void;
 }
 
-/** Loads when `key` changes, and again when one of `parts` of the shown run changes. Old data stay visible meanwhile. */
-export function useLoad<T>(key: string | null, load: (signal: AbortSignal) => Promise<T>, parts: string[] = []): Answer<T> {
-  const [state, setState] = useState<{ key: string | null; data: T | null; error: Failure | null }>({ key: null, data: null, error: null });
+/**
+ * Loads when `key` changes, and again when one of `parts` of the shown run changes. Meanwhile, old data stay visible if
+ * they are of the same `scope`, so that a filter or the next page does not empty the screen.
+ */
+export function useLoad<T>(key: string | null, load: (signal: AbortSignal) => Promise<T>, parts: string[] = [], scope = key): Answer<T> {
+  const [state, setState] = useState<Loaded<T>>({ key: null, scope: null, data: null, error: null });
   const [count, setCount] = useState(0);
   const latest = useRef(load);
   latest.current = load;
@@ -87,11 +97,11 @@ export function useLoad<T>(key: string | null, load: (signal: AbortSignal) => Pr
     busy.current = true;
     latest
       .current(abort.signal)
-      .then((data) => setState({ key, data, error: null }))
+      .then((data) => setState({ key, scope, data, error: null }))
       .catch((error: unknown) => {
         if (abort.signal.aborted) return;
         const failure = error instanceof Failure ? error : new Failure("internal", `The page could not read the answer: ${String(error)}`);
-        setState({ key, data: null, error: failure });
+        setState({ key, scope, data: null, error: failure });
       })
       .finally(() => {
         if (abort.signal.aborted) return;
@@ -111,10 +121,10 @@ export function useLoad<T>(key: string | null, load: (signal: AbortSignal) => Pr
   const watched = parts.join(",");
   useEffect(() => (watched ? onChange(watched.split(","), reload) : undefined), [watched, reload]);
   const isCurrent = state.key === key;
-  return { data: isCurrent ? state.data : null, error: isCurrent ? state.error : null, isLoading: key !== null && !isCurrent, reload };
+  return { data: isCurrent || state.scope === scope ? state.data : null, error: isCurrent ? state.error : null, isLoading: key !== null && !isCurrent, reload };
 }
 
 export function useAnswer<T>(path: string[] | null, params: Params = {}, parts: string[] = []): Answer<T> {
   const key = path === null ? null : JSON.stringify([path, params]);
-  return useLoad<T>(key, (signal) => ask<T>(path ?? [], params, signal), parts);
+  return useLoad<T>(key, (signal) => ask<T>(path ?? [], params, signal), parts, path && JSON.stringify(path));
 }

@@ -24,9 +24,7 @@ export function TimelinePage({ name }: { name: string }) {
   }, [window_]);
   const params = asked && !isExport ? { from: asked[0].toFixed(4), to: asked[1].toFixed(4) } : {};
   const answer = useAnswer<Timeline>(["runs", name, "timeline"], params, asked ? [] : ["trace", "metrics"]);
-  const last = useRef<Timeline | null>(null);
-  if (answer.data) last.current = answer.data;
-  const data = answer.data ?? last.current;
+  const { data } = answer;
   if (answer.error) return <Failed error={answer.error} retry={answer.reload} />;
   if (!data) return <Loading what="the timeline" />;
   if (data.source === "none") {

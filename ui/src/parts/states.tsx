@@ -61,7 +61,9 @@ export function Shown<T extends WithProblems>({ answer, what, children }: { answ
   return (
     <>
       <Problems of={answer.data} />
-      {children(answer.data)}
+      <div class={answer.isLoading ? "shown is-old" : "shown"} aria-busy={answer.isLoading}>
+        {children(answer.data)}
+      </div>
     </>
   );
 }
