@@ -47,6 +47,7 @@ class Timeline:
     def total(self) -> tuple[float, float]:
         starts = [bars[0][0] for bars in self.rows.values() if bars]
         ends = [max(bar[1] for bar in bars) for bars in self.rows.values() if bars]
+        ends += [at for at, _ in self.marks[-1:] if self.source == "metrics"]
         return (min(starts, default=0.0), max(ends, default=0.0))
 
 
