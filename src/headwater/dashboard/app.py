@@ -130,7 +130,7 @@ class Dashboard:
 
 
 def encoded(answer: Any) -> bytes:
-    """Strict JSON. Half of a surrogate pair, which UTF-8 does not have, stays escaped."""
+    """Strict JSON: the page could not read NaN. Half of a surrogate pair, which UTF-8 does not have, stays escaped."""
     try:
         return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:

@@ -29,9 +29,9 @@ _FEW_ROWS = 32
 
 FACTS = np.dtype(
     [
-        ("file", "i4"), ("row", "i4"), ("step", "i8"), ("uid", "i4"), ("sample", "i4"), ("reward", "f8"),
-        ("length", "i4"), ("prompt_length", "i4"), ("turns", "i4"), ("tool_calls", "i4"), ("failures", "i4"),
-        ("gap", "f4"), ("stop_reason", "i2"), ("data_source", "i2"), ("ended_by", "i2"),
+        ("file", "i4"), ("row", "i4"), ("uid", "i4"), ("reward", "f8"), ("length", "i4"), ("prompt_length", "i4"),
+        ("gap", "f4"), ("sample", "i2"), ("turns", "i2"), ("tool_calls", "i2"), ("failures", "i2"),
+        ("stop_reason", "i2"), ("data_source", "i2"), ("ended_by", "i2"),
     ]
 )  # fmt: skip
 """What is kept of every rollout, to sort and filter by. Texts are numbers of a ``Names``."""
@@ -243,7 +243,7 @@ class OpenFile:
             light.append("tokens")
         table = self.read(light)
         facts = np.zeros(self.num_rows, FACTS)
-        facts["file"], facts["row"], facts["step"] = number, np.arange(self.num_rows), self.file.step
+        facts["file"], facts["row"] = number, np.arange(self.num_rows)
         facts["gap"] = np.nan
         for name, field in _NUMBERS.items():
             if name in table.column_names:

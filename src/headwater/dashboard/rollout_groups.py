@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwater.dashboard.errors import not_found
-from headwater.dashboard.rollout_files import OpenFile, Source
+from headwater.dashboard.rollout_files import FACTS, OpenFile, RolloutFile, Source
 from headwater.dashboard.rollout_query import read_rows, step_facts
-from headwater.dashboard.rollout_row import MOST_CHARACTERS, ROW_COLUMNS, messages_of, row_of, text
+from headwater.dashboard.rollout_row import MOST_CHARACTERS, ROW_COLUMNS, decimal, messages_of, row_of, text
 from headwater.dashboard.runs import Run
+from headwater.dashboard.series import jsonable as floats
 
 _GROUP_CHARACTERS = 20_000
 _MOST_STEPS = 200
@@ -38,7 +40,7 @@ def groups(
     found = [_group(uid, facts[of_uid]) for uid, of_uid in places.items()]
     if sort != "place":
         name = {"reward": "reward_mean", "length": "length_mean"}.get(sort, sort)
-        found.sort(key=lambda each: each[name], reverse=not is_ascending)
+        found.sort(key=lambda each: each[name] or 0.0, reverse=not is_ascending)
     elif not is_ascending:
         found.reverse()
     page = found[offset : offset + limit]
@@ -54,12 +56,12 @@ def _group(uid: str, facts: NDArray[np.void]) -> dict[str, Any]:
     return {
         "uid": uid,
         "num": len(facts),
-        "reward_mean": float(rewards.mean()),
-        "reward_min": float(rewards.min()),
-        "reward_max": float(rewards.max()),
-        "spread": float(rewards.max() - rewards.min()),
-        "rewards": rewards.tolist(),
-        "length_mean": float(facts["length"].mean()),
+        "reward_mean": decimal(rewards.mean()),
+        "reward_min": decimal(rewards.min()),
+        "reward_max": decimal(rewards.max()),
+        "spread": decimal(rewards.max() - rewards.min()),
+        "rewards": floats(rewards),
+        "length_mean": decimal(facts["length"].mean()),
         "turns_max": int(facts["turns"].max()),
         "failures": int(facts["failures"].sum()),
         "first": (int(facts["file"][0]), int(facts["row"][0])),
@@ -109,15 +111,16 @@ def over_steps(run: Run, source: Source, uid: str) -> dict[str, Any]:
     index.start(0.4)
     state, number = index.state(), index.names.of["uid"].find(uid)
     blocks = [block[block["uid"] == number] for block in index.blocks()] if number is not None else []
-    facts = np.concatenate(blocks) if blocks else np.zeros(0, [("step", "i8")])
+    facts = np.concatenate(blocks) if blocks else np.zeros(0, FACTS)
     if not len(facts):
         if state["state"] == "building":
             return {"uid": uid, "index": state, "prompt": "", "steps": [], "num_steps": 0, "problems": []}
         raise not_found(f"This run has no saved rollouts of the prompt {uid[:200]!r}.")
-    steps = np.unique(facts["step"])
-    problems = list(index.problems)
+    files, problems = index.files(), list(index.problems)
+    step_of = np.array([file.step for file in files], np.int64)[facts["file"]]
+    steps = np.unique(step_of)
     shown = steps[np.linspace(0, len(steps) - 1, min(len(steps), _MOST_STEPS)).round().astype(int)]
-    found = [_at_step(run, source, facts[facts["step"] == step], problems) for step in shown.tolist()]
+    found = [_at_step(step, facts[step_of == step], files, problems) for step in shown.tolist()]
     prompt = next((each["best"]["prompt"] for each in found if each["best"]), "")
     return {
         "uid": uid,
@@ -129,18 +132,15 @@ def over_steps(run: Run, source: Source, uid: str) -> dict[str, Any]:
     }
 
 
-def _at_step(run: Run, source: Source, facts: NDArray[np.void], problems: list[str]) -> dict[str, Any]:
-    best, worst = facts[int(facts["reward"].argmax())], facts[int(facts["reward"].argmin())]
-
-    def row(fact: Any) -> dict[str, Any] | None:
-        number = int(fact["row"])
-        return read_rows(run.index[source].file(int(fact["file"])), [number], problems).get(number)
-
+def _at_step(step: int, facts: NDArray[np.void], files: Sequence[RolloutFile], problems: list[str]) -> dict[str, Any]:
+    places = [int(facts["reward"].argmax()), int(facts["reward"].argmin())]
+    wanted = {place: (int(facts["file"][place]), int(facts["row"][place])) for place in places}
+    shown = {place: read_rows(files[file], [row], problems).get(row) for place, (file, row) in wanted.items()}
     return {
-        "step": int(facts["step"][0]),
-        "rewards": facts["reward"].tolist(),
-        "reward_mean": float(facts["reward"].mean()),
-        "length_mean": float(facts["length"].mean()),
-        "best": row(best),
-        "worst": row(worst),
+        "step": step,
+        "rewards": floats(facts["reward"]),
+        "reward_mean": decimal(facts["reward"].mean()),
+        "length_mean": decimal(facts["length"].mean()),
+        "best": shown[places[0]],
+        "worst": shown[places[1]],
     }

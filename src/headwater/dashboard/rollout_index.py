@@ -78,9 +78,10 @@ class RolloutIndex:
             return blocks
         return [block[is_current[block["file"]]] for block in blocks]
 
-    def file(self, number: int) -> RolloutFile:
+    def files(self) -> list[RolloutFile]:
+        """By their number in ``FACTS``."""
         with self._lock:
-            return self._read[number]
+            return list(self._read)
 
     def rows_of_step(self) -> dict[int, int]:
         """The number of rollouts of each step that was indexed."""

@@ -31,7 +31,8 @@ _SEARCH_S = 1.5
 """A text search over all steps stops after this long and can be continued."""
 _INDEX_WAIT_S = 0.4
 _MOST_PROBLEMS = 20
-_CURSOR = re.compile(r"(\d{1,12})\.(\d{1,9})")
+_MOST_OFFSET = 100_000
+_CURSOR = re.compile(r"(\d{1,9})")
 
 Facts = NDArray[np.void]
 
@@ -78,7 +79,7 @@ class Query:
             data_source=listed(given, "data_source"),
             tools=one_of(given, "tools", ("", "any", "none", "failed"), ""),
             text=given.get("text", ""),
-            offset=whole(given, "offset", 0, low=0) or 0,
+            offset=whole(given, "offset", 0, low=0, high=_MOST_OFFSET) or 0,
             limit=whole(given, "limit", 50, low=1, high=200) or 50,
             cursor=given.get("cursor", ""),
         )
@@ -126,11 +127,10 @@ def listed(given: Mapping[str, str], name: str) -> tuple[str, ...]:
 
 @dataclass
 class _Found:
-    """The candidates of a query, and the files they are in."""
+    """The candidates of a query in blocks, and the files they are in, by number."""
 
-    facts: Facts
-    files: Sequence[RolloutFile] | None
-    """By number; None for those of the index."""
+    blocks: Sequence[Facts]
+    files: Sequence[RolloutFile]
     names: AllNames
     problems: list[str] = field(default_factory=list)
 
@@ -141,20 +141,19 @@ def list_rollouts(run: Run, query: Query) -> dict[str, Any]:
     if query.step is None:
         index.start(_INDEX_WAIT_S)
     found = _candidates(run, query)
-    state, is_complete, searched, cursor = index.state(), True, len(found.facts), None
-    chosen = found.facts[_mask(found.facts, query, found.names)]
+    state, cursor = index.state(), None
+    is_complete = query.step is not None or state["state"] == "ready"
+    searched = sum(len(block) for block in found.blocks)
     if query.text and query.step is None:
-        chosen, is_complete, searched, cursor = _search_all(run, query, chosen, found.problems)
+        chosen, searched, cursor = _search_all(query, found)
+        total, is_complete = len(chosen), is_complete and cursor is None
+        page = chosen[query.offset : query.offset + query.limit]
     else:
-        if query.text:
-            chosen = _search_step(found, chosen, query.text)
-        chosen = _sorted(chosen, query)
-    if query.step is None and state["state"] != "ready":
-        is_complete = False
-    page = chosen[query.offset : query.offset + query.limit]
+        matching = _matching(found, query.text) if query.text else None
+        page, total = _best(found, query, matching)
     names = found.names.of
     return {
-        "total": len(chosen),
+        "total": total,
         "offset": query.offset,
         "limit": query.limit,
         "is_complete": is_complete,
@@ -164,7 +163,7 @@ def list_rollouts(run: Run, query: Query) -> dict[str, Any]:
         "stop_reasons": sorted(names["stop_reason"].texts),
         "data_sources": sorted(names["data_source"].texts),
         "ended_by": sorted(names["ended_by"].texts),
-        "rollouts": _read_page(run, query, page, found),
+        "rollouts": _read_page(page, found),
         "problems": found.problems[:_MOST_PROBLEMS],
     }
 
@@ -187,12 +186,10 @@ def step_facts(run: Run, source: Source, step: int) -> tuple[Facts, list[Rollout
 def _candidates(run: Run, query: Query) -> _Found:
     if query.step is not None:
         facts, files, names, problems = step_facts(run, query.source, query.step)
-        return _Found(facts, files, names, problems)
+        return _Found([facts], files, names, problems)
     index = run.index[query.source]
-    # Filters that remove most rows are applied to each block, so that the whole is never copied for them.
-    blocks = [block[_mask(block, query, index.names)] for block in index.blocks()]
-    facts = np.concatenate(blocks) if blocks else np.zeros(0, FACTS)
-    return _Found(facts, None, index.names, list(index.problems))
+    blocks = index.blocks()
+    return _Found(blocks, index.files(), index.names, list(index.problems))
 
 
 def _mask(facts: Facts, query: Query, names: AllNames) -> NDArray[np.bool_]:
@@ -219,20 +216,61 @@ def _mask(facts: Facts, query: Query, names: AllNames) -> NDArray[np.bool_]:
     return kept
 
 
-def _sorted(facts: Facts, query: Query) -> Facts:
-    """Equal values stay in the order of their places: newest step first, then the place in the file."""
-    place = (facts["row"], facts["file"], -facts["step"])
+def _places(found: _Found) -> NDArray[np.int64]:
+    """By the number of a file, where its rollouts stand: the newest step first. Shifted, to leave room for the row."""
+    order = sorted(range(len(found.files)), key=lambda each: (-found.files[each].step, found.files[each].part))
+    ranks = np.zeros(len(found.files), np.int64)
+    ranks[order] = np.arange(len(order))
+    return ranks << 32
+
+
+def _best(found: _Found, query: Query, matching: Sequence[NDArray[np.bool_]] | None) -> tuple[Facts, int]:
+    """The page, and how many rollouts the query has. Blocks are never joined: of each, only its best are kept."""
+    places, count = _places(found), query.offset + query.limit
+    total, parts = 0, []
+    for number_, block in enumerate(found.blocks):
+        kept = _mask(block, query, found.names)
+        if matching is not None:
+            kept &= matching[number_]
+        facts = block[kept]
+        total += len(facts)
+        parts.append(_first(facts, _keys(facts, query, places), count))
+    facts = _joined([facts for facts, _, _ in parts])
+    if not len(facts):
+        return facts, total
+    keys, place = (np.concatenate([part[which] for part in parts]) for which in (1, 2))
+    return facts[np.lexsort((place, keys))][query.offset : count], total
+
+
+def _keys(facts: Facts, query: Query, places: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """What to sort by, smallest first; of equal ones, by place."""
+    place = places[facts["file"]] | facts["row"]
     if query.sort == "place":
-        order = np.lexsort(place)
-        return facts[order if query.is_ascending else order[::-1]]
+        return (place if query.is_ascending else -place), place
     values = facts[query.sort].astype(np.float64)
-    keys = values if query.is_ascending else -values
     # What is not known comes last, whatever the order.
-    return facts[np.lexsort((*place, np.nan_to_num(keys, nan=0.0, posinf=1e300, neginf=-1e300), np.isnan(keys)))]
+    return np.nan_to_num(values if query.is_ascending else -values, nan=np.inf, posinf=1e300, neginf=-1e300), place
 
 
-def _search_step(found: _Found, facts: Facts, text: str) -> Facts:
-    assert found.files is not None, "the rollouts of one step"
+def _first(
+    facts: Facts, by: tuple[NDArray[Any], NDArray[np.int64]], count: int
+) -> tuple[Facts, NDArray[Any], NDArray[np.int64]]:
+    """The ``count`` first of them, in any order."""
+    keys, place = by
+    if len(facts) > count:
+        limit = np.partition(keys, count - 1)[count - 1]
+        before, equal = np.flatnonzero(keys < limit), np.flatnonzero(keys == limit)
+        need = count - len(before)
+        if len(equal) > need:
+            equal = equal[np.argpartition(place[equal], need - 1)[:need]]
+        chosen = np.concatenate([before, equal])
+        return facts[chosen], keys[chosen], place[chosen]
+    return facts, keys, place
+
+
+def _matching(found: _Found, text: str) -> list[NDArray[np.bool_]]:
+    """Which rollouts of one step have a text."""
+    (facts,) = found.blocks
     kept = np.zeros(len(facts), bool)
     for number_, file in enumerate(found.files):
         opened = try_open(file, [])  # what cannot be read was reported before
@@ -240,54 +278,61 @@ def _search_step(found: _Found, facts: Facts, text: str) -> Facts:
             with opened:
                 of_file = facts["file"] == number_
                 kept[of_file] = opened.matching(text)[facts["row"][of_file]]
-    return facts[kept]
+    return [kept]
 
 
-def _search_all(run: Run, query: Query, facts: Facts, problems: list[str]) -> tuple[Facts, bool, int, str | None]:
+def _search_all(query: Query, found: _Found) -> tuple[Facts, int, str | None]:
     """Search the texts from the newest step to the oldest, for a limited time."""
-    until, index = time.monotonic() + _SEARCH_S, run.index[query.source]
-    facts = _sorted(facts, Query(sort="place"))
+    until = time.monotonic() + _SEARCH_S
+    order = np.argsort(_places(found), kind="stable")
+    begin = 0
     if query.cursor:
         match = _CURSOR.fullmatch(query.cursor)
-        if match is None:
+        if match is None or int(match[1]) >= len(order):
             raise bad_request("cursor: is not one that this server gave out.")
-        step, file_number = int(match[1]), int(match[2])
-        facts = facts[(facts["step"] < step) | ((facts["step"] == step) & (facts["file"] >= file_number))]
-    edges = [0, *(np.flatnonzero(np.diff(facts["file"])) + 1).tolist(), len(facts)]
+        begin = int(np.flatnonzero(order == int(match[1]))[0])
+    spans = _spans(found)
     hits: list[Facts] = []
     num_hits = searched = 0
-    for begin, end in pairwise(edges):
-        if begin == end:
-            continue
-        of_file = facts[begin:end]
-        file = index.file(int(of_file["file"][0]))
+    for number_ in order[begin:].tolist():
         if time.monotonic() > until or num_hits >= query.offset + query.limit:
-            return _joined(hits), False, searched, f"{file.step}.{int(of_file['file'][0])}"
-        opened = try_open(file, problems)
-        if opened is None:
-            continue
-        with opened:
-            matched = of_file[opened.matching(query.text)[of_file["row"]]]
+            return _joined(hits), searched, str(number_)
+        of_file = _joined([found.blocks[block][first:last] for block, first, last in spans.get(number_, ())])
         searched += len(of_file)
-        num_hits += len(matched)
-        hits.append(matched)
-    return _joined(hits), True, searched, None
+        of_file = of_file[_mask(of_file, query, found.names)]
+        opened = try_open(found.files[number_], found.problems) if len(of_file) else None
+        if opened is not None:
+            with opened:
+                hits.append(of_file[opened.matching(query.text)[of_file["row"]]])
+            num_hits += len(hits[-1])
+    return _joined(hits), searched, None
+
+
+def _spans(found: _Found) -> dict[int, list[tuple[int, int, int]]]:
+    """By the number of a file: the block, and from where to where in it, its rollouts are."""
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for number_, block in enumerate(found.blocks):
+        files = block["file"]
+        edges = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(files)]
+        for begin, end in pairwise(edges):
+            if end > begin:
+                spans.setdefault(int(files[begin]), []).append((number_, begin, end))
+    return spans
 
 
 def _joined(parts: Sequence[Facts]) -> Facts:
     return np.concatenate(parts) if parts else np.zeros(0, FACTS)
 
 
-def _read_page(run: Run, query: Query, page: Facts, found: _Found) -> list[dict[str, Any]]:
+def _read_page(page: Facts, found: _Found) -> list[dict[str, Any]]:
     """The rows of a page, each file opened once."""
-    index = run.index[query.source]
     rows_of: dict[int, list[int]] = {}
     for number_, row in zip(page["file"].tolist(), page["row"].tolist(), strict=True):
         rows_of.setdefault(number_, []).append(row)
     read: dict[tuple[int, int], dict[str, Any]] = {}
     for number_, rows in rows_of.items():
-        file = found.files[number_] if found.files is not None else index.file(number_)
-        read |= {(number_, row): each for row, each in read_rows(file, rows, found.problems).items()}
+        rows_read = read_rows(found.files[number_], rows, found.problems)
+        read |= {(number_, row): each for row, each in rows_read.items()}
     wanted = zip(page["file"].tolist(), page["row"].tolist(), strict=True)
     return [read[place] for place in wanted if place in read]
 
