@@ -300,7 +300,7 @@ def test_pages_fit_a_phone(chrome: Any, dashboard: Dashboard) -> None:
             assert page.evaluate("document.documentElement.scrollWidth") <= 375, name
 
 
-def test_script_in_texts_is_shown_and_not_run(chrome: Any, dashboard: Dashboard) -> None:
+def test_script_in_texts_is_shown_and_not_run(chrome: Any, dashboard: Dashboard, tmp_path: Path) -> None:
     with page_of(chrome, f"{dashboard.url}#/run/hostile") as page:
         page.get_by_text("window.wasRun = 1").first.wait_for()
         page.goto(f"{dashboard.url}#/run/hostile/rollouts?step=3")
@@ -311,7 +311,8 @@ def test_script_in_texts_is_shown_and_not_run(chrome: Any, dashboard: Dashboard)
         with page.expect_download() as download:
             page.get_by_role("link", name="Export rollout").click()
         assert page.evaluate("window.wasRun") is None
-        file = download.value.path()
+        file = tmp_path / "rollout.html"
+        download.value.save_as(file)
         with page_of(chrome, f"{file.as_uri()}#/", offline=True) as exported:
             exported.get_by_role("link", name="Conversation").click()
             assert SCRIPT in exported.locator(".conversation").inner_text()
@@ -352,8 +353,8 @@ def test_a_run_is_deleted_while_it_is_open(chrome: Any, dashboard: Dashboard, ru
         page.get_by_role("link", name="doomed").click()
         page.locator("figure.chart").first.wait_for()
         shutil.rmtree(runs / "doomed")
-        page.get_by_role("heading", name="This run is not there").wait_for()
-        page.get_by_role("link", name="All runs").click()
+        page.get_by_role("heading", name="This run is not there").first.wait_for()
+        page.get_by_role("link", name="All runs").first.click()
         assert "doomed" not in names_of(page)
 
 

@@ -23,7 +23,7 @@ export function fixed(value: Maybe | undefined, decimals = 3): string {
 
 export function signed(value: Maybe | undefined, decimals = 3): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
-  return `${value > 0 ? "+" : ""}${fixed(value, decimals)}`.replace("-", "−");
+  return `${value > 0 ? "+" : ""}${fixed(value, decimals)}`.replace(/^-/, "−");
 }
 
 export function short(value: Maybe | undefined): string {

@@ -82,21 +82,24 @@ function Body({ name, rollout, place }: { name: string; rollout: Rollout; place:
           <code>{rollout.ground_truth}</code>
         </Fact>
       </dl>
-      <div class="siblings" role="group" aria-label="Samples of the group">
-        {rollout.siblings.map((each) => (
-          <a key={each.id} href={href(["run", name, "rollout"], { id: each.id, colour: place.query.get("colour"), view: place.query.get("view") })} aria-current={each.id === rollout.id ? "page" : undefined} title={`Sample ${each.sample}, reward ${fixed(each.reward)}`}>
-            <span class="muted">{each.sample}</span> <span class="num">{fixed(each.reward, 2)}</span>
+      <div class="views">
+        <nav class="tabs small" aria-label="Views of the rollout">
+          <a href={href(["run", name, "rollout"], { id: rollout.id, colour: place.query.get("colour") })} aria-current={isConversation ? undefined : "page"}>
+            Tokens
           </a>
-        ))}
+          <a href={href(["run", name, "rollout"], { id: rollout.id, view: "conversation", colour: place.query.get("colour") })} aria-current={isConversation ? "page" : undefined}>
+            Conversation
+          </a>
+        </nav>
+        <div class="siblings" role="group" aria-label="Samples of the group">
+          <span class="muted">Samples and their rewards</span>
+          {rollout.siblings.map((each) => (
+            <a key={each.id} href={href(["run", name, "rollout"], { id: each.id, colour: place.query.get("colour"), view: place.query.get("view") })} aria-current={each.id === rollout.id ? "page" : undefined} title={`Sample ${each.sample}, reward ${fixed(each.reward)}`}>
+              <span class="muted">{each.sample}</span> <span class="num">{fixed(each.reward, 2)}</span>
+            </a>
+          ))}
+        </div>
       </div>
-      <nav class="tabs small" aria-label="Views of the rollout">
-        <a href={href(["run", name, "rollout"], { id: rollout.id, colour: place.query.get("colour") })} aria-current={isConversation ? undefined : "page"}>
-          Tokens
-        </a>
-        <a href={href(["run", name, "rollout"], { id: rollout.id, view: "conversation", colour: place.query.get("colour") })} aria-current={isConversation ? "page" : undefined}>
-          Conversation
-        </a>
-      </nav>
       {isConversation ? <Conversation messages={rollout.messages} turnRewards={rollout.turn_rewards} /> : <TokenView name={name} rollout={rollout} place={place} />}
       {isConversation && Object.keys(rollout.info).length ? (
         <details class="panel">
@@ -111,7 +114,7 @@ function Body({ name, rollout, place }: { name: string; rollout: Rollout; place:
 function TokenView({ name, rollout, place }: { name: string; rollout: Rollout; place: Place }) {
   const theme = useTheme();
   const usable = COLOURINGS.filter((each) => isThere(each, rollout));
-  const wanted = place.query.get("colour") ?? (rollout.columns.includes("learner_logprobs") ? "difference" : "logprobs");
+  const wanted = place.query.get("colour") ?? ((rollout.gap ?? 0) > 0.1 ? "difference" : "logprobs");
   const colouring = usable.find((each) => each.id === wanted) ?? usable[0] ?? COLOURINGS[COLOURINGS.length - 1]!;
   const first = Math.min(rollout.prompt_length, Math.max(0, rollout.num_tokens - 1));
   const at = place.query.has("at") ? Math.min(Math.max(0, rollout.num_tokens - 1), Math.max(0, Number(place.query.get("at")) || 0)) : first;

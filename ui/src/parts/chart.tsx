@@ -35,6 +35,13 @@ export function smooth(values: Maybe[], weight: number): Maybe[] {
 }
 
 const positive = (values: Maybe[]) => values.map((value) => (value !== null && value > 0 ? value : null));
+/** Some room above and below; values that are all equal are not stretched over the whole height. */
+function aroundValues(_: uPlot, low: number | null, high: number | null): [number, number] {
+  if (low === null || high === null) return [0, 1];
+  if (low === high) return [low - (Math.abs(low) || 1) * 0.5, high + (Math.abs(high) || 1) * 0.5];
+  return [low - (high - low) * 0.06, high + (high - low) * 0.06];
+}
+
 const SYNC = uPlot.sync("headwater");
 
 interface Props {
@@ -124,7 +131,7 @@ export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, h
         cursor: { sync: { key: SYNC.key }, y: false, drag: { x: true, y: false }, points: { size: 6 } },
         scales: {
           x: { time: byTime, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
-          y: isLog ? { distr: 3 } : minimum !== undefined ? { range: (_, low, high) => [Math.min(low, minimum), high > minimum ? high * 1.05 : minimum + 1] } : {},
+          y: isLog ? { distr: 3 } : minimum !== undefined ? { range: (_, low, high) => [Math.min(low, minimum), high > minimum ? high * 1.05 : minimum + 1] } : { range: aroundValues },
         },
         axes: [
           { ...axis, size: 26, gap: 4, values: byTime ? undefined : (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? number(tick) : "")) },

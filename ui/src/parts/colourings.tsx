@@ -11,15 +11,17 @@ export interface Colouring {
   name: string;
   text: string;
   kind: Kind;
+  /** The full colour is at least for this value, so that rounding errors do not look like differences. */
+  least?: number;
   column?: "logprobs" | "learner_logprobs" | "difference" | "advantages" | "entropies";
 }
 
 export const COLOURINGS: Colouring[] = [
-  { id: "logprobs", name: "Rollout log-prob", text: "What the engine computed when it sampled the token. The stronger the colour, the less likely the token was.", kind: "sequential", column: "logprobs" },
-  { id: "learner", name: "Learner log-prob", text: "What the learner computes for the same token. The stronger the colour, the less likely the token.", kind: "sequential", column: "learner_logprobs" },
-  { id: "difference", name: "Difference", text: "Learner minus rollout. Orange: the learner gives the token more; blue: less.", kind: "diverging", column: "difference" },
-  { id: "advantage", name: "Advantage", text: "Orange: the update makes the token more likely; blue: less likely.", kind: "diverging", column: "advantages" },
-  { id: "entropy", name: "Entropy", text: "How undecided the model was, in nats.", kind: "sequential", column: "entropies" },
+  { id: "logprobs", name: "Rollout log-prob", text: "What the engine computed when it sampled the token. The stronger the colour, the less likely the token was.", kind: "sequential", column: "logprobs", least: 1 },
+  { id: "learner", name: "Learner log-prob", text: "What the learner computes for the same token. The stronger the colour, the less likely the token.", kind: "sequential", column: "learner_logprobs", least: 1 },
+  { id: "difference", name: "Difference", text: "Learner minus rollout. Orange: the learner gives the token more; blue: less.", kind: "diverging", column: "difference", least: 0.02 },
+  { id: "advantage", name: "Advantage", text: "Orange: the update makes the token more likely; blue: less likely.", kind: "diverging", column: "advantages", least: 0.1 },
+  { id: "entropy", name: "Entropy", text: "How undecided the model was, in nats.", kind: "sequential", column: "entropies", least: 1 },
   { id: "version", name: "Policy version", text: "Which version of the weights sampled the token.", kind: "category" },
   { id: "mask", name: "Mask", text: "Whether the token is in the loss.", kind: "category" },
   { id: "turn", name: "Turn", text: "In which turn of the model the token was written.", kind: "category" },
@@ -37,7 +39,7 @@ export function isThere(colouring: Colouring, rollout: Rollout): boolean {
 /** The value with the strongest colour. */
 export function mostOf(colouring: Colouring, rollout: Rollout): number {
   const [low, high] = rollout.ranges[colouring.column ?? ""] ?? [null, null];
-  return Math.max(Math.abs(low ?? 0), Math.abs(high ?? 0)) || 1;
+  return Math.max(Math.abs(low ?? 0), Math.abs(high ?? 0), colouring.least ?? 0) || 1;
 }
 
 export function colourOf(colouring: Colouring, rollout: Rollout, tokens: Tokens, at: number, theme: Theme): string | undefined {

@@ -62,11 +62,14 @@ export const TokenText = memo(function TokenText({ rollout, tokens, colouring, t
 /** Keyboard and pointer over the tokens: `at` is the chosen one, `point` shows another for a moment. */
 export function TokenField({ at, choose, point, ...props }: Props & { at: number; choose: (at: number) => void; point: (at: number | null) => void }) {
   const box = useRef<HTMLDivElement>(null);
+  const seen = useRef<number | null>(location.hash.includes("at=") ? null : at);
   const { offset, texts } = props.tokens;
   useEffect(() => {
     const chosen = box.current?.querySelector(`[data-at="${at}"]`);
     chosen?.classList.add("is-chosen");
-    const area = chosen?.getBoundingClientRect();
+    // A page that was just opened stays at its top, unless its address names a token.
+    const area = seen.current === at ? undefined : chosen?.getBoundingClientRect();
+    if (chosen) seen.current = at;
     if (area && (area.top < 60 || area.bottom > innerHeight - 20)) chosen?.scrollIntoView({ block: "center" });
     return () => chosen?.classList.remove("is-chosen");
   });
