@@ -35,6 +35,7 @@ from record import write_record
 
 from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
+from headwater.dashboard import metric_texts
 from headwater.models.load import load_tokenizer
 from headwater.trainer.token_table import write_tokens
 
@@ -73,16 +74,15 @@ def generate(root: Path, num_steps: int, per_step: int) -> Path:
 
 def _write_records(run: Path, num_steps: int, num_groups: int) -> None:
     rng = np.random.default_rng(0)
-    names = [
-        "reward/mean", "response_length/mean", "actor/entropy", "kl/reference", "throughput/tokens_per_s",
-        "time/step_s", "time/wait_s", "time/train_s", "time/publish_s", "time/generate_s", "staleness/lag_0",
-        "staleness/lag_1", "memory/host_peak_gib", "rollout_gap/logprob_abs_mean", "engine/running_mean",
-    ]  # fmt: skip
-    names += [f"tools/generated_{number}" for number in range(NUM_METRICS - len(names))]
+    known = json.loads(metric_texts.FILE.read_text())
+    names = [key for kind, _, key, _ in known if kind == "train" and "<" not in key][: NUM_METRICS - 3]
+    names += ["staleness/lag_0", "staleness/lag_1", "reward/largest_digit/mean"]
+    is_whole = rng.random(len(names)) < 0.3  # counts, and metrics that are 0 in most runs
     began = time.time() - num_steps
     with (run / "metrics.jsonl").open("w") as metrics, (run / "ledger.jsonl").open("w") as ledger:
         for step in range(1, num_steps + 1):
-            values = dict(zip(names, rng.random(len(names)).tolist(), strict=True))
+            drawn = np.where(is_whole, rng.integers(0, 5, len(names)), rng.random(len(names)))
+            values = dict(zip(names, drawn.tolist(), strict=True))
             record = {"kind": "train", "step": step, "time": began + step, **values, "time/step_s": 1.0}
             metrics.write(json.dumps(record) + "\n")
             if step % 100 == 0:

@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.json
 from numpy.typing import NDArray
+
+from headwater.dashboard.arrow_arrays import numbers_of
 
 KINDS = ("train", "eval", "warm_start")
 _HEAD = ("kind", "step", "time")
 _BLOCK_BYTES = 1 << 20
+_FEW_BYTES, _MANY_BYTES = 1 << 19, 8 << 20
+"""From how many bytes on lines are parsed together, and how many at a time if a file is long."""
 _FULL_CHUNK = 512
 """Rows that are collected as Python lists before they become an array."""
 _MAX_LINE_BYTES = 8 << 20
@@ -71,6 +77,15 @@ class Table:
         chunk.steps.append(step)
         chunk.rows.append(values)
         self._last = max(self._last, step)
+
+    def add_many(self, steps: NDArray[np.int64], keys: tuple[str, ...], values: Floats) -> None:
+        """Like ``add``, for steps that follow each other and all earlier ones."""
+        self._chunks.append(_Chunk(keys, steps.tolist(), array=values))
+        self._last = int(steps[-1])
+
+    def follows(self, steps: NDArray[np.int64]) -> bool:
+        """Whether ``add_many`` takes them."""
+        return bool(steps[0] > self._last and (np.diff(steps) > 0).all())
 
     def drop_after(self, step: int) -> None:
         """A resume: what was recorded after ``step`` is no longer valid."""
@@ -170,10 +185,12 @@ class RecordLog:
             self._reset(_Place(now.st_ino))
         offset, kept = self._place.offset, b""
         file.seek(offset)
-        while block := file.read(_BLOCK_BYTES):
+        size = _MANY_BYTES if now.st_size - offset > _MANY_BYTES else _BLOCK_BYTES
+        while block := file.read(size):
             block, whole = kept + block, block.rfind(b"\n") + 1 + len(kept) if b"\n" in block else 0
-            for line in block[:whole].splitlines():
-                self._take(line)
+            if whole < _FEW_BYTES or not take_many(block[:whole], self.tables):
+                for line in block[:whole].splitlines():
+                    self._take(line)
             kept, offset = block[whole:], offset + whole
             if len(kept) > _MAX_LINE_BYTES:
                 self.num_skipped, offset, kept = self.num_skipped + 1, offset + len(kept), b""
@@ -208,6 +225,38 @@ class RecordLog:
         except (ValueError, TypeError, OverflowError):
             values = [number(value) for value in values]
         self.tables[kind].add(step, keys, values)
+
+
+def take_many(lines: bytes, tables: Mapping[str, Table]) -> bool:
+    """Parse many lines with Arrow, which uses several cores. False if anything about them is unusual, and nothing is
+    added: then they are parsed one by one."""
+    options = pa.json.ReadOptions(use_threads=True, block_size=_BLOCK_BYTES)
+    try:
+        read = pa.json.read_json(pa.BufferReader(lines), read_options=options)
+        if not {"kind", "step"} <= set(read.column_names) or not pa.types.is_int64(read["step"].type):
+            return False
+        columns = {
+            name: numbers_of(read[name])
+            for name in read.column_names
+            if name not in ("kind", "step") and not pa.types.is_null(read[name].type)
+        }
+        steps = numbers_of(read["step"])
+        kinds = np.array(read["kind"].to_pylist())
+    except (pa.ArrowException, ValueError):
+        return False
+    if steps.dtype != np.int64 or not np.isin(kinds, KINDS).all():
+        return False
+    parts = [(kind, np.flatnonzero(kinds == kind)) for kind in KINDS]
+    parts = [(kind, rows) for kind, rows in parts if len(rows)]
+    if not all(tables[kind].follows(steps[rows]) for kind, rows in parts):
+        return False
+    columns.setdefault("time", np.full(len(steps), np.nan))
+    for kind, rows in parts:
+        of_kind = {name: values[rows].astype(np.float64) for name, values in columns.items()}
+        known = [name for name, values in of_kind.items() if name != "time" and not np.isnan(values).all()]
+        names = ("time", *known)
+        tables[kind].add_many(steps[rows], names, np.stack([of_kind[name] for name in names], axis=1))
+    return True
 
 
 def number(value: object) -> float:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.dashboard import metric_texts
-from headwater.dashboard.record_log import RecordLog
+from headwater.dashboard.record_log import KINDS, RecordLog, Table, take_many
 from headwater.dashboard.series import Buckets, sampled
 from headwater.dashboard.timeline import merged
 from headwater.observe.run_directory import RunDirectory
@@ -82,6 +82,40 @@ def test_many_steps_are_sampled_in_time_order(tmp_path, num_steps):
     assert answer["steps"] == sorted(answer["steps"])
     assert max(answer["series"]["x"]["max"]) == 1.0, "a single spike is not lost"
     assert answer["steps"][-1] == num_steps - 1
+
+
+_VALUES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text("1aé", max_size=2)
+_RECORDS = st.fixed_dictionaries(
+    {"kind": st.sampled_from(["train", "eval", "train", "warm_start", "resume", "x"]), "step": st.integers(-1, 9)},
+    optional={"time": _VALUES, "a": st.floats(-1, 1), "b": _VALUES, "c": st.integers(0, 3)},
+)
+
+
+@given(st.lists(_RECORDS, max_size=12), st.booleans())
+def test_many_lines_are_parsed_as_one_by_one(records, is_sorted):
+    if is_sorted:
+        records = [record | {"step": place} for place, record in enumerate(records)]
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    together = {kind: Table() for kind in KINDS}
+    if not take_many(lines, together):
+        assert not any(map(len, together.values())), "all or nothing"
+        return
+    log = RecordLog(Path("/nowhere"))
+    for line in lines.splitlines():
+        log._take(line)
+    for kind, table in together.items():
+        assert table.steps().tolist() == log.tables[kind].steps().tolist()
+        for name in ("time", "a", "b", "c"):
+            np.testing.assert_array_equal(table.column(name), log.tables[kind].column(name))
+
+
+def test_ordinary_lines_are_parsed_together():
+    lines = [{"kind": "train", "step": step, "time": 1.5, "a": step, "b": step / 2} for step in range(1, 50)]
+    lines.insert(7, {"kind": "eval", "step": 7, "time": 2, "reward/mean": 0.5})
+    tables = {kind: Table() for kind in KINDS}
+    assert take_many("".join(json.dumps(line) + "\n" for line in lines).encode(), tables)
+    assert tables["train"].column("b").tolist() == [step / 2 for step in range(1, 50)]
+    assert list(tables["eval"].names()) == ["reward/mean"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["train", "eval", "resume"]), st.integers(-1, 6)), max_size=25))
