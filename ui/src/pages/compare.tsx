@@ -1,11 +1,11 @@
 // Several runs over one another, and what their recipes have different.
 import { useState } from "preact/hooks";
-import type { Diff, Keys, Maybe, Metrics, WithProblems } from "../api";
+import type { Diff, Keys, Maybe, Metrics, Runs, WithProblems } from "../api";
 import { askMetrics, useAnswer, useLoad } from "../client";
 import { setting } from "../format";
 import { Chart, PLAIN, type View } from "../parts/chart";
 import { Choice } from "../parts/small";
-import { Empty, Shown } from "../parts/states";
+import { Empty, Problems, Shown } from "../parts/states";
 import { ViewControls } from "../parts/view";
 import { href, type Place, setQuery } from "../router";
 
@@ -15,6 +15,7 @@ export function ComparePage({ place }: { place: Place }) {
   const runs = (place.query.get("runs") ?? "").split(",").filter(Boolean);
   const [view, setView] = useState<View>(PLAIN);
   const first = runs[0] ?? null;
+  const all = useAnswer<Runs>(["runs"], {}, ["gone"]);
   const keys = useAnswer<Keys>(first ? ["runs", first, "keys"] : null);
   if (runs.length < 2) {
     return (
@@ -54,6 +55,7 @@ export function ComparePage({ place }: { place: Place }) {
           onChange={(key) => key && setQuery({ keys: [key, ...extra].join(",") })}
         />
       </div>
+      <Problems of={{ problems: all.data ? runs.filter((run) => !all.data?.runs.some((each) => each.name === run)).map((run) => `There is no run ${run}.`) : [] }} />
       <div class="charts">
         {shown.map((key) => (
           <Overlay key={key} name={key} text={names.get(key) ?? ""} runs={runs} view={view} />

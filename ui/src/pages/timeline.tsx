@@ -161,6 +161,7 @@ function Bars({ data, shown, setWindow }: { data: Timeline; shown: Span; setWind
         <span class="num">
           {duration(from)} – {duration(to)} <span class="muted">of {duration(end - first)}</span>
         </span>
+        <span class="muted small">Drag to move, Ctrl and the wheel to zoom</span>
         <span class="spacer" />
         <button type="button" onClick={() => move(-0.5)} aria-label="Earlier">◀</button>
         <button type="button" onClick={() => move(0.5)} aria-label="Later">▶</button>

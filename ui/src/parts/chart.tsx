@@ -42,6 +42,10 @@ function aroundValues(_: uPlot, low: number | null, high: number | null): [numbe
   return [low - (high - low) * 0.06, high + (high - low) * 0.06];
 }
 
+function lastOf(values: Maybe[]): Maybe {
+  return values.findLast((value) => value !== null) ?? null;
+}
+
 const SYNC = uPlot.sync("headwater");
 
 interface Props {
@@ -189,7 +193,7 @@ export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, h
             <button type="button" class="key" title={curve.text || undefined} aria-pressed={!hidden.includes(curve.label)} onClick={() => toggle(curve.label)}>
               <span class="swatch" aria-hidden="true" style={{ background: colourAt(curve.colour ?? index) }} />
               <span>{curve.label}</span>
-              <span class="num value">{curve.values.length ? format(curve.values[place]) : NONE}</span>
+              <span class="num value">{at === null ? format(lastOf(curve.values)) : curve.values.length ? format(curve.values[place]) : NONE}</span>
             </button>
           </li>
         ))}
