@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pyarrow.parquet as pq
 import pytest
+from aiohttp import web
 from dashboard.parts import COUNTS, add_metrics, make_run, served
+
+from headwater.dashboard.servers import server_states
 
 
 def test_runs_are_listed_with_what_matters(client):
@@ -76,6 +81,32 @@ def test_the_doctors_findings_and_the_engine(client):
     engine = client.get("/runs/first/engine")
     assert engine["engine"]["kv_used"] == 0.4
     assert (engine["engine"]["num_running"], engine["is_live"]) == (3, False)
+
+
+def test_the_state_of_running_servers():
+    """A server that answers as ``headwater serve`` does, and one that is not there."""
+
+    async def check() -> None:
+        app = web.Application()
+        numbers = {"version": 4, "num_running": 2, "num_waiting": 0, "kv_pages_total": 8, "kv_pages_used": 2}
+        app.router.add_get("/metrics.json", lambda request: _json(numbers))
+        app.router.add_get("/v1/models", lambda request: _json({"data": [{"id": "tiny"}]}))
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        alive, gone = (await server_states([f"http://127.0.0.1:{port}", "http://127.0.0.1:9"], ""))["servers"]
+        assert (alive["version"], alive["model"], alive["kv_used"], alive["num_running"]) == (4, "tiny", 0.25, 2)
+        assert (gone["is_alive"], gone["version"]) == (False, None)
+        assert gone["error"]
+        await runner.cleanup()
+
+    asyncio.run(check())
+
+
+async def _json(content):
+    return web.json_response(content)
 
 
 def test_a_single_run_is_shown_alone(runs_dir):
