@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwater.core.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from headwater.dashboard.runs import Runs
 
 HELP = (
     "Open a local web page that shows runs, live or finished: curves, timeline, the doctor's findings, and every "
@@ -59,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     return _serve(Runs(place), args)
 
 
-def _export(runs, file: Path, rollout: str | None) -> int:  # type: ignore[no-untyped-def]
+def _export(runs: Runs, file: Path, rollout: str | None) -> int:
     from headwater.dashboard.answers import Answers
     from headwater.dashboard.assets import Assets
     from headwater.dashboard.errors import Refused
@@ -78,7 +82,7 @@ def _export(runs, file: Path, rollout: str | None) -> int:  # type: ignore[no-un
     return 0
 
 
-def _serve(runs, args: argparse.Namespace) -> int:  # type: ignore[no-untyped-def]
+def _serve(runs: Runs, args: argparse.Namespace) -> int:
     import secrets
 
     from headwater.dashboard.listen import bind, serve

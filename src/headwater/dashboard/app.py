@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from aiohttp import web
 
 from headwater.dashboard.answers import Answers
 from headwater.dashboard.assets import INDEX, Asset, Assets
+from headwater.dashboard.encoding import encoded
 from headwater.dashboard.errors import Refused, not_found
 from headwater.dashboard.events import STOPPING, stream
 from headwater.dashboard.export import export
@@ -127,14 +127,6 @@ class Dashboard:
         if path.startswith(("api/", "api")) or "." in path.rpartition("/")[2]:
             raise not_found(f"There is nothing at {request.path[:200]}.")
         return _file(self._assets.files[INDEX])
-
-
-def encoded(answer: Any) -> bytes:
-    """Strict JSON: the page could not read NaN. Half of a surrogate pair, which UTF-8 does not have, stays escaped."""
-    try:
-        return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        return json.dumps(answer, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _file(asset: Asset) -> web.Response:

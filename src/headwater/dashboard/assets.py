@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import HeadwaterError
+from headwater.dashboard.encoding import encoded
 
 FOLDER = Path(__file__).with_name("assets")
 INDEX = "index.html"
@@ -66,7 +66,7 @@ class Assets:
         )
         head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         page = re.sub(r"(<head\b[^>]*>)", lambda match: f"{match[1]}{head}", page, count=1)
-        data = json.dumps(answers, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        data = encoded(answers).decode()
         # In the data, no text can end the element that holds it, or begin a comment.
         data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
         holder = f'<script type="application/json" id="headwater-data">{data}</script>'

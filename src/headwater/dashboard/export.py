@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from headwater.dashboard.answers import Answers
 from headwater.dashboard.assets import Assets
+from headwater.dashboard.encoding import encoded
 from headwater.dashboard.errors import Refused
 from headwater.dashboard.rollout_files import SOURCES, Source
-from headwater.dashboard.rollout_view import find, run_source
+from headwater.dashboard.rollout_view import find
 from headwater.dashboard.runs import Run
 
 _STEPS = 5
 _ROLLOUTS_PER_STEP = 50
+_MOST_SIBLINGS = 32
 _MOST_BYTES = 40 << 20
 _WHOLE = ("", "config", "keys", "staleness", "stages", "ledger", "doctor", "engine", "timeline")
 
@@ -34,12 +36,21 @@ class Export:
         key = key_of(f"/api/runs/{self._run.name}{f'/{what}' if what else ''}", parameters)
         if key not in self.collected:
             try:
-                self.collected[key] = self._answers.of_run(self._run.name, what, parameters)
+                answer = self._answers.of_run(self._run.name, what, parameters)
+                self._num_bytes += len(encoded(answer))
+                self.collected[key] = answer
             except Refused as refused:
                 if refused.code == "unknown_run":
                     raise
                 return None
         return self.collected[key]
+
+    def needed(self, what: str, **given: object) -> Any:
+        """Like ``add``, but raise ``Refused`` if there is no answer."""
+        answer = self.add(what, **given)
+        if answer is None:
+            return self._answers.of_run(self._run.name, what, {name: str(value) for name, value in given.items()})
+        return answer
 
     def curves(self) -> None:
         keys = self.add("keys")
@@ -48,6 +59,9 @@ class Export:
             self.add("metrics", keys=each["key"], **kind)
 
     def rollout(self, id: str) -> None:
+        """One rollout with its tokens and its group, unless the file is large already."""
+        if self._num_bytes > _MOST_BYTES:
+            return
         shown = self.add("rollout", id=id)
         self.add("tokens", id=id)
         self.add("mismatches", id=id)
@@ -77,35 +91,41 @@ def export(answers: Answers, assets: Assets, name: str, rollout: str | None = No
     run = answers.runs.get(name)
     made = Export(answers, run)
     if rollout is None:
-        for what in _WHOLE:
-            made.add(what)
-        made.curves()
-        for source in SOURCES:
-            steps = made.add("steps", **_told(source))
-            chosen = _chosen([each["step"] for each in steps["steps"]]) if steps else []
-            # The page offers these steps only.
-            for each in steps or ():
-                if each == "steps":
-                    steps["steps"] = [one for one in steps["steps"] if one["step"] in chosen]
-            for step in chosen:
-                made.step(source, step)
+        _add_run(made)
     else:
-        find(run, rollout)
-        for what in ("", "config", "ledger"):
-            made.add(what)
-        made.rollout(rollout)
-        if f"/api/runs/{name}/rollout?id={rollout}" not in made.collected:
-            answers.of_run(name, "rollout", {"id": rollout})  # raises what is wrong with it
-        shown = made.collected[f"/api/runs/{name}/rollout?id={rollout}"]
-        for sibling in shown["siblings"][:32]:
-            made.rollout(sibling["id"])
-        steps = made.add("steps", **_told(run_source(rollout)))
-        steps["steps"] = [one for one in steps["steps"] if one["step"] == shown["step"]]
+        _add_rollout(made, run, rollout)
     about = {"run": name, "rollout": rollout, "time": time.time()}
     info = {**answers.info(), "is_export": True, "exported": about, "servers": [], "runs_dir": "", "single_run": name}
     summary = made.collected[f"/api/runs/{name}"]
     summary["path"] = ""  # whoever gets the file need not know where it was
     return assets.with_data({"/api/info": info, "/api/runs": {"runs": [summary], "problems": []}, **made.collected})
+
+
+def _add_run(made: Export) -> None:
+    for what in _WHOLE:
+        made.add(what)
+    made.curves()
+    for source in SOURCES:
+        steps = made.add("steps", **_told(source))
+        chosen = _chosen([each["step"] for each in steps["steps"]])
+        _offer(steps, chosen)
+        for step in chosen:
+            made.step(source, step)
+
+
+def _add_rollout(made: Export, run: Run, id: str) -> None:
+    find(run, id)  # raises what is wrong with the id
+    for what in ("", "config", "ledger"):
+        made.add(what)
+    shown = made.needed("rollout", id=id)
+    for each in [id, *(sibling["id"] for sibling in shown["siblings"][:_MOST_SIBLINGS])]:
+        made.rollout(each)
+    _offer(made.add("steps", **_told(shown["source"])), [shown["step"]])
+
+
+def _offer(steps: dict[str, Any], chosen: Collection[int]) -> None:
+    """The page lists only the steps that are in the file."""
+    steps["steps"] = [each for each in steps["steps"] if each["step"] in chosen]
 
 
 def _chosen(steps: Iterable[int]) -> list[int]:
