@@ -1,6 +1,7 @@
 # make quickstart   set up, then train the quickstart recipe
 # make test         set up, then lint, type check and run the tests (minutes)
 # make test-all     set up, then the long tests, also with other projects' programs as clients
+# make ui           build the page of the dashboard after a change in ui/ (needs npm; its result is committed)
 # WORKERS=4         number of test processes (default 3: on two cores, one of them usually waits for something)
 PYTHON ?= python3
 VENV := .venv
@@ -22,7 +23,7 @@ WORKERS ?= 3
 # Every test process would otherwise compile all modules and rewrite the assertions of all tests, a quarter of a minute.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test fast-tests test-all lint style types setup setup-dev setup-clients setup-vllm setup-trackers bubblewrap install-bubblewrap clean
+.PHONY: quickstart test fast-tests test-all lint style types ui setup setup-dev setup-clients setup-vllm setup-trackers setup-browser bubblewrap install-bubblewrap clean
 
 quickstart: setup
 	@$(BIN)/headwater train quickstart
@@ -35,7 +36,7 @@ fast-tests: setup-dev
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 # Tests of one xdist_group share a server or another costly fixture, so one process runs them.
-test-all: setup-dev setup-clients setup-vllm setup-trackers
+test-all: setup-dev setup-clients setup-vllm setup-trackers setup-browser
 	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist loadgroup
 
 lint: style types
@@ -118,6 +119,20 @@ $(TRACKERS_STAMP):
 	@$(PYTHON) -m venv $(TRACKERS)
 	@$(TRACKERS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check trackio mlflow PyYAML rich
 	@touch $@
+
+# Users need no npm: what this builds is committed, and shipped in the wheel.
+ui:
+	@cd ui && npm ci --no-fund --no-audit --loglevel=error && npm run --silent check && npm run --silent build
+
+# Without it, the tests of the dashboard in a browser are skipped, and say so. Set-up never asks for a password or fails.
+setup-browser:
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
+	    || { echo "Installing Chromium, for the tests of the dashboard (a minute, 600 MB)"; \
+	    as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; export DEBIAN_FRONTEND=noninteractive; \
+	    { $$as_root apt-get install --yes --no-install-recommends chromium \
+	    || { $$as_root apt-get update && $$as_root apt-get install --yes --no-install-recommends chromium; }; } \
+	    < /dev/null > /dev/null 2>&1; } \
+	    || echo "*** Chromium could not be installed: the tests of the dashboard in a browser are SKIPPED"
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(VLLM) $(TRACKERS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

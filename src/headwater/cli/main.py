@@ -28,6 +28,7 @@ COMMANDS = {
     "recipes": "list the built-in recipes, or print one",
     "config": "show every setting of a recipe: its value, where it was set, and what it means",
     "doctor": "show whether a run is alive, what it waits for, and what usually helps",
+    "ui": "open a web page that shows runs, live or finished, down to single tokens",
     "fetch": "download a model that recipes can name",
 }
 

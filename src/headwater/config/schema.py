@@ -327,8 +327,8 @@ class TrainerConfig:
     save_rollouts_every_steps: Annotated[int, AtLeast(0, "use 0 to save none")] = 1
     """Write the rollouts of every Nth step to rollouts/*.parquet; 0 writes none."""
     save_learner_logprobs: bool = False
-    """Add the learner's log-probs to the saved rollouts and evaluations, in the column learner_logprobs. This computes
-    one more forward pass where training does not need it."""
+    """Add the learner's log-probs and entropies to the saved rollouts and evaluations, in the columns learner_logprobs
+    and entropies. This computes one more forward pass where training does not need it."""
     num_threads: Annotated[int, AtLeast(0, "use 0 for torch's choice")] = 0
     """Number of CPU threads that torch uses; 0 leaves the choice to torch."""
     trace: bool = False

@@ -85,9 +85,10 @@ class Diagnosis:
         return asdict(self) | {"is_healthy": self.is_healthy, "waits": waits}
 
 
-def examine(run: RunDirectory, *, verify: bool = False) -> Diagnosis:
-    """``verify`` compares the contents of all checkpoints, which reads them completely, whatever their size."""
-    evidence = gather(run, verify=verify)
+def examine(run: RunDirectory, *, verify: bool = False, most_bytes: int | None = None) -> Diagnosis:
+    """``verify`` compares the contents of all checkpoints, which reads them completely, whatever their size. Otherwise
+    this is done if they have at most ``most_bytes`` in total (None: 8 GiB)."""
+    evidence = gather(run, verify=verify, most_bytes=most_bytes)
     life = life_of(evidence)
     status = evidence.status
     return Diagnosis(

@@ -8,11 +8,12 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from headwater.config.checks import named_sources
-from headwater.config.load import load_config
+from headwater.config.load import LoadedConfig, load_config
 from headwater.config.paths import is_whole
 from headwater.config.schema import Config
 from headwater.core.errors import HeadwaterError, RunError
@@ -131,11 +132,11 @@ class Evidence:
         return sum(spent) / sum(step_s) if spent and sum(step_s) > 0 else None
 
 
-def gather(run: RunDirectory, *, verify: bool = False) -> Evidence:
+def gather(run: RunDirectory, *, verify: bool = False, most_bytes: int | None = None) -> Evidence:
     """Read everything. A file that cannot be read is reported in ``damage``; the others are still used.
 
-    The contents of checkpoints are compared with their manifests if they are small or ``verify`` is true, and otherwise
-    only the sizes of their files.
+    The contents of checkpoints are compared with their manifests if they have at most ``most_bytes`` in total (None: 8
+    GiB) or ``verify`` is true, and otherwise only the sizes of their files.
     """
     damage: list[str] = []
     status = ledger = None
@@ -149,12 +150,13 @@ def gather(run: RunDirectory, *, verify: bool = False) -> Evidence:
         damage.append(str(error))
     config = None
     try:
-        config = load_config(run.config_file, was_accepted=True).config
+        file = run.config_file.stat()
+        config = recorded_config(run.config_file, file.st_mtime_ns, file.st_size).config
     except (HeadwaterError, OSError, ValueError) as error:
         damage.append(f"{run.config_file} cannot be read by this version: {str(error).splitlines()[0]}")
     steps = run.checkpoint_steps()
     sizes = {step: num_bytes(run.checkpoint(step)) for step in steps}
-    is_verified = verify or sum(sizes.values()) <= _QUICK_BYTES
+    is_verified = verify or sum(sizes.values()) <= (_QUICK_BYTES if most_bytes is None else most_bytes)
     return Evidence(
         run=run,
         now=time.time(),
@@ -173,6 +175,12 @@ def gather(run: RunDirectory, *, verify: bool = False) -> Evidence:
         is_verified=is_verified,
         free_bytes=shutil.disk_usage(run.path).free,
     )
+
+
+@lru_cache(maxsize=64)
+def recorded_config(path: Path, changed_ns: int, num_bytes: int) -> LoadedConfig:
+    """The settings in ``path``. They are read again when the file has changed."""
+    return load_config(path, was_accepted=True)
 
 
 def _checkpoint_damage(run: RunDirectory, steps: Sequence[int], *, contents: bool) -> dict[int, tuple[Damage, ...]]:

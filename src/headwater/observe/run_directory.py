@@ -41,8 +41,8 @@ class MetricsRecord:
 
 
 class RunDirectory:
-    """``runs/<name>/``: config.yaml, run_id, metrics.jsonl, ledger.jsonl, status.json, writer.lock, reward.png, the
-    folders rollouts, eval and checkpoints, and trace.json if ``trainer.trace`` is set."""
+    """``runs/<name>/``: config.yaml, run_id, metrics.jsonl, ledger.jsonl, status.json, writer.lock, reward.png,
+    tokens.parquet, the folders rollouts, eval and checkpoints, and trace.json if ``trainer.trace`` is set."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,6 +136,11 @@ class RunDirectory:
     def free_trace_file(self) -> Path:
         """``trace.json``, or a numbered name if an earlier part of the run has written one."""
         return self.free_file(".", "trace", ".json")
+
+    @property
+    def tokens_file(self) -> Path:
+        """The bytes of every token of the vocabulary, so that rollouts can be shown without the model's tokenizer."""
+        return self.path / "tokens.parquet"
 
     @property
     def curve_file(self) -> Path:

@@ -33,6 +33,8 @@ _LAST_READ_LIMIT_S = 5.0
 RunState = Literal["running", "finished", "interrupted", "failed"]
 FailureKind = Literal["", "disk_full", "other"]
 """Why a run failed, as far as that decides what to do next; empty if it did not fail."""
+ENGINE_FIELDS = ("num_running", "num_waiting", "is_paused", "is_asleep", "metrics")
+"""What ``engine`` has in the file, of ``EngineStatus``."""
 COUNTS = ("dispatched", "trained", "dropped", "buffered", "in_flight")
 
 
@@ -100,6 +102,8 @@ class RunStatus:
     reward_failures: Mapping[str, Drops] = field(default_factory=dict)
     """Failed scoring calls by cause."""
     engine_restarts: int = 0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """``ENGINE_FIELDS`` of what generates; empty in files of earlier versions."""
     servers: tuple[ServerStatus, ...] = ()
     """The servers that generate, if there are several."""
     num_ranks: int = 1
@@ -142,9 +146,9 @@ class StatusFile:
     ``read`` is called on the writing thread and returns values that JSON can hold. The doctor uses ``step``,
     ``total_steps``, ``version``, ``ledger`` (counts), ``oldest`` (see ``RunningGroup``), ``episodes`` (counts by
     stage), ``capacity``, ``drops`` (kind to count and message), ``reward_failures`` (cause to count and message),
-    ``engine_restarts``, ``servers`` (see ``ServerStatus``), ``learner`` (see ``LearnerStatus``), ``notices``
-    (texts) and ``stage`` (see ``StageProgress``). All of them are optional. If ``read`` raises, the file keeps the
-    values of the last successful call.
+    ``engine`` (see ``ENGINE_FIELDS``), ``engine_restarts``, ``servers`` (see ``ServerStatus``), ``learner`` (see
+    ``LearnerStatus``), ``notices`` (texts) and ``stage`` (see ``StageProgress``). All of them are optional. If ``read``
+    raises, the file keeps the values of the last successful call.
     """
 
     def __init__(self, path: Path, read: Callable[[], Mapping[str, Any]], every_s: float = HEARTBEAT_S) -> None:
@@ -293,6 +297,7 @@ def _parse(content: dict[str, Any]) -> RunStatus:
             for cause, each in content.get("reward_failures", {}).items()
         },
         engine_restarts=int(content.get("engine_restarts", 0)),
+        engine=dict(content.get("engine", {})),
         servers=tuple(_server(each) for each in content.get("servers", ())),
         num_ranks=int(content.get("learner", {}).get("num_ranks", 1)),
         ranks=tuple(_rank(each) for each in content.get("learner", {}).get("ranks", ())),

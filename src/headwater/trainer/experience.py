@@ -33,7 +33,7 @@ from headwater.core.records import MAX_REWARD, REWARD_RULE, Answer, Trajectory
 from headwater.rollout.group import RolloutBatch
 from headwater.rollout.padding import add_to_scores, pad_trajectories, score_column
 
-LEARNER_LOGPROBS = "learner_logprobs"
+LEARNER_LOGPROBS, ENTROPIES = "learner_logprobs", "entropies"
 _SAVED = ("advantages", "returns", "values", "reference_logprobs")
 """The columns of an experience that the files of rollouts contain."""
 
@@ -142,17 +142,18 @@ class ExperienceMaker:
             return {}
         saved = {name: columns[name] for name in _SAVED if name in columns}
         if "logprobs" in columns:
-            return {**saved, LEARNER_LOGPROBS: columns["logprobs"]}
+            return {**saved, LEARNER_LOGPROBS: columns["logprobs"], ENTROPIES: columns["entropy"]}
         return {**saved, **self._learner_logprobs(data)}
 
     def saved_of(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-        """Columns for the files of evaluations: the learner's log-probs, if the config asks for them."""
+        """Columns for the files of evaluations: the learner's log-probs and entropies, if the config asks for them."""
         return self._learner_logprobs(pad_trajectories(trajectories, self.pad_token_id))
 
     def _learner_logprobs(self, data: DataProto) -> dict[str, Tensor]:
         if not self.config.trainer.save_learner_logprobs:
             return {}
-        return {LEARNER_LOGPROBS: self.learner.compute(data, ["logprobs"])["logprobs"]}
+        computed = self.learner.compute(data, ["logprobs"])
+        return {LEARNER_LOGPROBS: computed["logprobs"], ENTROPIES: computed["entropy"]}
 
     def _compute(self, batch: RolloutBatch, data: DataProto) -> Mapping[str, Tensor]:
         """Everything that needs a model, in one call of the learner."""

@@ -17,7 +17,7 @@ from headwater.core.records import Prompt, Trajectory
 from headwater.observe.manifest import seal
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
-from headwater.observe.status_file import StatusFile
+from headwater.observe.status_file import ENGINE_FIELDS, StatusFile
 from headwater.observe.trackers import Trackers
 from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.source import PromptStream
@@ -153,7 +153,9 @@ class Trainer:
 
     def _engine_status(self) -> dict[str, Any]:
         now = self._parts.engine.status()
-        return {"engine_restarts": now.num_restarts, "servers": [asdict(each) for each in now.servers]}
+        engine = {name: getattr(now, name) for name in ENGINE_FIELDS}
+        servers = [asdict(each) for each in now.servers]
+        return {"engine": engine, "engine_restarts": now.num_restarts, "servers": servers}
 
     def _warm_start_stage(self) -> dict[str, Any] | None:
         """The progress of the warm start while it lasts. Its steps are not steps of the run."""
@@ -178,6 +180,7 @@ class Trainer:
             run, folder = self._config.run, self._run.path / "trackers"
             self._trackers.start(asdict(self._config), self._run.path.name, project=run.project, folder=folder)
             try:
+                self._recorder.tokens(self._parts.tokenizer)
                 self._prepare()
                 if not self._config.eval.only:
                     self._train()

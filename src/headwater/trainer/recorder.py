@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from headwater.core.disk import disk_full
-from headwater.core.records import Prompt, Trajectory
+from headwater.core.records import Prompt, TokenArrays, Trajectory
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import MetricsRecord, RunDirectory
 from headwater.observe.spans import Spans, StageClock
@@ -25,13 +23,19 @@ from headwater.observe.trace import Trace
 from headwater.rollout.group import RolloutBatch, num_replies, num_turns
 from headwater.rollout.snapshot import Books
 from headwater.trainer.evaluate import Evaluation
+from headwater.trainer.experience import LEARNER_LOGPROBS
 from headwater.trainer.metrics import FAILED_CALLS, RunFacts, StageMemory, shown_metrics, step_metrics
+from headwater.trainer.token_table import write_table, write_tokens
 from headwater.trainer.warm_start import WarmStartResult
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headwater.observe.trackers import Trackers
+
+
+_GROUP_TOKENS = 1 << 20
+"""About how many tokens a row group of a rollout file has."""
 
 
 class Recorder:
@@ -82,6 +86,11 @@ class Recorder:
         self._reporter: Reporter | None = None
         self._memory = StageMemory()
         self._clock = StageClock(self._memory.leave)
+
+    def tokens(self, tokenizer: Any) -> None:
+        """Save the bytes of the vocabulary, once per run."""
+        if not self._run.tokens_file.exists():
+            write_tokens(self._run.tokens_file, tokenizer)
 
     def resumed(self, step: int) -> None:
         """Everything that was recorded after ``step`` is no longer valid."""
@@ -238,7 +247,9 @@ def write_rollouts(
     ``response`` is everything after the prompt as text; ``messages`` is the whole conversation, as JSON. ``num_turns``
     counts the model's messages, and ``ended_by`` is what the workflow noted. What the scorer returned beside the reward
     is in columns ``reward_<name>``. ``token_columns``, ``[trajectories, response]``, become lists with one value per
-    token of prompt and response, 0 in the prompt.
+    token of prompt and response, 0 in the prompt. ``logprob_gap`` is the largest difference between the learner's
+    log-probs and those of the engine. Like the numbers of tokens and calls, it is there so that a reader can sort and
+    filter without the lists.
     """
     rows = [
         {
@@ -254,6 +265,9 @@ def write_rollouts(
             "stop_reason": trajectory.stop_reason,
             "num_turns": num_turns(trajectory),
             "prompt_length": trajectory.prompt_length,
+            "response_length": len(trajectory.tokens) - trajectory.prompt_length,
+            "num_tool_calls": _count(trajectory.info.get("num_tool_calls")),
+            "num_failed_calls": _count(trajectory.info.get("tool_failures")),
             "info": _to_json(dict(trajectory.info)),
         }
         for prompt, trajectory in rollouts
@@ -265,21 +279,33 @@ def write_rollouts(
     for name in dict.fromkeys(name for info in infos for name in info):
         table = table.append_column(f"reward_{name}", _column([info.get(name) for info in infos]))
     arrays = [trajectory.arrays for _, trajectory in rollouts]
+    table = table.append_column("turn_rewards", _lists([np.array(each.turn_rewards, float) for _, each in rollouts]))
     # Converting lists one value at a time would take seconds for long responses.
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
         table = table.append_column(name, _lists([getattr(each, name) for each in arrays]))
     for name, values in token_columns.items():
         of_each = zip((each for _, each in rollouts), values.float().numpy(), strict=True)
-        table = table.append_column(name, _lists([_of_all_tokens(each, row) for each, row in of_each]))
-    temporary = path.with_name(f".{path.name}")
-    try:
-        pq.write_table(table, temporary)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        if (full := disk_full(error, path, "the rollouts")) is not None:
-            raise full from error
-        raise
+        lists = [_of_all_tokens(each, row) for each, row in of_each]
+        table = table.append_column(name, _lists(lists))
+        if name == LEARNER_LOGPROBS:
+            gaps = [_largest_gap(each, its) for each, its in zip(arrays, lists, strict=True)]
+            table = table.append_column("logprob_gap", pa.array(gaps, pa.float64()))
+    num_tokens = sum(len(each.tokens) for each in arrays)
+    # A reader of one rollout reads its whole row group.
+    rows_per_group = max(1, _GROUP_TOKENS * len(rollouts) // max(1, num_tokens))
+    write_table(table, path, "the rollouts", rows_per_group)
+
+
+def _count(noted: object) -> int:
+    """A number that a workflow noted, or the sum of numbers by name; 0 if it noted none."""
+    if isinstance(noted, Mapping):
+        return sum(_count(each) for each in noted.values())
+    return noted if isinstance(noted, int) else 0
+
+
+def _largest_gap(arrays: TokenArrays, learner: NDArray[Any]) -> float | None:
+    trained = arrays.loss_mask != 0
+    return float(np.abs(learner - arrays.logprobs)[trained].max()) if trained.any() else None
 
 
 def _column(values: Sequence[Any]) -> pa.Array:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 import tiny
+import torch
 from rich.console import Console
 
 from headwater.core.records import DropKind
@@ -232,6 +233,38 @@ def test_what_a_scorer_returns_beside_the_reward_becomes_columns_and_metrics(tmp
     pieces = [(tiny.prompt(), tiny.trajectory(seed, sample=0, reward=seed)) for seed in (1, 2)]
     other = (tiny.prompt(), tiny.trajectory(3, sample=1, reward=4.5))
     assert reward_metrics([*pieces, other]) == {"reward/arithmetic/mean": 3.0}, "pieces of an episode count once"
+
+
+def test_numbers_to_sort_by_are_saved_beside_the_lists(tmp_path):
+    made = [tiny.trajectory(seed, sample=seed) for seed in range(3)]
+    info = {"num_tool_calls": 3, "tool_failures": {"raised": 1, "timed_out": 1}}
+    rest = (0.0,) * (len(made[0].turn_ends) - 1)
+    made[0] = replace(made[0], info=info, turn_rewards=(made[0].reward, *rest))
+    width = max(len(each.tokens) - each.prompt_length for each in made)
+    columns = {"learner_logprobs": torch.full((3, width), -2.0)}
+    write_rollouts(tmp_path / "r.parquet", 4, [(tiny.prompt(), each) for each in made], columns)
+    rows = pq.read_table(tmp_path / "r.parquet").to_pylist()
+    assert [row["num_tool_calls"] for row in rows] == [3, 0, 0]
+    assert [row["num_failed_calls"] for row in rows] == [2, 0, 0]
+    for row, each in zip(rows, made, strict=True):
+        assert row["response_length"] == len(each.tokens) - each.prompt_length
+        assert row["turn_rewards"] == list(each.turn_rewards)
+        trained = [value for value, kept in zip(each.logprobs, each.loss_mask, strict=True) if kept]
+        assert row["logprob_gap"] == (pytest.approx(max(abs(-2.0 - value) for value in trained)) if trained else None)
+
+
+def test_the_bytes_of_the_vocabulary_are_saved_once(recorder, run):
+    recorder.tokens(tiny.tokenizer())
+    table = pq.read_table(run.tokens_file)
+    text = "1+1= é🙂"
+    tokens = tiny.tokenizer().encode(text, add_special_tokens=False)
+    pieces = table["bytes"].to_pylist()
+    assert b"".join(pieces[token] for token in tokens).decode() == text
+    assert table["is_special"].to_pylist()[tiny.tokenizer().eos_token_id]
+    assert table.schema.metadata[b"is_exact"] == b"1"
+    before = run.tokens_file.stat().st_mtime_ns
+    recorder.tokens(tiny.tokenizer())
+    assert run.tokens_file.stat().st_mtime_ns == before
 
 
 def test_a_response_of_several_turns_is_the_whole_conversation(tmp_path):

@@ -1,0 +1,136 @@
+"""A run, or one rollout, as a single HTML file: the page with the answers that it would ask a server for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from headwater.dashboard.answers import Answers
+from headwater.dashboard.assets import Assets
+from headwater.dashboard.encoding import encoded
+from headwater.dashboard.errors import Refused
+from headwater.dashboard.rollout_files import SOURCES, Source
+from headwater.dashboard.rollout_view import find
+from headwater.dashboard.runs import Run
+
+_STEPS = 5
+_ROLLOUTS_PER_STEP = 50
+_MOST_SIBLINGS = 32
+_MOST_BYTES = 40 << 20
+_WHOLE = ("", "config", "keys", "staleness", "stages", "ledger", "doctor", "engine", "timeline")
+
+
+class Export:
+    """Collects answers under the keys by which the page looks them up (docs/dashboard.md)."""
+
+    def __init__(self, answers: Answers, run: Run) -> None:
+        self._answers = answers
+        self._run = run
+        self.collected: dict[str, Any] = {}
+        self._num_bytes = 0
+
+    def add(self, what: str, **given: object) -> Any:
+        """The answer to ``/api/runs/RUN/what``. One that fails is left out, and the page says that it is missing."""
+        parameters = {name: str(value) for name, value in given.items()}
+        key = key_of(f"/api/runs/{self._run.name}{f'/{what}' if what else ''}", parameters)
+        if key not in self.collected:
+            try:
+                answer = self._answers.of_run(self._run.name, what, parameters)
+                self._num_bytes += len(encoded(answer))
+                self.collected[key] = answer
+            except Refused as refused:
+                if refused.code == "unknown_run":
+                    raise
+                return None
+        return self.collected[key]
+
+    def needed(self, what: str, **given: object) -> Any:
+        """Like ``add``, but raise ``Refused`` if there is no answer."""
+        answer = self.add(what, **given)
+        if answer is None:
+            return self._answers.of_run(self._run.name, what, {name: str(value) for name, value in given.items()})
+        return answer
+
+    def curves(self) -> None:
+        keys = self.add("keys")
+        for each in (each for group in keys["groups"] for each in group["keys"]):
+            kind = {} if each["kind"] == "train" else {"kind": each["kind"]}
+            self.add("metrics", keys=each["key"], **kind)
+
+    def rollout(self, id: str) -> None:
+        """One rollout with its tokens and its group, unless the file is large already."""
+        if self._num_bytes > _MOST_BYTES:
+            return
+        shown = self.add("rollout", id=id)
+        self.add("tokens", id=id)
+        self.add("mismatches", id=id)
+        if shown is not None:
+            self.add("group", step=shown["step"], uid=shown["uid"], **_told(shown["source"]))
+
+    def step(self, source: Source, step: int) -> None:
+        """The rollouts of one step: those that its first page lists."""
+        listed = self.add("rollouts", step=step, **_told(source))
+        self.add("groups", step=step, **_told(source))
+        for each in (listed or {}).get("rollouts", [])[:_ROLLOUTS_PER_STEP]:
+            self.rollout(each["id"])
+
+
+def _told(source: str) -> dict[str, str]:
+    """A parameter that has its default is not part of a key."""
+    return {} if source == "train" else {"source": source}
+
+
+def key_of(path: str, given: Mapping[str, str]) -> str:
+    pairs = "&".join(f"{name}={value}" for name, value in sorted(given.items()))
+    return f"{path}?{pairs}" if pairs else path
+
+
+def export(answers: Answers, assets: Assets, name: str, rollout: str | None = None) -> str:
+    """The HTML text. Of a run, the rollouts of a few steps are in it; of a rollout, that one and its group."""
+    run = answers.runs.get(name)
+    made = Export(answers, run)
+    if rollout is None:
+        _add_run(made)
+    else:
+        _add_rollout(made, run, rollout)
+    about = {"run": name, "rollout": rollout, "time": time.time()}
+    info = {**answers.info(), "is_export": True, "exported": about, "servers": [], "runs_dir": "", "single_run": name}
+    summary = made.collected[f"/api/runs/{name}"]
+    summary["path"] = ""  # whoever gets the file need not know where it was
+    return assets.with_data({"/api/info": info, "/api/runs": {"runs": [summary], "problems": []}, **made.collected})
+
+
+def _add_run(made: Export) -> None:
+    for what in _WHOLE:
+        made.add(what)
+    made.curves()
+    for source in SOURCES:
+        steps = made.add("steps", **_told(source))
+        chosen = _chosen([each["step"] for each in steps["steps"]])
+        _offer(steps, chosen)
+        for step in chosen:
+            made.step(source, step)
+
+
+def _add_rollout(made: Export, run: Run, id: str) -> None:
+    find(run, id)  # raises what is wrong with the id
+    for what in ("", "config", "ledger"):
+        made.add(what)
+    shown = made.needed("rollout", id=id)
+    for each in [id, *(sibling["id"] for sibling in shown["siblings"][:_MOST_SIBLINGS])]:
+        made.rollout(each)
+    _offer(made.add("steps", **_told(shown["source"])), [shown["step"]])
+
+
+def _offer(steps: dict[str, Any], chosen: Collection[int]) -> None:
+    """The page lists only the steps that are in the file."""
+    steps["steps"] = [each for each in steps["steps"] if each["step"] in chosen]
+
+
+def _chosen(steps: Iterable[int]) -> list[int]:
+    """A few steps from the first to the last."""
+    known = list(steps)
+    if len(known) <= _STEPS:
+        return known
+    return sorted({known[round(place * (len(known) - 1) / (_STEPS - 1))] for place in range(_STEPS)})

@@ -1,0 +1,119 @@
+"""A real browser on a real ``headwater ui``, for tests of the dashboard's page."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+from command import ROOT
+
+LIMIT_S = 40.0
+"""Generous: tests share the machine with other work."""
+
+AXE = ROOT / "tests" / "data" / "axe.min.js"
+
+
+def chromium() -> str:
+    """The browser of the system. ``make setup-browser`` installs it on Debian."""
+    told = os.environ.get("HEADWATER_CHROMIUM")
+    found = told or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no Chromium: make setup-browser, or set HEADWATER_CHROMIUM")
+    return found
+
+
+class Dashboard:
+    """``headwater ui`` as a separate process, at any free port."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        command = ["-m", "headwater", "ui", folder, "--port", "0", "--no-browser", *arguments]
+        self._process = forked.popen(*command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.output: list[str] = []
+        self._found = threading.Event()
+        self.url = ""
+        threading.Thread(target=self._read, daemon=True).start()
+        if not self._found.wait(LIMIT_S):
+            raise AssertionError(f"headwater ui printed no address: {self.output}")
+        assert self.url, self.output
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.output.append(str(line))
+            if found := re.search(r"http://127\.0\.0\.1:\d+/\S*", str(line)):
+                self.url = found[0]
+                self._found.set()
+        self._found.set()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with api.sync_playwright() as playwright:
+        # A test may run as root, for which Chromium has no sandbox.
+        opened = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@contextlib.contextmanager
+def page_of(opened: Any, url: str, *, width: int = 1280, scheme: str = "light", **options: Any) -> Iterator[Any]:
+    """A new page. An error in it, or a request that leaves this machine, fails the test."""
+    context = opened.new_context(viewport={"width": width, "height": 860}, color_scheme=scheme, **options)
+    context.set_default_timeout(LIMIT_S * 1000)
+    page = context.new_page()
+    errors: list[str] = []
+    foreign: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: _note(errors, message))
+    page.on("request", lambda request: None if _is_near(request.url, url) else foreign.append(request.url))
+    page.goto(url)
+    yield page
+    context.close()
+    assert not errors, errors
+    assert not foreign, foreign
+
+
+def _note(errors: list[str], message: Any) -> None:
+    # The browser itself reports answers such as 404, which the page shows as sentences.
+    if message.type == "error" and "Failed to load resource" not in message.text:
+        errors.append(message.text)
+
+
+def _is_near(asked: str, url: str) -> bool:
+    return asked.startswith((url.split("?")[0].split("#")[0].rstrip("/"), "data:", "blob:"))
+
+
+def until(page: Any, expression: str, arg: object = None) -> None:
+    """Wait until an expression, or a function of ``arg``, is true in the page. Playwright's own wait needs ``eval``,
+    which the page forbids."""
+    deadline = time.monotonic() + LIMIT_S
+    while not page.evaluate(expression, arg):
+        assert time.monotonic() < deadline, f"not true in {LIMIT_S:.0f} s: {expression}"
+        page.wait_for_timeout(50)
+
+
+def serious_findings(page: Any) -> list[str]:
+    """What axe finds that is serious or critical: rule, element and reason."""
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    result = page.evaluate("async () => (await axe.run(document, {resultTypes: ['violations']})).violations")
+    return [
+        f"{each['id']} ({each['impact']}): {node['target']} {node['failureSummary']}"
+        for each in result
+        if each["impact"] in ("serious", "critical")
+        for node in each["nodes"][:3]
+    ]

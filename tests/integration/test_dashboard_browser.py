@@ -1,0 +1,455 @@
+"""The dashboard in a real Chromium, over real runs.
+
+HEADWATER_SCREENSHOTS=1 also writes the pictures of docs/dashboard.md and of the README.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from browsing import Dashboard, browser, page_of, serious_findings, until
+from command import CUT_DOWN, ROOT, headwater, start_headwater
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard_browser")]
+
+SCRIPT = "</pre><script>window.wasRun = 1</script><img src=x onerror='window.wasRun = 2'>"
+MILLION = 1_000_000
+PAGE_TOKENS = 4096
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Any]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, chrome: Any) -> Path:
+    """A folder with two real runs, one with a script in its texts, one with a huge rollout, and a damaged one."""
+    folder = tmp_path_factory.mktemp("dashboard") / "runs"
+    common = [*CUT_DOWN, "trainer.total_steps=3", "trainer.save_learner_logprobs=true", "trainer.trace=true",
+              "eval.every_steps=2", f"run.root={folder}"]  # fmt: skip
+    for name, rate in (("first", "1e-3"), ("second", "2e-3")):
+        trained = headwater("train", "quickstart", *common, f"run.name={name}", f"learner.learning_rate={rate}")
+        assert trained.code == 0, trained.stderr
+    for name in ("hostile", "huge", "damaged"):
+        shutil.copytree(folder / "first", folder / name)
+    make_hostile(folder / "hostile")
+    make_huge(folder / "huge")
+    make_damaged(folder / "damaged")
+    return folder
+
+
+def make_hostile(run: Path) -> None:
+    """Script where a model, a dataset or a log can put text."""
+    file = run / "rollouts" / "step_000003.parquet"
+    table = pq.read_table(file)
+    messages = json.dumps([{"role": "user", "content": SCRIPT}, {"role": "assistant", "content": SCRIPT}])
+    for name, text in (("prompt", SCRIPT), ("response", SCRIPT), ("messages", messages), ("ground_truth", SCRIPT)):
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, name, pa.array([text] * len(table), pa.string()))
+    pq.write_table(table, file)
+    status = json.loads((run / "status.json").read_text())
+    status["notices"] = [SCRIPT]
+    (run / "status.json").write_text(json.dumps(status))
+
+
+def make_huge(run: Path) -> None:
+    """One rollout with a million tokens more."""
+    file = run / "rollouts" / "step_000003.parquet"
+    rows = pq.read_table(file)
+    first = rows.slice(0, 1).to_pylist()[0]
+    length = len(first["tokens"])
+    for name, value in first.items():
+        if isinstance(value, list) and len(value) == length:
+            first[name] = value + [value[-1]] * MILLION
+    first["response_length"] += MILLION
+    pq.write_table(pa.Table.from_pylist([first], schema=rows.schema), file)
+
+
+def make_damaged(run: Path) -> None:
+    """A run that was copied while it was written."""
+    for name in ("metrics.jsonl", "status.json", "config.yaml", "ledger.jsonl"):
+        content = (run / name).read_bytes()
+        (run / name).write_bytes(content[: len(content) * 2 // 3])
+    file = run / "rollouts" / "step_000003.parquet"
+    file.write_bytes(file.read_bytes()[:500])
+
+
+@pytest.fixture(scope="module")
+def dashboard(runs: Path) -> Iterator[Dashboard]:
+    served = Dashboard(runs)
+    yield served
+    served.close()
+
+
+def names_of(page: Any) -> set[str]:
+    page.wait_for_selector("table.runs tbody tr")
+    return set(page.locator("table.runs tbody .row-link").all_inner_texts())
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return pq.read_table(file).to_pylist()
+
+
+def test_runs_are_listed_searched_and_compared(chrome: Any, dashboard: Dashboard) -> None:
+    with page_of(chrome, dashboard.url) as page:
+        assert names_of(page) == {"first", "second", "hostile", "huge", "damaged"}
+        page.get_by_label("Search runs").fill("sec")
+        until(page, "document.querySelectorAll('table.runs tbody tr').length === 1")
+        assert names_of(page) == {"second"}
+        page.get_by_label("Search runs").fill("no such run")
+        page.get_by_text("No run matches").wait_for()
+        page.get_by_label("Search runs").fill("")
+        page.get_by_label("Compare first").check()
+        page.get_by_label("Compare second").check()
+        page.get_by_role("link", name="Compare 2").click()
+        page.get_by_role("heading", name="Compare 2 runs").wait_for()
+        curves = page.locator("figure.chart", has_text="reward/mean").first
+        curves.wait_for()
+        assert curves.locator(".legend .key").all_inner_texts()[0].startswith("first")
+        difference = page.locator("table.diff tbody tr", has_text="learner.learning_rate")
+        difference.wait_for()
+        assert "0.001" in difference.inner_text()
+        assert "0.002" in difference.inner_text()
+
+
+def test_a_run_shows_its_numbers(chrome: Any, dashboard: Dashboard, runs: Path) -> None:
+    records = [json.loads(line) for line in (runs / "first" / "metrics.jsonl").read_text().splitlines()]
+    last = [each for each in records if each["kind"] == "train"][-1]
+    with page_of(chrome, f"{dashboard.url}#/run/first") as page:
+        page.locator("figure.chart", has_text="Entropy").wait_for()
+        shown = page.locator("dl.facts .fact", has_text="Reward").first.locator("dd").inner_text()
+        assert shown == f"{last['reward/mean']:.3f}"
+        page.get_by_text("✓ adds up").wait_for()
+        assert "12 dispatched = 12 trained" in page.locator(".adds-up").inner_text()
+        for title in ("Reward", "Held-out reward", "Time by stage", "Staleness", "Throughput", "Memory"):
+            page.get_by_role("heading", name=title, exact=True).wait_for()
+        page.get_by_role("link", name="Metrics", exact=True).click()
+        page.get_by_label("Search metrics and explanations").fill("grad_norm")
+        page.locator("label.metric", has_text="actor/grad_norm").locator("input").check()
+        chart = page.locator("figure.chart", has_text="actor/grad_norm")
+        chart.wait_for()
+        chart.locator(".plot").focus()
+        page.keyboard.press("ArrowLeft")
+        until(page, "[...document.querySelectorAll('.where')].some(each => each.textContent === 'step 2')")
+        page.get_by_label("Log scale").check()
+        page.get_by_label("By time").check()
+        page.get_by_role("link", name="Timeline", exact=True).click()
+        page.get_by_role("row", name=re.compile("^generate")).wait_for()
+        page.get_by_role("button", name="Whole run").click()
+        page.get_by_role("button", name="Zoom in").click()
+        page.get_by_role("link", name="Engine", exact=True).click()
+        page.get_by_text("The run does not run now").wait_for()
+        page.get_by_role("link", name="Config", exact=True).click()
+        page.get_by_label("Search settings and explanations").fill("learner.learning_rate")
+        setting = page.locator(".settings dl > div", has_text="learner.learning_rate")
+        setting.first.wait_for()
+        assert "0.001" in setting.first.inner_text()
+
+
+def test_rollouts_are_filtered_and_grouped(chrome: Any, dashboard: Dashboard, runs: Path) -> None:
+    rows = rows_of(runs / "first" / "rollouts" / "step_000003.parquet")
+    most = max(row["reward"] for row in rows)
+    with page_of(chrome, f"{dashboard.url}#/run/first/rollouts") as page:
+        body = page.locator("table.rollouts tbody tr")
+        body.first.wait_for()
+        assert body.count() == len(rows) == 8
+        page.get_by_label("Reward from").fill(str(most))
+        page.keyboard.press("Enter")
+        wanted = sum(row["reward"] >= most for row in rows)
+        assert wanted < 8, "the filter has something to leave out"
+        until(page, f"document.querySelectorAll('table.rollouts tbody tr').length === {wanted}")
+        page.get_by_label("Reward from").fill("1000")
+        page.keyboard.press("Enter")
+        page.get_by_text("No rollout matches the filters.").wait_for()
+        page.get_by_role("button", name="Remove the filters").click()
+        page.get_by_label("Sort by").select_option("length")
+        until(page, "document.querySelectorAll('table.rollouts tbody tr').length === 8")
+        page.get_by_label("All 3 steps").check()
+        page.get_by_text("of 24", exact=False).first.wait_for()
+        page.get_by_label("All 3 steps").uncheck()
+        page.get_by_label("Show").select_option("groups")
+        page.locator("table.rollouts tbody .row-link").first.click()
+        page.locator(".side-by-side > li").first.wait_for()
+        assert page.locator(".side-by-side > li").count() == 2
+        page.get_by_role("link", name="This prompt over steps").click()
+        page.get_by_role("heading", name=re.compile("^Prompt")).wait_for()
+        page.locator("table.rollouts tbody tr").first.wait_for()
+
+
+def test_the_values_of_a_token_are_those_of_the_file(chrome: Any, dashboard: Dashboard, runs: Path) -> None:
+    rows = rows_of(runs / "first" / "rollouts" / "step_000003.parquet")
+    with page_of(chrome, f"{dashboard.url}#/run/first/rollouts?step=3&sort=length") as page:
+        link = page.locator("table.rollouts tbody tr").first
+        link.wait_for()
+        uid = link.locator(".sub").inner_text()
+        sample = int(link.locator("td.num").first.inner_text())
+        row = next(each for each in rows if each["uid"] == uid and each["sample"] == sample)
+        link.locator(".row-link").click()
+        page.locator(".token-field").focus()
+        page.keyboard.press("Home")
+        places = [0, row["prompt_length"], len(row["tokens"]) - 1]
+        for place in places:
+            page.goto(re.sub(r"&at=\d+", "", page.url) + f"&at={place}")
+            until(
+                page,
+                "place => document.querySelector('[data-value=token-place]')?.textContent.startsWith(place)",
+                arg=f"{place} of",
+            )
+            values = {name: page.locator(f"[data-value={name}]").inner_text() for name in (
+                "token-id", "token-mask", "token-version", "token-logprob", "token-learner", "token-difference",
+                "token-advantages", "token-entropies", "token-bytes")}  # fmt: skip
+            assert values["token-id"] == str(row["tokens"][place])
+            assert values["token-mask"] == ("yes" if row["loss_mask"][place] else "no")
+            assert re.fullmatch("[0-9a-f]{2}( [0-9a-f]{2})*", values["token-bytes"]), values["token-bytes"]
+            if place < row["prompt_length"]:
+                assert values["token-logprob"] == "–"
+                continue
+            assert values["token-version"] == str(row["versions"][place])
+            for name, column in (("token-logprob", "logprobs"), ("token-learner", "learner_logprobs"),
+                                 ("token-advantages", "advantages"), ("token-entropies", "entropies")):  # fmt: skip
+                assert read(values[name]) == pytest.approx(row[column][place], abs=6e-7, rel=0.06), name
+            difference = row["learner_logprobs"][place] - row["logprobs"][place]
+            assert read(values["token-difference"]) == pytest.approx(difference, abs=6e-7)
+        # Hovering shows another token without choosing it.
+        page.locator(".tok[data-at='0']").hover()
+        until(page, "document.querySelector('[data-value=token-place]').textContent.startsWith('0 of')")
+
+
+def read(text: str) -> float:
+    return float(text.replace("−", "-").replace("+", ""))
+
+
+def test_everything_can_be_done_with_the_keyboard(chrome: Any, dashboard: Dashboard) -> None:
+    with page_of(chrome, f"{dashboard.url}?#/?search=first") as page:
+        page.locator("table.runs tbody tr").first.wait_for()
+        page.keyboard.press("?")
+        page.get_by_role("dialog").wait_for()
+        page.keyboard.press("Escape")
+        page.get_by_role("dialog").wait_for(state="detached")
+        page.keyboard.press("j")
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid", "the focus is visible"
+        page.keyboard.press("Enter")
+        page.get_by_role("heading", name="first").wait_for()
+        page.keyboard.press("3")
+        page.locator("table.rollouts tbody tr").first.wait_for()
+        page.keyboard.press("j")
+        page.keyboard.press("j")
+        page.keyboard.press("Enter")
+        page.locator(".token-field .tok.is-chosen").wait_for()
+        before = page.locator("[data-value=token-place]").inner_text()
+        page.locator(".token-field").focus()
+        page.keyboard.press("ArrowRight")
+        until(page, "before => document.querySelector('[data-value=token-place]').textContent !== before", arg=before)
+        colour = page.get_by_label("Colour by").input_value()
+        page.keyboard.press("c")
+        until(page, "colour => document.querySelector('.token-view select').value !== colour", arg=colour)
+        page.keyboard.press("m")
+        until(page, "location.hash.includes('at=')")
+        url = page.url
+        page.keyboard.press("]")
+        until(page, "url => location.href !== url", arg=url)
+        page.keyboard.press("g")
+        page.locator(".side-by-side > li").first.wait_for()
+        page.keyboard.press("d")
+        until(page, "document.documentElement.dataset.theme === 'light'")
+        page.keyboard.press("d")
+        until(page, "document.documentElement.dataset.theme === 'dark'")
+
+
+PAGES = ("", "run/first", "run/first/metrics", "run/first/rollouts", "run/first/rollouts?show=groups", "ROLLOUT",
+         "run/first/timeline", "run/first/engine", "run/first/config", "compare?runs=first,second")  # fmt: skip
+
+
+def open_every_page(page: Any, url: str) -> Iterator[str]:
+    page.goto(f"{url}#/run/first/rollouts")
+    link = page.locator("table.rollouts .row-link").first.get_attribute("href")
+    for name in PAGES:
+        page.goto(f"{url}{link}" if name == "ROLLOUT" else f"{url}#/{name}")
+        page.locator("main").wait_for()
+        until(page, "document.querySelector('main').innerText.trim().length > 40")
+        until(page, "!document.querySelector('main .state.loading')")
+        yield name
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(chrome: Any, dashboard: Dashboard, scheme: str) -> None:
+    with page_of(chrome, dashboard.url, scheme=scheme) as page:
+        for name in open_every_page(page, dashboard.url):
+            found = serious_findings(page)
+            assert not found, f"{name}: {found}"
+        page.keyboard.press("?")
+        page.get_by_role("dialog").wait_for()
+        assert not serious_findings(page)
+
+
+def test_pages_fit_a_phone(chrome: Any, dashboard: Dashboard) -> None:
+    with page_of(chrome, dashboard.url, width=375) as page:
+        for name in open_every_page(page, dashboard.url):
+            assert page.evaluate("document.documentElement.scrollWidth") <= 375, name
+
+
+def test_script_in_texts_is_shown_and_not_run(chrome: Any, dashboard: Dashboard, tmp_path: Path) -> None:
+    with page_of(chrome, f"{dashboard.url}#/run/hostile") as page:
+        page.get_by_text("window.wasRun = 1").first.wait_for()
+        page.goto(f"{dashboard.url}#/run/hostile/rollouts?step=3")
+        page.get_by_text("window.wasRun = 1").first.wait_for()
+        link = page.locator("table.rollouts .row-link").first.get_attribute("href")
+        page.goto(f"{dashboard.url}{link}&view=conversation")
+        assert SCRIPT in page.locator(".conversation").inner_text()
+        with page.expect_download() as download:
+            page.get_by_role("link", name="Export rollout").click()
+        assert page.evaluate("window.wasRun") is None
+        file = tmp_path / "rollout.html"
+        download.value.save_as(file)
+        with page_of(chrome, f"{file.as_uri()}#/", offline=True) as exported:
+            exported.get_by_role("link", name="Conversation").click()
+            assert SCRIPT in exported.locator(".conversation").inner_text()
+            assert exported.evaluate("window.wasRun") is None
+
+
+def test_a_rollout_of_a_million_tokens_is_paged(chrome: Any, dashboard: Dashboard) -> None:
+    with page_of(chrome, f"{dashboard.url}#/run/huge/rollouts?step=3") as page:
+        page.locator("table.rollouts .row-link").first.click()
+        page.locator(".token-field .tok").first.wait_for()
+        assert page.locator(".token-field .tok").count() == PAGE_TOKENS
+        page.get_by_role("button", name="Next", exact=True).click()
+        until(page, f"document.querySelector('.token-field .tok')?.dataset.at === '{PAGE_TOKENS}'")
+        page.goto(f"{page.url.split('&')[0]}&at={MILLION}")
+        until(page, f"document.querySelector('.tok.is-chosen')?.dataset.at === '{MILLION}'")
+        assert page.locator(".token-field .tok").count() <= PAGE_TOKENS
+
+
+def test_a_half_written_run_is_explained(chrome: Any, dashboard: Dashboard) -> None:
+    with page_of(chrome, f"{dashboard.url}#/run/damaged") as page:
+        page.get_by_role("heading", name="damaged").wait_for()
+        until(page, "!document.querySelector('main .state.loading')")
+        for tab in ("metrics", "rollouts?step=3", "timeline", "engine", "config"):
+            page.goto(f"{dashboard.url}#/run/damaged/{tab}")
+            until(page, "!document.querySelector('main .state.loading')")
+            assert len(page.locator("main").inner_text()) > 60, tab
+        page.goto(f"{dashboard.url}#/run/damaged/rollouts?step=3")
+        page.get_by_text("step_000003.parquet").first.wait_for()
+        page.goto(f"{dashboard.url}#/run/no-such-run")
+        page.get_by_role("heading", name="This run is not there").wait_for()
+        page.goto(f"{dashboard.url}#/nowhere")
+        page.get_by_text("There is no page at this address.").wait_for()
+
+
+def test_a_run_is_deleted_while_it_is_open(chrome: Any, dashboard: Dashboard, runs: Path) -> None:
+    shutil.copytree(runs / "first", runs / "doomed")
+    with page_of(chrome, dashboard.url) as page:
+        page.get_by_role("link", name="doomed").click()
+        page.locator("figure.chart").first.wait_for()
+        shutil.rmtree(runs / "doomed")
+        page.get_by_role("heading", name="This run is not there").first.wait_for()
+        page.get_by_role("link", name="All runs").first.click()
+        assert "doomed" not in names_of(page)
+
+
+def test_an_export_needs_no_server(chrome: Any, dashboard: Dashboard, tmp_path: Path) -> None:
+    with page_of(chrome, f"{dashboard.url}#/run/first") as page:
+        page.locator("figure.chart").first.wait_for()
+        reward = page.locator("dl.facts dd").first.inner_text()
+        with page.expect_download() as download:
+            page.get_by_role("link", name="Export", exact=True).click()
+        file = tmp_path / "first.html"
+        download.value.save_as(file)
+    with page_of(chrome, f"{file.as_uri()}#/", offline=True) as page:
+        page.get_by_role("heading", name="first").wait_for()
+        assert page.locator("dl.facts dd").first.inner_text() == reward
+        page.locator("figure.chart").first.wait_for()
+        page.get_by_text("✓ adds up").wait_for()
+        for tab in ("Metrics", "Timeline", "Engine", "Config"):
+            page.get_by_role("link", name=tab, exact=True).click()
+            until(page, "!document.querySelector('main .state.loading, main .state.failed')")
+        page.get_by_role("link", name="Rollouts", exact=True).click()
+        page.locator("table.rollouts .row-link").first.click()
+        page.locator(".token-field .tok.is-chosen").wait_for()
+        assert read(page.locator("[data-value=token-logprob]").inner_text()) < 0
+        assert not serious_findings(page)
+
+
+def test_a_live_run_is_followed(chrome: Any, dashboard: Dashboard, runs: Path) -> None:
+    with page_of(chrome, dashboard.url) as page:
+        names_of(page)
+        training = start_headwater("train", "quickstart", *CUT_DOWN, "trainer.total_steps=25",
+                                   f"run.root={runs}", "run.name=living")  # fmt: skip
+        try:
+            page.get_by_role("link", name="living").click()
+            page.get_by_text("running").first.wait_for()
+            steps = "Number(document.querySelector('.title .steps')?.textContent.match(/step (\\d+)/)?.[1] ?? 0)"
+            until(page, f"{steps} >= 1")
+            seen = page.evaluate(steps)
+            page.locator("figure.chart", has_text="Entropy").wait_for()
+            until(page, f"{steps} > {seen}")
+            page.get_by_text("finished").first.wait_for()
+            assert page.evaluate(steps) == 25
+            page.get_by_text("100 dispatched = 100 trained").wait_for()
+            assert page.evaluate("performance.getEntriesByType('navigation')[0].type") == "navigate", "no reload"
+            training.communicate(timeout=300)
+            assert training.returncode == 0
+        finally:
+            training.kill()
+
+
+def test_a_token_keeps_others_out(chrome: Any, runs: Path) -> None:
+    guarded = Dashboard(runs, "--token", "letmein")
+    try:
+        with page_of(chrome, guarded.url) as page:
+            assert "first" in names_of(page)
+            assert "letmein" not in page.url
+        with page_of(chrome, guarded.url.split("?")[0]) as page:
+            assert "token" in page.locator("body").inner_text()
+    finally:
+        guarded.close()
+
+
+@pytest.mark.skipif(not os.environ.get("HEADWATER_SCREENSHOTS"), reason="writes pictures into docs/images")
+def test_screenshots(chrome: Any, tmp_path: Path) -> None:
+    folder = Path(os.environ.get("HEADWATER_SCREENSHOT_RUNS") or tmp_path / "runs")
+    if not folder.exists():
+        for recipe, steps in (("quickstart-async", 60), ("quickstart", 60), ("quickstart-tools", 6)):
+            trained = headwater("train", recipe, f"trainer.total_steps={steps}", f"run.root={folder}",
+                                "trainer.trace=true", "trainer.save_learner_logprobs=true")  # fmt: skip
+            assert trained.code == 0, trained.stderr
+    images = ROOT / "docs" / "images"
+    served = Dashboard(folder)
+    try:
+        for scheme, suffix in (("light", ""), ("dark", "-dark")):
+            with page_of(chrome, served.url, scheme=scheme) as page:
+                names_of(page)
+                for name, place, wait in SHOTS:
+                    if suffix and name not in ("dashboard", "dashboard-tokens"):
+                        continue
+                    page.goto(f"{served.url}#/{place}")
+                    page.locator(wait).first.wait_for()
+                    until(page, "!document.querySelector('main .state.loading')")
+                    if name == "dashboard-tokens":
+                        page.locator("table.rollouts .row-link").first.click()
+                        page.locator(".token-field .tok.is-chosen").wait_for()
+                        page.get_by_label("Colour by").select_option("logprobs")
+                    page.wait_for_timeout(500)
+                    page.screenshot(path=images / f"{name}{suffix}.png")
+    finally:
+        served.close()
+
+
+SHOTS = (
+    ("dashboard-runs", "", "table.runs"),
+    ("dashboard", "run/quickstart-async", ".ledger"),
+    ("dashboard-timeline", "run/quickstart-async/timeline", ".timeline canvas"),
+    ("dashboard-rollouts", "run/quickstart-async/rollouts?show=groups", "table.rollouts"),
+    ("dashboard-tokens", "run/quickstart-tools/rollouts?sort=length", "table.rollouts"),
+)
