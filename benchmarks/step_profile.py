@@ -301,9 +301,9 @@ def _largest(rows: list[dict[str, Any]], number: int = 40) -> dict[str, list[dic
 def _show(row: Mapping[str, Any], num_timed: int) -> None:
     print(f"\n== {row['case']}: loaded in {row['load_s']:.1f} s", flush=True)
     for number, each in enumerate(row["times"], start=1):
-        parts = " ".join(f"{key[5:-2]} {value:.3f}" for key, value in each.items() if value >= 0.0005)
+        parts = " ".join(f"{key[5:-2]} {each[key]:.3f}" for key in _stages(each))
         print(f"step {number}{'' if number <= num_timed else ' (profiled)'}: {parts}", flush=True)
-    print("median: " + " ".join(f"{key[5:-2]} {value:.3f}" for key, value in row["median"].items()))
+    print("median: " + " ".join(f"{key[5:-2]} {row['median'][key]:.3f}" for key in _stages(row["median"])))
     for stage, threads in row["sampled"].items():
         print(f"-- stage {stage}: {row['samples'][stage]} samples")
         for thread, places in threads.items():
@@ -316,6 +316,11 @@ def _show(row: Mapping[str, Any], num_timed: int) -> None:
         print(f"-- profiler, {kind}")
         for each in rows[:24]:
             print(f"   {each['count']:>7} cpu {each['cpu_ms']:9.2f} device {each['device_ms']:9.2f} ms  {each['name']}")
+
+
+def _stages(times: Mapping[str, float]) -> list[str]:
+    """Without the distributions over groups and episodes."""
+    return [key for key, value in times.items() if key.count("/") == 1 and value >= 0.0005]
 
 
 def main() -> None:
