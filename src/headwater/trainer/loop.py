@@ -14,6 +14,7 @@ from headwater.core.errors import CopyFailed, DiskFull, HeadwaterError, RankFail
 from headwater.core.interrupts import Interrupts
 from headwater.core.protocols import ProfileOrder
 from headwater.core.records import Prompt, Trajectory
+from headwater.core.threads import sharing_interpreter
 from headwater.observe.manifest import seal
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
@@ -170,6 +171,7 @@ class Trainer:
         With ``eval.only``, evaluate and train nothing.
         """
         with (
+            sharing_interpreter(),
             StatusFile(self._run.status_file, self.status) as status,
             self._interrupts.installed(),
             self._engine_watch,
