@@ -276,7 +276,7 @@ class _ReplayingEngine:
             raise RunError(
                 f"replay: row {self.recorded.uid}, sample {self.sample} has a different length than in the recorded run"
             )
-        self.flight.requests[place] = parts
+        self.flight.answered(*place, parts)
         return whole
 
 
