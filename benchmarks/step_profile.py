@@ -1,6 +1,6 @@
 """Where the time of a training step goes: by stage, by Python function and by CUDA kernel.
 
-    python benchmarks/step_profile.py short async grpo --model FOLDER_OF_SMOLLM2 --out benchmarks/results/gpu_step_profile.json
+    python benchmarks/step_profile.py short async grpo --model FOLDER_OF_SMOLLM2 --out gpu_step_profile.json
 
 (On an H200 about a minute for each of ``short`` and ``async`` and two for ``grpo``.)
 Each case is a run of the trainer in this process, like ``headwater train``:
@@ -11,8 +11,8 @@ Each case is a run of the trainer in this process, like ``headwater train``:
 ``grpo``    32 prompts x 8 samples x 512 tokens with random weights in the shape of Qwen2.5-1.5B.
 
 The first ``--steps`` steps are timed undisturbed. During the next ``--sampled`` steps a thread notes every 2 ms which
-function each thread executes, and torch's profiler records one more step. ``KEY=VALUE`` arguments change the settings of
-all cases. ``--shape tiny`` with ``--scale 8`` tries the script on a CPU.
+function each thread executes, and torch's profiler records one more step. ``KEY=VALUE`` arguments change the settings
+of all cases. ``--shape tiny`` with ``--scale 8`` tries the script on a CPU.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ class Sampler:
                     for function in _functions(frame):
                         self.inside[self.stage, thread, function] += 1
 
-    def top(self, counts: Counter[tuple[str, str, str]], number: int = 16) -> dict[str, dict[str, list[tuple[str, float]]]]:
+    def top(
+        self, counts: Counter[tuple[str, str, str]], number: int = 16
+    ) -> dict[str, dict[str, list[tuple[str, float]]]]:
         """By stage and thread: the most frequent places, with their share of the stage's samples."""
         found: dict[str, dict[str, list[tuple[str, float]]]] = {}
         for (stage, thread, place), count in counts.most_common():

@@ -46,7 +46,7 @@ class WorkingCopies:
     def _copy_of(self, weight: nn.Parameter) -> nn.Parameter:
         copy = nn.Parameter(weight.new_empty(0, dtype=self._dtype), requires_grad=weight.requires_grad)
         if copy.requires_grad:
-            copy.register_post_accumulate_grad_hook(lambda _: self._add(weight, copy))
+            copy.register_post_accumulate_grad_hook(lambda _: self._add(weight, copy))  # type: ignore[no-untyped-call]
         return copy
 
     @torch.no_grad()
@@ -58,7 +58,10 @@ class WorkingCopies:
         # One allocation for all, in which every copy starts at a multiple of 256 bytes.
         sizes = [-(-weight.numel() // 128) * 128 for weight in weights]
         memory = torch.empty(sum(sizes), dtype=self._dtype, device=weights[0].device)
-        views = [part[: each.numel()].view(each.shape) for part, each in zip(memory.split(sizes), weights, strict=True)]
+        views = [
+            part[: each.numel()].view(each.shape)
+            for part, each in zip(torch.split(memory, sizes), weights, strict=True)
+        ]
         torch._foreach_copy_(views, [weight.data for weight in weights])
         for weight, view in zip(weights, views, strict=True):
             self._copies[weight].data = view

@@ -189,7 +189,7 @@ def _batch_sums(batch: list[_Piece]) -> Tensor:
     dtype, device = batch[0].dtype, batch[0].values.device
     lengths = [length for piece in batch for length in piece.words]
     words = torch.zeros(sum(lengths), dtype=torch.int64, device=device)  # the last word of a piece may have zeros
-    room = words.view(dtype).split([piece.num_bytes // dtype.itemsize for piece in batch])
+    room = torch.split(words.view(dtype), [piece.num_bytes // dtype.itemsize for piece in batch])
     targets = [each[: len(piece.values)] for each, piece in zip(room, batch, strict=True)]
     torch._foreach_copy_(targets, [piece.values for piece in batch])
     folded = words >> _FOLD

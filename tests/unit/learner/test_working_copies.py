@@ -28,11 +28,10 @@ def test_same_bits_as_fsdp(settings):
     results = []
     for at_once in (True, False):
         learner = engine(convert_at_once=at_once, **settings)
-        policy, stats = actor(learner), []
-        for seed in (1, 2):
-            stats.append(policy.update(experience(seed)))
+        policy = actor(learner)
+        stats = [policy.update(experience(seed)) for seed in (1, 2)]
         logprobs = learner.compute(experience(3))["logprobs"]
-        results.append((weights(learner), logprobs, [{**each} for each in stats]))
+        results.append((weights(learner), logprobs, stats))
     (first, first_logprobs, first_stats), (second, second_logprobs, second_stats) = results
     assert torch.equal(first, second)
     assert torch.equal(first_logprobs, second_logprobs)
