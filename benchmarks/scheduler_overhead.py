@@ -157,7 +157,7 @@ class Learner:
         assert len(batch.groups) == self.executor.admission.batch_size
         self._version += 1
         self.engine.version = self._version
-        self.executor.trained(self._version, "")
+        self.executor.trained(self._version, str)
         self.executor.snapshot(dict)
         self.executor.set_version(self._version)
         self.executor.check_ledger()

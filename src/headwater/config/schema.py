@@ -269,6 +269,9 @@ class LearnerConfig:
     compile: bool = False
     """Compile the layers with torch.compile instead: takes a minute at the start, then a few per cent faster on a
     GPU."""
+    convert_at_once: bool = True
+    """With a single rank, convert all weights to model.dtype once per update, which needs 2 bytes per weight during the
+    update. If off, every pass converts one layer at a time, which takes longer."""
     offload_optimizer: bool = False
     """On a GPU, keep AdamW's averages in main memory and stream them through the device in each step."""
     offload_during_rollout: bool = False

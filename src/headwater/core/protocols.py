@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -379,16 +379,9 @@ class EpisodeState:
         self.begin_late: Callable[[], None] = lambda: None
         """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
 
-    @contextmanager
-    def doing(self, what: str, stage: EpisodeStage = "working") -> Iterator[None]:
+    def doing(self, what: str, stage: EpisodeStage = "working") -> AbstractContextManager[None]:
         """State what happens inside this block."""
-        activity = (stage, what, time.monotonic())
-        self._open.append(activity)
-        try:
-            yield
-        finally:
-            self._open.remove(activity)
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - activity[2]
+        return _Doing(self, what, stage)
 
     def rest(self, stage: EpisodeStage) -> None:
         """The stage while no activity is open."""
@@ -407,6 +400,26 @@ class EpisodeState:
             return self._rest, "", 0.0
         stage, what, began = newest[0]
         return stage, what, time.monotonic() - began
+
+
+class _Doing:
+    """An activity. A class, because thousands of short episodes enter several of these blocks each."""
+
+    __slots__ = ("_activity", "_stage", "_state", "_what")
+
+    def __init__(self, state: EpisodeState, what: str, stage: EpisodeStage) -> None:
+        self._state = state
+        self._what = what
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        self._activity = (self._stage, self._what, time.monotonic())
+        self._state._open.append(self._activity)
+
+    def __exit__(self, *_: object) -> None:
+        state, stage = self._state, self._stage
+        state._open.remove(self._activity)
+        state.seconds[stage] = state.seconds.get(stage, 0.0) + time.monotonic() - self._activity[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from headwater.learner.optimizer import CPU, Optimizer
 from headwater.learner.packed_module import PackedModule
 from headwater.learner.packing import Pack, PackRow, check_lengths, idle_pack, pack_rows, read_rows, token_column
 from headwater.learner.partition import minibatch_rows
-from headwater.learner.ranks import Ranks, reshard, shard
+from headwater.learner.ranks import Ranks, collect_gradients, reshard, shard
 from headwater.models.flops import PassFlops, peak_flops
 from headwater.models.sharded_load import ShardReader
 
@@ -302,9 +302,10 @@ class TrainEngine(ForwardEngine):
         weights = batch.batch.get("sequence_weights", None)
         sequences = count_sequences(mask, weights).double()
         rows = sequences if weights is not None else torch.full_like(sequences, len(mask))
-        num_tokens, num_sequences, num_rows = self.ranks.sum(
-            torch.stack([mask.sum().double(), sequences, rows]).to(self.device)
-        ).tolist()
+        counts = torch.stack([mask.sum().double(), sequences, rows])
+        if self.ranks.count > 1:  # a single rank does not wait for its device
+            counts = self.ranks.sum(counts.to(self.device))
+        num_tokens, num_sequences, num_rows = counts.tolist()
         return StepTotals(num_tokens, num_sequences, mask.shape[1], self.ranks.count, num_rows)
 
     def train_step(
@@ -343,10 +344,12 @@ class TrainEngine(ForwardEngine):
                 else:
                     nothing = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
                     nothing.backward()  # type: ignore[no-untyped-call]
+                collect_gradients(self.module)
         except BaseException:
             self._optimizer.clear()  # a partial gradient must not be added to the next step's
             reshard(self.module)
             raise
+        reshard(self.module)
         statistics = sums.statistics(self.ranks, has_gap=compares_rollouts)
         return {**statistics, **self._optimizer.step(statistics["loss"])}
 

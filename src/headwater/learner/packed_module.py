@@ -18,6 +18,7 @@ from headwater.models.packed_attention import PackedAttention, gather_rows, pack
 
 if TYPE_CHECKING:
     from headwater.learner.context_parallel import ContextGroup
+    from headwater.learner.working_copies import WorkingCopies
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 """The number of logits in a chunk: 128 MiB of float32 on a CPU, 1 GiB of bfloat16 on a GPU."""
@@ -44,6 +45,8 @@ class PackedModule(nn.Module):
     """The width of the output layer."""
     context: ContextGroup | None = None
     """The ranks that compute every pack together with this one, if there are any."""
+    copies: WorkingCopies | None = None
+    """The weights in the type of the passes, if one process converts all of them at once."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -59,6 +62,8 @@ class PackedModule(nn.Module):
         return layers
 
     def forward(self, pack: Pack) -> Mapping[str, Tensor]:
+        if self.copies is not None:
+            self.copies.use()
         # Inside a forward pass, a sharded weight has the type that the layers compute in.
         dtype = self.model.get_input_embeddings().weight.dtype
         attention = packed_attention(pack.segments, pack.input_ids.device, dtype)

@@ -23,6 +23,7 @@ from headwater.config.schema import LearnerConfig
 from headwater.core.errors import ConfigError, OtherRankFailed
 from headwater.learner.export import plain_name
 from headwater.learner.packed_module import PackedModule
+from headwater.learner.working_copies import WorkingCopies
 from headwater.models.fused_layers import use_fused_layers
 from headwater.models.sharded_load import ShardReader
 
@@ -127,7 +128,8 @@ def shard(
     """Prepare ``module`` in place, one decoder layer at a time.
 
     Weights keep their type (float32 for trained ones), layers compute in ``compute_dtype``, and gradients are summed in
-    float32. A single process that computes in the type of its weights needs no sharding. Parameters on the meta device
+    float32. A single process that computes in the type of its weights needs no sharding, and one that computes in
+    another type converts all weights at once, unless ``learner.convert_at_once`` is off. Parameters on the meta device
     are allocated and read from ``weights``, each rank only its shard.
     """
     if device.type == "cuda" and config.fused_layers and not config.compile:
@@ -140,6 +142,9 @@ def shard(
         if config.checkpoint_activations and trains:
             layers[index] = checkpoint_wrapper(layers[index])
     if ranks.count == 1 and all(parameter.dtype == compute_dtype for parameter in module.parameters()):
+        return
+    if ranks.count == 1 and config.convert_at_once and weights is None:
+        module.copies = WorkingCopies(module, compute_dtype)
         return
     mesh = ranks.mesh(device)
     if ranks.num_context > 1:
@@ -165,9 +170,17 @@ def _materialize(module: PackedModule, device: torch.device, weights: ShardReade
 
 
 def reshard(module: PackedModule) -> None:
-    """Free the copies in ``compute_dtype`` that a forward pass without a backward pass leaves behind.
+    """Free the copies in ``compute_dtype`` that passes leave behind.
 
     Until then the module's parameters are those copies, not the weights.
     """
-    if isinstance(module, FSDPModule):
+    if module.copies is not None:
+        module.copies.put_back()
+    elif isinstance(module, FSDPModule):
         module.reshard()
+
+
+def collect_gradients(module: PackedModule) -> None:
+    """After a backward pass: have the gradients at the weights, where FSDP puts them by itself."""
+    if module.copies is not None:
+        module.copies.collect()

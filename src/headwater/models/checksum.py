@@ -16,7 +16,8 @@ somebody who searches for two sets of weights with the same checksum.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -26,6 +27,8 @@ from headwater.core.errors import WeightsError
 
 _CHUNK_BYTES = 8 * 2**20
 """Bytes processed at a time: small compared with a model, large enough to keep a GPU busy."""
+_BATCH_BYTES = 16 * _CHUNK_BYTES
+"""Bytes of many tensors that a GPU counts together. Four times this is allocated meanwhile."""
 _FOLD = 33
 """How far a word's upper bits are shifted down. 32 or 16 would fold the sign of one number onto the next one's."""
 
@@ -55,6 +58,7 @@ class Checksum:
         """Count the tensors as they are, or as they would be in ``dtype``."""
         self._dtype = dtype
         self._sums: dict[str, list[tuple[int, Tensor]]] = {}
+        """By tensor, numbers of chunks and their sums, as many as chunks in a row."""
 
     @classmethod
     def merged(cls, parts: Iterable[Mapping[str, Mapping[int, int]]]) -> Checksum:
@@ -68,12 +72,39 @@ class Checksum:
 
     def add(self, tensors: Iterable[tuple[str, Tensor]], same: Checksum | None = None) -> None:
         """``same`` has counted these tensors in their own number type, which need not be computed again."""
+        together: list[tuple[str, Tensor]] = []
         for name, tensor in tensors:
             header = self._header(name, tensor.dtype, tuple(tensor.shape))
             if same is not None and header in same._sums:
                 self._sums[header] = same._sums[header]
+            elif tensor.device.type == "cuda":
+                together.append((header, tensor))
             else:
                 self.add_part(name, tuple(tensor.shape), 0, tensor)
+        self.add_together(together)
+
+    @torch.no_grad()
+    def add_together(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Count whole tensors, by their headers, with a few kernels for many of them: launching takes most of the time
+        of small tensors on a GPU."""
+        batch: list[_Piece] = []
+        num_bytes = 0
+        for header, tensor in tensors:
+            self._sums.setdefault(header, [])
+            for piece in _pieces(header, tensor.detach(), self._dtype or tensor.dtype):
+                if batch and (num_bytes + piece.num_bytes > _BATCH_BYTES or batch[-1].dtype != piece.dtype):
+                    self._count(batch)
+                    batch, num_bytes = [], 0
+                batch.append(piece)
+                num_bytes += piece.num_bytes
+        if batch:
+            self._count(batch)
+
+    def _count(self, batch: list[_Piece]) -> None:
+        sums, start = _batch_sums(batch), 0
+        for piece in batch:
+            self._sums[piece.header].append((piece.chunk, sums[start : start + len(piece.words)]))
+            start += len(piece.words)
 
     @torch.no_grad()
     def add_part(self, name: str, shape: tuple[int, ...], start: int, part: Tensor) -> None:
@@ -90,9 +121,10 @@ class Checksum:
         parts = [(header, chunk, part) for header, chunks in self._sums.items() for chunk, part in chunks]
         numbers = _read([part for _, _, part in parts])
         sums: Sums = {header: {} for header in self._sums}
-        for (header, chunk, _), value in zip(parts, numbers, strict=True):
-            # Parts of one chunk are added as the words within a part are: modulo 2**64.
-            sums[header][chunk] = (sums[header].get(chunk, 0) + value + 2**63) % 2**64 - 2**63
+        for (header, first, _), values in zip(parts, numbers, strict=True):
+            for chunk, value in enumerate(values, start=first):
+                # Parts of one chunk are added as the words within a part are: modulo 2**64.
+                sums[header][chunk] = (sums[header].get(chunk, 0) + value + 2**63) % 2**64 - 2**63
         return sums
 
     def text(self) -> str:
@@ -109,16 +141,66 @@ class Checksum:
         return f"{name} {_name(self._dtype or dtype)} {shape}"
 
 
-def _read(scalars: list[Tensor]) -> list[int]:
+def _read(sums: list[Tensor]) -> list[list[int]]:
     """The values of integers that may be on several devices, with one copy from each."""
     places: dict[torch.device, list[int]] = {}
-    for place, each in enumerate(scalars):
+    for place, each in enumerate(sums):
         places.setdefault(each.device, []).append(place)
-    values = [0] * len(scalars)
+    values: list[list[int]] = [[] for _ in sums]
     for here in places.values():
-        for place, value in zip(here, torch.stack([scalars[place] for place in here]).tolist(), strict=True):
-            values[place] = value
+        numbers, start = torch.cat([sums[place].reshape(-1) for place in here]).tolist(), 0
+        for place in here:
+            values[place] = numbers[start : start + sums[place].numel()]
+            start += len(values[place])
     return values
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Whole chunks of one tensor."""
+
+    header: str
+    chunk: int
+    """The number of the first one."""
+    values: Tensor
+    dtype: torch.dtype
+    """In which they are counted."""
+    words: list[int]
+    """The 64-bit words of each chunk."""
+
+    @property
+    def num_bytes(self) -> int:
+        return PART_BYTES * sum(self.words)
+
+
+def _pieces(header: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[_Piece]:
+    """A tensor in pieces of at most ``_BATCH_BYTES``."""
+    flat = tensor.reshape(-1)
+    of_chunk, of_piece = _CHUNK_BYTES // dtype.itemsize, _BATCH_BYTES // dtype.itemsize
+    for start in range(0, len(flat), of_piece):
+        values = flat[start : start + of_piece]
+        lengths = [min(of_chunk, len(values) - first) for first in range(0, len(values), of_chunk)]
+        words = [-(-length * dtype.itemsize // PART_BYTES) for length in lengths]
+        yield _Piece(header, start // of_chunk, values, dtype, words)
+
+
+def _batch_sums(batch: list[_Piece]) -> Tensor:
+    """The sum of every chunk of every piece, as ``_chunk_sums`` computes it."""
+    dtype, device = batch[0].dtype, batch[0].values.device
+    lengths = [length for piece in batch for length in piece.words]
+    words = torch.zeros(sum(lengths), dtype=torch.int64, device=device)  # the last word of a piece may have zeros
+    room = torch.split(words.view(dtype), [piece.num_bytes // dtype.itemsize for piece in batch])
+    targets = [each[: len(piece.values)] for each, piece in zip(room, batch, strict=True)]
+    torch._foreach_copy_(targets, [piece.values for piece in batch])
+    folded = words >> _FOLD
+    folded &= 2 ** (64 - _FOLD) - 1  # the sign was shifted in
+    folded ^= words
+    multipliers = _multipliers(device)
+    folded *= torch.cat([multipliers[:length] for length in lengths], out=words)
+    # Sums of parts as differences of running sums, which are exact because integers wrap around.
+    ends = torch.tensor(lengths).cumsum(0).sub_(1).to(device, non_blocking=True)
+    totals = torch.cumsum(folded, 0, out=words)[ends]
+    return torch.diff(totals, prepend=totals.new_zeros(1))
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:

@@ -55,6 +55,14 @@ class Segments:
         own = np.arange(start, start + self.lengths[segment])
         return np.concatenate([np.arange(prefix, prefix + self.prefix_lengths[segment]), own])
 
+    def all_key_places(self) -> NDArray[np.int64]:
+        """``key_places`` of all segments, one after the other."""
+        lengths = np.stack([self.prefix_lengths, self.lengths], axis=1).reshape(-1)
+        starts = np.stack([self.prefix_starts, self.starts], axis=1).reshape(-1)
+        # Every part counts up from its start: the position in the result, less where the part begins in it.
+        shifts = starts - (np.cumsum(lengths) - lengths)
+        return np.arange(lengths.sum()) + np.repeat(shifts, lengths)
+
 
 def gather_rows(tensor: Tensor, places: Tensor) -> Tensor:
     """``tensor[places]``, with a backward pass that always sums repeated rows in the same order."""
@@ -87,8 +95,7 @@ class VarlenAttention:
         self._longest_query, self._longest_key = int(segments.lengths.max()), int(key_lengths.max())
         self._key_places: Tensor | None = None
         if segments.prefix_lengths.any():
-            places = np.concatenate([segments.key_places(each) for each in range(len(segments.starts))])
-            self._key_places = torch.from_numpy(places).to(device)
+            self._key_places = torch.from_numpy(segments.all_key_places()).to(device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
         if self._key_places is not None:

@@ -156,6 +156,8 @@ WAIT_REMEDIES = {
     "output of the other ranks says more; learner.rank_timeout_s limits a call",
     "checkpoint": "a checkpoint is copied or written, and the disk is slow or busy; trainer.checkpoint_every_steps "
     "makes checkpoints rarer",
+    "records": "the records of earlier steps are being written, and the disk is slow or busy; "
+    "trainer.save_rollouts_every_steps makes rollout files rarer",
     "reward": "scores that the step needs are not there yet: a slow reward function or judge keeps it waiting; "
     "reward.timeout_s limits one call, and reward.workers runs more of them at the same time",
     "generation": "the engine generates for a call from Python; fewer prompts or tokens at a time take less",

@@ -149,7 +149,7 @@ class _Run:
         trained = clock()
         self._publish()
         published = clock()
-        self.executor.trained(self.version, "")
+        self.executor.trained(self.version, str)
         self.executor.close_books(dict)
         self.executor.set_version(self.version)
         self.tasks.sleep(learner.step_s + num_responded * learner.step_per_token_s)

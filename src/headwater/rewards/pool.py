@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_S = 0.005
 """Work that is sent to a worker at once. Longer batches would keep calls behind a slow one."""
-_MAX_BATCH = 64
+_MAX_BATCH = 256
 _WORTH_STARTING_S = 0.05
 """Another worker starts if calls have waited this long, or if that much work waits. Starting one takes that, too."""
 _START_LIMIT_S = 300.0
@@ -243,7 +243,9 @@ class WorkerPool:
         if self._max_concurrent:
             limit = self._max_concurrent - len(worker.calls)
         else:
-            limit = min(_MAX_BATCH, math.ceil(len(self._waiting) / self._num_workers))
+            # Workers that have not started take no share: one worker would otherwise get the calls in small batches,
+            # each of which waits for its turn in an interpreter that generates at the same time.
+            limit = min(_MAX_BATCH, math.ceil(len(self._waiting) / max(1, len(self._open_workers))))
         batch: list[Call] = []
         seconds = 0.0
         while self._waiting and len(batch) < limit and (seconds < _BATCH_S or self._max_concurrent):

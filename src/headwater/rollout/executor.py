@@ -150,8 +150,8 @@ class WorkflowExecutor:
         """Run these prompts concurrently and wait for all of them."""
         return self._side_by_side.run(draws, self._version)
 
-    def trained(self, step: int, weights: str) -> None:
-        """The last batch was trained on in ``step``, and the new weights have the checksum ``weights``."""
+    def trained(self, step: int, weights: Callable[[], str]) -> None:
+        """The last batch was trained on in ``step``. ``weights`` waits for the checksum of the new weights."""
         for each in self._taken:
             self.ledger.train(each.dispatch.id, each.requests)
         self._taken = []

@@ -180,6 +180,7 @@ class Flight:
     """The errors that the engine raised for the episodes."""
     start: JointStart | None = None
     """In waves: the groups with which this one starts."""
+    _newest: int | None = None
 
     def __post_init__(self) -> None:
         self.started = self.clock()
@@ -196,8 +197,13 @@ class Flight:
     @property
     def newest_version(self) -> int:
         """The newest policy version that the engine has reported to this group."""
-        reported = (version for runs in self.requests.values() for version, _ in runs)
-        return max(reported, default=self.version)
+        return self.version if self._newest is None else self._newest
+
+    def answered(self, sample: int, number: int, runs: VersionRuns) -> None:
+        """The engine has answered a request of an episode, with tokens of these versions."""
+        self.requests[sample, number] = runs
+        for version, _ in runs:
+            self._newest = version if self._newest is None else max(self._newest, version)
 
     @property
     def num_done(self) -> int:
@@ -271,7 +277,7 @@ class WatchedEngine:
             flight.engine_errors.append(error)
             raise
         # Only answered requests are numbered: whether a request fails may depend on how busy the engine is.
-        flight.requests[self.sample, self.num_requests] = version_runs(response.output_versions)
+        flight.answered(self.sample, self.num_requests, version_runs(response.output_versions))
         self.num_requests += 1
         flight.queue_s.append(response.queue_s)
         flight.generate_s.append(response.generate_s)

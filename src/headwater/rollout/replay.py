@@ -141,11 +141,11 @@ class ReplayedRollouts:
             making.cancel()
             raise
 
-    def trained(self, step: int, weights: str) -> None:
+    def trained(self, step: int, weights: Callable[[], str]) -> None:
         recorded = self._schedule.steps[step - 1]
-        if weights != recorded.weights:
+        if (found := weights()) != recorded.weights:
             raise RunError(
-                f"replay: the weights after step {step} differ from the recorded run ({weights} instead of "
+                f"replay: the weights after step {step} differ from the recorded run ({found} instead of "
                 f"{recorded.weights}); the code, the libraries, the machine or the number of threads differ"
             )
         for group in recorded.groups:
@@ -276,7 +276,7 @@ class _ReplayingEngine:
             raise RunError(
                 f"replay: row {self.recorded.uid}, sample {self.sample} has a different length than in the recorded run"
             )
-        self.flight.requests[place] = parts
+        self.flight.answered(*place, parts)
         return whole
 
 

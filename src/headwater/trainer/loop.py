@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from headwater.core.errors import CopyFailed, DiskFull, HeadwaterError, RankFail
 from headwater.core.interrupts import Interrupts
 from headwater.core.protocols import ProfileOrder
 from headwater.core.records import Prompt, Trajectory
+from headwater.core.threads import sharing_interpreter
 from headwater.observe.manifest import seal
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
@@ -30,7 +31,7 @@ from headwater.trainer.metrics import EngineWatch, RunFacts
 from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import RolloutParts, num_left_out
 from headwater.trainer.warm_start import warm_start
-from headwater.weights.publish import AdaptersAlone, Published, publish
+from headwater.weights.publish import AdaptersAlone, publish, send
 
 NOTHING = -1
 """The step of a run from which nothing is kept."""
@@ -101,7 +102,8 @@ class Trainer:
         adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
         num_turns = len(rollout.engine.status().servers) if config.rollout.update_order == "rolling" else 1
         self._send = partial(publish, self._learner, rollout.engine, num_turns=num_turns, adapters=adapters)
-        """Publish the present weights as a version."""
+        """Publish the present weights as a version, and verify them."""
+        self._compares_later = is_local and not config.lora.rank and not config.critic.enabled
         self._rollouts.expect_batches(config.trainer.total_steps)
         self._books = self._rollouts.close_books(self._stream.state_dict)
         self._state = replace(self._state_at(0), warm_started=config.warm_start.num_steps == 0)
@@ -173,6 +175,7 @@ class Trainer:
         With ``eval.only``, evaluate and train nothing.
         """
         with (
+            sharing_interpreter(),
             StatusFile(self._run.status_file, self.status) as status,
             self._interrupts.installed(),
             self._engine_watch,
@@ -185,6 +188,7 @@ class Trainer:
                 if not self._config.eval.only:
                     self._train()
                     self._save(is_last=True)
+                self._recorder.flush()
             except KeyboardInterrupt:
                 self._check_learner()
                 is_kept = self._stop()
@@ -229,7 +233,7 @@ class Trainer:
                     experience = self._make_experience(batch)
                     update = self._update(experience)
                     sent = self._publish()
-                    self._record(experience, {**update, **sent.metrics()})
+                    self._record(experience, {**update, **sent})
                 self._tell("on_step_end", self._state.step, self._recorder.latest)
                 if _due(self._state.step, self._config.eval.every_steps):
                     self._evaluate()
@@ -289,16 +293,15 @@ class Trainer:
         with self._stage("train"):
             return {**experience.metrics, **self._learner.update(experience.data)}
 
-    def _publish(self) -> Published:
+    def _publish(self) -> dict[str, float]:
         """Send the new weights to the engine. This completes the step."""
         step = self._state.step + 1
         if self._config.run.deterministic:
             with self._stage("wait", batch=step):
                 self._rollouts.finish_all()
         with self._stage("publish", version=step):
-            longest_s = self._config.rollout.timeout_s
-            published = self._send(step, longest_response_s=longest_s)
-            learned = self._checksum(published.trained)
+            self._recorder.flush()  # the weights that are replaced now have been compared
+            learned, metrics = self._send_new(step)
         with self._recorder.stage("record"):
             self._rollouts.trained(step, learned)
             self._books = self._rollouts.close_books(self._stream.state_dict)
@@ -306,7 +309,21 @@ class Trainer:
         self._state = self._state_at(step)
         self._consistent = True
         self._rollouts.set_version(step)
-        return published
+        return metrics
+
+    def _send_new(self, step: int) -> tuple[Callable[[], str], dict[str, float]]:
+        """Send the trained weights as version ``step``, and return a function that waits for their checksum.
+
+        An engine in this process generates with them while the checksums are computed. They are compared when the
+        ledger is written, which is before the next version is sent and before a checkpoint.
+        """
+        longest_s = self._config.rollout.timeout_s
+        if not self._compares_later:
+            published = self._send(step, longest_response_s=longest_s)
+            text = self._checksum(published.trained)
+            return lambda: text, published.metrics()
+        sent = send(self._learner, self._parts.engine, step, longest_response_s=longest_s)
+        return cache(lambda: sent.compare().trained), sent.metrics()
 
     def _checksum(self, policy: str) -> str:
         """The checksums of everything that is trained; ``policy`` is the one of the policy's weights, merged."""
@@ -449,6 +466,7 @@ class Trainer:
             return
         in_background = self._config.trainer.checkpoint_in_background and not is_last
         with self._interrupts.deferred("this checkpoint"), self._stage("checkpoint"):
+            self._recorder.flush()  # a run that resumes from the checkpoint needs its records
             self._checkpoints.settle()
             self._tell_saved()  # about the one before, which may be removed now
             saved = self._checkpoints.save(self._state, self._learner, in_background=in_background, is_last=is_last)

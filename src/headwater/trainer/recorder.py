@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from headwater.observe.spans import Spans, StageClock
 from headwater.observe.trace import Trace
 from headwater.rollout.group import RolloutBatch, num_replies, num_turns
 from headwater.rollout.snapshot import Books
+from headwater.trainer.background_writer import BackgroundWriter
 from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.experience import LEARNER_LOGPROBS
 from headwater.trainer.metrics import FAILED_CALLS, RunFacts, StageMemory, shown_metrics, step_metrics
@@ -47,7 +49,9 @@ class Recorder:
             recorder.ledger(step, checksum, books)
             recorder.step(step, batch, stats, books)
 
-    ``trackers`` receive the same metrics as ``metrics.jsonl``, and samples of evaluations.
+    ``trackers`` receive the same metrics as ``metrics.jsonl``, and samples of evaluations. The files of a step are
+    written while the next step begins, in order. ``flush`` waits for them; a write that failed is raised there, or by
+    the next record.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Recorder:
         self._num_failed_calls = 0
         """Scoring calls that failed since the run started or was resumed."""
         self._reporter: Reporter | None = None
+        self._writer = BackgroundWriter()
         self._memory = StageMemory()
         self._clock = StageClock(self._memory.leave)
 
@@ -108,6 +113,7 @@ class Recorder:
             measure()
         with self._display.stage("train", total_steps, start=start) as self._reporter:
             yield
+        self.flush()
 
     @contextmanager
     def stage(self, name: str, **args: object) -> Iterator[None]:
@@ -119,10 +125,16 @@ class Recorder:
         """Rollouts that ran before, for example for evaluation, do not count as generation of this step."""
         self._spans.drain()
 
-    def ledger(self, step: int, weights: str, books: Books) -> None:
-        """The outcome of every dispatch that ended in ``step``, and the checksum of the new weights."""
-        record = {"weights": weights, "counts": asdict(books.counts), **books.ended}
-        self._run.append_ledger({"kind": "step", "step": step, "time": time.time(), **record})
+    def flush(self) -> None:
+        """Wait until everything that was recorded is written."""
+        self._writer.flush()
+
+    def ledger(self, step: int, weights: Callable[[], str], books: Books) -> None:
+        """The outcome of every dispatch that ended in ``step``, and the checksum of the new weights, which may have to
+        be waited for."""
+        began = {"kind": "step", "step": step, "time": time.time()}
+        outcome = {"counts": asdict(books.counts), **books.ended}
+        self._writer.put(lambda: self._run.append_ledger({**began, "weights": weights(), **outcome}))
 
     def step(
         self,
@@ -137,17 +149,19 @@ class Recorder:
             if self._trace is not None:
                 self._trace.write_if_due(self._trace_file)
             if self._save_rollouts_every_steps > 0 and step % self._save_rollouts_every_steps == 0:
-                rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
-                path = self._run.free_file("rollouts", f"step_{step:06d}", ".parquet")
-                write_rollouts(path, step, rollouts, token_columns)
-            # The record comes last, so that its time contains the files.
+                self._writer.put(partial(self._write_rollouts, step, batch, token_columns))
             metrics = step_metrics(batch, update, self._spans.drain(), self._clock.take(), books, self._facts)
             metrics |= {**self._memory.take(), **self._engine_metrics(), "prompts/left_out": self._num_left_out}
             metrics |= (counts := self._reward_counts())
             self._num_failed_calls += round(counts.get(FAILED_CALLS, 0))
-            self._log(MetricsRecord("train", step, time.time(), metrics))
+            self._log(MetricsRecord("train", step, time.time(), metrics), in_background=True)
             if self._reporter is not None:
                 self._reporter.update(step, shown_metrics(metrics, books.drops, self._num_failed_calls))
+
+    def _write_rollouts(self, step: int, batch: RolloutBatch, token_columns: Mapping[str, Tensor]) -> None:
+        rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
+        path = self._run.free_file("rollouts", f"step_{step:06d}", ".parquet")
+        write_rollouts(path, step, rollouts, token_columns)
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         self._log(MetricsRecord("eval", step, time.time(), result.metrics()))
@@ -172,21 +186,26 @@ class Recorder:
 
     def evaluations(self) -> list[tuple[int, Mapping[str, float]]]:
         """The steps and metrics of the evaluations of this run that are valid."""
+        self.flush()
         return [(each["step"], each) for each in self._run.read_metrics() if each["kind"] == "eval"]
 
     def has_evaluation(self, step: int) -> bool:
         return any(done == step for done, _ in self.evaluations())
 
     def close(self) -> None:
-        """Write the rest of the trace, and let the trackers send what is left."""
+        """Write the rest of the records and of the trace, and let the trackers send what is left."""
+        if (error := self._writer.close()) is not None:
+            self._display.say(f"Warning: records of the last step could not be written: {error}")
         if self._trace is not None:
             self._trace.write(self._trace_file)
         for problem in self._trackers.finish() if self._trackers is not None else ():
             self._display.say(f"Warning: {problem}")
 
-    def _log(self, record: MetricsRecord) -> MetricsRecord:
+    def _log(self, record: MetricsRecord, *, in_background: bool = False) -> MetricsRecord:
         self.latest = record.values
-        self._run.append_metrics(record.to_json())
+        self._writer.put(lambda: self._run.append_metrics(record.to_json()))
+        if not in_background:
+            self.flush()
         if self._trackers is not None and record.values:
             prefix = "" if record.kind == "train" else f"{record.kind}/"
             self._trackers.log(record.step, {f"{prefix}{name}": value for name, value in record.values.items()})

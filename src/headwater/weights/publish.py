@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
 from headwater.models.checksum import Checksum, Sums, dtype_of_checksum
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _MAX_LOST = 8
 """Attempts to send one version. An engine that is a child of this process gives up earlier, with its output."""
@@ -49,6 +50,22 @@ class Published:
         if self.pause_s is not None:
             values["time/weights_pause_s"] = self.pause_s
         return values
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A version that the engine uses already, and whose checksums have not been compared yet."""
+
+    compare: Callable[[], Published]
+    """Wait for the checksums of both sides, and raise ``WeightsError`` if they differ. Call it before the engine gets
+    other weights. Any thread may do so: the learner's device counts its weights before it changes them."""
+    num_bytes: int = 0
+    seconds: float = 0.0
+    pause_s: float | None = None
+    """As in ``Published``."""
+
+    def metrics(self) -> dict[str, float]:
+        return Published("", "", self.num_bytes, self.seconds, self.pause_s).metrics()
 
 
 class AdaptersAlone:
@@ -113,9 +130,22 @@ def publish(
     have them need them. ``adapters`` is given if only LoRA adapters are sent.
     """
     limit_s = max(longest_response_s, ENGINE_CALL_LIMIT_S) * num_turns
+    return _repeated(
+        lambda: _send_once(learner, engine, version, limit_s, is_repeat, adapters).compare(), version, adapters
+    )
+
+
+def send(learner: WeightSource, engine: InferenceEngine, version: int, *, longest_response_s: float = 0.0) -> Sent:
+    """Like ``publish``, but return as soon as the engine uses the weights. For an engine in this process, whose weights
+    nothing else changes."""
+    limit_s = max(longest_response_s, ENGINE_CALL_LIMIT_S)
+    return _repeated(lambda: _send_once(learner, engine, version, limit_s, False, None), version, None)
+
+
+def _repeated(attempt: Callable[[], T], version: int, adapters: AdaptersAlone | None) -> T:
     for num_lost in range(1, _MAX_LOST + 1):
         try:
-            return _publish_once(learner, engine, version, limit_s, is_repeat, adapters)
+            return attempt()
         except TransferLost as error:
             if adapters is not None:
                 adapters.forget()
@@ -128,14 +158,14 @@ def publish(
     raise AssertionError("unreachable")
 
 
-def _publish_once(
+def _send_once(
     learner: WeightSource,
     engine: InferenceEngine,
     version: int,
     limit_s: float,
     is_repeat: bool,
     adapters: AdaptersAlone | None,
-) -> Published:
+) -> Sent:
     checksums = StreamChecksums(dtype_of_checksum(engine.capabilities.dtype))
     if adapters is not None:
         update = adapters.update(cast(AdapterSource, learner), version, checksums, is_repeat)
@@ -155,14 +185,20 @@ def _publish_once(
         if done.done():  # otherwise the engine's thread still reads
             update.close()
     seconds = time.perf_counter() - started
-    published = _summary(update, checksums, adapters, seconds, engine.status().metrics.get("last_update_pause_s"))
-    if engine.capabilities.checksums and (served := engine.weights_checksum()) != published.serving:
-        raise WeightsError(
-            f"policy version {version}: the engine serves weights with checksum {served}, the learner's have "
-            f"{published.serving}; they were damaged on the way or changed in the meantime: resume from the last "
-            "checkpoint"
-        )
-    return published
+    checksums.keep_order()
+    pause_s = engine.status().metrics.get("last_update_pause_s")
+
+    def compare() -> Published:
+        published = _summary(update, checksums, adapters, seconds, pause_s)
+        if engine.capabilities.checksums and (served := engine.weights_checksum()) != published.serving:
+            raise WeightsError(
+                f"policy version {version}: the engine serves weights with checksum {served}, the learner's have "
+                f"{published.serving}; they were damaged on the way or changed in the meantime: resume from the last "
+                "checkpoint"
+            )
+        return published
+
+    return Sent(compare, checksums.num_bytes, seconds, pause_s)
 
 
 def _summary(
@@ -218,6 +254,11 @@ class StreamChecksums:
             self._is_complete = True
         finally:
             exported.close()
+
+    def keep_order(self) -> None:
+        """Have devices count the weights before they do what the caller asks of them next, such as changing them."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
 
     def texts(self) -> tuple[str, str]:
         """The checksum in the engine's number type, and the one in the learner's."""

@@ -397,13 +397,14 @@ class Episode:
             name, key = f"{name}/{turn}", derive_key(key, "turn", turn)
         sampling = self.context.sampling
         limit = self.room if max_tokens is None else min(self.room, max_tokens)
-        sampling = replace(
-            sampling,
-            max_new_tokens=limit,
-            min_new_tokens=min(sampling.min_new_tokens, limit) if grammar is None else 0,
-            grammar=sampling.grammar if grammar is None else grammar,
-            stop_strings=(*sampling.stop_strings, *stop),
-        )
+        if limit != sampling.max_new_tokens or stop or grammar is not None or sampling.min_new_tokens > limit:
+            sampling = replace(
+                sampling,
+                max_new_tokens=limit,
+                min_new_tokens=min(sampling.min_new_tokens, limit) if grammar is None else 0,
+                grammar=sampling.grammar if grammar is None else grammar,
+                stop_strings=(*sampling.stop_strings, *stop),
+            )
         return ModelRequest(name, self.tokens, sampling, key, session=self.session)
 
     def _append_response(self, response: ModelResponse, *, is_trained: bool) -> None:

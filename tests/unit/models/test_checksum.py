@@ -108,3 +108,25 @@ def test_a_device_is_waited_for_once(monkeypatch):
     assert len(reads) == 1
     assert (len(sums), len(sums["w3 bfloat16 (100,)"]), sums["empty bfloat16 (0,)"]) == (21, 4, {})
     assert Checksum.merged([sums]).text() == before
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_tensors_counted_together_have_the_same_checksum(dtype, monkeypatch):
+    """On a GPU, many tensors are counted at once. The plain way is that of a CPU."""
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 256)
+    monkeypatch.setattr(module, "_BATCH_BYTES", 1024)
+    module._multipliers.cache_clear()
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1,), (3, 5), (64,), (7, 31), (), (0, 4), (1000,), (33, 65)]
+    tensors = [(str(shape), torch.randn(shape, generator=generator)) for shape in shapes]
+    tensors.append(("transposed", torch.randn(9, 31, generator=generator).T))
+    plain, together = Checksum(dtype), Checksum(dtype)
+    plain.add(tensors)
+    together.add_together((together._header(name, each.dtype, tuple(each.shape)), each) for name, each in tensors)
+    assert together.sums() == plain.sums()
+    assert together.text() == plain.text()
+    tensors[6][1].view(torch.int32)[777] ^= 1 << 30
+    damaged = Checksum(dtype)
+    damaged.add_together((damaged._header(name, each.dtype, tuple(each.shape)), each) for name, each in tensors)
+    assert damaged.text() != plain.text()
+    module._multipliers.cache_clear()

@@ -189,7 +189,7 @@ class Course:
         self.version += 1
         self.engine.version = self.version
         self.pass_time()
-        self.executor.trained(self.version, "")
+        self.executor.trained(self.version, str)
         self.executor.set_version(self.version)
         self.check_books()
         self.pass_time()

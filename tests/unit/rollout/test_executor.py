@@ -253,7 +253,7 @@ class Policy(Scripted):
     def step(self, executor, rows):
         batch = executor.prepare_batch(rows)
         self.version += 1
-        executor.trained(self.version, "")
+        executor.trained(self.version, str)
         executor.set_version(self.version)
         executor.check_ledger()
         return batch
@@ -273,7 +273,7 @@ def test_at_staleness_zero_nothing_starts_before_the_learner_has_published():
     with executor_of(Scripted(ok), in_waves=False) as executor:
         executor.prepare_batch(rows)
         assert executor.check_ledger().dispatched == 3
-        executor.trained(1, "")
+        executor.trained(1, str)
         assert executor.check_ledger().dispatched == 3
         executor.set_version(1)
         executor.check_ledger()  # runs on the loop's thread, after the check of the capacity
@@ -295,7 +295,7 @@ def test_with_capacity_for_more_batches_generation_runs_ahead():
         while (counts := executor.check_ledger()).in_flight:
             pass
         assert (counts.dispatched, counts.buffered) == (9, 9)
-        executor.trained(1, "")
+        executor.trained(1, str)
         assert executor.check_ledger().trained == 3
 
 
@@ -342,7 +342,7 @@ def test_tags_that_would_make_every_group_too_old_are_an_error_and_not_a_loop(in
     rows = Rows()
     with executor_of(Scripted(ok), in_waves=in_waves) as executor:
         executor.prepare_batch(rows)
-        executor.trained(1, "")
+        executor.trained(1, str)
         executor.set_version(1)  # but the workflow still tags its tokens with 0
         with pytest.raises(RunError, match="row row3 started under policy version 1 and has tokens tagged 0"):
             executor.prepare_batch(rows)

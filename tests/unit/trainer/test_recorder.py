@@ -172,6 +172,7 @@ def test_the_stages_of_a_step_add_up_to_it_and_every_moment_belongs_to_a_step(re
 def test_rollouts_are_saved_every_few_steps(recorder, run):
     for step in (1, 2, 3):
         recorder.step(step, a_batch(), {}, BOOKS)
+    recorder.flush()
     (file,) = (run.path / "rollouts").iterdir()
     assert file.name == "step_000002.parquet"
     assert pq.read_table(file).num_rows == 2
@@ -179,7 +180,8 @@ def test_rollouts_are_saved_every_few_steps(recorder, run):
 
 def test_the_ledger_gets_what_ended_and_the_checksum(recorder, run):
     ended = {"trained": [{"id": 3}], "dropped": [{"id": 4, "kind": "stale", "message": "old"}]}
-    recorder.ledger(2, "float32-1", Books(RolloutSnapshot({}, {}), COUNTS, ended))
+    recorder.ledger(2, lambda: "float32-1", Books(RolloutSnapshot({}, {}), COUNTS, ended))
+    recorder.flush()
     (line,) = run.read_ledger()
     assert (line["kind"], line["step"], line["weights"], line["dropped"]) == ("step", 2, "float32-1", ended["dropped"])
     assert line["counts"]["dispatched"] == 12

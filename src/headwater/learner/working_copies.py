@@ -1,0 +1,113 @@
+"""The weights of a model that one process holds, converted once per update to the type that its passes compute in.
+
+FSDP converts the weights of every layer in every pass, and gathers and scatters them in a group of one. For a small
+model this takes longer than computing. Here all weights are converted together, by a few kernels:
+
+    copies = WorkingCopies(module, torch.bfloat16)
+    copies.use()                # the module's parameters are the copies now
+    loss(module).backward()
+    copies.collect()            # adds the gradients of the copies to those of the weights, in float32
+    copies.put_back()           # the module's parameters are the weights again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+_COLLECT_BYTES = 256 * 2**20
+"""Gradients of copies that are held before they are added to those of the weights."""
+
+
+class WorkingCopies:
+    """Copies of all floating-point parameters of ``module`` that are not of ``dtype``, which exist only while in use.
+
+    The numbers are those of FSDP with a float32 reduction: a pass computes gradients in ``dtype``, and those of several
+    passes are summed in the type of the weights.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        """Where each weight is a parameter; a tied weight has several places."""
+        for part in module.modules():
+            for name, weight in part._parameters.items():
+                if weight is not None and weight.is_floating_point() and weight.dtype != dtype:
+                    self._places.setdefault(weight, []).append((part, name))
+        self._copies = {weight: self._copy_of(weight) for weight in self._places}
+        """Always the same objects, which have values only while they are used."""
+        self._is_used = False
+        self._ready: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """Weights whose copies have a complete gradient of the present pass."""
+        self._ready_bytes = 0
+
+    def _copy_of(self, weight: nn.Parameter) -> nn.Parameter:
+        copy = nn.Parameter(weight.new_empty(0, dtype=self._dtype), requires_grad=weight.requires_grad)
+        if copy.requires_grad:
+            copy.register_post_accumulate_grad_hook(lambda _: self._add(weight, copy))  # type: ignore[no-untyped-call]
+        return copy
+
+    @torch.no_grad()
+    def use(self) -> None:
+        """Convert the weights, unless that was done since they were put back, and compute with the copies."""
+        if self._is_used or not self._places:
+            return
+        weights = list(self._places)
+        # One allocation for all, in which every copy starts at a multiple of 256 bytes.
+        sizes = [-(-weight.numel() // 128) * 128 for weight in weights]
+        memory = torch.empty(sum(sizes), dtype=self._dtype, device=weights[0].device)
+        views = [
+            part[: each.numel()].view(each.shape)
+            for part, each in zip(torch.split(memory, sizes), weights, strict=True)
+        ]
+        torch._foreach_copy_(views, [weight.data for weight in weights])
+        for weight, view in zip(weights, views, strict=True):
+            self._copies[weight].data = view
+        self._place(self._copies)
+        self._is_used = True
+
+    def put_back(self) -> None:
+        """Make the weights the module's parameters again, and free the copies."""
+        if not self._is_used:
+            return
+        self._place({weight: weight for weight in self._places})
+        for copy in self._copies.values():
+            copy.grad, copy.data = None, copy.new_empty(0)
+        self._is_used, self._ready, self._ready_bytes = False, [], 0
+
+    def _place(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        for weight, places in self._places.items():
+            for part, name in places:
+                part._parameters[name] = parameters[weight]
+
+    def _add(self, weight: nn.Parameter, copy: nn.Parameter) -> None:
+        assert copy.grad is not None, "a hook that is called when it has one"
+        self._ready.append((weight, copy))
+        self._ready_bytes += copy.grad.nbytes
+        if self._ready_bytes >= _COLLECT_BYTES:
+            self.collect()
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the gradients of the copies to the gradients of their weights."""
+        sums: list[Tensor] = []
+        added: list[Tensor] = []
+        new: list[Tensor] = []
+        converted: list[Tensor] = []
+        for weight, copy in self._ready:
+            assert copy.grad is not None
+            if weight.grad is None:
+                weight.grad = torch.empty_like(weight)
+                new.append(weight.grad)
+                converted.append(copy.grad)
+            else:
+                sums.append(weight.grad)
+                added.append(copy.grad)
+            copy.grad = None
+        if new:
+            torch._foreach_copy_(new, converted)
+        if sums:
+            torch._foreach_add_(sums, added)
+        self._ready, self._ready_bytes = [], 0

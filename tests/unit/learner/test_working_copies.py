@@ -1,0 +1,65 @@
+"""One process that computes in another type than its weights: converting all weights at once changes no bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_engine import MODEL, actor, experience, weights
+
+from headwater.config.schema import LearnerConfig
+from headwater.learner.engine import TrainEngine
+from headwater.learner.packed_module import PolicyModule
+from headwater.learner.working_copies import WorkingCopies
+
+
+def engine(**settings) -> TrainEngine:
+    return TrainEngine(
+        PolicyModule(copy.deepcopy(MODEL), temperature=1.0),
+        LearnerConfig(learning_rate=1e-3, skip_zero_advantages=False, **settings),
+        compute_dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_tokens_per_microbatch": 40}, {"checkpoint_activations": True}])
+def test_same_bits_as_fsdp(settings):
+    results = []
+    for at_once in (True, False):
+        learner = engine(convert_at_once=at_once, **settings)
+        policy = actor(learner)
+        stats = [policy.update(experience(seed)) for seed in (1, 2)]
+        logprobs = learner.compute(experience(3))["logprobs"]
+        results.append((weights(learner), logprobs, stats))
+    (first, first_logprobs, first_stats), (second, second_logprobs, second_stats) = results
+    assert torch.equal(first, second)
+    assert torch.equal(first_logprobs, second_logprobs)
+    assert first_stats == second_stats
+
+
+def test_copies_exist_only_during_an_update():
+    learner = engine()
+    names = [name for name, _ in learner.module.named_parameters()]
+    held = {name: id(each) for name, each in learner.module.named_parameters()}
+    actor(learner).update(experience(1))
+    assert {name: id(each) for name, each in learner.module.named_parameters()} == held
+    assert all(each.dtype == torch.float32 for each in learner.module.parameters())
+    copies = learner.module.copies
+    assert isinstance(copies, WorkingCopies)
+    copies.use()
+    assert [name for name, _ in learner.module.named_parameters()] == names
+    assert all(each.dtype == torch.bfloat16 for each in learner.module.parameters())
+    copies.put_back()
+    assert all(not each.numel() and each.grad is None for each in copies._copies.values())
+
+
+def test_a_failed_pass_puts_the_weights_back():
+    learner = engine()
+
+    def fails(outputs, batch):
+        raise ValueError("no loss")
+
+    with pytest.raises(ValueError, match="no loss"):
+        learner.train_step(experience(1), fails)
+    assert all(each.dtype == torch.float32 and each.grad is None for each in learner.module.parameters())
