@@ -25,6 +25,7 @@ from headwater.learner.export import plain_name
 from headwater.learner.packed_module import PackedModule
 from headwater.models.fused_layers import use_fused_layers
 from headwater.models.sharded_load import ShardReader
+from headwater.models.wide_layers import widen_layers
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,10 @@ def shard(
     float32. A single process that computes in the type of its weights needs no sharding. Parameters on the meta device
     are allocated and read from ``weights``, each rank only its shard.
     """
-    if device.type == "cuda" and config.fused_layers and not config.compile:
+    uses_kernels = device.type == "cuda" and config.fused_layers and not config.compile
+    if uses_kernels:
         use_fused_layers(module.model)
+    has_wide_layers = widen_layers(module.model, compute_dtype, uses_kernels=uses_kernels)
     layers = module.layers
     for index in range(len(layers)):
         if config.compile:
@@ -147,7 +150,12 @@ def shard(
 
         module.context = ContextGroup(_context_mesh(device.type, ranks.count, ranks.num_context))
         module.context.check(module.model)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=torch.float32,
+        # FSDP would round the wide inputs of every layer.
+        cast_forward_inputs=not has_wide_layers,
+    )
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(module, mesh=mesh, mp_policy=precision)

@@ -1,0 +1,53 @@
+"""A float32 residual stream and float32 rotary embeddings in the decoder layers of transformers.
+
+The layers add what they compute in bfloat16 or float16 to a float32 sum, as the engine does (``models.precision``). Only
+the norms read the sum, and they round once. On CUDA, Triton kernels and products that add to the sum replace torch's
+operations; ``plain_norm`` and the layers' own forward pass compute the same in plain torch.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwater.models.precision import is_wide
+
+
+def widen_layers(model: Any, dtype: torch.dtype, *, uses_kernels: bool) -> bool:
+    """Widen the layers of ``model``, which compute in ``dtype``, in place. False if nothing is to be widened."""
+    config = model.config.get_text_config(decoder=True)
+    decoder = model.get_decoder()
+    has_wide_rotary, has_wide_residual = (is_wide(part, config, dtype) for part in ("rotary", "residual"))
+    if has_wide_rotary or has_wide_residual:
+        _set_rotary_type(decoder.rotary_emb, torch.float32 if has_wide_rotary else dtype)
+    if has_wide_residual:
+        decoder.embed_tokens.register_forward_hook(_to_float32)
+        for layer in decoder.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.forward = MethodType(plain_norm, norm)
+        decoder.norm.forward = MethodType(plain_norm, decoder.norm)
+    return has_wide_rotary or has_wide_residual
+
+
+def plain_norm(norm: Any, hidden_states: Tensor) -> Tensor:
+    """The RMS norm of a float32 sum, rounded once, to the type in which the layers compute."""
+    mean_square = hidden_states.pow(2).mean(-1, keepdim=True)
+    normalised = hidden_states * torch.rsqrt(mean_square + norm.variance_epsilon)
+    return (norm.weight.float() * normalised).to(norm.weight.dtype)
+
+
+def _set_rotary_type(rotary: nn.Module, dtype: torch.dtype) -> None:
+    """Make the tables in ``dtype``. Their type is that of the first argument, of which nothing else is used."""
+
+    def replace_first(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        first, *rest = arguments
+        return (first.new_empty(0, dtype=dtype), *rest), options
+
+    rotary.register_forward_pre_hook(replace_first, with_kwargs=True)
+
+
+def _to_float32(module: Any, arguments: Any, output: Tensor) -> Tensor:
+    return output.float()
