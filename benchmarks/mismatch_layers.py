@@ -36,9 +36,7 @@ class LayerRow:
     learner_exact: float
 
 
-def layer_table(
-    engine: Engine, learner: TrainEngine, exact: TrainEngine, response: ModelResponse
-) -> list[LayerRow]:
+def layer_table(engine: Engine, learner: TrainEngine, exact: TrainEngine, response: ModelResponse) -> list[LayerRow]:
     """Compare the sides on the tokens of ``response``, which the engine scores as a prompt."""
     tokens = response.input_tokens + response.output_tokens
     of_engine = engine_values(engine, tokens)

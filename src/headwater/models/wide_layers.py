@@ -25,10 +25,11 @@ def widen_layers(model: Any, dtype: torch.dtype, *, uses_kernels: bool) -> bool:
         _set_rotary_type(decoder.rotary_emb, torch.float32 if has_wide_rotary else dtype)
     if has_wide_residual:
         decoder.embed_tokens.register_forward_hook(_to_float32)
-        for layer in decoder.layers:
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                norm.forward = MethodType(plain_norm, norm)
-        decoder.norm.forward = MethodType(plain_norm, decoder.norm)
+        norms = [each for layer in decoder.layers for each in (layer.input_layernorm, layer.post_attention_layernorm)]
+        for norm in (*norms, decoder.norm):
+            norm.forward = MethodType(_fused_norm if uses_kernels else plain_norm, norm)
+        for layer in decoder.layers if uses_kernels else ():
+            layer.forward = MethodType(_fused_forward, layer)
     return has_wide_rotary or has_wide_residual
 
 
@@ -37,6 +38,25 @@ def plain_norm(norm: Any, hidden_states: Tensor) -> Tensor:
     mean_square = hidden_states.pow(2).mean(-1, keepdim=True)
     normalised = hidden_states * torch.rsqrt(mean_square + norm.variance_epsilon)
     return (norm.weight.float() * normalised).to(norm.weight.dtype)
+
+
+def _fused_norm(norm: Any, hidden_states: Tensor) -> Tensor:
+    return _add_and_norm(norm, hidden_states, None)[1]
+
+
+def _fused_forward(layer: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+    """The forward pass of a layer, with the first addition in the kernel of the second norm."""
+    residual, normed = _add_and_norm(layer.input_layernorm, hidden_states, None)
+    product, _ = layer.self_attn(hidden_states=normed, **options)
+    residual, normed = _add_and_norm(layer.post_attention_layernorm, residual, product)
+    output: Tensor = residual + layer.mlp(normed)
+    return output
+
+
+def _add_and_norm(norm: Any, residual: Tensor, product: Tensor | None) -> tuple[Tensor, Tensor]:
+    from headwater.models.norm_kernels import add_and_norm  # needs Triton
+
+    return add_and_norm(residual, product, norm.weight, norm.variance_epsilon)
 
 
 def _set_rotary_type(rotary: nn.Module, dtype: torch.dtype) -> None:
