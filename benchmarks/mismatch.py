@@ -1,9 +1,12 @@
-"""How far the learner's log-probs are from the engine's at equal weights, and what each number type costs in speed.
+r"""How far the learner's log-probs are from the engine's at equal weights, and what each number type costs in speed.
 
     python benchmarks/mismatch.py --model FOLDER --layers --out benchmarks/results/mismatch_smollm2_h200.json
-    python benchmarks/mismatch.py --shape qwen2.5-1.5b --layers --out benchmarks/results/mismatch_qwen2.5-1.5b_h200.json
-    python benchmarks/mismatch.py --model FOLDER --dtypes bfloat16 float16 --narrow logits rotary residual
-    python benchmarks/mismatch.py --shape tiny --dtypes float32 bfloat16 --prompts 4 --samples 2 --new-tokens 16   # CPU
+    python benchmarks/mismatch.py --model FOLDER --dtypes bfloat16 float16 --layers --narrow logits rotary residual \
+        --out benchmarks/results/mismatch_narrow_smollm2_h200.json                          # as before the widening
+    python benchmarks/mismatch.py --shape qwen2.5-1.5b --out benchmarks/results/mismatch_qwen2.5-1.5b_h200.json
+    python benchmarks/mismatch.py --shape qwen2.5-1.5b --dtypes bfloat16 float16 --narrow logits rotary residual \
+        --out benchmarks/results/mismatch_narrow_qwen2.5-1.5b_h200.json
+    python benchmarks/mismatch.py --model tiny:llama --dtypes float32 --prompts 2 --samples 2 --new-tokens 8      # CPU
 
 The engine samples responses at temperature 1. The learner computes the same tokens, packed. Both have the same weights:
 those of the model, rounded to the number type. ``exact`` is the learner in float32 with these rounded weights, so the

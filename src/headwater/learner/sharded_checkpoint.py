@@ -57,6 +57,8 @@ class _Index:
     shapes: Mapping[str, list[int]]
     """Of every tensor as a whole."""
     pieces: Mapping[str, list[_Piece]]
+    loss_scale: Mapping[str, float] | None = None
+    """The state of float16's loss scale; None in other types."""
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT, **asdict(self)})
@@ -108,6 +110,7 @@ def take_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, with_op
         adapter_alpha(model),
         {name: list(tensor.shape) for name, tensor in state.items()},
         {name: [each[name] for each in everywhere if name in each] for name in state},
+        None if optimizer.loss_scale is None else optimizer.loss_scale.state(),
     )
     tensors = {name: held_by(tensor) for name, (_, tensor) in held.items()}
     return Shards(file, tensors, index if ranks.index == 0 else None)
@@ -164,6 +167,8 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> 
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             raise _damaged(path, f"{error}; the weights are partly overwritten and must not be used") from error
         optimizer.num_steps = index.num_steps
+        if optimizer.loss_scale is not None and index.loss_scale is not None:
+            optimizer.loss_scale.restore(index.loss_scale)
 
 
 def read_weights(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
