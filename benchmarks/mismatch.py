@@ -1,11 +1,13 @@
 r"""How far the learner's log-probs are from the engine's at equal weights, and what each number type costs in speed.
 
-    python benchmarks/mismatch.py --model FOLDER --layers --out benchmarks/results/mismatch_smollm2_h200.json
-    python benchmarks/mismatch.py --model FOLDER --dtypes bfloat16 float16 --layers --narrow logits rotary residual \
-        --out benchmarks/results/mismatch_narrow_smollm2_h200.json                          # as before the widening
-    python benchmarks/mismatch.py --shape qwen2.5-1.5b --out benchmarks/results/mismatch_qwen2.5-1.5b_h200.json
-    python benchmarks/mismatch.py --shape qwen2.5-1.5b --dtypes bfloat16 float16 --narrow logits rotary residual \
-        --out benchmarks/results/mismatch_narrow_qwen2.5-1.5b_h200.json
+    python benchmarks/mismatch.py --model FOLDER --dtypes bfloat16 --layers --narrow logits rotary residual \
+        --out benchmarks/results/mismatch_narrow_smollm2_h200.json          # as before the widening; 60 s on an H200
+    python benchmarks/mismatch.py --model FOLDER --dtypes bfloat16 float16 float32 tf32 --layers \
+        --out benchmarks/results/mismatch_smollm2_h200.json                 # 180 s
+    python benchmarks/mismatch.py --shape qwen2.5-1.5b --dtypes bfloat16 --narrow logits rotary residual \
+        --out benchmarks/results/mismatch_narrow_qwen2.5-1.5b_h200.json     # 80 s
+    python benchmarks/mismatch.py --shape qwen2.5-1.5b --dtypes bfloat16 float16 tf32 float32 \
+        --out benchmarks/results/mismatch_qwen2.5-1.5b_h200.json            # 300 s
     python benchmarks/mismatch.py --model tiny:llama --dtypes float32 --prompts 2 --samples 2 --new-tokens 8      # CPU
 
 The engine samples responses at temperature 1. The learner computes the same tokens, packed. Both have the same weights:
@@ -165,7 +167,7 @@ def main() -> None:
     parser.add_argument("--speed-new-tokens", type=int, default=256, help="(default 256)")
     parser.add_argument("--speed-tokens", type=int, default=65536, help="tokens of a training step (default 65536)")
     parser.add_argument("--microbatch", type=int, default=16384, help="tokens of a training pass (default 16384)")
-    add_work(parser, prompt_tokens=128, samples=8, new_tokens=256, runs=3)
+    add_work(parser, prompt_tokens=128, samples=8, new_tokens=256, runs=2)
     options = parser.parse_args()
     source = Source(options, default_device())
     _set_narrow(options.narrow)
@@ -212,14 +214,12 @@ def _measure(name: str, source: Source) -> Row:
             exact_learner = _learner(source, dtype, torch.float32)
             layers = layer_table(engine, learner.engine, exact_learner.engine, probe)
             del exact_learner
-        speeds = (None, None, None, None)
-        if not options.no_speed:
-            rate = _engine_speed(engine, source)
-            engine.close()
-            speeds = (rate, *_learner_speeds(learner, source))
-        else:
-            engine.close()
-    del engine, learner
+        rate = None if options.no_speed else _engine_speed(engine, source)
+        engine.close()
+        del engine  # its memory is needed for training in float32
+        _collect(device)
+        learner_speeds = (None, None, None) if options.no_speed else _learner_speeds(learner, source)
+    del learner
     _collect(device)
     exact = _learner(source, dtype, torch.float32).engine.compute(data)["logprobs"]
     _collect(device)
@@ -232,7 +232,8 @@ def _measure(name: str, source: Source) -> Row:
         Gap.between(exact, sampled, mask),
         Gap.between(exact, mine, mask),
         Gap.between(scored, sampled, mask),
-        *speeds,
+        rate,
+        *learner_speeds,
         layers,
     )
 
@@ -256,7 +257,9 @@ def _engine(source: Source, dtype: torch.dtype) -> Engine:
 
 
 def _learner(source: Source, rounded: torch.dtype, computed: torch.dtype) -> Actor:
-    config = LearnerConfig(max_tokens_per_microbatch=source.options.microbatch, skip_zero_advantages=False)
+    # Activations in float32 take twice the memory.
+    num_tokens = source.options.microbatch // (2 if computed == torch.float32 else 1)
+    config = LearnerConfig(max_tokens_per_microbatch=num_tokens, skip_zero_advantages=False)
     engine = TrainEngine(PolicyModule(source.model(rounded, torch.float32), 1.0), config, compute_dtype=computed)
     return Actor(engine, ppo, AlgorithmConfig(), loss_width=4096)
 

@@ -5,8 +5,9 @@
     scale.unscale(parameters)           # the gradients of the loss itself, in float32
     scale.update(is_finite=True)        # after a gradient that overflowed: is_finite=False, and the step is skipped
 
-The factor is halved after every overflow, and doubled after ``growth_steps`` steps without one. It is a power of two, so
-multiplying and dividing by it rounds nothing. The state is part of a checkpoint: a resumed run takes the same steps.
+The factor is halved after every overflow, and doubled after ``growth_steps`` steps without one. It is a power of two,
+so multiplying and dividing by it rounds nothing. The state is part of a checkpoint, so a resumed run takes the same
+steps.
 """
 
 from __future__ import annotations
