@@ -1,4 +1,4 @@
-"""Where in a model the engine and the learner part: values inside every layer of both, for the tokens of one sequence."""
+"""Where in a model the engine and the learner part: values inside every layer of both, for one sequence."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A float32 residual stream and float32 rotary embeddings in the decoder layers of transformers.
 
 The layers add what they compute in bfloat16 or float16 to a float32 sum, as the engine does (``models.precision``).
-Only the norms read the sum, and they round once. On CUDA, a Triton kernel adds and norms in one pass (``norm_kernels``);
-``plain_norm`` and the layers' own forward pass compute the same in plain torch.
+Only the norms read the sum, and they round once. On CUDA, a Triton kernel adds and norms in one pass
+(``norm_kernels``); ``plain_norm`` and the layers' own forward pass compute the same in plain torch.
 """
 
 from __future__ import annotations
