@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwater.learner.packing import Pack
 from headwater.models.packed_attention import PackedAttention, gather_rows, packed_attention, use_packed_attention
-from headwater.models.precision import WIDE, wide_linear
+from headwater.models.precision import has_wide_logits, wide_linear
 
 if TYPE_CHECKING:
     from headwater.learner.context_parallel import ContextGroup
@@ -189,8 +189,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """In float32, unless ``WIDE`` says otherwise: the engine does not round them either."""
-    if hidden.dtype != torch.float32 and "logits" in WIDE:
+    """In float32, whatever the layers compute in: the engine does not round them either."""
+    if has_wide_logits(hidden.dtype):
         return wide_linear(hidden, weight, bias if bias.ndim else None)
     return torch.addmm(bias, hidden, weight.T) if bias.ndim else hidden @ weight.T
 

@@ -20,17 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 WIDE: set[str] = {"logits", "rotary", "residual"}
-"""Read when an engine or a learner is built. Remove a name before that to measure what it gives."""
+"""Remove a name before an engine and a learner are built to measure what it gives (``benchmarks/mismatch.py``)."""
 WIDE_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers both sides run with a wide residual stream and wide rotary embeddings."""
 NARROW_TYPES = (torch.bfloat16, torch.float16)
 
 
+def has_wide_logits(dtype: torch.dtype) -> bool:
+    """Whether a model whose layers compute in ``dtype`` has float32 logits."""
+    return "logits" in WIDE and dtype in NARROW_TYPES
+
+
 def is_wide(part: str, config: Any, dtype: torch.dtype) -> bool:
-    """Whether a model with this config, whose layers compute in ``dtype``, computes ``part`` in float32."""
-    if part not in WIDE or dtype not in NARROW_TYPES:
-        return False
-    return part == "logits" or has_wide_layers(config)
+    """Whether layers of a model with this config, which compute in ``dtype``, compute ``part`` in float32."""
+    return part in WIDE and dtype in NARROW_TYPES and has_wide_layers(config)
 
 
 def has_wide_layers(config: Any) -> bool:

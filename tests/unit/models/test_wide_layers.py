@@ -12,7 +12,7 @@ from learner.test_packing import batch
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import pack_rows, read_rows
 from headwater.models import precision
-from headwater.models.precision import is_wide, wide_linear
+from headwater.models.precision import has_wide_logits, is_wide, wide_linear
 from headwater.models.wide_layers import widen_layers
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -46,12 +46,11 @@ def test_in_float32_wide_layers_have_the_bits_of_the_others():
 @pytest.mark.usefixtures("float32_is_narrow")
 def test_the_fused_forward_pass_computes_what_the_layers_do():
     pytest.importorskip("triton", exc_type=ImportError)
-    for kind in ("llama", "qwen3"):
-        plain = make_model(kind)
-        fused = copy.deepcopy(plain)
-        assert widen_layers(fused, torch.float32, uses_kernels=True)
-        for ours, expected in zip(result(fused), result(plain), strict=True):
-            torch.testing.assert_close(ours, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
+    plain = make_model("llama")
+    fused = copy.deepcopy(plain)
+    assert widen_layers(fused, torch.float32, uses_kernels=True)
+    for ours, expected in zip(result(fused), result(plain), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
 
 
 def test_the_residual_stream_stays_float32_and_products_narrow():
@@ -75,7 +74,8 @@ def test_only_named_parts_of_known_models_are_widened(monkeypatch):
     assert is_wide("residual", llama, torch.bfloat16)
     assert not is_wide("residual", llama, torch.float32)
     assert not is_wide("residual", gemma, torch.float16)
-    assert is_wide("logits", gemma, torch.float16)
+    assert has_wide_logits(torch.float16)
+    assert not has_wide_logits(torch.float32)
     monkeypatch.setattr(precision, "WIDE", {"logits"})
     assert not is_wide("rotary", llama, torch.bfloat16)
     model = make_model("llama")

@@ -25,7 +25,7 @@ from headwater.engine.plans import NewRow, PrefillBatch
 from headwater.engine.rows import DecodeRows, upload
 from headwater.engine.runners.decoder import DecoderOps, FusedDecoder
 from headwater.engine.sampler import SamplingBatch, SamplingNeeds, distribution, put_rows, sample
-from headwater.models.precision import is_wide
+from headwater.models.precision import has_wide_logits
 
 _SCORED_VALUES = 2**24
 """How many log-probs of prompts are in memory at the same time: positions times vocabulary."""
@@ -62,7 +62,7 @@ class Runner:
         self._fused = FusedDecoder(model, spec, ops) if fused and can_fuse(model.config) else None
         self._ops = ops
         self._head = model.get_output_embeddings()
-        self._has_wide_logits = is_wide("logits", model.config, spec.dtype)
+        self._has_wide_logits = has_wide_logits(spec.dtype)
         self.spec = spec
         self.cache = cache
         self.rows = rows
