@@ -155,17 +155,17 @@ class _AddAndNorm(torch.autograd.Function):
 def add_and_norm(residual: Tensor, product: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``residual`` (float32) plus ``product``, and the RMS norm of the sum in the type of ``weight``."""
     assert residual.dtype == torch.float32, f"the residual is {residual.dtype}"
-    total, normed = _AddAndNorm.apply(residual, product, weight, eps)  # type: ignore[no-untyped-call]
+    total, normed = _AddAndNorm.apply(residual, product, weight, eps)
     return total, normed
 
 
 def _num_warps(size: int) -> int:
     # Four float32 values per thread are one 16-byte access.
-    return min(max(triton.next_power_of_2(size) // 256, 1), 16)
+    return min(max(int(triton.next_power_of_2(size)) // 256, 1), 16)
 
 
 @cache
 def _num_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return _NUM_CPU_PROGRAMS
-    return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    return _PROGRAMS_PER_PROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)

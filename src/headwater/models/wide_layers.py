@@ -37,7 +37,8 @@ def plain_norm(norm: Any, hidden_states: Tensor) -> Tensor:
     """The RMS norm of a float32 sum, rounded once, to the type in which the layers compute."""
     mean_square = hidden_states.pow(2).mean(-1, keepdim=True)
     normalised = hidden_states * torch.rsqrt(mean_square + norm.variance_epsilon)
-    return (norm.weight.float() * normalised).to(norm.weight.dtype)
+    weight: Tensor = norm.weight
+    return (weight.float() * normalised).to(weight.dtype)
 
 
 def _fused_norm(norm: Any, hidden_states: Tensor) -> Tensor:
