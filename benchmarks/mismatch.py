@@ -176,6 +176,9 @@ def main() -> None:
     for dtype in options.dtypes:
         rows.append(_measure(dtype, source))
         print(_line(rows[-1]), flush=True)
+    print("\nfor docs/numerics.md:")
+    for row in rows:
+        print(_markdown(row))
     for row in rows:
         if row.layers:
             show_layers(row.dtype, row.layers)
@@ -375,6 +378,13 @@ HEADER = (
     f"{'dtype':<9} {'tokens':>8} | {'mean |d|':>9} {'k3 KL':>9} {'p99':>7} {'max |d|':>8} | {'engine KL':>9} "
     f"{'learner KL':>10} {'decode KL':>9} | {'engine/s':>9} {'logprob/s':>9} {'train/s':>9} {'peak GiB':>8}"
 )
+
+
+def _markdown(row: Row) -> str:
+    gap, name = row.engine_learner, f"{row.dtype}, nothing widened" if len(row.narrow) == len(PARTS) else row.dtype
+    speeds = (row.engine_tokens_per_s, row.logprobs_tokens_per_s, row.train_tokens_per_s)
+    shown = " | ".join("-" if each is None else f"{each:,.0f}" for each in speeds)
+    return f"| {name} | {gap.mean_abs:.1e} | {gap.k3_kl:.1e} | {gap.ratio_p99:.4f} | {shown} |"
 
 
 def _line(row: Row) -> str:
