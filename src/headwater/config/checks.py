@@ -146,10 +146,19 @@ def named_sources(config: Config, names: Iterable[str]) -> list[str]:
     return [config.data.sources.get(name, {}).get("source", name) for name in names]
 
 
-def float16_needs_loss_scaling(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.model.dtype == "float16":
+def float16_needs_a_gpu(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.model.dtype == "float16" and config.model.device == "cpu":
         yield Clash(
-            ("model.dtype",), "small gradients vanish in float16 and there is no loss scaling; use bfloat16 or float32"
+            ("model.dtype", "model.device"),
+            "a CPU computes float16 hundreds of times slower than float32; use float32, or model.device=cuda",
+        )
+    if config.model.dtype != "float16":
+        why = f"model.dtype = {config.model.dtype} needs no loss scale; set model.dtype=float16 too"
+        keys = ("learner.loss_scale", "learner.loss_scale_growth_steps")
+        yield from unread(keys, ("model.dtype",), why, layers)
+    elif math.frexp(config.learner.loss_scale)[0] != 0.5:
+        yield Clash(
+            ("learner.loss_scale",), "must be a power of two, so that scaling rounds nothing; use 65536, for example"
         )
 
 
@@ -306,7 +315,7 @@ CHECKS: tuple[Check, ...] = (
     periods_end_within_run,
     warmup_ends_within_run,
     task_fills_a_step,
-    float16_needs_loss_scaling,
+    float16_needs_a_gpu,
     greedy_samples_differ,
     lengths_are_measured,
     files_have_no_task_settings,

@@ -44,7 +44,8 @@ class ModelConfig:
     prompts that are plain text."""
     dtype: Dtype = "auto"
     """Number type of generation and of the learner's passes; trained weights stay float32. `auto` chooses bfloat16 on
-    a GPU that computes in it, and float32 otherwise. A run records the choice and keeps it when it is resumed."""
+    a GPU that computes in it, and float32 otherwise. A run records the choice and keeps it when it is resumed.
+    `float16` needs a GPU; it is more exact than bfloat16 but has a smaller range, so the loss is scaled."""
     device: str = "auto"
     """Device of the model: auto (CUDA if available), cpu, cuda or cuda:N."""
 
@@ -245,6 +246,11 @@ class LearnerConfig:
     """Gradients with a larger norm are scaled down to this norm."""
     max_bad_steps: Annotated[int, AtLeast(1)] = 3
     """Consecutive optimiser steps with a non-finite loss or gradient before the run stops; each of them is skipped."""
+    loss_scale: Annotated[float, AtLeast(1)] = 65536.0
+    """In float16, the factor of the loss at the start, a power of two. It is halved when a gradient overflows, which
+    skips the step."""
+    loss_scale_growth_steps: Annotated[int, AtLeast(1)] = 200
+    """In float16, optimiser steps without an overflow after which the loss scale is doubled."""
     num_minibatches: Annotated[int, AtLeast(1)] = 1
     """Optimiser steps per pass over a batch; must divide trainer.num_prompts_per_step."""
     num_epochs: Annotated[int, AtLeast(1)] = 1

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from headwater.core.errors import ModelError
+from headwater.models.precision import WIDE_RESIDUAL, has_wide_layers
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")
 """Model types whose output is tested against ``generate`` of transformers."""
 
-FUSED = ("llama", "mistral", "qwen2", "qwen3")
+FUSED = WIDE_RESIDUAL
 """Model types that the fused decoder runs: pre-norm layers, RMS norm, rotary embeddings in halves, gated SiLU."""
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -77,7 +78,7 @@ class ModelSpec:
 
 def can_fuse(config: Any) -> bool:
     """Whether ``FusedDecoder`` supports this config."""
-    return config.model_type in FUSED and config.hidden_act == "silu"
+    return has_wide_layers(config)
 
 
 def _rope_type(config: Any) -> str:

@@ -27,6 +27,7 @@ from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import DISPATCH_KEY, dispatched_rows
 from headwater.core.errors import DataError, OtherRankFailed, RunError
 from headwater.learner import sharded_checkpoint
+from headwater.learner.loss_scale import LossScale
 from headwater.learner.optimizer import CPU, Optimizer
 from headwater.learner.packed_module import PackedModule
 from headwater.learner.packing import Pack, PackRow, check_lengths, idle_pack, pack_rows, read_rows, token_column
@@ -268,6 +269,7 @@ class TrainEngine(ForwardEngine):
     ) -> None:
         """``num_decay_steps`` is the number of optimiser steps of the run, which a decaying schedule needs."""
         super().__init__(module, config, compute_dtype=compute_dtype, ranks=ranks, device=device, weights=weights)
+        self._compute_dtype = compute_dtype
         # The optimisers of this engine and of its siblings, which are offloaded together.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer = self._make_optimizer(config, num_decay_steps)
@@ -288,7 +290,10 @@ class TrainEngine(ForwardEngine):
 
     def _make_optimizer(self, config: LearnerConfig, num_decay_steps: int) -> Optimizer:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        optimizer = Optimizer(trained, config, num_decay_steps)
+        scale = None
+        if self._compute_dtype == torch.float16:
+            scale = LossScale(config.loss_scale, growth_steps=config.loss_scale_growth_steps)
+        optimizer = Optimizer(trained, config, num_decay_steps, scale)
         self._optimizers.add(optimizer)
         return optimizer
 
@@ -367,7 +372,8 @@ class TrainEngine(ForwardEngine):
         weights = micro.batch.get("sequence_weights", None)
         kept = mask if loss.correction is None else loss.correction.mask
         scaled = aggregate(loss.token_losses, kept, loss.aggregation or aggregation, totals, weights)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        scale = self._optimizer.loss_scale
+        (scaled if scale is None else scaled * scale.value).backward()  # type: ignore[no-untyped-call]
         # FSDP averages gradients over ranks and the loss is scaled to compensate. The reported loss is the sum.
         sums.add_loss(scaled / totals.data_parallel_size)
         shown = {**{name: values for name, values in outputs.items() if name == "entropy"}, **loss.diagnostics}

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from headwater.config.schema import LearnerConfig, Schedule
 from headwater.core.errors import RunError
+from headwater.learner.loss_scale import LossScale
 
 logger = logging.getLogger(__name__)
 
@@ -88,13 +89,21 @@ class Optimizer:
     one parameter at a time. The device then holds weights, gradients and the averages of one parameter.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], config: LearnerConfig, num_decay_steps: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        config: LearnerConfig,
+        num_decay_steps: int,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        """``loss_scale`` is the factor of the loss whose gradients ``step`` gets, if it has one."""
         if config.schedule != "constant" and num_decay_steps < 1:
             raise ValueError(
                 f"num_decay_steps = {num_decay_steps}: learner.schedule = {config.schedule} decays until that step, "
                 "including warm-up; pass the number of optimiser steps of the run"
             )
         self.num_steps = 0
+        self.loss_scale = loss_scale
         self._config = config
         self._parameters = list(parameters)
         self._learning_rate = LearningRate(
@@ -126,8 +135,12 @@ class Optimizer:
     def step(self, loss: float) -> dict[str, float]:
         """Apply the gradients of ``loss`` and clear them.
 
-        A step whose loss or gradient is not finite is skipped. Too many skipped steps in a row stop the run.
+        A step whose loss or gradient is not finite is skipped. Too many skipped steps in a row stop the run, except for
+        those that a smaller loss scale can prevent.
         """
+        scale = self.loss_scale
+        if scale is not None:
+            scale.unscale(self._parameters)
         norm = _global_norm(nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
         stats = {"learning_rate": self.learning_rate, "skipped_steps": 0.0}
         if math.isfinite(norm) and math.isfinite(loss):
@@ -142,17 +155,25 @@ class Optimizer:
             self.num_steps += 1
             self._num_bad_steps = 0
             stats["grad_norm"] = norm
+        elif scale is not None and scale.can_shrink and math.isfinite(loss):
+            logger.info("the float16 gradient overflowed with a loss scale of %g; this step is skipped", scale.value)
+            stats["skipped_steps"] = 1.0
         else:
             logger.warning("loss %g or gradient norm %g is not finite; this optimiser step is skipped", loss, norm)
             self._num_bad_steps += 1
             stats["skipped_steps"] = 1.0
+        if scale is not None:
+            stats["loss_scale"] = scale.value
+            if math.isfinite(loss):
+                scale.update(is_finite=math.isfinite(norm))
         self.clear()
         if self._num_bad_steps >= self._config.max_bad_steps:
+            narrow = "" if scale is None else ", or use model.dtype=bfloat16, which has a larger range than float16"
             raise RunError(
                 f"the loss or the gradient was not finite in {self._num_bad_steps} steps in a row "
                 "(learner.max_bad_steps); "
                 f"lower learner.learning_rate (= {self._config.learning_rate:g}) or learner.max_grad_norm "
-                f"(= {self._config.max_grad_norm:g})"
+                f"(= {self._config.max_grad_norm:g}){narrow}"
             )
         return stats
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from headwater.learner.packing import Pack
 from headwater.models.packed_attention import PackedAttention, gather_rows, packed_attention, use_packed_attention
+from headwater.models.precision import has_wide_logits, wide_linear
 
 if TYPE_CHECKING:
     from headwater.learner.context_parallel import ContextGroup
     from headwater.learner.working_copies import WorkingCopies
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
-"""The number of logits in a chunk: 128 MiB of float32 on a CPU, 1 GiB of bfloat16 on a GPU."""
+"""The number of logits in a chunk: 128 MiB of float32 on a CPU, 2 GiB on a GPU."""
 
 
 class TokenStatistics(NamedTuple):
@@ -172,6 +173,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropies[chunk],
                 *(each[chunk] for each in gradients[:2]),
                 ctx.temperature,
+                hidden.dtype,
             )
             if hidden_gradient is not None:
                 torch.mm(gradient, weight, out=hidden_gradient[chunk])
@@ -192,6 +194,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """In float32, whatever the layers compute in: the engine does not round them either."""
+    if has_wide_logits(hidden.dtype):
+        return wide_linear(hidden, weight, bias if bias.ndim else None)
     return torch.addmm(bias, hidden, weight.T) if bias.ndim else hidden @ weight.T
 
 
@@ -217,7 +222,9 @@ def _logits_gradient(
     logprob_gradient: Tensor,
     entropy_gradient: Tensor,
     temperature: float,
+    dtype: torch.dtype,
 ) -> Tensor:
+    """The gradient of the logits in ``dtype``, the type of the products that follow."""
     logprobs = logits.float() / temperature
     logprobs -= normalizers[:, None]
     gradient = logprobs + entropies[:, None]
@@ -226,7 +233,7 @@ def _logits_gradient(
     gradient *= logprobs.exp_()
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     gradient = torch.where(is_target, logprob_gradient[:, None], 0.0).sub_(gradient)
-    return gradient.div_(temperature).to(logits.dtype)
+    return gradient.div_(temperature).to(dtype)
 
 
 _compiled: dict[Any, Any] = {}

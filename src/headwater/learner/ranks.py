@@ -26,6 +26,7 @@ from headwater.learner.packed_module import PackedModule
 from headwater.learner.working_copies import WorkingCopies
 from headwater.models.fused_layers import use_fused_layers
 from headwater.models.sharded_load import ShardReader
+from headwater.models.wide_layers import widen_layers
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,10 @@ def shard(
     another type converts all weights at once, unless ``learner.convert_at_once`` is off. Parameters on the meta device
     are allocated and read from ``weights``, each rank only its shard.
     """
-    if device.type == "cuda" and config.fused_layers and not config.compile:
+    uses_kernels = device.type == "cuda" and config.fused_layers and not config.compile
+    if uses_kernels:
         use_fused_layers(module.model)
+    has_wide_layers = widen_layers(module.model, compute_dtype, uses_kernels=uses_kernels)
     layers = module.layers
     for index in range(len(layers)):
         if config.compile:
@@ -152,7 +155,12 @@ def shard(
 
         module.context = ContextGroup(_context_mesh(device.type, ranks.count, ranks.num_context))
         module.context.check(module.model)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=torch.float32,
+        # FSDP would round the wide inputs of every layer.
+        cast_forward_inputs=not has_wide_layers,
+    )
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(module, mesh=mesh, mp_policy=precision)

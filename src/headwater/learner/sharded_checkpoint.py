@@ -57,6 +57,8 @@ class _Index:
     shapes: Mapping[str, list[int]]
     """Of every tensor as a whole."""
     pieces: Mapping[str, list[Piece]]
+    loss_scale: Mapping[str, float] | None = None
+    """The state of float16's loss scale; None in other types."""
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT, **asdict(self)})
@@ -100,7 +102,8 @@ def take_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, with_op
         pieces = {name: piece_of(tensor, file) for name, tensor in held.items()}
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
     everywhere = {**{name: [] for name in state}, **gather_pieces(pieces, ranks)}
-    index = _Index(optimizer.num_steps, with_optimizer, adapter_alpha(model), shapes, everywhere)
+    scale = None if optimizer.loss_scale is None else optimizer.loss_scale.state()
+    index = _Index(optimizer.num_steps, with_optimizer, adapter_alpha(model), shapes, everywhere, scale)
     tensors = {name: held_by(tensor) for name, tensor in held.items()}
     return Shards(file, tensors, index if ranks.index == 0 else None)
 
@@ -193,6 +196,8 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> 
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             raise _damaged(path, f"{error}; the weights are partly overwritten and must not be used") from error
         optimizer.num_steps = index.num_steps
+        if optimizer.loss_scale is not None and index.loss_scale is not None:
+            optimizer.loss_scale.restore(index.loss_scale)
 
 
 def read_weights(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -62,6 +62,11 @@ def with_dtype(config: Config) -> Config:
 
     It is resolved once, for the learner's device: the engine has the same type wherever it runs.
     """
+    if config.model.dtype == "float16" and resolve_device(config.model.device).type == "cpu":
+        raise ModelError(
+            "model.dtype = float16: there is no GPU, and a CPU computes float16 hundreds of times slower than float32; "
+            "use auto or float32"
+        )
     if config.model.dtype != "auto":
         return config
     chosen = resolve_dtype(config.model.dtype, config.model.device)

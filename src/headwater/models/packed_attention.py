@@ -255,6 +255,8 @@ def _attend(
         raise ModelError(
             f"{module.config.model_type}: packed training does not support attention with a soft cap or sinks"
         )
+    # Queries and keys that were rotated in float32 are rounded here, once.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     # For transformers a pack is one row of length T: [1, heads, T, head dim].
     output = packed_attention(
         query[0].transpose(0, 1),

@@ -71,7 +71,9 @@ CLASHES = [
         ["data.truncation = left", "set it back to 0"],
     ),
     (["data.num_train_rows=31"], "data.num_train_rows = 31", ["trainer.num_prompts_per_step = 32"]),
-    (["model.dtype=float16"], "model.dtype = 'float16'", ["loss scaling", "bfloat16 or float32"]),
+    (["model.dtype=float16", "model.device=cpu"], "model.dtype = 'float16'", ["slower than float32", "model.device"]),
+    (["learner.loss_scale=1024"], "learner.loss_scale = 1024", ["nothing reads this", "model.dtype=float16"]),
+    (["model.dtype=float16", "learner.loss_scale=1000"], "learner.loss_scale = 1000", ["a power of two"]),
     (
         ["eval.num_samples_per_prompt=2"],
         "eval.num_samples_per_prompt = 2",
@@ -155,7 +157,7 @@ def test_asking_for_what_the_recipe_has_off_is_a_problem(write, problems):
 
 
 def test_all_clashes_come_together_with_all_wrong_values(problems):
-    lines = problems(None, "run.seed=x", "model.dtype=float16", "learner.num_minibatches=5")
+    lines = problems(None, "run.seed=x", "model.dtype=float16", "model.device=cpu", "learner.num_minibatches=5")
     assert sorted(line.split(" ")[0] for line in lines) == ["learner.num_minibatches", "model.dtype", "run.seed"]
 
 

@@ -79,8 +79,13 @@ def _linear(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
 
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, with every row summed in a fixed order that does not depend on the number of rows."""
+def invariant_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``x @ weight.T + bias``, with every row summed in a fixed order that does not depend on the number of rows.
+
+    Sums are float32. They are rounded to ``out_dtype``, by default the type of ``x``.
+    """
     tokens, inputs = x.shape
     outputs = weight.shape[0]
     assert inputs == weight.shape[1], f"x has {inputs} inputs and the weight {weight.shape[1]}"
@@ -89,7 +94,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     row_bytes = inputs * x.element_size()
     assert row_bytes % 16 == 0, f"rows of {row_bytes} bytes: tensor descriptors need a multiple of 16"
     config = invariant_config(outputs, x.element_size())
-    out = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((tokens, outputs), dtype=out_dtype or x.dtype, device=x.device)
     _linear[(triton.cdiv(tokens, config.block_m), triton.cdiv(outputs, config.block_n))](
         TensorDescriptor.from_tensor(x, [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),

@@ -1,6 +1,7 @@
 """RMS norm, alone and fused with the operations before it: the residual addition, and the sum of a product's parts.
 
 Rounding follows transformers: float32 statistics, the normalised value rounded to the tensor's dtype, then the weight.
+A float32 residual with narrower weights is not rounded at all, and its norm once, to the type of the weight.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -35,6 +36,7 @@ def _rms_norm(
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -48,24 +50,30 @@ def _rms_norm(
         values += tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         values += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
-    # Round before the addition, as if the product had been written to memory first.
-    values = values.to(dtype)
+    if not WIDE:
+        # Round before the addition, as if the product had been written to memory first.
+        values = values.to(dtype).to(tl.float32)
     if ADD:
         address = residual + row * residual_stride + columns
-        values = (values.to(tl.float32) + tl.load(address, mask=mask, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(address, values, mask=mask)
-    wide = values.to(tl.float32)
-    inverse_rms = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    tl.store(out + row * SIZE + columns, scaled_norm(wide, inverse_rms, scale, dtype), mask=mask)
+        values += tl.load(address, mask=mask, other=0.0).to(tl.float32)
+        if not WIDE:
+            values = values.to(dtype).to(tl.float32)
+        tl.store(address, values.to(residual.dtype.element_ty), mask=mask)
+    inverse_rms = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
+    if WIDE:
+        normed = (values * inverse_rms * scale).to(dtype)
+    else:
+        normed = scaled_norm(values, inverse_rms, scale, dtype)
+    tl.store(out + row * SIZE + columns, normed, mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMS norm of each row of ``x`` [tokens, hidden] times ``weight``."""
+    """The RMS norm of each row of ``x`` [tokens, hidden] times ``weight``, in the type of ``weight``."""
     return _launch(x[None], None, None, weight, eps, x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add ``x`` to ``residual`` in place, rounded to their dtype, and return the RMS norm of that sum."""
+    """Add ``x`` to ``residual`` in place, rounded to its dtype, and return the RMS norm of that sum."""
     return _launch(x[None], None, residual, weight, eps, residual.dtype)
 
 
@@ -80,14 +88,15 @@ def _launch(
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
-    dtype: torch.dtype,
+    stream_dtype: torch.dtype,
 ) -> Tensor:
+    """``stream_dtype`` is the type of the sum whose norm is taken."""
     num_parts, tokens, hidden = parts.shape
     assert parts.stride(2) == 1, "x's rows must be contiguous"
     if residual is not None:
         assert residual.stride(-1) == 1, "residual's rows must be contiguous"
         assert residual.shape == parts.shape[1:], f"x is {tuple(parts.shape)} and residual {tuple(residual.shape)}"
-    out = torch.empty((tokens, hidden), dtype=dtype, device=parts.device)
+    out = torch.empty((tokens, hidden), dtype=weight.dtype, device=parts.device)
     block = triton.next_power_of_2(hidden)
     _rms_norm[(tokens,)](
         parts,
@@ -104,6 +113,7 @@ def _launch(
         PARTS=num_parts,
         HAS_BIAS=bias is not None,
         ADD=residual is not None,
+        WIDE=stream_dtype != weight.dtype,
         # Eight values per thread are one 16-byte access in bfloat16.
         num_warps=min(max(block // 256, 1), 16),
     )

@@ -36,6 +36,7 @@ from headwater.engine.runners.decoder import HeadNorms, Projection, Rotary
 from headwater.engine.runners.fixed_rows import sample_cut_in_blocks
 from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.sampler import SamplingBatch, SamplingNeeds, put_rows, sample_cut
+from headwater.models.precision import wide_linear
 
 T = TypeVar("T")
 
@@ -50,6 +51,9 @@ class CudaOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
+    def wide_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return wide_linear(x, weight, bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
 
@@ -60,8 +64,8 @@ class CudaOps:
         if slices > 1:
             parts = split_linear(x, projection.weight, slices)
             return sum_add_rms_norm(parts, projection.bias, residual, norm_weight, eps)
-        product = F.linear(x, projection.weight, projection.bias)
-        return add_rms_norm(product, residual, norm_weight, eps)
+        product = self.linear if residual.dtype == x.dtype else self.wide_linear
+        return add_rms_norm(product(x, projection.weight, projection.bias), residual, norm_weight, eps)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up)
@@ -91,11 +95,14 @@ class InvariantCudaOps(CudaOps):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return invariant_linear(x, weight, bias)
 
+    def wide_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return invariant_linear(x, weight, bias, torch.float32)
+
     def linear_add_rms_norm(
         self, x: Tensor, projection: Projection, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> Tensor:
         # Never in slices, because the number of slices depends on the number of rows.
-        product = invariant_linear(x, projection.weight, projection.bias)
+        product = invariant_linear(x, projection.weight, projection.bias, residual.dtype)
         return add_rms_norm(product, residual, norm_weight, eps)
 
 

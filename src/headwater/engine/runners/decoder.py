@@ -19,17 +19,25 @@ from headwater.engine.adapters import AdapterParts
 from headwater.engine.attention import PagedAttention
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec
+from headwater.models.precision import is_wide, wide_linear
 
 
 class DecoderOps(Protocol):
     """The operations of a decoder layer on one device."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def wide_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``linear`` with a result in float32."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """In the type of ``weight``. ``x`` may be float32 in any case."""
+        ...
+
     def linear_add_rms_norm(
         self, x: Tensor, projection: Projection, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> Tensor:
-        """Add the product of ``x`` to ``residual`` in place and return the norm of the sum."""
+        """Add the product of ``x`` to ``residual`` in place and return the norm of the sum, in the weight's type."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
@@ -96,6 +104,7 @@ class FusedDecoder:
         decoder = model.get_decoder()
         self._ops = ops
         self._embedding = decoder.embed_tokens.weight
+        self._has_wide_residual = is_wide("residual", model.config, spec.dtype)
         self._layers = [_fuse(layer, model.config) for layer in decoder.layers]
         self._final_norm = decoder.norm.weight
         self._cos, self._sin = _rotary_tables(decoder, spec)
@@ -105,6 +114,8 @@ class FusedDecoder:
     ) -> Tensor:
         ops, rotary = self._ops, Rotary(self._cos, self._sin, positions)
         residual = nn.functional.embedding(input_ids, self._embedding)
+        if self._has_wide_residual:
+            residual = residual.float()
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, self._layers[0].eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
@@ -179,17 +190,23 @@ class CpuOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
+    def wide_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return wide_linear(x, weight, bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         mean_square = norm.square_().div_(x.shape[-1])
-        return weight * (wide * mean_square.add_(eps).rsqrt_()).to(x.dtype)
+        normalised = wide * mean_square.add_(eps).rsqrt_()
+        if x.dtype != weight.dtype:
+            return (weight.float() * normalised).to(weight.dtype)  # a wide residual is rounded once
+        return weight * normalised.to(x.dtype)
 
     def linear_add_rms_norm(
         self, x: Tensor, projection: Projection, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> Tensor:
-        product = F.linear(x, projection.weight, projection.bias)
-        return self.rms_norm(residual.add_(product), norm_weight, eps)
+        product = self.linear if residual.dtype == x.dtype else self.wide_linear
+        return self.rms_norm(residual.add_(product(x, projection.weight, projection.bias)), norm_weight, eps)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -25,6 +25,7 @@ from headwater.engine.plans import NewRow, PrefillBatch
 from headwater.engine.rows import DecodeRows, upload
 from headwater.engine.runners.decoder import DecoderOps, FusedDecoder
 from headwater.engine.sampler import SamplingBatch, SamplingNeeds, distribution, put_rows, sample
+from headwater.models.precision import has_wide_logits
 
 _SCORED_VALUES = 2**24
 """How many log-probs of prompts are in memory at the same time: positions times vocabulary."""
@@ -61,6 +62,7 @@ class Runner:
         self._fused = FusedDecoder(model, spec, ops) if fused and can_fuse(model.config) else None
         self._ops = ops
         self._head = model.get_output_embeddings()
+        self._has_wide_logits = has_wide_logits(spec.dtype)
         self.spec = spec
         self.cache = cache
         self.rows = rows
@@ -187,7 +189,8 @@ class Runner:
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._ops.linear(hidden, self._head.weight, self._head.bias)
+        product = self._ops.wide_linear if self._has_wide_logits else self._ops.linear
+        return product(hidden, self._head.weight, self._head.bias)
 
     def _draw(
         self, logits: Tensor, rows: Tensor, settings: SamplingBatch, guidance: Guidance | None = None

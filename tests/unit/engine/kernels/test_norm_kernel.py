@@ -68,3 +68,23 @@ def test_parts_are_summed_and_rounded_before_they_reach_the_residual():
             assert torch.equal(residual, total)
             assert y.dtype == dtype
             close(y, reference(total, weight, 1e-5))
+
+
+def test_a_wide_residual_is_not_rounded_and_its_norm_once():
+    for num_parts, biased in [(1, False), (3, True)]:
+        with case(num_parts, biased):
+            parts, residual, weight = randn(num_parts, 5, 96), randn(5, 96, seed=1), randn(96, dtype=HALF, seed=2)
+            bias = randn(96, dtype=HALF, seed=3) if biased else None
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            if bias is not None:
+                total += bias.float()
+            total += residual
+            y = sum_add_rms_norm(parts, bias, residual, weight, 1e-5)
+            assert torch.equal(residual, total)
+            exact = total.double() * torch.rsqrt(total.double().pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+            assert y.dtype == HALF
+            # Half a unit in the last place. The interpreter truncates, which is at most a whole one.
+            assert ((y.double() - exact).abs() <= exact.abs() * 2.0**-7).all()
+            assert torch.equal(rms_norm(total, weight, 1e-5), y)
