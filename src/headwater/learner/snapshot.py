@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from headwater.core.waits import wait_for_future
 from headwater.learner.export import merged_pieces
-from headwater.learner.optimizer import PinnedMemory, held_by
+from headwater.learner.held import held_by
 from headwater.learner.sharded_checkpoint import Shards, write_shards
 from headwater.models.device import available_ram
+from headwater.models.pinned import PinnedMemory
 
 COPY_LIMIT_S = 600.0
 _SHARE_OF_MEMORY = 0.5
