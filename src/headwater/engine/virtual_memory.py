@@ -95,6 +95,14 @@ def is_supported(device: torch.device) -> bool:
     return True
 
 
+_ranges: weakref.WeakSet[AddressRange] = weakref.WeakSet()
+
+
+def mapped_bytes() -> int:
+    """Device memory behind all ranges of this process, which torch's statistics do not contain."""
+    return sum(each.num_bytes for each in list(_ranges) if each.is_mapped)
+
+
 class AddressRange:
     """A range of device addresses, with or without memory behind them. It is freed with the last tensor in it."""
 
@@ -122,6 +130,7 @@ class AddressRange:
         """The start and the size of every piece of memory."""
         weakref.finalize(self, _free, self._start, self.num_bytes, self._mapped, device).atexit = False
         self.map()
+        _ranges.add(self)
 
     @property
     def is_mapped(self) -> bool:
