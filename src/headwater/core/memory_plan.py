@@ -170,7 +170,7 @@ def make_plan(
         plans = [plan for plan in _all_plans(every, budget, is_allowed) if plan.fits]
         if plans:
             best = min(plans, key=_cost)
-            return best if cache is None else _grown(best, cache)
+            return best if cache is None else grown(best, cache)
     smallest = [*holders, cache.holder(cache.smallest)] if cache is not None else list(holders)
     tight = replace(budget, reserve=0)
     raise NoPlan(
@@ -200,7 +200,7 @@ def _cost(plan: MemoryPlan) -> tuple[int, int, int]:
     return plan.moved, sum(way.name != RESIDENT for way in plan.holders.values()), plan.peak
 
 
-def _grown(plan: MemoryPlan, cache: Cache) -> MemoryPlan:
+def grown(plan: MemoryPlan, cache: Cache) -> MemoryPlan:
     """The same ways with the largest cache that fits, at most the wanted one."""
     way, budget = plan.holders[KV_CACHE], plan.budget
     is_always = budget.at_once or way.train > 0

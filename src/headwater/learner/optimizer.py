@@ -156,6 +156,11 @@ class Optimizer:
         self.settle()
 
     @property
+    def num_bytes_moved(self) -> int:
+        """Of the averages, between the device and main memory, since the beginning."""
+        return self.residency.num_bytes_moved + (self._streamed.num_bytes_moved if self._streamed is not None else 0)
+
+    @property
     def learning_rate(self) -> float:
         """The rate of the next optimiser step."""
         return self._learning_rate.at(self.num_steps)

@@ -38,6 +38,8 @@ class StreamedAverages:
         self._pinned = pinned
         self._homes: dict[int, Tensor] = {}
         """Where each average lives, by the identity of the tensor that AdamW keeps."""
+        self.num_bytes_moved = 0
+        """Copied in either direction, since the beginning."""
         self._arrive = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._leave = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -88,6 +90,7 @@ class StreamedAverages:
             for average, target in zip(averages, bucket.on_device, strict=True):
                 target.copy_(held_by(average), non_blocking=True)
                 hold(average, target)
+                self.num_bytes_moved += target.nbytes
             bucket.arrived.record(self._arrive)
         return bucket
 
@@ -101,6 +104,7 @@ class StreamedAverages:
                 if id(average) not in self._homes:
                     self._homes[id(average)] = self._pinned.empty(source.shape, source.dtype)
                 hold(average, self._homes[id(average)].copy_(source, non_blocking=True))
+                self.num_bytes_moved += source.nbytes
             bucket.left = _event()
             bucket.left.record(self._leave)
 

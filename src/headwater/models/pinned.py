@@ -52,7 +52,7 @@ def _locked(num_bytes: int) -> Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
     block = torch.frombuffer(pages, dtype=torch.uint8)
     block.fill_(0)
-    cudart = torch.cuda.cudart()
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)) != 0:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     # The driver must forget the pages before the system gives their addresses to someone else.

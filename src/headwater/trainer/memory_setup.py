@@ -20,6 +20,7 @@ from headwater.core.memory_plan import (
     MemoryPlan,
     NoPlan,
     Way,
+    grown,
     make_plan,
 )
 from headwater.engine.engine import GPU_PREFILL_TOKENS, GPU_SEQUENCES
@@ -103,15 +104,16 @@ def plan_memory(config: Config, models: Models, budget: Budget, *, can_discard: 
 
     try:
         return plan(sizes, budget)
-    except NoPlan:
-        pass
-    # What is certain does not fit either, or the run may try: estimates must not refuse what would work.
+    except NoPlan as error:
+        least = error.least
+    # Activations are estimated, and must not refuse what may work: only what is certain does.
     certain = replace(sizes, activations=int(_CERTAIN * sizes.activations))
     tight = replace(budget, reserve=0)
     try:
-        return plan(certain, tight)
+        plan(certain, tight)
     except NoPlan as error:
         raise ConfigError([_refusal(config, models, error)]) from error
+    return grown(least, cache_of(config, sizes, budget))
 
 
 def _leave_together(plan: MemoryPlan) -> bool:
@@ -223,9 +225,12 @@ def _refusal(config: Config, models: Models, error: NoPlan) -> str:
     least = error.least
     holders = sorted(least.holders.items(), key=lambda each: -max(each[1].generate, each[1].train))
     largest = ", ".join(f"{tag} {show_bytes(max(way.generate, way.train))}" for tag, way in holders[:4])
+    if least.ways["optimizer"] == STREAMED:  # by the plan, or because the config says so
+        config = replace(config, learner=replace(config.learner, offload_optimizer=True))
     lines = "".join(f"\n  - {line}" for line in savings(config, models))
     if least.host > least.budget.host:
-        what = f"copies in main memory need {show_bytes(least.host)}, and {show_bytes(least.budget.host)} of it can be used"
+        usable = show_bytes(least.budget.host)
+        what = f"copies in main memory need {show_bytes(least.host)}, and {usable} of it can be used"
     else:
         phase = "training" if least.train >= least.generate else "generation"
         phase = "generation and training at the same time" if least.budget.at_once else phase
