@@ -201,12 +201,16 @@ def _cost(plan: MemoryPlan) -> tuple[int, int, int]:
 
 
 def grown(plan: MemoryPlan, cache: Cache) -> MemoryPlan:
-    """The same ways with the largest cache that fits, at most the wanted one."""
+    """The same ways with the largest cache that fits, at most the wanted one.
+
+    Where memory has to be released, a cache larger than needed would only make that harder.
+    """
     way, budget = plan.holders[KV_CACHE], plan.budget
     is_always = budget.at_once or way.train > 0
     used = plan.peak if is_always else plan.generate
-    size = min(cache.wanted, way.generate + budget.device - budget.reserve - used)
-    size = max(size, way.generate)
+    is_roomy = all(each.name == RESIDENT for each in plan.holders.values())
+    most = cache.wanted if is_roomy else min(cache.wanted, cache.needed + cache.needed // 4)
+    size = max(way.generate, min(most, way.generate + budget.device - budget.reserve - used))
     grown = replace(way, generate=size, train=size if way.train else 0)
     return replace(plan, holders={**plan.holders, KV_CACHE: grown})
 

@@ -128,7 +128,10 @@ class ModelWeights:
 
     def discard(self) -> None:
         """Release the memory of the weights without a copy. An update must bring all of them back."""
-        assert self._range is not None, "only weights with fixed addresses"
+        if self._range is None:
+            raise MemoryRefused(
+                "discard_weights: the weights have no fixed addresses, which needs a GPU and engine.keep_addresses=true"
+            )
         with self._change:
             self._parked.clear()
             self._range.unmap()
@@ -194,8 +197,8 @@ class DeviceMemory:
         loop.interrupt()
         loop.scheduler.pool.forget()
         loop.runner.synchronize()
-        loop.needs_weights = True
         self._weights.discard()
+        loop.needs_weights = True
         self._asleep.discard("weights")
 
     def restore_discarded(self) -> None:

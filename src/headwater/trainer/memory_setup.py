@@ -71,6 +71,7 @@ def is_planned(config: Config, num_ranks: int = 1) -> bool:
         and num_ranks == 1
         and not config.rollout.is_separate
         and config.rollout.backend == "embedded"
+        and not config.eval.only
         and resolve_device(config.model.device).type == "cuda"
     )
 
