@@ -277,9 +277,8 @@ class LearnerConfig:
     offload_during_rollout: bool = False
     """On a GPU, move the learner to main memory during generation, and free the KV cache during training."""
     residency: tuple[Literal["auto", "resident", "kv_cache", "weights", "parameters", "optimizer"], ...] = ("auto",)
-    """What leaves the GPU while it is not needed, beside an engine on the same GPU. `auto` plans it from the sizes and
-    moves as little as possible, `resident` keeps everything, and a list names what leaves, for example
-    [kv_cache, weights, optimizer]. The two offload settings apply in addition."""
+    """What leaves a GPU that the engine and the learner share while it is not needed: `auto` plans it and moves as
+    little as possible, `resident` keeps everything, a list names what leaves. The offload settings apply in addition."""
     rank_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """With several ranks (torchrun or Ray), the longest time that one call of the learner may take before the run
     ends."""
