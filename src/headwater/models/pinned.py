@@ -47,9 +47,12 @@ def _locked(num_bytes: int) -> Tensor:
     """A block of page-locked memory."""
     if not torch.cuda.is_available():
         return torch.empty(num_bytes, dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Large pages are locked faster. A child process must not share them: whoever writes to a shared page first gets a
+    # new one, and the device would continue to use the old one.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            pages.madvise(getattr(mmap, advice))
     block = torch.frombuffer(pages, dtype=torch.uint8)
     block.fill_(0)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
