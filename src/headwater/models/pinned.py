@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def _locked(num_bytes: int) -> Tensor:
     # Large pages are locked faster. A child process must not share them: whoever writes to a shared page first gets a
     # new one, and the device would continue to use the old one.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
+        with suppress(AttributeError, OSError):  # not every system has them
             pages.madvise(getattr(mmap, advice))
     block = torch.frombuffer(pages, dtype=torch.uint8)
     block.fill_(0)
