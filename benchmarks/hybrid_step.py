@@ -169,7 +169,8 @@ class _Run:
         with self._stage("publish"):
             publish(self.learner, self.engine, number + 1)
         seconds = time.perf_counter() - began
-        moved = self._train.residency.num_bytes_moved + self._train.optimizer.num_bytes_moved
+        parts_moved = self._train.residency, self._train.frozen, self._train.optimizer
+        moved = sum(each.num_bytes_moved for each in parts_moved)
         row: dict[str, Any] = {"step_s": seconds, **{f"{name}_s": self._seconds[name] for name in STAGES}}
         row["other_s"] = seconds - sum(self._seconds.values())
         row["moved_gb"] = (moved - self._moved) / 1e9

@@ -241,3 +241,15 @@ def test_steps_and_switches_take_no_memory_of_their_own():
         assert len(set(used[2:])) == 1
     finally:
         engine.close()
+
+
+def test_frozen_weights_are_copied_to_main_memory_once():
+    engine = actor(dtype=torch.bfloat16, lora_rank=4).engine
+    before = [each.detach().float().sum().item() for each in engine.module.parameters()]
+    for _ in range(3):
+        engine.residency.changed()  # as an update does
+        engine.offload()
+        engine.onload()
+    size = sum(each.nbytes for each in engine.module.parameters() if not each.requires_grad)
+    assert 4 * size <= engine.frozen.num_bytes_moved < 5 * size  # there once, and back three times
+    assert [each.detach().float().sum().item() for each in engine.module.parameters()] == before

@@ -178,8 +178,8 @@ class ForwardEngine:
             trains=self._trains,
             weights=weights,
         )
-        self.residency = Residency(self.device)
-        """Of the parameters."""
+        self.residency, self.frozen = Residency(self.device), Residency(self.device)
+        """Of the parameters that are trained, and of the others, whose copy in main memory stays valid."""
 
     @torch.no_grad()
     def compute(self, batch: DataProto) -> dict[str, Tensor]:
@@ -198,7 +198,8 @@ class ForwardEngine:
 
     def prepare_offload(self) -> None:
         """Start to copy the parameters to main memory while they are still used, but not changed."""
-        self.residency.copy_out(self.module.parameters())
+        for residency, parameters in self._parameters():
+            residency.copy_out(parameters)
 
     def offload(self) -> None:
         """Move everything to main memory, to make room for a rollout on the same device."""
@@ -210,11 +211,17 @@ class ForwardEngine:
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
-        if device == CPU:
-            self.residency.release(self.module.parameters())
-        else:
-            self.residency.restore()
-            self.residency.wait()
+        for residency, parameters in self._parameters():
+            if device == CPU:
+                residency.release(parameters)
+            else:
+                residency.restore()
+                residency.wait()
+
+    def _parameters(self) -> list[tuple[Residency, list[Tensor]]]:
+        every = list(self.module.parameters())
+        trained = [each for each in every if each.requires_grad]
+        return [(self.residency, trained), (self.frozen, [each for each in every if not each.requires_grad])]
 
     def packs(self, rows: Sequence[PackRow], width: int, max_tokens: int) -> Iterator[tuple[Pack, bool]]:
         """The packs of this rank's rows, and whether their results count.
@@ -405,6 +412,7 @@ class TrainEngine(ForwardEngine):
 
     def load(self, folder: Path) -> None:
         self.residency.changed()
+        self.frozen.changed()
         sharded_checkpoint.load(folder, self.module.model, self._optimizer, self.ranks)
 
     def _move(self, device: torch.device) -> None:

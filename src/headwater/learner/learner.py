@@ -148,7 +148,7 @@ class LocalLearner:
         policy = {plain_name(name): each for name, each in self.actor.engine.module.model.named_parameters()}
         for name, parameter in model.named_parameters():
             held_by(parameter).copy_(held_by(policy[plain_name(name)]))
-        self.reference.residency.changed()
+        self.reference.frozen.changed()
         if self._is_first:
             # A folder that exists is left from a warm start that did not reach a checkpoint.
             shutil.rmtree(folder, ignore_errors=True)

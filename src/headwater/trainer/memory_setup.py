@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from headwater.config.schema import Config
 from headwater.core.disk import show_bytes
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.memory_plan import (
     GIB,
     MOVED,
@@ -28,6 +29,8 @@ from headwater.engine.kv_cache import SHARED_FRACTION, free_bytes
 from headwater.engine.virtual_memory import is_supported
 from headwater.models.device import available_ram, resolve_device
 from headwater.models.memory_sizes import ModelSize, RunSizes
+
+logger = logging.getLogger(__name__)
 
 _RESERVE, _LEAST_RESERVE = 0.03, GIB
 """Part of the GPU that a plan leaves free, and the least of it: estimates are not exact, and memory is fragmented."""
@@ -81,7 +84,13 @@ def plan_run(config: Config, model_path: str, num_ranks: int = 1) -> MemoryPlan 
     if not is_planned(config, num_ranks):
         return None
     device = resolve_device(config.model.device)
-    models = Models.read(config, model_path)
+    try:
+        models = Models.read(config, model_path)
+    except HeadwaterError:
+        raise
+    except Exception as error:  # architectures raise arbitrary errors for shapes that they do not expect
+        logger.warning("no memory plan, because the sizes of the models are not known: %s", error)
+        return None
     budget = budget_of(config, free_bytes(device), available_ram())
     return plan_memory(config, models, budget, can_discard=is_supported(device))
 
