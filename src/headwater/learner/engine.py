@@ -218,7 +218,7 @@ class ForwardEngine:
                 residency.restore()
                 residency.wait()
 
-    def _parameters(self) -> list[tuple[Residency, list[Tensor]]]:
+    def _parameters(self) -> list[tuple[Residency, Sequence[Tensor]]]:
         every = list(self.module.parameters())
         trained = [each for each in every if each.requires_grad]
         return [(self.residency, trained), (self.frozen, [each for each in every if not each.requires_grad])]

@@ -88,7 +88,7 @@ def plan_run(config: Config, model_path: str, num_ranks: int = 1) -> MemoryPlan 
         models = Models.read(config, model_path)
     except HeadwaterError:
         raise
-    except Exception as error:  # architectures raise arbitrary errors for shapes that they do not expect
+    except Exception as error:  # noqa: BLE001  architectures raise arbitrary errors for what they do not expect
         logger.warning("no memory plan, because the sizes of the models are not known: %s", error)
         return None
     budget = budget_of(config, free_bytes(device), available_ram())
