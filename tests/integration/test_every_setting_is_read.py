@@ -166,6 +166,8 @@ def other_values(key: str) -> Iterator[Any]:
         yield from (default / 2, default + 0.25, 0.5, 0.25)
     elif hint is str:
         yield from ("cpu", "some", "a.py:b", "http://127.0.0.1:1")
+    elif get_origin(hint) is tuple and get_origin(get_args(hint)[0]) is Literal:
+        yield from ([choice] for choice in get_args(get_args(hint)[0]) if (choice,) != default)
     elif get_origin(hint) is Mapping:
         yield from ({"some": {"function": "exact"}} if key == "reward.functions" else {"some": 1}, {"some": "1"})
     else:
