@@ -15,11 +15,16 @@ turns. A step generates all responses, trains on them and publishes the weights.
 from __future__ import annotations
 
 import argparse
-import gc
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -40,6 +45,7 @@ from headwater.engine.virtual_memory import is_supported, mapped_bytes
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
 from headwater.learner.learner import LocalLearner
+from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.models.device import available_ram
@@ -62,17 +68,35 @@ def main() -> None:
     parser = parser_of(__doc__)
     add_shape(parser)
     add_work(parser, prompt_tokens=128, new_tokens=512, samples=8)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=["planned", "forced"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, required=True)
     parser.add_argument("--prompts", type=int, default=32, help="prompts per step (default 32)")
     parser.add_argument("--microbatch", type=int, default=16384, help="tokens per pass (default 16384)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps, after one that is not (default 2)")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank (default 0: all weights)")
     parser.add_argument("--plain-activations", action="store_true", help="do not checkpoint activations")
     options = parser.parse_args()
     device = default_device()
     rows = []
     for case in options.cases:
-        rows.append(_measure(case, options, device))
+        rows.append(_measure(case, options, device) if len(options.cases) == 1 else _in_own_process(case))
         write_record(options.out, device, shape=options.shape, rows=rows)
+
+
+def _in_own_process(case: str) -> dict[str, Any]:
+    """The row of one case. Every case begins with all of the GPU and of the main memory."""
+    given = sys.argv[1:]
+    start = given.index("--cases")
+    others = [
+        *given[:start],
+        *given[start + 1 + len(list(takewhile(lambda each: each in CASES, given[start + 1 :]))) :],
+    ]
+    if "--out" in others:
+        del others[others.index("--out") : others.index("--out") + 2]
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        subprocess.run([sys.executable, __file__, *others, "--cases", case, "--out", str(out)], check=True)
+        row: dict[str, Any] = json.loads(out.read_text())["rows"][0]
+    return row
 
 
 def _measure(case: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -115,6 +139,7 @@ def _config(case: str, options: argparse.Namespace, device: torch.device) -> Con
         f"learner.max_tokens_per_microbatch={options.microbatch}",
         f"learner.checkpoint_activations={str(not options.plain_activations).lower()}",
         "learner.skip_zero_advantages=false",
+        f"lora.rank={options.lora_rank}",
         *(["engine.kv_cache_gib=0.25"] if device.type == "cpu" else []),
     ]
     return load_config(None, [*settings, *CASES[case]]).config
@@ -142,8 +167,11 @@ class _Run:
         )
         if releases_cache(config, plan):
             self.engine.sleep(("kv_cache",))
-        model = build_model(options.shape, device, torch.float32)
-        train = TrainEngine(PolicyModule(model, 1.0), built.learner, compute_dtype=dtype)
+        model = build_model(options.shape, device, dtype if built.lora.rank else torch.float32)
+        module = PolicyModule(model, 1.0)
+        if built.lora.rank:
+            add_adapters(model, built.lora, seed=0)
+        train = TrainEngine(module, built.learner, compute_dtype=dtype)
         actor = Actor(train, ppo, built.algorithm, loss_width=options.new_tokens)
         self._train = train
         self.learner = LocalLearner(built, actor, build_tokenizer())
@@ -187,10 +215,6 @@ class _Run:
     def close(self) -> None:
         self.engine.close()
         self.learner.close()
-        vars(self).clear()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     @property
     def _on_gpu(self) -> bool:

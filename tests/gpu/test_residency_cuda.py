@@ -28,7 +28,9 @@ ASKED = [request(tokens_of(length), key, max_new_tokens=24) for key, length in e
 
 
 def free_bytes() -> int:
+    """Free memory of the device, without what torch has cached."""
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 

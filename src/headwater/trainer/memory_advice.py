@@ -82,7 +82,7 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def remedies(stage: str, config: Config, num_weights: int, vocabulary: int) -> Iterator[str]:
     """Settings that reduce the memory of a stage, those that cost the least speed first."""
-    if stage in ("experience", "evaluate") or stage == "wait":
+    if stage in ("experience", "evaluate", "wait", "offload"):
         yield from _of_forward(config, vocabulary) if stage == "experience" else _of_generation(config, num_weights)
     if stage == "train":
         yield from _of_update(config, num_weights, vocabulary)
